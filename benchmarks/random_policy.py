@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import DecoderShape, VisionTowerConfig
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.families.openvla.config import OpenVLAConfig

@@ -23,8 +23,7 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.families.openvla.model import Projector
-from specvla_ros.models.vision_tower import VisionTower
+from specvla_ros.models.families.openvla.model import Projector, VisionTower
 
 
 def main(

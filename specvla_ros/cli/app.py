@@ -2,18 +2,21 @@
 """The command line `specvla`. Heavy libraries are imported when needed."""
 
 import json
+import os
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from specvla_ros import __version__
-from specvla_ros.cli import serve as cli_serve
-from specvla_ros.cli.ending import one_line_endings
 from specvla_ros.cli.laboratory import add_laboratory
 from specvla_ros.cli.options import PolicyOptions, takes_policy
-from specvla_ros.errors import UserError
+from specvla_ros.cli.terminal import one_line_endings, progress
+from specvla_ros.engine.settings import MAX_STREAMS
+from specvla_ros.errors import UserError, missing_package
 from specvla_ros.settings.json_file import shown
 
 if TYPE_CHECKING:
@@ -26,13 +29,20 @@ if TYPE_CHECKING:
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 _MAX_PIXELS = 36_000_000
 
+_Number = TypeVar("_Number", int, float)
+
+TOKEN_VARIABLE = "SPECVLA_TOKEN"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# A simulator that loads a scene answers no ping meanwhile, which takes a minute. A robot that vanishes keeps its
+# session as long; who closes the connection gives it back at once.
+_PING_TIMEOUT_S = 180.0
+
 app = typer.Typer(
     help="Real-time vision-language-action policies on ROS 2.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(cli_serve.app)
 add_laboratory(app)
 
 
@@ -59,6 +69,73 @@ def _specvla(
 
 @app.command()
 @takes_policy()
+def serve(
+    chosen: PolicyOptions,
+    port: Annotated[int, typer.Option(help="TCP port.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: at all of the machine's.")] = "127.0.0.1",
+    robots: Annotated[
+        int, typer.Option(help="Sessions at once; their frames share forwards.", min=1, max=MAX_STREAMS)
+    ] = 4,
+    budget: Annotated[float, typer.Option(help="Seconds in which a request should be answered.", min=0.0)] = 0.5,
+    max_message_mb: Annotated[float, typer.Option(help="Maximum of a request, in MB.", min=0.001)] = 32.0,
+    max_rate: Annotated[float, typer.Option(help="Requests per second of a session; 0: no limit.", min=0.0)] = 0.0,
+    idle: Annotated[float, typer.Option(help="Seconds until a silent session over HTTP is closed.", min=0.0)] = 60.0,
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"File with the token that clients must show; or the variable {TOKEN_VARIABLE}.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")] = None,
+    key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
+) -> None:
+    """Serve a policy to openpi's and vla-eval's clients (websockets) and OpenVLA's (POST /act), with /metrics."""
+    try:
+        import uvicorn
+
+        from specvla_ros.serving.app import make_app
+        from specvla_ros.serving.sessions import ServeSettings
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from None
+    from specvla_ros.engine.engine import Engine
+
+    if (certificate is None) != (key is None):
+        raise UserError("TLS needs both: --certificate FILE and --key FILE")
+    for path in (certificate, key, token_file):
+        if path is not None and not path.is_file():
+            raise UserError(f"{path} does not exist")
+    token = token_file.read_text(encoding="utf-8").strip() if token_file else os.environ.get(TOKEN_VARIABLE, "")
+    if token_file is not None and not token:
+        raise UserError(f"{token_file} is empty: write a token into it, such as that of `openssl rand -hex 32`")
+    with progress("loading the policy") as advance:
+        target = chosen.load(lambda what, fraction: advance(round(100 * fraction), 100, what))
+    engine = Engine(target, replace(chosen.engine, streams=robots))
+    engine.warm_up()
+    limit = round(max_message_mb * 1e6)
+    settings = ServeSettings(
+        sessions=robots, token=token, budget_s=budget, max_message_bytes=limit, max_rate_hz=max_rate, idle_s=idle
+    )
+    if not token and host not in _LOOPBACK:
+        typer.echo(f"anybody who reaches {host} may use the policy: set {TOKEN_VARIABLE} or --token-file", err=True)
+    letter = "s" if certificate is not None else ""
+    typer.echo(
+        f"serving {chosen.checkpoint.name} to {robots} robots at once: ws{letter}://{host}:{port} (openpi), "
+        f"ws{letter}://{host}:{port}/vla-eval (vla-eval), http{letter}://{host}:{port}/act (OpenVLA)"
+    )
+    uvicorn.run(
+        make_app(engine, settings),
+        host=host,
+        port=port,
+        log_level="warning",
+        ws_max_size=limit,
+        ws_ping_interval=20.0,
+        ws_ping_timeout=_PING_TIMEOUT_S,
+        ws_per_message_deflate=False,
+        timeout_graceful_shutdown=5,  # seconds, for answers under way
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+
+
+@app.command()
+@takes_policy()
 def predict(
     chosen: PolicyOptions,
     image: Annotated[
@@ -81,11 +158,13 @@ def predict(
     if bool(instruction) == bool(prompt_ids):
         raise UserError("give either --instruction or --prompt-ids")
     pictures = [_read_image(path) for path in image]
+    import numpy as np
+
     from specvla_ros.engine.engine import Engine
     from specvla_ros.models.observation import Observation
 
-    ids = _parse_ids(prompt_ids) if prompt_ids else None
-    robot = _parse_state(state) if state else None
+    ids = _numbers(prompt_ids, int, "--prompt-ids must be whole numbers") if prompt_ids else None
+    robot = np.array(_numbers(state, float, "--state must be numbers")) if state else None
     policy = chosen.load()
     if len(pictures) != len(policy.cameras):
         raise UserError(
@@ -110,9 +189,8 @@ def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> No
     if isinstance(outcome, Drop):
         typer.secho(f"specvla: no action: {outcome.reason.value}: {outcome.detail}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1)
-    timings = outcome.timings
     text = text_of(policy.tokenizer, outcome.text_tokens)
-    seconds = {"vision": timings.vision_s, "prefill": timings.prefill_s, "decode": timings.decode_s}
+    seconds = {stage: getattr(outcome.timings, f"{stage}_s") for stage in ("vision", "prefill", "decode")}
     if as_json:
         result = {
             "action": dict(zip(outcome.names, outcome.values.tolist(), strict=True)),
@@ -153,20 +231,11 @@ def _read_image(path: Path) -> "np.ndarray":
         raise UserError(f"image {path} cannot be read ({error}); give a PNG or JPEG file") from None
 
 
-def _parse_ids(text: str) -> tuple[int, ...]:
+def _numbers(text: str, kind: Callable[[str], _Number], words: str) -> tuple[_Number, ...]:
     try:
-        return tuple(int(part) for part in text.replace(",", " ").split())
+        return tuple(kind(part) for part in text.replace(",", " ").split())
     except ValueError:
-        raise UserError(f"--prompt-ids must be whole numbers separated by commas, got {shown(text)}") from None
-
-
-def _parse_state(text: str) -> "np.ndarray":
-    import numpy as np
-
-    try:
-        return np.array([float(part) for part in text.replace(",", " ").split()])
-    except ValueError:
-        raise UserError(f"--state must be numbers separated by commas, got {shown(text)}") from None
+        raise UserError(f"{words} separated by commas, got {shown(text)}") from None
 
 
 @app.command()

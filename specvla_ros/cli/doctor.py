@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is installed, what is missing, and what to do about it."""
 
-import importlib
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 
 
 @dataclass(frozen=True)
 class Check:
     """One finding."""
 
-    name: str  # what was looked at
-    state: str  # `ok`, `missing` (something asked for by the package does not work) or `note` (works without it)
-    found: str  # what is there
-    fix: str = ""  # what to do; empty when there is nothing to do
+    name: str
+    state: str  # `ok`, `missing` (needed, and does not work) or `note` (works without it)
+    found: str
+    fix: str = ""  # what to do
 
 
 # What policy, driver, guard and task need; and what a robot does without, by the file that has it.
@@ -36,8 +35,6 @@ _WITHOUT = {
     "accelerate": "only training needs it: pip install -r requirements/train.txt",
     "torchao": "only int4 on a GPU needs it: pip install torchao (0.18 goes with torch 2.13)",
 }
-
-
 _COLOURS = {"ok": 32, "missing": 31, "note": 33}  # of terminals, by state
 
 
@@ -67,10 +64,21 @@ def examine() -> list[Check]:
         *(_package(name, _INSTALL) for name in _LIBRARIES),
         _image_converter(),
         *(_package(name, fix, absent="note") for name, fix in _WITHOUT.items()),
-        _opengl(),
+        _attempt("OpenGL", _opengl, "only the simulator needs it: apt-get install libosmesa6", state="note"),
         *_ros(),
         _receive_buffer(),
     ]
+
+
+def _attempt(name: str, look: Callable[[], str | Check], fix: str, *, state: str = "missing") -> Check:
+    """A check that imports something which may be absent or broken."""
+    try:
+        found = look()
+        return found if isinstance(found, Check) else Check(name, "ok", found)
+    except ImportError as error:
+        return Check(name, state, str(error), fix)
+    except Exception as error:  # a half-installed library can raise anything
+        return Check(name, state, f"{type(error).__name__}: {error}", fix)
 
 
 def _python() -> Check:
@@ -86,42 +94,29 @@ def _package(name: str, fix: str, *, absent: str = "missing") -> Check:
         return Check(name, absent, "not installed", fix)
 
 
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "version unknown"
+
+
 def _image_converter() -> Check:
     """What turns raw images of all encodings into RGB: ROS' own, or that of the wheels."""
 
-    def ours() -> Check:
-        importlib.import_module("rosbags.image")
-        return Check("raw images", "ok", f"by rosbags-image {_version('rosbags-image')}, OpenCV {_cv2()}")
-
-    def of_ros() -> Check:
-        importlib.import_module("cv_bridge")
-        return Check("raw images", "ok", f"by cv_bridge, OpenCV {_cv2()}")
-
-    def _cv2() -> str:
-        return str(importlib.import_module("cv2").__version__)
+    def converter(module: str, named: str) -> str:
+        import_module(module)
+        return f"by {named}, OpenCV {import_module('cv2').__version__}"
 
     fix = "apt install ros-<distro>-cv-bridge, or pip install rosbags-image opencv-python-headless"
-    found = _attempt("raw images", of_ros, fix)
-    return found if found.state == "ok" else _attempt("raw images", ours, fix)
-
-
-def _attempt(name: str, look: Callable[[], Check], fix: str, *, state: str = "missing") -> Check:
-    """A check that imports something which may be absent or broken."""
-    try:
-        return look()
-    except ImportError as error:
-        return Check(name, state, str(error), fix)
-    except Exception as error:  # a half-installed library can raise anything
-        return Check(name, state, f"{type(error).__name__}: {error}", fix)
+    found = _attempt("raw images", lambda: converter("cv_bridge", "cv_bridge"), fix)
+    if found.state == "ok":
+        return found
+    return _attempt("raw images", lambda: converter("rosbags.image", f"rosbags-image {_version('rosbags-image')}"), fix)
 
 
 def _torch() -> list[Check]:
-    def version() -> Check:
-        import torch
-
-        return Check("torch", "ok", torch.__version__)
-
-    def gpu() -> Check:
+    def gpu() -> str | Check:
         import torch
 
         if not torch.cuda.is_available():
@@ -129,11 +124,11 @@ def _torch() -> list[Check]:
         properties = torch.cuda.get_device_properties(0)
         memory = properties.total_memory / 2**30
         capability = f"sm_{properties.major}{properties.minor}"
-        return Check("GPU", "ok", f"{properties.name}, {memory:.0f} GiB, {capability}, CUDA {torch.version.cuda}")
+        return f"{properties.name}, {memory:.0f} GiB, {capability}, CUDA {torch.version.cuda}"
 
     fix = "pip install torch==2.13.0; on a Jetson use NVIDIA's wheel for your JetPack"
-    checks = [_attempt("torch", version, fix)]
-    return [*checks, _attempt("GPU", gpu, fix, state="note")] if checks[0].state == "ok" else checks
+    found = _attempt("torch", lambda: str(import_module("torch").__version__), fix)
+    return [found, _attempt("GPU", gpu, fix, state="note")] if found.state == "ok" else [found]
 
 
 def _kernels() -> list[Check]:
@@ -144,94 +139,74 @@ def _kernels() -> list[Check]:
         on_gpu = torch.cuda.is_available()
     except Exception:  # said by the check of torch
         return []
-    slow = (
-        "; without it policies decode on PyTorch references, several times slower"
-        if on_gpu
-        else "; only needed on a GPU"
-    )
+    lost = "without it policies decode on PyTorch references, several times slower"
+    slow = f"; {lost if on_gpu else 'only needed on a GPU'}"
+
+    def noted(name: str, fault: str, found: str, fix: str) -> Check:
+        return Check(name, "note" if fault else "ok", found, fix if fault else "")
 
     def triton() -> Check:
         from specvla_kernels.device import triton_fault
 
-        version = importlib.import_module("triton").__version__
+        version = import_module("triton").__version__
         old = triton_fault(version)
-        return Check("triton", "note" if old else "ok", version, f"{old}{slow}" if old else "")
+        return noted("triton", old, version, f"{old}{slow}")
 
     def build() -> Check:
         from specvla_kernels.device import build_fault
 
         fault = build_fault()
         found = "incomplete" if fault else "a C compiler and Python.h"
-        return Check("triton's compiler", "note" if fault else "ok", found, f"{fault}{slow}" if fault else "")
+        return noted("triton's compiler", fault, found, f"{fault}{slow}")
 
     def trial() -> Check:
         from specvla_kernels.device import why_no_kernels
 
         why = why_no_kernels(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
-        return Check("kernels", "note" if why else "ok", "PyTorch references" if why else "by Triton", why)
+        return noted("kernels", why, "PyTorch references" if why else "by Triton", why)
 
-    fix = f"it comes with torch for CUDA{slow}"
-    checks = [_attempt("triton", triton, fix, state="note"), _attempt("triton's compiler", build, fix, state="note")]
-    return [*checks, _attempt("kernels", trial, fix, state="note")] if on_gpu else checks
+    looks = {"triton": triton, "triton's compiler": build} | ({"kernels": trial} if on_gpu else {})
+    return [_attempt(name, look, f"it comes with torch for CUDA{slow}", state="note") for name, look in looks.items()]
 
 
-def _opengl() -> Check:
-    def backend() -> Check:
-        from specvla_ros.cli.laboratory import simulator_gl
+def _opengl() -> str:
+    from specvla_ros.cli.laboratory import simulator_gl
 
-        return Check("OpenGL", "ok", f"offscreen with MUJOCO_GL={simulator_gl()}")
-
-    return _attempt("OpenGL", backend, "only the simulator needs it: apt-get install libosmesa6", state="note")
+    return f"offscreen with MUJOCO_GL={simulator_gl()}"
 
 
 def _ros() -> list[Check]:
-    def rclpy() -> Check:
-        module = importlib.import_module("rclpy")
+    def rclpy() -> str:
+        module = import_module("rclpy")
         distro = os.environ.get("ROS_DISTRO", "wheels")
-        return Check("rclpy", "ok", f"{_version('rclpy')} ({distro}) at {os.path.dirname(str(module.__file__))}")
+        return f"{_version('rclpy')} ({distro}) at {os.path.dirname(str(module.__file__))}"
 
-    def rmw() -> Check:
-        implementation = importlib.import_module("rclpy.utilities").get_rmw_implementation_identifier()
-        return Check("RMW", "ok", implementation)
+    def rmw() -> str:
+        return str(import_module("rclpy.utilities").get_rmw_implementation_identifier())
 
-    def messages() -> Check:
-        importlib.import_module("specvla_ros.msg")
-        return Check("messages", "ok", "VlaAction, DecodeStats, SimEpisode, RunTask")
-
-    def tools() -> Check:
-        path = shutil.which("ros2")
-        if path is None:
-            return Check("ros2 tools", "note", "no ros2 on the PATH", "wheels have no ros2 command; an apt ROS 2 does")
-        return Check("ros2 tools", "ok", path)
+    def messages() -> str:
+        import_module("specvla_ros.msg")
+        return "VlaAction, DecodeStats, SimEpisode, RunTask"
 
     sourced = (
         "for the nodes and the demo, which a pip wheel lacks: source /opt/ros/<distro>/setup.bash, or run make build "
         "on a machine without ROS 2"
     )
-    checks = [_attempt("rclpy", rclpy, sourced)]
-    if checks[0].state != "ok":
-        return checks
+    found = _attempt("rclpy", rclpy, sourced)
+    if found.state != "ok":
+        return [found]
+    install = "install ros-<distro>-rmw-fastrtps-cpp, and set AMENT_PREFIX_PATH to where it is"
+    build = "colcon build and source install/setup.bash, or make build; a pip wheel brings none"
+    path, transports = shutil.which("ros2"), os.environ.get("FASTDDS_BUILTIN_TRANSPORTS", "")
+    no_tools = Check("ros2 tools", "note", "no ros2 on the PATH", "wheels have no ros2 command; an apt ROS 2 does")
+    lost = "if raw images over 0.5 MB get lost: FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA for every process"
     return [
-        *checks,
-        _attempt("RMW", rmw, "install ros-<distro>-rmw-fastrtps-cpp, and set AMENT_PREFIX_PATH to where it is"),
-        _attempt(
-            "messages", messages, "colcon build and source install/setup.bash, or make build; a pip wheel brings none"
-        ),
-        tools(),
-        _transports(),
+        found,
+        _attempt("RMW", rmw, install),
+        _attempt("messages", messages, build),
+        Check("ros2 tools", "ok", path) if path else no_tools,
+        Check("DDS transports", *(("ok", transports) if transports else ("note", "FastDDS' default", lost))),
     ]
-
-
-def _transports() -> Check:
-    value = os.environ.get("FASTDDS_BUILTIN_TRANSPORTS", "")
-    if value:
-        return Check("DDS transports", "ok", value)
-    return Check(
-        "DDS transports",
-        "note",
-        "FastDDS' default",
-        "if raw images over 0.5 MB get lost: FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA for every process",
-    )
 
 
 def _receive_buffer() -> Check:
@@ -245,10 +220,3 @@ def _receive_buffer() -> Check:
         return Check("UDP buffer", "ok", f"{size} bytes")
     fix = "for raw images from another machine: sysctl -w net.core.rmem_max=8388608"
     return Check("UDP buffer", "note", f"{size} bytes", fix)
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "version unknown"

@@ -4,12 +4,10 @@
 import sys
 from importlib.util import find_spec
 
-_LIBRARIES = ("typer", "rich")
-
 
 def main() -> None:
     """Runs the command. On a robot without typer and rich only `specvla doctor` runs; the others say what they need."""
-    if all(map(find_spec, _LIBRARIES)):
+    if find_spec("typer") and find_spec("rich"):
         from specvla_ros.cli.app import main as run
 
         return run()

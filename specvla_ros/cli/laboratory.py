@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer  # `doctor` asks here too, without it
 
-_COMMANDS = ("demo", "recordings", "experiments", "training", "plan")
-
 
 def add_laboratory(app: typer.Typer) -> None:
     """Adds the laboratory's commands."""
-    for name in _COMMANDS:
+    for name in ("demo", "recordings", "experiments", "training", "plan"):
         app.add_typer(import_module(f"specvla_ros.lab.cli.{name}").app)
 
 
 def find_policy(given: Path | None) -> tuple[Path, Path | None]:
-    """The checkpoint that a user means: see `specvla_ros.lab.bundled.policies.find_policy`."""
+    """See `specvla_ros.lab.bundled.policies.find_policy`."""
     from specvla_ros.lab.bundled import policies
 
     return policies.find_policy(given)
@@ -37,11 +35,7 @@ def bundled_names() -> tuple[str, ...]:
 
 
 def simulator_gl() -> str:
-    """How the simulator draws, as MUJOCO_GL names it.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """The simulator's MUJOCO_GL; UserError if it cannot draw."""
     from specvla_ros.lab.simulation import require_gl
 
     return require_gl()

@@ -2,7 +2,7 @@
 """Options that are declared once: those of a policy, and the parameters of the plans that commands run."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import wraps
@@ -34,12 +34,12 @@ class PolicyOptions:
     engine: EngineSettings
     action: ConventionSettings
 
-    def load(self) -> "Target":
+    def load(self, progress: Callable[[str, float], None] | None = None) -> "Target":
         """Loads the checkpoint, and leaves a core to other processes."""
         from specvla_ros.models.checkpoint import leave_a_core, load_target
 
         leave_a_core()
-        return load_target(self.checkpoint, **vars(self.model))
+        return load_target(self.checkpoint, **vars(self.model), progress=progress)
 
 
 def takes_policy(
@@ -48,9 +48,9 @@ def takes_policy(
     """Gives a command the options of a policy; it gets them as its argument `chosen`, a `PolicyOptions`.
 
     Args:
-        mode: that of a command which compares settings itself, and so has neither --mode nor --tolerance.
-        decodes: whether it decodes as the options say; otherwise it has those of loading alone.
-        publishes: whether its actions go out as messages, so that action.* may be set.
+        mode: of a command which compares settings itself, and so has neither --mode nor --tolerance.
+        decodes: False: it has the options of loading alone.
+        publishes: its actions go out as messages, so that action.* may be set.
     """
     model = _Options(ModelSettings, panel=_MODEL)
     options = [_checkpoint() if decodes else _checkpoint("--target"), *model.options]
@@ -75,15 +75,10 @@ def takes_policy(
 
 @dataclass(frozen=True)
 class Taken:
-    """How a command takes a plan, beside it in an `Annotated`.
+    """How a command takes a plan, beside it in an `Annotated`."""
 
-    Args:
-        fixed: values of parameters that are no options of this command.
-        defaults: those that are others here than in the plan.
-    """
-
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # values of parameters that are no options of this command
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # those that differ from the plan's
 
 
 def takes_plans(command: Callable[..., None]) -> Callable[..., None]:
@@ -115,23 +110,20 @@ class _Options:
     def __init__(self, kind: Any, taken: Taken = Taken(), panel: str = "") -> None:
         self._kind, self._fixed = kind, taken.fixed
         hints = get_type_hints(kind)
+        defaults = {each.name: each.default for each in fields(kind)} | {**taken.defaults}
         self._by_field = {
-            each.name: _plan_option(
-                each.name, hints[each.name], declared, taken.defaults.get(each.name, each.default), panel
-            )
+            each.name: _plan_option(each.name, hints[each.name], declared, defaults[each.name], panel)
             for each in fields(kind)
             if each.name not in taken.fixed and (declared := parameter_of(each)) is not None
         }
         self.options = [*self._by_field.values()]
 
     def take(self, given: dict[str, Any]) -> Any:
-        """The settings, from the values of their options, which are taken out."""
+        """The settings, from the values of their options, which are removed."""
         values = {name: _plain(given.pop(option.name)) for name, option in self._by_field.items()}
-        lists = get_type_hints(self._kind)
-        made = {
-            name: tuple(value or ()) if get_origin(lists[name]) is tuple else value for name, value in values.items()
-        }
-        return self._kind(**self._fixed, **made)
+        hints = get_type_hints(self._kind)
+        lists = {name: tuple(value or ()) for name, value in values.items() if get_origin(hints[name]) is tuple}
+        return self._kind(**self._fixed, **values | lists)
 
 
 def _plan_option(name: str, kind: Any, declared: Parameter, default: Any, panel: str) -> inspect.Parameter:
@@ -144,8 +136,8 @@ def _plan_option(name: str, kind: Any, declared: Parameter, default: Any, panel:
         kind, default = (kind | None, None) if default is None else (kind, kind(default))
     limits = {"min": declared.minimum, "max": declared.maximum}
     given: dict[str, Any] = {each: limit for each, limit in limits.items() if limit is not None}
-    given["hidden"] = panel == _MODEL and not declared.basic
-    return _option(option, kind, default, panel, f"--{option.replace('_', '-')}", help=declared.text, **given)
+    given |= {"help": declared.text, "hidden": panel == _MODEL and not declared.basic}
+    return _option(option, kind, default, panel, f"--{option.replace('_', '-')}", **given)
 
 
 def _plain(value: Any) -> Any:
@@ -158,24 +150,18 @@ def _policy_options(model: ModelSettings, given: Mapping[str, Any], *, publishes
     plain = {name: _plain(value) for name, value in given.items()}
     checkpoint, decoding = find_policy(plain["checkpoint"])
     assignments, file = plain.get("param") or (), plain.get("params_file") or decoding
-    of_actions = [each for each in assignments if publishes and each.startswith(ConventionSettings.ROS_PREFIX)]
-    return PolicyOptions(
-        checkpoint,
-        model,
-        engine_settings_from(
-            mode=plain["mode"] or "",
-            tolerance=plain.get("tolerance", ""),
-            assignments=[each for each in assignments if each not in of_actions],
-            params_file=file,
-        ),
-        _convention_settings(of_actions, file if publishes else None),
+    prefix = ConventionSettings.ROS_PREFIX
+    of_actions = [each for each in assignments if publishes and each.startswith(prefix)]
+    engine = engine_settings_from(
+        mode=plain["mode"] or "",
+        tolerance=plain.get("tolerance", ""),
+        assignments=[each for each in assignments if each not in of_actions],
+        params_file=file,
     )
-
-
-def _convention_settings(assignments: Sequence[str], file: Path | None) -> ConventionSettings:
-    in_file = merge_parameters([file], {}, node="policy") if file is not None else {}
-    values = {name: value for name, value in in_file.items() if name.startswith(ConventionSettings.ROS_PREFIX)}
-    return with_values(ConventionSettings(), values | read_assignments(assignments))
+    in_file = merge_parameters([file], {}, node="policy") if publishes and file is not None else {}
+    values = {name: value for name, value in in_file.items() if name.startswith(prefix)}
+    action = with_values(ConventionSettings(), values | read_assignments(of_actions))
+    return PolicyOptions(checkpoint, model, engine, action)
 
 
 def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **given: Any) -> inspect.Parameter:
@@ -192,7 +178,6 @@ def _checkpoint(*flags: str) -> inspect.Parameter:
 
 
 def _basic_names() -> str:
-    """Parameters that -p takes and a robot sets, for the help."""
     prefixes = (EngineSettings.ROS_PREFIX, DraftSettings.ROS_PREFIX, AcceptanceSettings.ROS_PREFIX)
     declared = [each for each in walk(EngineSettings()) if each.parameter.basic]
     return ", ".join(each.name for each in declared if each.name.startswith(prefixes))
@@ -202,39 +187,29 @@ def _choice(name: str, allowed: tuple[str, ...]) -> Any:
     return Enum(name.title(), {each: each for each in allowed}, type=str)
 
 
+def _decoding(name: str, kind: Any, default: object, help: str, *flags: str) -> inspect.Parameter:
+    return _option(name, kind, default, "Decoding", *flags, help=help)
+
+
 _DECODING_IN_ANY_MODE = [
-    _option(
-        "mode",
-        _choice("mode", MODES) | None,
-        None,
-        "Decoding",
-        help="How tokens are decoded; short for -p decode.mode:=…",
-    ),
-    _option(
+    _decoding("mode", _choice("mode", MODES) | None, None, "How tokens are decoded; short for -p decode.mode:=…"),
+    _decoding(
         "tolerance",
         str,
         "",
-        "Decoding",
-        help="How far an action may be from the policy's own, such as 2mm,1deg or 5bins; 0: not at all. Takes the rule "
+        "How far an action may be from the policy's own, such as 2mm,1deg or 5bins; 0: not at all. Takes the rule "
         "bin_distance, unless -p acceptance.rule:=… says otherwise.",
     ),
 ]
 _DECODING = [
-    _option(
+    _decoding(
         "param",
         list[str] | None,
         None,
-        "Decoding",
+        f"name:=value, as the policy node takes it: {_basic_names()}; or another of decode.*, draft.*, "
+        "acceptance.*, and action.* where actions are published (all: docs/reference/parameters.md); again for more.",
         "-p",
         "--param",
-        help=f"name:=value, as the policy node takes it: {_basic_names()}; or another of decode.*, draft.*, "
-        "acceptance.*, and action.* where actions are published (all: docs/reference/parameters.md); again for more.",
     ),
-    _option(
-        "params_file",
-        Path | None,
-        None,
-        "Decoding",
-        help="ROS parameter file (a profile) with decode.*, draft.*, acceptance.*",
-    ),
+    _decoding("params_file", Path | None, None, "ROS parameter file (a profile) with decode.*, draft.*, acceptance.*"),
 ]

@@ -1,39 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands show at a terminal, and how Ctrl-C ends them with nothing half written."""
+"""What the commands show at a terminal, and how they end: one line and an exit code, with nothing half written."""
 
+import errno
+import os
 import signal
+import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import typer
 from rich import box
+from rich import progress as columns
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
+from rich.table import Column, Table
 
-_ANY_WIDTH = 10_000
+from specvla_ros import __version__
+from specvla_ros.errors import UserError, missing_package
+
+USER_ERROR, BUG = 2, 3  # exit codes; 1 is a result that breaks a limit
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def progress_bar(*, shown: bool = True) -> Progress:
-    """A bar on stderr with the count, the time elapsed and the time left."""
-    return Progress(
-        SpinnerColumn(),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+def progress_bar(*, shown: bool = True) -> columns.Progress:
+    """A bar on stderr with count, time elapsed and time left."""
+    return columns.Progress(
+        columns.SpinnerColumn(),
+        columns.BarColumn(),
+        columns.MofNCompleteColumn(),
+        columns.TimeElapsedColumn(),
+        columns.TextColumn("left"),
+        columns.TimeRemainingColumn(),
+        columns.TextColumn("{task.description}"),
         console=Console(stderr=True),
         disable=not shown,
     )
@@ -41,29 +43,26 @@ def progress_bar(*, shown: bool = True) -> Progress:
 
 @contextmanager
 def progress(description: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar, and what advances it: how much is done, how much there is, and what it is."""
+    """A progress bar, and the function that advances it: done, total, description."""
     with progress_bar() as bar:
         line = bar.add_task(description, total=None)
         yield lambda done, wanted, what: bar.update(line, completed=done, total=wanted, description=what)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table to stdout whose cells are never cut or wrapped, however narrow the terminal."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in head:
-        table.add_column(name, no_wrap=True)
+    """Prints a table to stdout whose cells are never cut or wrapped."""
+    table = Table(*(Column(name, no_wrap=True) for name in head), box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*row)
-    width = Console(width=_ANY_WIDTH).measure(table).maximum
-    Console(width=width).print(table)
+    Console(width=Console(width=10_000).measure(table).maximum).print(table)
 
 
 @contextmanager
 def deferred_interruption() -> Iterator[Callable[[], bool]]:
     """Gives a function that returns whether SIGINT or SIGTERM has arrived.
 
-    The first signal is only noted; a second one has its usual effect. Signals reach the main thread only: in any other
-    thread the handlers are left alone.
+    The first signal is only noted; a second one has its usual effect. Outside of the main thread, which alone gets
+    signals, the handlers are left alone.
     """
     received: list[int] = []
     handlers: dict[int, Any] = {}
@@ -82,3 +81,62 @@ def deferred_interruption() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(received)
     finally:
         restore()
+
+
+@contextmanager
+def one_line_endings() -> Iterator[None]:
+    """Turns exceptions into messages and exit codes; SystemExit and KeyboardInterrupt pass.
+
+    A user's error, a full disk or a file that cannot be read is 2. Anything else is a fault of this package: 3, and the
+    trace goes into a file, to be reported.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except UserError as error:
+        _end(str(error), USER_ERROR)
+    except ModuleNotFoundError as error:
+        own = str(error.name).startswith("specvla")  # no package that a user could install
+        _end(*((_bug(error), BUG) if own else (str(missing_package(error)), USER_ERROR)))
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        _end(_system_error(error), USER_ERROR)
+    except BaseException as error:  # a library in Rust panics with what is no Exception
+        _end(_bug(error), BUG)
+
+
+def _end(message: str, code: int) -> None:
+    text = message.encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be printed
+    typer.secho(f"specvla: {text}", fg=typer.colors.RED, err=True)
+    sys.exit(code)
+
+
+def _system_error(error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    where = f"{str(error.filename)[:200]}: " if error.filename else ""
+    if error.errno in _FULL:
+        return (
+            f"{where}{reason}: what was written before is kept. Free some space, then give the same command again; "
+            "those that write into a directory go on where they were"
+        )
+    if error.errno is None:  # as NumPy says that a file became shorter than it should be
+        return f"{where}{reason}; is the disk full?"
+    return f"{where}{reason}; check the path and its permissions"
+
+
+def _bug(error: BaseException) -> str:
+    what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0][:300]
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="specvla-bug-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            file.write(f"specvla {__version__}, Python {sys.version}\n{sys.argv}\n\n")
+            file.write("".join(traceback.format_exception(error)))
+        trace = f"the trace is in {file.name}: please report it with that file"
+    except OSError as full:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        trace = f"at {place.filename}:{place.lineno}; the trace could not be written ({full.strerror})"
+    return f"this is a bug of specvla: {what}; {trace}"

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint directory to a target: which family it is of, and on what it runs.
+"""From a checkpoint directory to a target: its family and its device.
 
 A family registers a loader in `TARGETS` under the `model_type` of its config.json. The loader takes the directory and
-the keywords of `load_target`, with `device` and `dtype` resolved; those that it has no use for it gives to
-`refuse_options`.
+the keywords of `load_target`, with `device` and `dtype` resolved; the keywords it does not use go to `refuse_options`.
 """
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import torch
 from specvla_ros.errors import UserError
 from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
-from specvla_ros.models.memory import explained_shortage
+from specvla_ros.models.quantization import BYTES_PER_WEIGHT, check_quantization
 from specvla_ros.models.target import TARGETS, Target
-from specvla_ros.models.weights import Progress
+from specvla_ros.models.weights import Progress, tensor_sizes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
 _USUAL = settings.ModelSettings()
+_GIB = 1 << 30
+_BESIDE = 1 << 30  # bytes for the KV cache of a few slots, graphs and activations
+_QUANTISED = re.compile(r"\blayers\.\d+\.(self_attn|mlp)\.\w+\.weight$")  # of the decoder, by checkpoint name
 
 
 def load_target(
@@ -41,19 +45,19 @@ def load_target(
 
     Args:
         directory: holds config.json, safetensors weights, preprocessor_config.json and tokenizer.json.
-        device: `auto` takes CUDA where it is there; `cpu`, `cuda` or `cuda:N`.
+        device: `auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `bfloat16`, `float16`; `auto`: float32 on a CPU, bfloat16 on CUDA.
-        unnorm_key: dataset whose action statistics to use; empty: the only ones there are.
-        center_crop: as the fine-tuned checkpoints need that were trained with image augmentation.
+        unnorm_key: dataset whose action statistics to use; empty: the only one.
+        center_crop: as checkpoints fine-tuned with image augmentation need.
         quantization: of the decoder layers' matrices, see `check_quantization`.
         action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
-        prompt: how an OpenVLA checkpoint is asked, see `PromptStyle`; `auto`: as its config.json says.
+        prompt: see `PromptStyle`; `auto`: as config.json says.
         cameras: those of the policy's cameras that the robot has, for a policy that can do without some.
-        progress: called with what is being done and the fraction of the tensors read.
+        progress: called with the current step and the fraction of the tensors read.
 
     Raises:
-        UserError: anything about the directory or an argument that does not fit, before weights are read if possible;
-            or the device's memory is too small, with what would fit.
+        UserError: the directory or an argument does not fit, before weights are read if possible; or the device has too
+            little memory, with what would fit.
     """
     directory = Path(directory).expanduser()
     load = _loader(directory)
@@ -89,10 +93,7 @@ def _loader(directory: Path) -> Callable[..., Any]:
 
 
 def _model_type(directory: Path) -> str:
-    """Of a config.json: its model_type; what LeRobot calls type; native Prismatic files describe a `vla` instead.
-
-    A StarVLA run has none, but a config.yaml.
-    """
+    """model_type of config.json; `type` in LeRobot's; native Prismatic files have `vla`, StarVLA runs a config.yaml."""
     run = directory / "config.yaml"
     if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):
         return "starvla-run"
@@ -128,7 +129,7 @@ def _device(name: str) -> torch.device:
 
 
 def _check_build(device: torch.device) -> None:
-    """Refuses a build of torch that does not compute on this GPU, with the architectures that it was built for."""
+    """Refuses a build of torch that does not compute on this GPU."""
     try:
         torch.zeros(1, device=device).add_(1.0).tolist()
     except torch.OutOfMemoryError:
@@ -150,11 +151,55 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def leave_a_core() -> None:
-    """Leaves one of the CPU's cores to other processes, such as DDS, a camera or a simulator.
+@contextmanager
+def explained_shortage(directory: Path, device: torch.device, dtype: torch.dtype, quantization: str) -> Iterator[None]:
+    """Turns a lack of GPU memory while loading into a UserError that says which formats would fit."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        # A Jetson's allocator raises another class.
+        if device.type != "cuda" or not (isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)):
+            raise
+        raise UserError(_what_would_fit(directory, device, dtype, quantization, free)) from None
 
-    torch's threads wait for each other: one that must share its core slows all of them. On two busy cores a 12 ms
-    action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
+
+def _what_would_fit(directory: Path, device: torch.device, dtype: torch.dtype, quantization: str, free: int) -> str:
+    sizes = tensor_sizes(directory)
+    layers = sum(size for name, size in sizes.items() if _QUANTISED.search(name))
+    others = sum(sizes.values()) - layers
+
+    def taken(item: int, kind: str) -> float:
+        return others * item + layers * BYTES_PER_WEIGHT.get(kind, item)
+
+    wanted = str(dtype).removeprefix("torch.") + ("" if quantization == "none" else f" with {quantization} layers")
+    size = taken(dtype.itemsize, quantization)
+    text = (
+        f"{directory}: the weights take {size / _GIB:.1f} GiB in {wanted}, but {device} has {free / _GIB:.1f} GiB free"
+    )
+    fitting = [
+        f"{'dtype bfloat16' if kind == 'none' else f'model.quantization {kind}'} ({size / _GIB:.1f} GiB)"
+        for kind in ("none", *BYTES_PER_WEIGHT)
+        if (size := taken(2, kind)) + _BESIDE <= free and _runs(kind, device)
+    ]
+    if not fitting:
+        return f"{text}, too little for any format: close what else uses the GPU, or take a larger one"
+    return f"{text}: choose {' or '.join(fitting)}, or close what else uses the GPU"
+
+
+def _runs(quantization: str, device: torch.device) -> bool:
+    try:
+        check_quantization(quantization, device, torch.bfloat16)
+    except UserError:
+        return False
+    return True
+
+
+def leave_a_core() -> None:
+    """Leaves one CPU core to other processes, such as DDS, a camera or a simulator.
+
+    torch's threads wait for each other, so one that shares its core slows all of them: on two busy cores a 12 ms action
+    took 190 ms and more. OMP_NUM_THREADS, if set, has the last word.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

@@ -22,8 +22,8 @@ class VisionTowerConfig:
     Args:
         embed_dim, depth, heads, mlp_dim, patch_size: as in the ViT paper. The tower's output is that of the block
             before the last, so `depth - 1` blocks are computed.
-        class_token, register_tokens: prefix tokens in front of the patches (DINOv2); they carry no position.
-        layer_scale: whether the blocks scale their residual branches (DINOv2).
+        class_token, register_tokens: prefix tokens before the patches (DINOv2), without a position.
+        layer_scale: the blocks scale their residual branches (DINOv2).
         image_size: height and width of the input in pixels.
     """
 
@@ -39,27 +39,18 @@ class VisionTowerConfig:
 
     @property
     def patches(self) -> int:
-        """Patch tokens per image."""
         return (self.image_size // self.patch_size) ** 2
 
 
 @dataclass(frozen=True)
 class DecoderVariant:
-    """In what a decoder differs from Llama.
+    """How a decoder differs from Llama."""
 
-    Args:
-        qkv_bias: queries, keys and values have a bias (Qwen2).
-        qk_norm: queries and keys are normalised per head, before RoPE (Qwen3).
-        unit_offset_norms: a norm scales by 1 + its weight (Gemma).
-        scaled_embeddings: token embeddings are multiplied by the root of their width (Gemma).
-        gate: activation of the MLP's gate, `silu` or `gelu_tanh` (Gemma).
-    """
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    unit_offset_norms: bool = False
-    scaled_embeddings: bool = False
-    gate: str = "silu"
+    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen2)
+    qk_norm: bool = False  # queries and keys are normalised per head, before RoPE (Qwen3)
+    unit_offset_norms: bool = False  # a norm scales by 1 + its weight (Gemma)
+    scaled_embeddings: bool = False  # token embeddings are multiplied by the root of their width (Gemma)
+    gate: str = "silu"  # activation of the MLP's gate, `silu` or `gelu_tanh` (Gemma)
 
 
 @dataclass(frozen=True)
@@ -67,11 +58,11 @@ class DecoderShape:
     """Shape of a decoder; names and defaults are those of transformers' Llama.
 
     Args:
-        rope_sections: of the `head_dim` / 2 frequencies, how many turn with each of a row's positions: with time,
-            height and width under M-RoPE (Qwen2.5-VL); empty: a row has one position.
-        rope_interleaved: these frequencies take turns (Qwen3-VL), and do not follow each other.
-        deepstack: features that each picture's row has for as many of the first layers, behind which they are added
-            (DeepStack, arXiv 2406.04334; Qwen3-VL); they stand beside its embedding.
+        rope_sections: how many of the `head_dim` / 2 frequencies turn with time, height and width under M-RoPE
+            (Qwen2.5-VL); empty: a row has one position.
+        rope_interleaved: these frequencies take turns (Qwen3-VL) instead of following each other.
+        deepstack: features of each image row that are added after as many of the first layers (DeepStack, arXiv
+            2406.04334; Qwen3-VL); they stand beside its embedding.
     """
 
     hidden_size: int = 4096
@@ -97,16 +88,13 @@ class DecoderShape:
 
     @property
     def rope_axes(self) -> int:
-        """Positions per row."""
         return len(self.rope_sections) or 1
 
 
 _QWEN2 = DecoderShape(
-    intermediate_size=22016,
-    vocab_size=151936,
-    max_position_embeddings=32768,
-    variant=DecoderVariant(qkv_bias=True),
+    intermediate_size=22016, vocab_size=151936, max_position_embeddings=32768, variant=DecoderVariant(qkv_bias=True)
 )
+# What a config.json that says nothing else describes, by its `model_type`, as transformers has it.
 DECODERS: dict[str, DecoderShape] = {
     "llama": DecoderShape(),
     "qwen2": _QWEN2,
@@ -124,17 +112,11 @@ DECODERS: dict[str, DecoderShape] = {
         variant=DecoderVariant(unit_offset_norms=True, scaled_embeddings=True, gate="gelu_tanh"),
     ),
 }
-"""What a config.json that says nothing else describes, by its `model_type`, as transformers has it."""
-
 _ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu")}  # Gemma's "gelu" means the tanh one
 
 
 def check_directory(directory: Path) -> None:
-    """Tells the usual mistakes apart.
-
-    Raises:
-        UserError: the directory is not there, or holds something that is close to a checkpoint.
-    """
+    """Refuses a directory that is missing, or close to a checkpoint: a hub id, an adapter alone, git-lfs pointers."""
     if not directory.is_dir():
         if _HUB_ID.fullmatch(str(directory)):
             raise UserError(
@@ -161,15 +143,10 @@ def check_directory(directory: Path) -> None:
 
 
 def folder_beside(directory: Path, name: str, what: str) -> Path:
-    """A folder of files that a checkpoint needs and does not bring: in it, or beside it.
+    """A folder that a checkpoint needs and does not bring: in it, or beside it.
 
     Args:
-        directory: the checkpoint.
-        name: of the folder.
-        what: that it must hold, for the message.
-
-    Raises:
-        UserError: there is none.
+        what: its required content, for the message of the UserError where there is none.
     """
     found = next((each for each in (directory / name, directory.resolve().parent / name) if each.is_dir()), None)
     if found is None:
@@ -178,11 +155,7 @@ def folder_beside(directory: Path, name: str, what: str) -> Path:
 
 
 def only_file(folder: Path, *suffixes: str) -> Path:
-    """The one file of a training run's folder of weights.
-
-    Raises:
-        UserError: there is none, or several.
-    """
+    """The one file in a training run's folder of weights; UserError if there is none, or several."""
     files = sorted(path for path in folder.glob("*") if path.suffix in suffixes)
     if len(files) != 1:
         kinds = " or ".join(suffixes)
@@ -191,21 +164,13 @@ def only_file(folder: Path, *suffixes: str) -> Path:
 
 
 def read_checkpoint_json(path: Path) -> Fields:
-    """The object in a JSON file of a checkpoint.
-
-    Raises:
-        UserError: the file is missing or is no JSON object.
-    """
+    """The object in a JSON file of a checkpoint; UserError if there is none."""
     missing = f"is {path.parent} a complete checkpoint directory?"
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
 
 
 def check_not_quantised(raw: Fields) -> None:
-    """Refuses a config.json that says its weights are quantised.
-
-    Raises:
-        UserError: it does.
-    """
+    """Refuses a config.json that says its weights are quantised."""
     for name in ("quantization_config", "compression_config"):
         if raw.raw.get(name) is not None:
             method = raw.inner(name).text("quant_method", "unknown")
@@ -220,10 +185,10 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
 
     Args:
         text: its fields, or those of a `text_config`; without a `model_type` it is a Llama.
-        families: those that will do, and what a config.json of each that says nothing else describes.
+        families: the supported ones, and what a config.json of each describes that says nothing else.
 
     Raises:
-        UserError: it is of another family, has what is not computed here, is quantised, or a number is wrong.
+        UserError: another family, something that is not computed here, quantised weights, or a wrong number.
     """
     path = text.path
     family = text.text("model_type", "llama")
@@ -274,7 +239,6 @@ def _rope(text: Fields) -> Fields:
 
 
 def _check_variant(text: Fields, default: DecoderShape) -> None:
-    """Refuses what a family allows and the decoder does not compute."""
     path, rope = text.path, _rope(text)
     kinds = ("default", "mrope") if default.rope_sections else ("default",)
     if rope.text("rope_type", rope.text("type", "default")) not in kinds:

@@ -21,7 +21,7 @@ from specvla_ros.models.target import ForwardResult as ForwardResult
 
 
 def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which dtype the output head is kept so that logits are at least float32.
+    """The dtype of the output head, so that logits are at least float32.
 
     A half-precision head needs a product that accumulates into float32, which torch has on CUDA from 2.8 on; elsewhere
     the head is kept in float32 (0.5 GB for OpenVLA-7B).
@@ -38,10 +38,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def empty_model(make: Callable[[], Model], dtype: torch.dtype, device: torch.device) -> Model:
     """A model around a `PackedDecoder` without memory for its weights, whose tensors have the right shape and dtype.
 
-    Args:
-        make: the model of a config.
-        dtype: of its weights; the output head may have another, see `head_dtype`.
-        device: where the weights go.
+    The output head may have another dtype, see `head_dtype`; `device` is where the weights will go.
     """
     with torch.device("meta"):
         model = make()
@@ -72,9 +69,7 @@ class RMSNorm(nn.Module):
     """Root mean square norm of rows.
 
     Args:
-        dim: of a row.
-        eps: added to the mean square.
-        unit_offset: the weight is what is added to 1, as Gemma has it.
+        unit_offset: the weight is what is added to 1, as in Gemma.
     """
 
     def __init__(self, dim: int, eps: float, *, unit_offset: bool) -> None:
@@ -93,7 +88,7 @@ class RMSNorm(nn.Module):
 
 
 class _Embedding(nn.Embedding):
-    """Token embeddings, scaled as Gemma does it; zeros where pictures have features for the first layers."""
+    """Token embeddings, scaled as in Gemma; zeros where image rows have features for the first layers."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__(shape.vocab_size, shape.hidden_size)
@@ -110,7 +105,7 @@ class _Embedding(nn.Embedding):
 
     @property
     def scale(self) -> float:
-        """Of the embeddings, rounded to their dtype as theirs."""
+        """Rounded to the dtype of the embeddings, as transformers does."""
         return float(torch.tensor(self.embedding_dim**0.5, dtype=self.weight.dtype)) if self.scaled else 1.0
 
 
@@ -123,8 +118,7 @@ class DecoderLayer(nn.Module):
     """Pre-norm attention and a gated MLP; q, k, v are one matrix, and gate, up another: fewer and larger reads.
 
     Args:
-        config: the layer's shape.
-        input_norm: False leaves out the norm in front of the attention, as in EAGLE's draft layer.
+        input_norm: False leaves out the norm before the attention, as in EAGLE's draft layer.
     """
 
     def __init__(self, config: DecoderShape, *, input_norm: bool = True) -> None:
@@ -154,7 +148,7 @@ class DecoderLayer(nn.Module):
     def attention(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The first half: [n_rows, hidden], and what is to be added to it; None: it is. The MLP's norm may add it."""
+        """[n_rows, hidden] to the same, and what is still to be added to it, if any, which the MLP's norm may do."""
         q = self.write_kv(x, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
         return product_to_add(attended.flatten(1), _matrix(self.out), x)
@@ -165,15 +159,12 @@ class DecoderLayer(nn.Module):
         return rope_write_kv(q, k, v, cos, sin, kv_rows, keys, values)
 
     def products(self, x: Tensor) -> Tensor:
-        """[n_rows, hidden] to the same, without attention: what the time of a forward by its rows is made of."""
+        """See `PackedDecoder.products`."""
         q, *_ = self._queries_keys_values(x)
         return self.mlp(*product_to_add(q.flatten(1), _matrix(self.out), x))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The one matrix' products to queries, keys and values, without RoPE.
-
-        Args:
-            qkv: [..., (heads + 2 kv_heads) head_dim], without the bias.
+        """[..., (heads + 2 kv_heads) head_dim] without the bias to queries, keys and values, without RoPE.
 
         Returns:
             [..., heads, head_dim], and twice [..., kv_heads, head_dim].
@@ -191,7 +182,7 @@ class DecoderLayer(nn.Module):
         return q, k, v
 
     def mlp(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """The second half: [n_rows, hidden], the sum of what is given, with the MLP's output added."""
+        """[n_rows, hidden], plus what is still to be added to it, plus the MLP's output."""
         gate_up, down = _matrix(self.gate_up), _matrix(self.down)
         return gated_mlp(x, added, self.post_norm.row_norm, gate_up, down, self.gate_name)
 
@@ -203,7 +194,7 @@ class PackedDecoder(nn.Module):
 
     Attributes:
         head_ids: the only ids whose logits are computed, all others' being -inf; None: every id's.
-        turn: [hidden, hidden], orthogonal, by which the stream is turned in the layers; None: it is not.
+        turn: [hidden, hidden], orthogonal, the rotation of the residual stream in the layers; None: no rotation.
     """
 
     def __init__(self, config: DecoderShape) -> None:
@@ -220,25 +211,23 @@ class PackedDecoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and activations; the head may be of another."""
+        """Of weights and activations; the head may have another."""
         return self.norm.weight.dtype
 
     def forward(
         self, embeddings: Tensor, layout: PackedLayout, wanted_rows: Tensor, keys: Tensor, values: Tensor
     ) -> ForwardResult:
-        """The packed forward: one pass of all segments through all layers.
+        """One pass of all segments through all layers.
 
         Args:
-            embeddings: [n_rows, input_size]: each row's embedding, and what is added to it behind the first layers.
+            embeddings: [n_rows, input_size]: each row's embedding, and what is added to it after the first layers.
             layout: where the segments lie.
             wanted_rows: int64 [n_wanted], rows whose logits are computed.
-            keys: [layers, slots, slot_rows, kv_heads, head_dim], the rows' own keys are written into it.
-            values: like keys.
+            keys, values: [layers, slots, slot_rows, kv_heads, head_dim]; those of the rows are written into them.
         """
         hidden = self.hidden_states(embeddings, layout, keys, values)
         return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
@@ -246,7 +235,7 @@ class PackedDecoder(nn.Module):
     def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
         """All layers and the final norm: to [n_rows, hidden]; arguments as in `forward`.
 
-        Where the kernels run, nothing but the layout's tensors and its attention plan is read: no spans.
+        Where the kernels run, only the layout's tensors and its attention plan are read: no spans.
         """
         cos, sin = self.rotation(layout.positions)
         x, *features = embeddings.split(self.config.hidden_size, dim=1)
@@ -269,7 +258,6 @@ class PackedDecoder(nn.Module):
         With `head_ids` only their rows of the output head are read; a row of hidden states with a NaN still gives NaN.
 
         Args:
-            hidden: after the final norm.
             ids: the only ones whose logits are wanted: [n, len(ids)].
         """
         if ids is not None:
@@ -282,7 +270,6 @@ class PackedDecoder(nn.Module):
         return logits
 
     def _products(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Of hidden states with rows of the output head."""
         kept = head_dtype(weight.dtype, weight.device)
         if kept.itemsize == 2:
             return torch.mm(hidden.to(kept), weight.T, out_dtype=torch.float32)
@@ -313,7 +300,7 @@ class PackedDecoder(nn.Module):
         return self._rotary
 
     def _axis_of_frequencies(self) -> list[int]:
-        """With which position each frequency turns: time 0, height 1, width 2."""
+        """The position each frequency turns with: time 0, height 1, width 2."""
         sections = self.config.rope_sections
         if not self.config.rope_interleaved:
             return [axis for axis, count in enumerate(sections) for _ in range(count)]

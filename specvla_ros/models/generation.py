@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says about greedy decoding, as transformers' generate takes it: which token is the best at a node.
+"""What a checkpoint says about greedy decoding, as transformers' generate reads it.
 
-A repetition penalty looks at all ids before a token, those of the prompt too. In a tree these are the ids on the node's
-own path.
+A repetition penalty counts all ids before a token, those of the prompt too; in a tree, the ids on the node's own path.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.settings.json_file import shown
 
-USUAL_NEW_TOKENS = 20
-"""Length at which transformers' generate ends an answer where nobody says another."""
+USUAL_NEW_TOKENS = 20  # transformers' default length of an answer
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class GreedyRules:
     """What is done to logits before the largest is taken.
 
     Args:
-        repetition_penalty: logits of ids that came before are divided by it if positive, else multiplied (CTRL,
-            arXiv 1909.05858, as transformers' RepetitionPenaltyLogitsProcessor); 1: none.
+        repetition_penalty: logits of earlier ids are divided by it if positive, else multiplied (CTRL, arXiv
+            1909.05858, as transformers' RepetitionPenaltyLogitsProcessor); 1: none.
         allowed_ids: the only ids that may be answered, after the penalty; empty: all.
         max_new_tokens: length at which generate would end an answer; None: the file does not say.
     """
@@ -40,15 +38,10 @@ class GreedyRules:
 
     @property
     def penalises(self) -> bool:
-        """Whether ids that came before count."""
         return self.repetition_penalty != 1.0
 
     def apply(
-        self,
-        logits: Tensor,
-        trees: Sequence[tuple[Tensor, Ancestry]],
-        seen: Tensor | None,
-        any_id: Sequence[bool] = (),
+        self, logits: Tensor, trees: Sequence[tuple[Tensor, Ancestry]], seen: Tensor | None, any_id: Sequence[bool] = ()
     ) -> Tensor:
         """Logits as the rules leave them; nothing is read back.
 
@@ -56,7 +49,7 @@ class GreedyRules:
             logits: float32 [nodes of all trees, vocab].
             trees: tokens int64 [n] and ancestry of each request's tree, in the logits' order.
             seen: bool [requests, vocab], the ids of prompt and answer up to each tree's root; None: nothing penalises.
-            any_id: of each request, whether `allowed_ids` does not hold for it; empty: of none.
+            any_id: whether `allowed_ids` does not hold for a request; empty: it holds for all.
         """
         if seen is not None:
             parts = zip(trees, seen, strict=True)
@@ -78,14 +71,14 @@ NO_RULES = GreedyRules()
 
 @cache  # uploaded once: in a tick, a copy waits for the device
 def _others(allowed_ids: tuple[int, ...], vocab: int, device: torch.device) -> Tensor:
-    """Bool [vocab]: all ids but these."""
+    """Bool [vocab]: all other ids."""
     others = torch.ones(vocab, dtype=torch.bool)
     others[list(allowed_ids)] = False
     return others.to(device)
 
 
 def _seen_at_nodes(tokens: Tensor, ancestry: Ancestry, before: Tensor) -> Tensor:
-    """Bool [n, vocab]: the ids before what comes after each node, its own among them."""
+    """Bool [n, vocab]: the ids before each node's successor, the node's own included."""
     n, vocab = len(tokens), len(before)
     if n == 1:
         return before[None]
@@ -126,9 +119,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 def read_generation(directory: Path) -> GreedyRules:
     """The rules of a generation_config.json; sampling is never done, and a missing file asks for nothing.
 
-    Raises:
-        UserError: it asks for what is not done here, and decoded without it the policy would act otherwise than its own
-            code has it act.
+    UserError if it asks for what is not done here: the policy would act otherwise than under its own code.
     """
     path = directory / "generation_config.json"
     if not path.exists():
@@ -147,11 +138,7 @@ def read_generation(directory: Path) -> GreedyRules:
 
 
 def read_end_ids(directory: Path) -> frozenset[int]:
-    """The ids that end an answer, as transformers' generate takes them: generation_config.json's, else config.json's.
-
-    Raises:
-        UserError: neither file says it.
-    """
+    """The ids that end an answer: generation_config.json's, else config.json's; UserError if neither says it."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         found = read_checkpoint_json(path).raw.get("eos_token_id") if path.exists() else None

@@ -38,23 +38,15 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """What is added to one weight.
+    """What is added to one weight."""
 
-    Args:
-        down: A, [r, in]; of an embedding [r, vocabulary], of a convolution [r, in, …].
-        up: B, [out, r]; of a convolution [out, r, 1, …].
-        scale: s.
-        embedding: whether the weight has a row per token, which B A has as a column.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float
-    embedding: bool
+    down: Tensor  # A, [r, in]; of an embedding [r, vocabulary], of a convolution [r, in, …]
+    up: Tensor  # B, [out, r]; of a convolution [out, r, 1, …]
+    scale: float  # s
+    embedding: bool  # the weight has a row per token, which B A has as a column
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
         sizes = len(self.up), *self.down.shape[1:]
         return sizes[::-1] if self.embedding else sizes
 
@@ -67,34 +59,24 @@ class LoraFactors:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter.
+    """An adapter."""
 
-    Args:
-        path: its weights.
-        factors: by the weight's name, see `bare_name`.
-        whole: tensors that take the place of the base model's (`modules_to_save`, biases).
-    """
-
-    path: Path
-    factors: Mapping[str, LoraFactors]
-    whole: Mapping[str, Tensor]
+    path: Path  # its weights
+    factors: Mapping[str, LoraFactors]  # by the weight's name, see `bare_name`
+    whole: Mapping[str, Tensor]  # tensors that replace the base model's (`modules_to_save`, biases)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """A weight of the base model with what the adapter adds to it."""
         name = bare_name(name)
         factors = self.factors.get(name)
         weight = self.whole.get(name, weight)
         return weight if factors is None else weight.float() + factors.delta.to(weight.device)
 
     def check(self, tensors: Mapping[str, Tensor], unused: re.Pattern[str]) -> None:
-        """Whether it belongs to these weights.
+        """Refuses an adapter of another base model.
 
         Args:
             tensors: of the model by checkpoint name.
             unused: names that the model's files may hold and the model has no place for.
-
-        Raises:
-            UserError: a name or a shape is of another base model.
         """
         there = {bare_name(name): tensor for name, tensor in tensors.items()}
         for name, shape in self._shapes():
@@ -119,11 +101,7 @@ def bare_name(name: str) -> str:
 
 
 def read_adapter(directory: Path) -> LoraAdapter | None:
-    """The adapter that lies beside a model's files; None: there is none.
-
-    Raises:
-        UserError: it is of another kind than LoRA, or incomplete.
-    """
+    """The adapter beside a model's files, if any; UserError if it is of another kind than LoRA, or incomplete."""
     config = directory / CONFIG
     if not config.exists():
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy answers: named camera images, the instruction in force, and the robot's state."""
+"""A policy's input: named camera images, the current instruction, and the robot's state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 
-ONLY_CAMERA = "image"
-"""Name of the camera of an observation that was given one image without a name."""
+ONLY_CAMERA = "image"  # the camera of an image without a name
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,10 @@ class Observation:
         frame_id: the camera's frame, travels with the stamp.
         epoch: the instruction epoch; results of an older one are void.
         received_ns: `time.monotonic_ns()` when the image reached this process.
-        prompt_ids: the prompt as token ids, in place of the instruction; for checkpoints without a tokenizer.
         receive_s: seconds from the stamp to receipt on the clock of the stamp; 0 when read from a bag in process.
-        state: float [dims], the robot's proprioceptive state in the units of the training data, for policies that
-            read it.
-        stream: name of the robot. Stamps and epochs of one stream mean nothing to another.
+        prompt_ids: the prompt as token ids, in place of the instruction; for checkpoints without a tokenizer.
+        state: float [dims], the proprioceptive state in the units of the training data.
+        stream: name of the robot; stamps and epochs of different streams cannot be compared.
 
     Raises:
         UserError: no image, an image that is empty or not uint8 RGB, or a stamp that is no positive whole number.
@@ -68,10 +66,9 @@ class Observation:
         return self.images
 
     def of_cameras(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """The images of some cameras, in their order; a single image may have any name where one camera is asked for.
+        """The images of these cameras, in their order; a single image may have any name where one camera is asked for.
 
-        Raises:
-            UserError: there are others, or too few.
+        UserError if there are others, or too few.
         """
         given = self.cameras
         if len(given) == len(names) == 1:
@@ -82,11 +79,7 @@ class Observation:
         return {name: given[name] for name in names}
 
     def state_of(self, dims: int) -> np.ndarray:
-        """The robot's state, float [dims]; where none is read, empty.
-
-        Raises:
-            UserError: it is missing, of another length, or not finite.
-        """
+        """The robot's state, float [dims]; UserError if it is missing, of another length, or not finite."""
         state = self.state
         if dims == 0:
             return np.empty(0)
@@ -99,11 +92,7 @@ class Observation:
 
     @property
     def image(self) -> np.ndarray:
-        """The image of the only camera.
-
-        Raises:
-            UserError: there are several.
-        """
+        """The image of the only camera; UserError if there are several."""
         if len(self.cameras) > 1:
             raise UserError(f"one camera image is needed, got {len(self.cameras)}: {', '.join(self.cameras)}")
         return next(iter(self.cameras.values()))

@@ -2,7 +2,7 @@
 """PyTorch's own weight files (.bin, .pt), read with `weights_only`: tensors and plain values, nothing that acts."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from specvla_ros.errors import UserError
 
 
 def read_pickled(path: Path) -> dict[str, Any]:
-    """The object in a file, its tensors mapped from it where the format allows.
+    """The dictionary in a file, its tensors mapped from it where the format allows.
 
-    Raises:
-        UserError: it is missing, damaged, holds anything but tensors and plain values, or is no dictionary.
+    UserError if it is missing, damaged, holds anything but tensors and plain values, or is no dictionary.
     """
     try:
         value = _load(path)
@@ -39,16 +38,15 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def copy_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> Iterator[float]:
-    """Copies each wanted tensor from the one of its name; yields the fraction that is done.
+def copy_weights(
+    given: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    path: Path,
+    progress: Callable[[str, float], None] | None = None,
+) -> None:
+    """Copies each wanted tensor from the given one of its name in the file `path`.
 
-    Args:
-        given: what the file has.
-        wanted: parameters, by their names in the file.
-        path: of the file, for the message.
-
-    Raises:
-        UserError: one is missing, or has another shape or no floating-point values.
+    UserError if one is missing, or has another shape or no floating-point values.
     """
     for done, (name, tensor) in enumerate(wanted.items(), 1):
         found = given.get(name)
@@ -56,20 +54,12 @@ def copy_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path
             has = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
             raise UserError(f"{path}: {name} must have shape {list(tensor.shape)}, and there is {has}")
         tensor.copy_(found)
-        yield done / len(wanted)
+        if progress is not None:
+            progress(f"reading {path.name}", done / len(wanted))
 
 
 def tensors_in(value: Any, path: Path, where: str = "") -> dict[str, Tensor]:
-    """The tensors of a state dictionary by name.
-
-    Args:
-        value: what a file has there.
-        path: of the file, for the message.
-        where: its place in the file.
-
-    Raises:
-        UserError: it is none.
-    """
+    """The state dictionary in a value at place `where` of the file `path`; UserError if it is none."""
     if not isinstance(value, dict) or not all(isinstance(each, Tensor) for each in value.values()):
         raise UserError(f"{path} has no named weights{f' as {where}' if where else ''}; download this file again")
     return value

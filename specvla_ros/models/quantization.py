@@ -9,6 +9,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder, RMSNorm
 from specvla_ros.models.settings import QUANTIZATIONS, WeightFormat
 
-ROTATED = WeightFormat.W8A8_HADAMARD.value
-"""As w8a8, of layers that `rotate_layer` has turned before."""
-
+ROTATED = WeightFormat.W8A8_HADAMARD.value  # as w8a8, after `rotate_layer`
 MATRICES = ("qkv", "out", "gate_up", "down")
 
 # What a weight takes, its share of the scales included. int4: a scale and a zero in bfloat16 per group of 128, and rows
@@ -40,11 +39,11 @@ _INSTALL = "pip install torchao (0.18 goes with torch 2.13); `specvla doctor` sa
 class Int8Linear(nn.Linear):
     """Weights in int8, activations rounded to int8 row by row; see `int8_linear`.
 
-    In the host's memory it keeps the weight packed alone, where the processor has a product for it.
+    In host memory only the packed weight is kept, where the processor has a product for it.
 
     Args:
         weight: int8 [out_features, in_features].
-        scales: float32 [out_features]; float64 where that is computed in, for which there is no packed product.
+        scales: float32 [out_features]; float64 in a float64 model, for which there is no packed product.
     """
 
     scales: Tensor
@@ -57,7 +56,6 @@ class Int8Linear(nn.Linear):
         self.register_buffer("scales", scales)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n_rows, in_features] to [n_rows, out_features], dtype of x."""
         if self.packed is not None:
             return self.packed(x)
         return int8_linear(x, self.weight, self.scales)
@@ -69,12 +67,7 @@ class Int8Linear(nn.Linear):
 
 
 class Float8Linear(nn.Linear):
-    """Weights in float8_e4m3fn, activations rounded to it row by row; see `rounded_linear`.
-
-    Args:
-        weight: float8_e4m3fn [out_features, in_features].
-        scales: float32 [out_features].
-    """
+    """Weights in float8_e4m3fn [out, in] with float32 scales [out], activations rounded to it row by row."""
 
     scales: Tensor
 
@@ -84,22 +77,17 @@ class Float8Linear(nn.Linear):
         self.register_buffer("scales", scales)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n_rows, in_features] to [n_rows, out_features], dtype of x."""
         return rounded_linear(round_rows(x, self.weight.dtype), self.rounded, x.dtype)
 
     @property
     def rounded(self) -> Rounded:
-        """The weight and its scales."""
         return Rounded(self.weight, self.scales)
 
 
 class Int4Linear(nn.Linear):
-    """Weights in 4 bits, unpacked for every product: for what the rounding costs where no GPU is, not for speed.
+    """Weights in 4 bits, unpacked for every product: to measure the cost of rounding without a GPU, not for speed.
 
     Each row's groups of 128 weights are rounded to 16 even steps between their least and their largest value.
-
-    Args:
-        weight: [out_features, in_features].
     """
 
     steps: Tensor
@@ -122,7 +110,6 @@ class Int4Linear(nn.Linear):
         return (rounded * self.steps + self.least).view(self.out_features, -1)[:, : self.in_features]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n_rows, in_features] to [n_rows, out_features], dtype of x."""
         return F.linear(x, self.unpacked())
 
 
@@ -147,7 +134,6 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
 
     Args:
         quantization: `none`; `int4`: weights alone; `w8a8`, `w8a8_hadamard`, `fp8`: weights and activations.
-        device: where the policy shall run.
         dtype: of what is not quantised.
 
     Raises:
@@ -179,15 +165,36 @@ def _check_gpu(quantization: str, device: torch.device, dtype: torch.dtype) -> N
         )
 
 
+def check_memory(model: Any, device: torch.device, quantization: str) -> None:
+    """UserError if a GPU cannot hold a model, around a `PackedDecoder` on the meta device, while it is loaded."""
+    if device.type != "cuda":
+        return
+    needed = _bytes_needed(model, quantization)
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        fitting = [kind for kind in BYTES_PER_WEIGHT if kind != quantization and _bytes_needed(model, kind) <= free]
+        hint = f"model.quantization {' or '.join(fitting)}, " if fitting else ""
+        raise UserError(
+            f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
+            f"GiB free: end what else runs there, choose bfloat16, {hint}or another device"
+        )
+
+
+def _bytes_needed(model: Any, quantization: str) -> float:
+    """While loading: the result, and one layer that is not quantised yet."""
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    if quantization == "none":
+        return whole
+    layers = [[getattr(layer, name).weight for name in MATRICES] for layer in model.decoder.layers]
+    before = sum(weight.nbytes for layer in layers for weight in layer)
+    after = sum(weight.numel() for layer in layers for weight in layer) * BYTES_PER_WEIGHT[quantization]
+    return whole - before + after + before / len(layers)
+
+
 def quantize_layer(layer: DecoderLayer, quantization: str) -> None:
     """Quantises a layer's matrices in place, one after the other: only one is there twice.
 
-    Args:
-        layer: with its weights, on the device where it will run.
-        quantization: one that `check_quantization` let pass, not `none`.
-
-    Raises:
-        UserError: a matrix has a shape that cannot be quantised so, or torchao lacks what is needed.
+    UserError if a matrix has a shape that cannot be quantised so, or torchao lacks what is needed.
     """
     for name in MATRICES:
         setattr(layer, name, _quantized(getattr(layer, name), quantization))
@@ -228,7 +235,7 @@ def _by_torchao(matrix: nn.Linear) -> nn.Linear:
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """Leaves out torchao's warnings of extensions that another GPU would need; none of them is used here."""
+    """Silences torchao's warnings about extensions for other GPUs."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -242,15 +249,12 @@ def _quiet_import() -> Iterator[None]:
 
 # Hadamard rotation of the layers (QuaRot, arXiv 2404.00456), so that no channel stands out when it is rounded.
 #
-# Two of its rotations fold into the weights and change nothing but rounding. The residual stream is turned: the norms'
-# weights go into the matrices behind them, since the norm of a row does not change when the row is turned, and the
-# matrices that read the stream or write to it are turned with it. And each head's values are turned, which the output
-# matrix takes back. The stream is turned where it enters the layers, and back where it leaves them: embeddings, output
-# head, vision and a draft head stay as they are, at two products of [hidden, hidden] a forward.
-#
-# What QuaRot turns at run time besides, the input of the MLP's second matrix, would be a kernel more and is left.
-
-_ROTATION_SEED = 0
+# Two of its rotations fold into the weights and change nothing but rounding. The residual stream is rotated: the norms'
+# weights go into the matrices after them, since rotation keeps a row's norm, and the matrices that read or write the
+# stream are rotated with it. And each head's values are rotated, which the output matrix undoes. The stream is rotated
+# where it enters the layers and back where it leaves them: embeddings, output head, vision and a draft head stay as
+# they are, for two products of [hidden, hidden] per forward. QuaRot's rotation at run time, of the input of the MLP's
+# second matrix, would need another kernel and is left out.
 
 
 def rotation(size: int) -> Tensor:
@@ -259,7 +263,7 @@ def rotation(size: int) -> Tensor:
     Hadamard matrices of powers of two are made here; of another size the odd factor is a random orthogonal matrix, as
     in SpinQuant's start (arXiv 2405.16406).
     """
-    generator = torch.Generator().manual_seed(_ROTATION_SEED)
+    generator = torch.Generator().manual_seed(0)
     odd = size // (size & -size)
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     while hadamard.shape[0] < size // odd:
@@ -270,10 +274,7 @@ def rotation(size: int) -> Tensor:
 
 
 def turn_stream(decoder: PackedDecoder) -> Tensor:
-    """Has the decoder turn its stream, whose layers must be turned by `rotate_layer` then; the turn, [hidden, hidden].
-
-    The decoder must read no features of pictures in its first layers.
-    """
+    """Has the decoder rotate its stream; `rotate_layer` must then rotate its layers. Returns [hidden, hidden]."""
     assert not decoder.config.deepstack
     wide = torch.promote_types(decoder.dtype, torch.float32)
     turn = rotation(decoder.config.hidden_size).to(decoder.device, wide)
@@ -283,12 +284,7 @@ def turn_stream(decoder: PackedDecoder) -> Tensor:
 
 @torch.no_grad()
 def rotate_layer(layer: DecoderLayer, turn: Tensor) -> None:
-    """Turns a layer's matrices in place, and takes its norms' weights into them.
-
-    Args:
-        layer: with its weights, not quantised.
-        turn: of the stream, see `turn_stream`.
-    """
+    """Rotates an unquantised layer's matrices in place by `turn`, and folds its norms' weights into them."""
     wide = turn.dtype
     of_head = rotation(layer.head_dim).to(turn)
     for norm, matrix in ((layer.input_norm, layer.qkv), (layer.post_norm, layer.gate_up)):

@@ -37,11 +37,7 @@ QUANTIZATIONS = tuple(weights.value for weights in WeightFormat)
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a checkpoint is loaded.
-
-    Raises:
-        UserError: a value is not among the choices.
-    """
+    """How a checkpoint is loaded."""
 
     unnorm_key: str = parameter(
         "", "Dataset of the checkpoint whose action statistics apply; empty: the only one there is.", basic=True
@@ -71,7 +67,6 @@ class ModelSettings:
         "Crop images to the central 90 % of their area, as checkpoints fine-tuned with augmentation need.",
         basic=True,
     )
-
     prompt: str = parameter(
         "auto",
         "How an OpenVLA checkpoint is asked: openvla, vicuna (OpenVLA v0.1), or ecot, which writes its reasoning first "
@@ -91,15 +86,7 @@ class ModelSettings:
 
 
 def refuse_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """For a loader: what it does not know must be as it is where nobody sets it.
-
-    Args:
-        directory: of the checkpoint.
-        options: those of `load_target`'s keywords.
-
-    Raises:
-        UserError: one is set.
-    """
+    """For a loader: refuses those of `load_target`'s keywords that it does not know, unless they have their default."""
     usual = ModelSettings()
     for name, value in options.items():
         if value != getattr(usual, name):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the engine and the models: what a policy must give so that any engine mode can decode it.
+"""The seam between the engine and the models: what a policy must provide so that any engine mode can decode it.
 
-The engine sees a model through these protocols alone. A family (OpenVLA, …) implements `Target` in its own folder and
-registers a loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another package does so through an entry point of
-the group `specvla_ros.targets`.
+The engine sees a model through these protocols alone. A family implements `Target` in its own folder and registers a
+loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another package uses the entry point group
+`specvla_ros.targets`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,45 +27,32 @@ _FAMILIES = ("openvla", "qwen_vl", "pi0_fast", "minivla", "starvla")
 TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.families.{family}.target" for family in _FAMILIES])
 
 ImageEmbeddings = Callable[[Tensor], Tensor]
-"""Pixels [channels, size, size] in host memory to embeddings [image_tokens, hidden] on the device.
-
-The next call may overwrite what the last one gave.
-"""
-
-
+"""Pixels [channels, size, size] on the host to embeddings [image_tokens, hidden], which the next call may overwrite."""
 Pixels = tuple[Tensor, ...]
-"""What vision towers read of an observation, in the host's memory: what `image_embeddings` is called with, in turn."""
-
-
+"""The arguments of `image_embeddings`, in turn, for one observation; in host memory."""
 ActionHead = Callable[[Tensor], Tensor]
 """The prompt's last hidden states [rows, hidden] to actions float64 [horizon, dims], in the robot's units."""
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What one packed forward gives, segments in order.
+    """The result of one packed forward, segments in order."""
 
-    Args:
-        logits: float32 [n_wanted, vocab], of the wanted rows.
-        hidden: [n_rows, hidden], of all rows, after the final norm.
-        choices: int64 [n_wanted], `greedy_choice` of the logits, where the forward has it already.
-    """
-
-    logits: Tensor
-    hidden: Tensor
-    choices: Tensor | None = None
+    logits: Tensor  # float32 [n_wanted, vocab], of the wanted rows
+    hidden: Tensor  # [n_rows, hidden], of all rows, after the final norm
+    choices: Tensor | None = None  # int64 [n_wanted], `greedy_choice` of the logits, where the forward has it already
 
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """The rows that an observation's prompt takes, known on the host before anything is computed.
+    """The rows of an observation's prompt, known on the host before anything is computed.
 
     Args:
         ids: the prompt's text as token ids.
         rows: length of the prompt in rows of the KV cache, those of the images included.
-        visual_rows: the rows that hold image embeddings, in order, a range for each stretch of them.
-        positions: int64 [axes, rows], the rows' RoPE positions for a model whose rows have several (M-RoPE); the rows
-            after the prompt count up from the largest. None: they count up from 0.
+        visual_rows: the rows of image embeddings, in order, a range for each stretch.
+        positions: int64 [axes, rows], RoPE positions for a model whose rows have several (M-RoPE); rows after the
+            prompt count up from the largest. None: rows count up from 0.
         causal: each row sees only earlier ones; False: all rows see each other (a prefix language model).
     """
 
@@ -76,7 +63,7 @@ class PromptLayout:
     causal: bool = True
 
     def positions_of(self, start: int, stop: int) -> np.ndarray | None:
-        """RoPE positions of some rows, of the prompt or of an answer without a branch behind it.
+        """RoPE positions of some rows of the prompt or of an answer without branches.
 
         Returns:
             int64 [axes, stop - start]; None: they count up from 0.
@@ -87,11 +74,7 @@ class PromptLayout:
         return np.concatenate((self.positions[:, start:stop], np.tile(behind, (len(self.positions), 1))), axis=1)
 
     def positions_behind(self, row: int, nodes: int) -> np.ndarray | None:
-        """The RoPE position of a row after the prompt, once for each node of a tree that begins there.
-
-        Returns:
-            int64 [axes, nodes], all the same; None: it is the row's number.
-        """
+        """RoPE positions of a tree that begins at a row after the prompt: int64 [axes, nodes]; None: its row."""
         of_root = self.positions_of(row, row + 1)
         return None if of_root is None else np.repeat(of_root, nodes, axis=1)
 
@@ -118,7 +101,7 @@ class Decoder(Protocol):
         """All layers and the final norm: [n_rows, hidden] to the same; can be captured in a CUDA graph."""
 
     def products(self, x: Tensor) -> Tensor:
-        """A layer's products without attention, [n_rows, hidden] to the same, to be timed by rows."""
+        """A layer's products without attention, [n_rows, hidden] to the same: timed by rows."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] after the final norm to float32 [n, vocab]."""
@@ -143,20 +126,18 @@ class PolicyFacts(Protocol):
     @property
     def directory(self) -> Path: ...
     @property
-    def codec(self) -> Codec:
-        """How its tokens stand for actions."""
-
+    def codec(self) -> Codec: ...
     @property
     def unnorm_key(self) -> str:
-        """Name of the dataset whose action statistics apply; empty where there is no choice."""
+        """Dataset whose action statistics apply; empty where there is no choice."""
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Names of the cameras whose images it is asked with, in its own order; empty: it sees none."""
+        """Names of its cameras, in its own order; empty: it sees none."""
 
     @property
     def state_dims(self) -> int:
-        """Numbers of the robot's state that it reads; 0: none."""
+        """Numbers of the robot's state that it reads."""
 
     def describe(self) -> dict[str, Any]:
         """What is loaded, for diagnostics and results."""
@@ -170,20 +151,16 @@ class Target(PolicyFacts, Protocol):
     @property
     def model(self) -> VisionModel: ...
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Text to ids and back; None for a checkpoint without one."""
-
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def generation(self) -> GreedyRules: ...
     @property
     def causal_prompt(self) -> bool:
         """Whether a prompt row sees only earlier rows, so that a prefill may be cut into chunks."""
 
     @property
     def head(self) -> ActionHead | None:
-        """What gives the actions of a policy that writes no tokens; None: its codec."""
-
-    @property
-    def generation(self) -> GreedyRules:
-        """What is done to logits before the largest is taken."""
+        """Gives the actions of a policy that writes no tokens; None: its codec does."""
 
     @property
     def image_tokens(self) -> int:
@@ -194,11 +171,7 @@ class Target(PolicyFacts, Protocol):
         """Whether the output head computes the logits of action tokens alone."""
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:
-        """The rows of an observation's prompt.
-
-        Raises:
-            UserError: the policy cannot be given this instruction, image or state.
-        """
+        """The rows of an observation's prompt; UserError if instruction, image or state do not fit the policy."""
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
@@ -206,7 +179,6 @@ class Target(PolicyFacts, Protocol):
         """The prompt as the decoder reads it, [prompt rows, hidden].
 
         Args:
-            observation: the named images, instruction and state.
             prompt_ids: the text of its prompt.
             vision: the image embeddings' implementation; None: the model's own.
         """
@@ -220,11 +192,7 @@ class PreparesPictures(Protocol):
     """Optional: a target whose images can be preprocessed off the engine's thread."""
 
     def pixels(self, observation: Observation) -> Pixels:
-        """What the vision tower reads, resized and normalised; called from any thread.
-
-        Raises:
-            UserError: images of other cameras, as `Target.prompt_layout` says.
-        """
+        """Resized and normalised images, as the vision tower reads them; called from any thread."""
 
     def prompt_embeddings(
         self,
@@ -236,8 +204,5 @@ class PreparesPictures(Protocol):
         """See `Target`.
 
         Args:
-            observation: the named images, instruction and state.
-            prompt_ids: the text of its prompt.
-            vision: the image embeddings' implementation; None: the model's own.
             pixels: of the observation, in any precision; None: they are computed here.
         """

@@ -16,12 +16,9 @@ _SAMPLE = f"In: What action should the robot take to {string.printable}ä中🤖
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json, without the truncation and padding that it may hold, as transformers reads it.
+    """A tokenizer.json without its truncation and padding, as transformers reads it.
 
-    With truncation kept, two instructions that differ at their end would be the same prompt.
-
-    Raises:
-        UserError: it cannot be read.
+    With truncation, two instructions that differ at their end would be the same prompt.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -33,15 +30,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def require_tokenizer(directory: Path, hint: str = "copy it from where the weights are from") -> Tokenizer:
-    """The tokenizer.json of a directory that must have one.
-
-    Args:
-        directory: where it lies.
-        hint: what to do where it does not.
-
-    Raises:
-        UserError: it is missing, or cannot be read.
-    """
+    """The tokenizer.json of a directory that must have one; `hint` ends the message where it does not."""
     path = directory / "tokenizer.json"
     if not path.exists():
         raise UserError(f"{path} is missing; {hint}")
@@ -49,16 +38,7 @@ def require_tokenizer(directory: Path, hint: str = "copy it from where the weigh
 
 
 def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
-    """Tries a tokenizer.
-
-    Args:
-        tokenizer: read from the file.
-        path: of the file, for the message.
-        vocab_size: ids the model has embeddings for.
-
-    Raises:
-        UserError: it cannot encode a text, or gives an id the model does not have.
-    """
+    """UserError if the tokenizer in `path` cannot encode a text, or gives ids beyond the `vocab_size` of the model."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
     if largest >= vocab_size:
         raise UserError(
@@ -82,22 +62,14 @@ def text_of(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
 
 
 def check_prompt_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Whether the model has an embedding for each id of a prompt.
-
-    Raises:
-        UserError: it has none for one of them.
-    """
+    """UserError if the model has no embedding for one of the ids of a prompt."""
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong:
         raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {vocab_size} ids")
 
 
 def check_instruction(instruction: str) -> None:
-    """Whether it is text that a prompt and a ROS string can hold.
-
-    Raises:
-        UserError: it is not.
-    """
+    """UserError if an instruction is no text that a prompt and a ROS string can hold."""
     if not instruction.strip():
         raise UserError("the instruction is empty; say what the robot shall do, for instance 'put carrot on plate'")
     if len(instruction) > MAX_INSTRUCTION:
@@ -113,11 +85,7 @@ def check_instruction(instruction: str) -> None:
 
 
 def refuse_special_tokens(text: str, tokenizer: Tokenizer) -> None:
-    """Special tokens end, begin or pad a prompt; an instruction that holds one would rewrite the prompt.
-
-    Raises:
-        UserError: it does.
-    """
+    """UserError if an instruction holds a special token, which would rewrite the prompt."""
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.special and token.content.strip() and token.content in text:
             raise UserError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the targets of all families here share; a family adds how pixels, prompt and answers are made."""
+"""What the targets of all families share; a family adds its pixels, prompt and answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -28,11 +28,7 @@ class VisionLanguageTarget:
     """A checkpoint, ready to decode. Holds no state between observations. See `Target`.
 
     A family is a frozen dataclass with `pixels` and `ids`, and with `layout` and `assemble` where its prompt is not
-    BOS | images | the rest of the text.
-
-    Attributes:
-        FAMILY: name of the family, for diagnostics.
-        model: a `VisionModel` that is a torch module around a `PackedDecoder`.
+    BOS | images | the rest of the text. Its `model` is a `VisionModel` and a torch module around a `PackedDecoder`.
     """
 
     FAMILY: ClassVar[str]
@@ -50,6 +46,8 @@ class VisionLanguageTarget:
         def cameras(self) -> tuple[str, ...]: ...
         @property
         def image_tokens(self) -> int: ...
+        @property
+        def image_processor(self) -> Callable[[np.ndarray], Tensor]: ...
 
     @property
     def decoder(self) -> PackedDecoder:
@@ -81,28 +79,18 @@ class VisionLanguageTarget:
         return None
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
-        """The prompt's text.
-
-        Raises:
-            UserError: an instruction that the policy cannot be given, or no state of the right length.
-        """
+        """The prompt's text; UserError if the instruction or the state do not fit the policy."""
         raise NotImplementedError
 
     def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`."""
-        raise NotImplementedError
+        """See `PreparesPictures`; image by image: a captured tower has the size of one."""
+        return tuple(map(self.image_processor, observation.of_cameras(self.cameras).values()))
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:
-        """See `Target`.
-
-        Raises:
-            UserError: images of other cameras, or as of `ids`.
-        """
         observation.of_cameras(self.cameras)
         return self.layout(self.ids(observation))
 
     def layout(self, ids: tuple[int, ...]) -> PromptLayout:
-        """The rows of a prompt with this text."""
         return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self.image_tokens),))
 
     def prompt_embeddings(
@@ -112,19 +100,17 @@ class VisionLanguageTarget:
         vision: ImageEmbeddings | None = None,
         pixels: Pixels | None = None,
     ) -> Tensor:
-        """See `PreparesPictures`."""
         embed = vision or self.model.image_embeddings
         first, *others = pixels or self.pixels(observation)
         images = torch.cat([embed(each).clone() for each in (first, *others)]) if others else embed(first)
         return self.assemble(observation, prompt_ids, images)
 
     def assemble(self, observation: Observation, prompt_ids: Sequence[int], images: Tensor) -> Tensor:
-        """The whole prompt [rows, hidden], of the images' embeddings [image_tokens, hidden] and the rest."""
+        """The whole prompt [rows, hidden] from the images' embeddings [image_tokens, hidden] and the rest."""
         text = self.embedded(prompt_ids)
         return torch.cat((text[:1], images, text[1:]))
 
     def embedded(self, ids: Sequence[int]) -> Tensor:
-        """Token ids [n] to embeddings [n, hidden]."""
         rows: Tensor = self.decoder.embed_tokens(to_device(ids, self.decoder.device))
         return rows
 

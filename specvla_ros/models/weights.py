@@ -31,9 +31,10 @@ _INDICES = tuple(f"{name}.index.json" for name in _SINGLES)
 # given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
 _REMAP_VALUES = 8 << 20
 
+_FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # What may be converted to the model's dtype. Integers, booleans and 8-bit floats are quantised weights: without the
 # scales, which lie in tensors of other names, their values mean nothing.
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = tuple(_FORMATS.values())
 # How bitsandbytes, GPTQ, AWQ, compressed-tensors and fp8 checkpoints call what belongs to a quantised weight.
 _SCALES = re.compile(
     r"\.(SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|qweight|qzeros|scales|g_idx"
@@ -48,8 +49,8 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
     Args:
         directory: holds model.safetensors, or shards with model.safetensors.index.json; or the same of
             pytorch_model.bin. An adapter beside them is merged. Or one file of either kind.
-        tensors: destinations by checkpoint name; names in the files that are not here are not read.
-        progress: called with what is read and the fraction of the tensors done.
+        tensors: destinations by checkpoint name; other names in the files are not read.
+        progress: called with the current file and the fraction of the tensors done.
 
     Raises:
         UserError: a file or tensor is missing, truncated, or of another shape or number format. The destinations are
@@ -73,9 +74,8 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
         unused: regular expression of names that the files may hold beside them.
 
     Raises:
-        UserError: a file or tensor is missing, is damaged, is of another shape or number format, or there is a tensor
-            more than the model has: its config.json then describes another, for instance one with fewer layers; or an
-            adapter of another model.
+        UserError: a tensor is missing, damaged, of another shape or number format, or not of the model: its config.json
+            then describes another, for instance one with fewer layers; or the adapter is of another model.
     """
     may_be = re.compile(unused or r"(?!)")
 
@@ -103,11 +103,7 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
-    """The names of all tensors in a checkpoint; reads headers alone.
-
-    Raises:
-        UserError: there are no weights, or a file is damaged.
-    """
+    """The names of all tensors in a checkpoint; reads headers alone."""
     index = _index(directory)
     if index is not None:
         return frozenset(_weight_map(index))
@@ -117,11 +113,7 @@ def tensor_names(directory: Path) -> frozenset[str]:
 
 
 def tensor_sizes(directory: Path) -> dict[str, int]:
-    """How many values each tensor of a checkpoint holds; reads headers alone.
-
-    Raises:
-        UserError: there are no weights, or a file is damaged.
-    """
+    """Values of each tensor of a checkpoint; reads headers alone."""
     index = _index(directory)
     files = _files(directory, ("",) if index is None else _weight_map(index))
     sizes: dict[str, int] = {}
@@ -132,11 +124,7 @@ def tensor_sizes(directory: Path) -> dict[str, int]:
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors to one safetensors file, as a whole.
-
-    Raises:
-        UserError: the disk is full, or the file cannot be written; an older one stays as it was.
-    """
+    """Writes tensors to one safetensors file; where that fails, a UserError, and an older file stays as it was."""
     partial = path.with_name(f".{path.name}.partial")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
@@ -149,7 +137,6 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
-    """Which file holds each tensor."""
     names = list(names)
     if directory.is_file():
         return {directory: names}
@@ -173,12 +160,11 @@ def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
 
 
 def _index(directory: Path) -> Path | None:
-    """What says which shard holds which tensor; None: the weights are in one file."""
+    """The file that says which shard holds which tensor; None: there is one file."""
     return next((directory / name for name in _INDICES if (directory / name).exists()), None)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The name of the file of each tensor."""
     weight_map = read_checkpoint_json(index).inner("weight_map").raw
     strange = [file for file in weight_map.values() if not isinstance(file, str) or not _is_file_name(file)]
     if strange:
@@ -187,7 +173,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether it is one, and not a path elsewhere or what no file system takes."""
+    """No path elsewhere, and nothing that a file system refuses."""
     return PurePath(name).name == name and len(name) < 256 and name.isprintable()
 
 
@@ -214,7 +200,6 @@ def _copy(path: Path, names: list[str], tensors: Mapping[str, Tensor], adapter: 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file of weights; what the libraries make of damage becomes a message."""
     if path.suffix in (".bin", ".pt"):
         yield _Pickled(tensors_in(read_pickled(path), path))
         return
@@ -223,9 +208,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is damaged or cut off ({error}); download this file again") from None
-
-
-_FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from starlette.routing import Route, WebSocketRoute
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.serving import openpi, openvla, vla_eval
-from specvla_ros.serving.server import Server
+from specvla_ros.serving.server import NO_TOKEN, Server
 from specvla_ros.serving.sessions import ServeSettings
 
 
@@ -26,7 +26,7 @@ def make_app(engine: Engine, settings: ServeSettings) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         if not server.allows(request):
-            return server.problem("no token, or another than the server's", 401)
+            return server.problem(NO_TOKEN, 401)
         return PlainTextResponse(server.metrics.text(server.sessions))
 
     @asynccontextmanager

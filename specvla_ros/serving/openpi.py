@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""openpi's protocol: what the policy is, once; then an observation in, its actions out. Refusals are texts."""
+"""openpi's protocol: the policy's metadata once; then observations in, actions out. Refusals are texts."""
 
 import time
 from typing import Any
@@ -8,9 +8,9 @@ from starlette.websockets import WebSocket
 
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
-from specvla_ros.serving.arrays import pack, unpack
 from specvla_ros.serving.server import Server, why
 from specvla_ros.serving.sessions import Session
+from specvla_ros.serving.wire import pack, unpack
 
 
 async def talk(server: Server, socket: WebSocket) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVLA's protocol (vla-scripts/deploy.py): a picture and an instruction are posted, back comes the action."""
+"""OpenVLA's protocol (vla-scripts/deploy.py): an image and an instruction are posted and answered with the action."""
 
 import asyncio
 import json
@@ -9,9 +9,9 @@ from starlette.responses import JSONResponse, Response
 
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
-from specvla_ros.serving.arrays import dump, parse
-from specvla_ros.serving.server import Server, cancel, unless_gone, why
+from specvla_ros.serving.server import NO_TOKEN, Server, cancel, unless_gone, why
 from specvla_ros.serving.sessions import NoRoomError
+from specvla_ros.serving.wire import dump, parse
 
 _CLIENT_LEFT = 499  # nobody reads it; what nginx notes
 
@@ -19,7 +19,7 @@ _CLIENT_LEFT = 499  # nobody reads it; what nginx notes
 async def act(server: Server, request: Request) -> Response:
     """Answers one request; a robot's later ones belong to the same session."""
     if not server.allows(request):
-        return server.problem("no token, or another than the server's", 401)
+        return server.problem(NO_TOKEN, 401)
     client = request.headers.get("x-robot") or (request.client.host if request.client else "")
     limit_s = server.settings.message_s
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every protocol needs: who may ask, sessions, an observation decoded while its client stays, and counts."""
+"""The part that all protocols share: access, sessions, decoding while the client stays, and counts."""
 
 import asyncio
 import base64
@@ -19,13 +19,14 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.models.target import Target
-from specvla_ros.serving.observations import read_observation
 from specvla_ros.serving.sessions import NoRoomError, ServeSettings, Session, Sessions
+from specvla_ros.serving.wire import read_observation
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _NOT_ALLOWED, _TRY_LATER, _NOT_READ = 4401, 1013, 1003  # closing codes of a websocket
+NO_TOKEN = "no token, or another than the server's"
 _MAX_WARNINGS = 32  # of what clients send in vain
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
@@ -40,7 +41,6 @@ class Metrics:
         self._latency_sum = 0.0
 
     def took(self, seconds: float) -> None:
-        """Counts an answered request by its time."""
         self._latency[sum(seconds > limit for limit in _BUCKETS_S)] += 1
         self._latency_sum += seconds
 
@@ -67,16 +67,7 @@ class Metrics:
 
 
 class Server:
-    """One engine for the clients of all protocols.
-
-    Args:
-        engine: a warm one.
-        settings: what clients may do.
-
-    Attributes:
-        policy: whose actions they get.
-        thread: drives the engine.
-    """
+    """One engine, warm and driven by `thread`, for the clients of all protocols."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         self.engine, self.settings = engine, settings
@@ -98,34 +89,31 @@ class Server:
         return kind.lower() in ("api-key", "bearer") and hmac.compare_digest(shown.encode(), token.encode())
 
     def problem(self, text: str, status: int) -> Response:
-        """An answer over HTTP that holds no action."""
+        """An HTTP answer without an action."""
         self.metrics.refused += status != 422
         return JSONResponse({"error": text}, status)
 
     async def converse(
-        self,
-        socket: WebSocket,
-        answer: Callable[[Session, bytes], Coroutine[Any, Any, None]],
-        greeting: bytes = b"",
+        self, socket: WebSocket, answer: Callable[[Session, bytes], Coroutine[Any, Any, None]], greeting: bytes = b""
     ) -> None:
-        """Gives a client of a websocket a session, and has its messages answered one after the other.
+        """Opens a session for a websocket that is not accepted yet, and answers its messages one after the other.
 
         Args:
-            socket: not accepted yet.
-            answer: sends what a message is answered with.
+            answer: sends the answer to a message.
             greeting: sent first; empty: nothing.
         """
         await socket.accept()
-        if not self.allows(socket):
+
+        async def refuse(code: int, reason: str) -> None:
             self.metrics.refused += 1
-            await socket.close(_NOT_ALLOWED, "no token, or another than the server's")
-            return
+            await socket.close(code, reason)
+
+        if not self.allows(socket):
+            return await refuse(_NOT_ALLOWED, NO_TOKEN)
         try:
             session = self.sessions.open(f"socket {next(self._names)}", lasting=True)
         except NoRoomError as error:
-            self.metrics.refused += 1
-            await socket.close(_TRY_LATER, str(error))
-            return
+            return await refuse(_TRY_LATER, str(error))
         coming = asyncio.ensure_future(_received(socket))
         try:
             if greeting:
@@ -137,18 +125,13 @@ class Server:
         except WebSocketDisconnect:
             pass
         except _TextError:
-            self.metrics.refused += 1
-            await socket.close(_NOT_READ, "messages are MessagePack in binary frames, this one is a text")
+            await refuse(_NOT_READ, "messages are MessagePack in binary frames, this one is a text")
         finally:
             await cancel(coming)
             self.sessions.close(session)
 
     async def decode(self, session: Session, message: dict[str, Any]) -> Outcome:
-        """What becomes of an observation, in the names that clients use.
-
-        Raises:
-            UserError: a part is missing, cannot be used, or it comes too soon.
-        """
+        """The outcome of an observation in client names; UserError if it cannot be used, or comes too soon."""
         started_s = time.perf_counter()
         asked = await asyncio.to_thread(read_observation, message, self.policy)  # a picture may have to be decoded
         if asked.ignored and asked.ignored not in self._ignored and len(self._ignored) < _MAX_WARNINGS:
@@ -166,11 +149,10 @@ class Server:
 
 
 async def unless_gone(answer: Coroutine[Any, Any, _T], coming: "asyncio.Future[Any]") -> _T:
-    """What comes of an answer; where its client leaves meanwhile, nothing more is computed for it.
+    """The result of an answer; cancelled if the client leaves meanwhile.
 
     Args:
-        answer: the answer.
-        coming: what the client does next; one that leaves ends it with an error, which is raised here.
+        coming: the client's next message; leaving ends it with an error, which is raised here.
     """
     task = asyncio.ensure_future(answer)
     try:

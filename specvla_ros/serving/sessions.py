@@ -17,42 +17,26 @@ from specvla_ros.models.observation import Observation
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What a server lets its clients do.
+    """Limits for a server's clients."""
 
-    Args:
-        sessions: at once; the engine has slots for as many.
-        token: that clients must show; empty: none.
-        budget_s: in which a request should be answered.
-        max_message_bytes: of one request.
-        max_rate_hz: of one session's requests; 0: no limit.
-        idle_s: after which a session over HTTP, which says no goodbye, is closed.
-        message_s: in which the body of a request over HTTP must be there.
-    """
-
-    sessions: int = 4
-    token: str = ""
-    budget_s: float = 0.5
-    max_message_bytes: int = 32 << 20
-    max_rate_hz: float = 0.0
-    idle_s: float = 60.0
-    message_s: float = 10.0
+    sessions: int = 4  # at once; the engine has slots for as many
+    token: str = ""  # that clients must show; empty: none
+    budget_s: float = 0.5  # in which a request should be answered
+    max_message_bytes: int = 32 << 20  # of one request
+    max_rate_hz: float = 0.0  # of one session's requests; 0: no limit
+    idle_s: float = 60.0  # after which a session over HTTP, which has no goodbye, is closed
+    message_s: float = 10.0  # in which the body of a request over HTTP must arrive
 
 
 class NoRoomError(Exception):
-    """There are as many sessions as may be."""
+    """All sessions are taken."""
 
 
 class Session:
-    """One client. Its requests are answered one after the other.
+    """One client, a stream of the engine, whose requests are answered one after the other."""
 
-    Args:
-        thread: of the engine.
-        name: of its stream.
-        min_period_s: a request that comes sooner after the one before is refused.
-    """
-
-    def __init__(self, thread: SharedEngine, name: str, min_period_s: float) -> None:
-        self.name = name
+    def __init__(self, thread: SharedEngine, name: str, min_period_s: float, *, lasting: bool) -> None:
+        self.name, self.lasting = name, lasting
         self.used_s = time.monotonic()
         self._thread = thread
         self._min_period_s = min_period_s
@@ -64,19 +48,14 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is under way."""
         return self._lock.locked()
 
     def begin_episode(self) -> None:
-        """What comes now has nothing to do with what was before."""
+        """What follows is unrelated to what came before."""
         self._epoch += 1
 
     async def act(self, images: Mapping[str, np.ndarray], instruction: str, state: np.ndarray | None) -> Outcome:
-        """What becomes of a request.
-
-        Raises:
-            UserError: the images cannot be used, or it comes too soon after the one before.
-        """
+        """A request's outcome; UserError if the images cannot be used, or it is too soon."""
         async with self._lock:
             now_s = time.monotonic()
             if now_s - self._asked_s < self._min_period_s:
@@ -101,36 +80,22 @@ class Session:
 
 
 class Sessions:
-    """All clients.
-
-    Args:
-        thread: of the engine.
-        settings: what they may do.
-
-    Attributes:
-        actions, drops: answered so far, and by reason not answered.
-    """
+    """All clients, with counts of answers and, by reason, of failures."""
 
     def __init__(self, thread: SharedEngine, settings: ServeSettings) -> None:
         self.actions = 0
         self.drops: Counter[str] = Counter()
         self._thread, self._settings = thread, settings
         self._open: dict[str, Session] = {}
-        self._lasting: set[str] = set()
 
     def __len__(self) -> int:
         self._close_idle()
         return len(self._open)
 
     def open(self, name: str, *, lasting: bool) -> Session:
-        """A session, the one of this name if it is there.
+        """The session of this name, opened if needed; NoRoomError if all are taken and none is idle.
 
-        Args:
-            name: of the stream.
-            lasting: it is closed by whoever opened it, and not because it is idle.
-
-        Raises:
-            NoRoomError: there are as many as may be, and none is idle.
+        A lasting one is closed by its opener, and not because it is idle.
         """
         if name in self._open:
             return self._open[name]
@@ -138,20 +103,16 @@ class Sessions:
         if len(self) >= chosen.sessions:
             self.drops[DropReason.TOO_MANY_STREAMS.value] += 1
             raise NoRoomError(f"{chosen.sessions} sessions are open, which is the limit (--robots): try again later")
-        session = self._open[name] = Session(self._thread, name, 1 / chosen.max_rate_hz if chosen.max_rate_hz else 0.0)
+        period_s = 1 / chosen.max_rate_hz if chosen.max_rate_hz else 0.0
+        session = self._open[name] = Session(self._thread, name, period_s, lasting=lasting)
         self._thread.call(lambda engine: engine.open(name, budget_s=chosen.budget_s))
-        if lasting:
-            self._lasting.add(name)
         return session
 
     def close(self, session: Session) -> None:
-        """Gives its place to another."""
         if self._open.pop(session.name, None) is not None:
-            self._lasting.discard(session.name)
             self._thread.close(session.name)
 
     def count(self, outcome: Outcome) -> None:
-        """Counts what became of a request."""
         if isinstance(outcome, Action):
             self.actions += 1
         else:
@@ -161,5 +122,5 @@ class Sessions:
         now_s = time.monotonic()
         for session in [*self._open.values()]:
             idle = now_s - session.used_s > self._settings.idle_s and not session.busy
-            if idle and session.name not in self._lasting:
+            if idle and not session.lasting:
                 self.close(session)

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """vla-eval's model-server protocol, version 1: typed messages over a websocket, in msgpack.
 
-A client says hello and is told who answers; of each episode it says the start and the end; each observation is answered
-with an action, or with an error, under the number that it came with. Source: vla_eval/protocol of the package vla-eval.
+A client says hello and is told who answers; it says the start and end of each episode; each observation is answered
+with an action or an error under its number. Source: vla_eval/protocol of the package vla-eval.
 """
 
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import msgpack
-import numpy as np
 from starlette.websockets import WebSocket
 
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
 from specvla_ros.models.target import Target
-from specvla_ros.serving.arrays import unpack
 from specvla_ros.serving.server import Server, why
 from specvla_ros.serving.sessions import Session
+from specvla_ros.serving.wire import pack, unpack
 
 VERSION = 1
 HELLO, OBSERVATION, ACTION, ERROR = "hello", "observation", "action", "error"
@@ -32,7 +30,7 @@ async def talk(server: Server, socket: WebSocket) -> None:
 
     async def send(kind: str, payload: Mapping[str, Any], number: int) -> None:
         message = {"type": kind, "payload": payload, "seq": number, "timestamp": time.time()}
-        await socket.send_bytes(msgpack.packb(message, default=_described))
+        await socket.send_bytes(pack(message, text_names=True))
 
     async def answer(session: Session, message: bytes) -> None:
         number = 0
@@ -70,7 +68,7 @@ def _read(message: bytes) -> tuple[str, dict[str, Any], int]:
 
 
 def _hello(policy: Target) -> dict[str, Any]:
-    """Tells a benchmark that can send more than it does what the policy reads."""
+    """Tells a benchmark that can send more than it does by default what the policy reads."""
     asked = {"send_wrist_image": len(policy.cameras) > 1, "send_state": bool(policy.state_dims)}
     return {
         "harness_version": "",
@@ -82,10 +80,10 @@ def _hello(policy: Target) -> dict[str, Any]:
 
 
 def _observation(payload: Mapping[str, Any], policy: Target) -> dict[str, Any]:
-    """A benchmark's observation in the names that openpi's clients use.
+    """A benchmark's observation in the names of openpi's clients.
 
-    Its cameras have the simulator's names (`agentview`). Where these are not the policy's, they are taken in their
-    order, as vla-eval's own servers do.
+    Its cameras have the simulator's names (`agentview`). Where these are not the policy's, they are taken in order, as
+    in vla-eval's own servers.
     """
     given = dict(payload)
     images = given.pop("images", None)
@@ -96,10 +94,3 @@ def _observation(payload: Mapping[str, Any], policy: Target) -> dict[str, Any]:
     words = given.pop("task_description", None)
     states = {} if "states" not in given else {"state": given.pop("states")}
     return {**given, **states, **dict(zip(names, images.values(), strict=False)), "prompt": words}
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        array = np.ascontiguousarray(value)
-        return {"__ndarray__": True, "data": array.tobytes(), "dtype": array.dtype.str, "shape": list(array.shape)}
-    raise TypeError(f"{type(value).__name__} cannot be sent")

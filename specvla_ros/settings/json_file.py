@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files that a user gives: read within limits, every field by its type. Needs no torch.
+"""JSON files that a user gives: read within limits, every field by its type. And files written as a whole. No torch.
 
-Python's `int`, `bool` and `float` would make something of nearly everything (`bool("false")` is true), and what they
-refuse they refuse without a name. Here each field says what it must be, and a wrong one is named with its file.
+Python's `int`, `bool` and `float` accept nearly everything (`bool("false")` is true). Here each field says what it
+must be, and a wrong one is named with its file.
 """
 
 import json
 import math
+import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Sequence, ValuesView
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,7 @@ _REQUIRED: Any = object()
 
 
 def load_json(path: Path) -> Any:
-    """The value that a JSON file holds.
-
-    NaN and infinity are let pass: a file may hold them where nobody looks. `Fields` refuses them.
+    """The value in a JSON file. NaN and infinity pass here, for fields that nobody reads; `Fields` refuses them.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -36,6 +35,8 @@ def load_json(path: Path) -> Any:
         if len(content) > MAX_BYTES:
             raise UserError(f"{path} has more than {MAX_BYTES} bytes, the limit for a JSON file; is it another?")
         value = json.loads(content.decode("utf-8"), parse_int=_whole)
+        if _too_deep(value):
+            raise RecursionError
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -43,8 +44,8 @@ def load_json(path: Path) -> Any:
     except ValueError as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); copy the file again") from None
     except RecursionError:
-        raise UserError(_too_deep(path)) from None
-    _check_depth(value, path)
+        deep = f"{path} nests its values more than {MAX_DEPTH} deep"
+        raise UserError(f"{deep}, which no such file does; copy the file again") from None
     return value
 
 
@@ -52,30 +53,19 @@ def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
 
-def _check_depth(value: Any, path: Path) -> None:
+def _too_deep(value: Any) -> bool:
     at_depth = [value]
     for _ in range(MAX_DEPTH + 1):
-        at_depth = [
-            inner
-            for each in at_depth
-            if isinstance(each, (dict, list))
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    if at_depth:
-        raise UserError(_too_deep(path))
-
-
-def _too_deep(path: Path) -> str:
-    return f"{path} nests its values more than {MAX_DEPTH} deep, which no such file does; copy the file again"
+        lists = [each.values() if isinstance(each, dict) else each for each in at_depth]
+        at_depth = [inner for each in lists if isinstance(each, (list, ValuesView)) for inner in each]
+    return bool(at_depth)
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: short, on one line, and of characters that any terminal takes."""
+    """A value for a message: short, on one line, and in characters that any terminal has."""
     text = _SHORT.repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
-
-_MAX_SHOWN = 120
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -86,23 +76,17 @@ _SHORT.maxlevel = 3
 class Fields:
     """A JSON object, whose fields are asked for by name and type. A field that is null counts as missing.
 
-    Every method raises UserError with the file's and the field's name where the value is of another type or out of
-    range, or where it is missing and has no default.
-
-    Args:
-        raw: the object.
-        path: its file.
-        prefix: what stands before a field's name in messages, such as `text_config.`.
-        hint: what to do about a wrong or missing field; begins with "; ".
+    Every method raises a UserError that names file and field where the value is of another type or out of range, or
+    where it is missing and has no default.
     """
 
-    raw: dict[str, Any]
-    path: Path
-    prefix: str = ""
-    hint: str = ""
+    raw: dict[str, Any]  # the object
+    path: Path  # its file
+    prefix: str = ""  # of a field's name in messages, such as `text_config.`
+    hint: str = ""  # what to do about a wrong or missing field; begins with "; "
 
     def whole(self, name: str, default: Any = _REQUIRED, *, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
-        """A whole number; one with a decimal point is none."""
+        """A whole number without a decimal point."""
         words = f"a whole number from {minimum} to {maximum}"
         value = self._value(name, default, words)
         if value is not default and (type(value) is not int or not minimum <= value <= maximum):
@@ -112,26 +96,22 @@ class Fields:
     def number(
         self, name: str, default: Any = _REQUIRED, *, above: float = -math.inf, maximum: float = math.inf
     ) -> float:
-        """A finite number above a limit and at most another."""
+        """A finite number."""
         words = "a finite number"
         words += f" above {above:g}" if math.isfinite(above) else ""
         words += f", at most {maximum:g}" if math.isfinite(maximum) else ""
         value = self._value(name, default, words)
-        if value is default:
-            return value
-        if not is_number(value) or not above < value <= maximum:
+        if value is not default and (not is_number(value) or not above < value <= maximum):
             raise self.wrong(name, words)
-        return float(value)
+        return value if value is default else float(value)
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
-        """True or false; neither a text nor a number."""
         value = self._value(name, default, "true or false")
         if value is not default and type(value) is not bool:
             raise self.wrong(name, "true or false, without quotes")
         return value
 
     def text(self, name: str, default: Any = _REQUIRED, *, choices: Sequence[str] = ()) -> str:
-        """A text, one of some if there are choices."""
         words = f"one of: {', '.join(choices)}" if choices else "a text"
         value = self._value(name, default, words)
         if value is not default and (not isinstance(value, str) or (choices and value not in choices)):
@@ -149,21 +129,19 @@ class Fields:
         value = self._value(name, default, words)
         if value is default:
             return value
-        if not isinstance(value, list) or (length is not None and len(value) != length):
-            raise self.wrong(name, words)
-        if not all(_is(each, kind) for each in value):
+        right = isinstance(value, list) and (length is None or len(value) == length)
+        if not right or not all(_is(each, kind) for each in value):
             raise self.wrong(name, words)
         return value
 
     def inner(self, name: str, default: Any = _REQUIRED) -> "Fields":
-        """An object in this one; `default` is the object that stands for a missing one."""
+        """An object in this one."""
         value = self._value(name, default, "an object")
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
         return Fields(value, self.path, f"{self.prefix}{name}.", self.hint)
 
     def wrong(self, name: str, words: str) -> UserError:
-        """The error that says what a field must be."""
         where = f"{self.path}: {self.prefix}{name}"
         return UserError(f"{where} is {shown(self.raw.get(name))}, but it must be {words}{self.hint}")
 
@@ -177,7 +155,7 @@ class Fields:
 
 
 def is_number(value: object) -> bool:
-    """Whether a JSON value is a finite number; true and false are none."""
+    """Whether a JSON value is a finite number, and no bool."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
@@ -186,15 +164,11 @@ def _is(value: object, kind: type) -> bool:
 
 
 def read_fields(path: Path, *, missing: str, hint: str = "") -> Fields:
-    """The object that a JSON file holds.
+    """The object in a JSON file; UserError if there is none.
 
     Args:
-        path: of the file.
         missing: the message's end where there is no such file.
         hint: see `Fields`.
-
-    Raises:
-        UserError: it is missing, or holds no JSON object.
     """
     try:
         value = load_json(path)
@@ -203,3 +177,16 @@ def read_fields(path: Path, *, missing: str, hint: str = "") -> Fields:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, but an object is expected; copy the file again")
     return Fields(value, path, hint=hint)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file so that a killed process or a full disk leaves the old or the new one, never half of it."""
+    unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    try:
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -3,11 +3,10 @@
 
 A class of settings has parameters (`parameter`), other classes of settings (`section`) and groups of them by name
 (`groups`). ROS parameters, YAML profiles, `-p name:=value`, Python keywords and the reference page come from a walk
-over it (`walk`), and its `__post_init__` calls `check`, the only place that looks at ranges and choices.
+over it (`walk`), and its `__post_init__` calls `check`, the only check of ranges and choices.
 
-The name of a parameter, as ROS and everybody else sees it, is the class's `ROS_PREFIX` and the field's name; a `name=`
-takes the place of both. In a group it is the prefix of the class that has the groups, the group and the field; there a
-`name=` takes the place of the last two.
+A parameter's full name is the class's `ROS_PREFIX` and the field's name; a `name=` replaces both. In a group it is the
+prefix of the class that has the groups, the group and the field; there a `name=` replaces the last two.
 """
 
 import difflib
@@ -24,12 +23,7 @@ Settings = TypeVar("Settings")
 Choices = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 _PARAMETER, _SECTION, _GROUPS = "parameter", "section", "groups"
-_KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number with a decimal point",
-    str: "a text",
-}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number with a decimal point", str: "a text"}
 _LISTS = {str: "a list of texts", int: "a list of whole numbers", float: "a list of numbers with a decimal point"}
 _ABSTRACT: dict[type, type] = {int: Integral, float: Real}  # NumPy's numbers too
 
@@ -40,14 +34,14 @@ class Parameter:
 
     Args:
         description: one sentence.
-        unit: of its numbers, such as m or tokens; empty: none.
-        minimum: smallest value of a number; None: no limit.
-        maximum: largest value of a number; None: no limit.
+        unit: of its numbers, such as m or tokens.
+        minimum: of a number; None: no limit.
+        maximum: of a number; None: no limit.
         choices: the only values of a string; empty: any. A function, where a registry knows them.
         writable: whether it may change while a node runs.
         name: see the module.
-        presets: by choice, values that other parameters of the tree have by their full names, unless they are given.
-        basic: whether a robot sets it, so that help and reference show it first.
+        presets: by choice, values of other parameters.
+        basic: a robot sets it, so that help and reference show it first.
     """
 
     description: str
@@ -62,39 +56,30 @@ class Parameter:
 
     @property
     def text(self) -> str:
-        """The description with the unit."""
         return f"{self.description} [{self.unit}]" if self.unit else self.description
 
     @property
     def range(self) -> str:
-        """The numbers that are allowed, in words; empty: all."""
+        """The allowed numbers in words; empty: all."""
         if self.minimum is None:
             return "" if self.maximum is None else f"at most {self.maximum:.10g}"
         return f"{self.minimum:.10g} or more" if self.maximum is None else f"{self.minimum:.10g} to {self.maximum:.10g}"
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The strings that are allowed; empty: all."""
+        """The allowed strings; empty: all."""
         return self.choices() if callable(self.choices) else self.choices
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter of a tree of settings.
+    """A parameter of a tree of settings."""
 
-    Args:
-        name: full name, such as draft.nodes.
-        path: attributes, and names of groups, from the tree's root to the value.
-        parameter: what it means and may be.
-        default: the field's own default, whose type is the parameter's.
-        value: in this tree; of a tree of defaults it is the default that counts.
-    """
-
-    name: str
-    path: tuple[str, ...]
+    name: str  # full name, such as draft.nodes
+    path: tuple[str, ...]  # attributes, and names of groups, from the tree's root to the value
     parameter: Parameter
-    default: Any
-    value: Any
+    default: Any  # the field's own default, whose type is the parameter's
+    value: Any  # in this tree; of a tree of defaults it is the default that counts
 
     @property
     def description(self) -> str:
@@ -108,21 +93,16 @@ class Declared:
 
     @property
     def is_list(self) -> bool:
-        """Whether it holds several values."""
         return isinstance(self.default, tuple)
 
     def problem(self, value: object) -> str:
-        """What is wrong with a value that a user gave, and what would be right; empty when nothing is."""
+        """What is wrong with a user's value, and what would be right; empty: nothing."""
         if self._wrong(value, exact=True) is None:
             return ""
         return f"parameter '{self.name}' is {shown(value)}, but it must be {self._words} (default: {self.value!r})"
 
     def check(self) -> None:
-        """Looks at the value.
-
-        Raises:
-            UserError: it is out of range.
-        """
+        """UserError if the value is out of range."""
         wrong = self._wrong(self.value, exact=False)
         if wrong is None:
             return
@@ -139,7 +119,7 @@ class Declared:
         return f"{kind} from {numbers}" if " to " in numbers else f"{kind}, {numbers}" if numbers else kind
 
     def _wrong(self, value: object, *, exact: bool) -> tuple[object] | None:
-        """What does not fit: an element of the value or all of it; `exact`: an int is no float, as in ROS."""
+        """The wrong element of the value, or all of it; `exact`: an int is no float, as in ROS."""
         if isinstance(value, tuple) is not self.is_list:
             return (value,)
         elements = value if isinstance(value, tuple) else (value,)
@@ -159,7 +139,7 @@ class Declared:
 
 
 class Groups(dict[str, Any]):
-    """Settings by the name of their group; immutable, so that settings that hold them are hashable."""
+    """Settings by the name of their group; immutable and hashable."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -189,43 +169,33 @@ def parameter(
 ) -> Any:
     """A field that is a parameter; see `Parameter`.
 
-    A list has a tuple as its default, and never an empty one: ROS could not tell of what it is empty.
+    A list has a tuple as its default, never an empty one: ROS could not tell its type.
     """
     declared = Parameter(description, unit, minimum, maximum, choices, writable, name, presets or {}, basic)
     return field(default=default, metadata={_PARAMETER: declared})
 
 
 def parameter_of(declared: "Field[Any]") -> Parameter | None:
-    """What a field that is a parameter means and may be; None: it is none."""
+    """The declaration on a field, if it is a parameter."""
     found: Parameter | None = declared.metadata.get(_PARAMETER)
     return found
 
 
 def section(kind: type, **defaults: Any) -> Any:
-    """A field that holds settings of their own.
-
-    Args:
-        kind: their class.
-        defaults: those that are others here than in the class.
-    """
+    """A field that holds settings of their own, with these defaults in place of their class's."""
     return field(default_factory=lambda: kind(**defaults), metadata={_SECTION: kind})
 
 
 def groups(kinds: Callable[[], Mapping[str, type]]) -> Any:
     """A field that holds settings by name, such as those of every acceptance rule.
 
-    Args:
-        kinds: the classes of settings by name; a function, as a registry may grow until it is called.
+    `kinds` gives their classes by name; it is a function, as a registry may grow until it is called.
     """
     return field(default_factory=lambda: groups_of(kinds()), metadata={_GROUPS: kinds})
 
 
 def groups_of(kinds: Mapping[str, type], **given: Any) -> Groups:
-    """Settings of every group: those given, and defaults.
-
-    Raises:
-        UserError: one is given that is no group.
-    """
+    """Settings of every group: those given, and defaults; UserError if one is given that is no group."""
     unknown = given.keys() - kinds.keys()
     if unknown:
         raise UserError(f"there are no settings of '{min(unknown)}'; known: {', '.join(kinds)}")
@@ -252,11 +222,7 @@ def _walk(settings: Any, path: tuple[str, ...], outer: str, inner: str) -> Itera
 
 
 def check(settings: object) -> None:
-    """Looks at every parameter of a tree of settings; for `__post_init__`.
-
-    Raises:
-        UserError: one is out of range.
-    """
+    """Checks every parameter of a tree of settings; for `__post_init__`."""
     for declared in walk(settings):
         declared.check()
 
@@ -267,7 +233,7 @@ def values_of(settings: object) -> dict[str, Any]:
 
 
 def preset_values(settings: object, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What presets among values given by full name make of other parameters of the tree."""
+    """The values that presets among those given by full name imply for other parameters of the tree."""
     made: dict[str, Any] = {}
     for declared in walk(settings):
         choice = given.get(declared.name)
@@ -280,9 +246,8 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """The same settings with other values, all at once.
 
     Args:
-        settings: frozen dataclass.
-        values: by full name; a number stands for a list of one, a whole number for one with a decimal point. One that a
-            preset gives too is as it is here.
+        values: by full name; a number stands for a list of one, a whole number for one with a decimal point. They
+            override a preset's.
 
     Raises:
         UserError: an unknown name, a value that is not allowed, or values that do not fit together.
@@ -293,7 +258,7 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
         if name not in known:
             raise UserError(f"there is no parameter '{name}'; {hint(name, known)}")
         declared = known[name]
-        value = _converted(value, declared)
+        value = _converted(value, declared, is_list=declared.is_list)
         problem = declared.problem(value)
         if problem:
             raise UserError(problem)
@@ -302,24 +267,20 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
 
 def hint(name: str, known: Mapping[str, object]) -> str:
-    """What may have been meant by an unknown name."""
+    """The likely name for an unknown one."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
 
 
-def _converted(value: Any, declared: Declared) -> Any:
-    if declared.is_list:
-        elements = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-        return tuple(_as_number(element, declared.kind) for element in elements)
-    return _as_number(value, declared.kind)
-
-
-def _as_number(value: Any, kind: type) -> Any:
-    return float(value) if kind is float and type(value) is int else value
+def _converted(value: Any, declared: Declared, *, is_list: bool) -> Any:
+    if is_list:
+        elements = value if isinstance(value, (tuple, list)) else (value,)
+        return tuple(_converted(element, declared, is_list=False) for element in elements)
+    return float(value) if declared.kind is float and type(value) is int else value
 
 
 def _replaced(settings: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-    """Every class is made once, with all of its changes: not every two of them fit together one by one."""
+    """Each class is made once, with all of its changes: they may not fit together one by one."""
     if () in changes:
         return changes[()]
     by_field: dict[str, dict[tuple[str, ...], Any]] = {}

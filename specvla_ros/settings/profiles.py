@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters in files and on the command line.
 
-Launch files merge them: common < profile < the user's file < launch arguments that are not empty. Merged
-here rather than by ROS, where a file that names the node beats one for all nodes (`/**`) whatever their order.
+Launch files merge them: common < profile < the user's file < launch arguments that are not empty. Merged here because
+ROS prefers a file that names the node to one for all nodes (`/**`) whatever their order.
 """
 
 import math
@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from specvla_ros.errors import UserError
-from specvla_ros.settings.json_file import shown
-from specvla_ros.settings.replace_file import replace_file
+from specvla_ros.settings.json_file import replace_file, shown
 
 _MAX_BYTES = 1 << 20
 
@@ -24,16 +23,12 @@ Value = str | bool | int | float | list[Any]
 def merge_parameters(
     files: Sequence[Path], arguments: Mapping[str, str], *, node: str, namespace: str = ""
 ) -> dict[str, Value]:
-    """The parameters of one node.
+    """The parameters of one node by dotted name.
 
     Args:
         files: ROS 2 parameter files, the strongest last.
         arguments: texts by parameter name; an empty one leaves the files' value alone.
-        node: the node's name.
-        namespace: its namespace, with or without slashes.
-
-    Returns:
-        Values by dotted name.
+        namespace: with or without slashes.
 
     Raises:
         UserError: a file is missing or is no parameter file, or has nothing for this node.
@@ -45,11 +40,7 @@ def merge_parameters(
 
 
 def read_assignments(assignments: Sequence[str]) -> dict[str, Value]:
-    """Values by name from `name:=value`, with YAML's values.
-
-    Raises:
-        UserError: one of them cannot be read.
-    """
+    """Values by name from `name:=value`, with YAML's values."""
     values: dict[str, Value] = {}
     for assignment in assignments:
         name, separator, text = assignment.partition(":=")
@@ -63,13 +54,7 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Value]:
 
 
 def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[str] = ()) -> None:
-    """Writes a parameter file for every node.
-
-    Args:
-        path: file to write.
-        values: by dotted name.
-        comments: lines at its beginning.
-    """
+    """Writes a parameter file for every node, from values by dotted name, with comments at its beginning."""
     head = "".join(f"# {line}\n" for line in comments)
     replace_file(path, head + format_parameters(values))
 
@@ -87,22 +72,14 @@ def format_parameters(values: Mapping[str, Any]) -> str:
 
 
 def as_bool(name: str, text: str) -> bool:
-    """A launch argument that is true or false.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """A launch argument that is true or false."""
     if text.lower() not in ("true", "false"):
         raise UserError(f"launch argument {name}:={text} must be true or false")
     return text.lower() == "true"
 
 
 def as_number(name: str, text: str) -> float:
-    """A launch argument that is a number of seconds, a factor or a count.
-
-    Raises:
-        UserError: it is none, or negative.
-    """
+    """A launch argument that is a number of seconds, a factor or a count."""
     try:
         number = float(text)
     except ValueError:
@@ -145,11 +122,7 @@ def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a YAML text.
-
-    Raises:
-        ValueError: it cannot be read, or holds what YAML takes for a date or number and is none.
-    """
+    """The value of a YAML text; ValueError if it cannot be read, or holds an invalid date or number."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a seam offers by name: what this package brings, and what other packages add through entry points.
+"""The implementations of a seam by name: this package's, and those that other packages add through entry points.
 
-Nothing here needs torch, nor does a module that registers something of ours: settings are read before torch is loaded.
+Neither this nor a module that registers something of ours needs torch: settings are read before torch is loaded.
 """
 
 import logging
@@ -17,14 +17,7 @@ Make = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """One implementation.
-
-    Args:
-        name: unique in its seam.
-        make: function that makes it.
-        settings: class of its own settings, a frozen dataclass of parameters; None: it has none.
-        order: position among the others; see the seam.
-    """
+    """One implementation; `settings` is the class of its own settings, a frozen dataclass of parameters."""
 
     name: str
     make: Make
@@ -47,16 +40,7 @@ class Registry:
         self._complete = False
 
     def register(self, name: str, *, settings: type | None = None, order: int = 50) -> Callable[[Make], Make]:
-        """Registers the decorated function.
-
-        Args:
-            name: under which it is chosen; taken by nothing else.
-            settings: class of its own settings.
-            order: see the seam.
-
-        Raises:
-            ValueError: the name is taken.
-        """
+        """Registers the decorated function under a name; ValueError if it is taken. `order` sorts `entries`."""
 
         def registered(make: Make) -> Make:
             if name in self._entries:
@@ -81,9 +65,8 @@ class Registry:
         return {entry.name: entry for entry in ordered}
 
     def names(self) -> tuple[str, ...]:
-        """Every name, in order."""
         return tuple(self.entries())
 
     def settings(self) -> dict[str, type]:
-        """Classes of settings, by the name of what has some."""
+        """Classes of settings, by name."""
         return {name: entry.settings for name, entry in self.entries().items() if entry.settings is not None}

@@ -22,7 +22,7 @@ from attacks.tally import Tally
 from PIL import Image
 
 from specvla_ros.cli.app import app
-from specvla_ros.cli.ending import BUG, one_line_endings
+from specvla_ros.cli.terminal import BUG, one_line_endings
 from specvla_ros.lab.bundled.policies import nano_policy
 
 _LONGEST_S, _REACHED = 60, 44

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from specvla_ros import __version__
 from specvla_ros.cli.app import _read_image, app
-from specvla_ros.cli.ending import one_line_endings
+from specvla_ros.cli.terminal import one_line_endings
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import walk

@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 
 
 def codec(dims: int, max_text: int = 0) -> BinsCodec:

@@ -40,7 +40,7 @@ from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
-from specvla_ros.serving.arrays import pack, unpack
+from specvla_ros.serving.wire import pack, unpack
 
 _TOKEN = "secret"
 _FRAMES = 40

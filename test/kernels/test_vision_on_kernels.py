@@ -11,9 +11,9 @@ from specvla_kernels import layer_products, layernorm_residual, patch_embedding
 from specvla_kernels.layernorm_residual import layernorm_residual_reference, layernorm_residual_triton
 from specvla_kernels.patch_embedding import patch_embedding_reference, patch_embedding_triton
 from specvla_kernels.product_contest import forced
-from specvla_ros.models import vision_tower
 from specvla_ros.models.config import VisionTowerConfig
-from specvla_ros.models.vision_tower import VisionTower
+from specvla_ros.models.families.openvla import model as openvla_model
+from specvla_ros.models.families.openvla.model import VisionTower
 
 pytest.importorskip("triton")
 
@@ -87,7 +87,7 @@ def test_a_tower_on_kernels_gives_what_it_gives_on_references(
     pixels = torch.randn(3, 20, 20, device=DEVICE)
     features = []
     for kernels in (False, True):
-        for operator in (vision_tower, layer_products, layernorm_residual, patch_embedding):
+        for operator in (openvla_model, layer_products, layernorm_residual, patch_embedding):
             monkeypatch.setattr(operator, "has_kernels", lambda _, kernels=kernels: kernels)
         with forced(fused):
             features.append(tower(pixels))

@@ -8,8 +8,8 @@ import torch
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.errors import UserError
-from specvla_ros.models import checkpoint, memory
-from specvla_ros.models.memory import explained_shortage
+from specvla_ros.models import checkpoint
+from specvla_ros.models.checkpoint import explained_shortage
 from specvla_ros.models.weights import tensor_sizes
 
 GPU = torch.device("cuda", 0)
@@ -22,8 +22,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     found = {"gib": 24.0}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(found["gib"] * 2**30), 0))
     sizes = {"model.layers.0.mlp.up_proj.weight": LAYERS, "model.embed_tokens.weight": OTHERS}
-    monkeypatch.setattr(memory, "tensor_sizes", lambda _: sizes)
-    monkeypatch.setattr(memory, "_runs", lambda kind, _: kind != "fp8")
+    monkeypatch.setattr(checkpoint, "tensor_sizes", lambda _: sizes)
+    monkeypatch.setattr(checkpoint, "_runs", lambda kind, _: kind != "fp8")
     return found
 
 
@@ -58,7 +58,7 @@ def test_other_faults_stay_what_they_are(free: dict[str, float]) -> None:
 def test_sizes_come_from_the_headers(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, seed=1, hidden_size=64, layers=2)
     sizes = tensor_sizes(tmp_path)
-    layers = [name for name in sizes if memory._QUANTISED.search(name)]
+    layers = [name for name in sizes if checkpoint._QUANTISED.search(name)]
     assert len(layers) == 2 * 7 and sum(sizes.values()) > sum(sizes[name] for name in layers) > 0
 
 

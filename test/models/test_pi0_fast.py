@@ -24,8 +24,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.pi0_fast.config import Normalisation, Pi0FastConfig
-from specvla_ros.models.families.pi0_fast.model import PaliGemma
-from specvla_ros.models.families.pi0_fast.target import Pi0FastTarget, padded_picture
+from specvla_ros.models.families.pi0_fast.target import PaliGemma, Pi0FastTarget, padded_picture
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ORACLE = ORACLES / "pi0fast_tiny_a"

@@ -25,8 +25,14 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import DecoderLayer
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.target import OpenVLATarget
-from specvla_ros.models.memory import check_memory
-from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int4Linear, Int8Linear, check_quantization
+from specvla_ros.models.quantization import (
+    MATRICES,
+    QUANTIZATIONS,
+    Int4Linear,
+    Int8Linear,
+    check_memory,
+    check_quantization,
+)
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
 

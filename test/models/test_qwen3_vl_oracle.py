@@ -20,9 +20,8 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
-from specvla_ros.models.families.qwen_vl.config import QwenVLConfig, read_config
-from specvla_ros.models.families.qwen_vl.model import QwenVL, load_model
-from specvla_ros.models.families.qwen_vl.pictures import read_patch_processor
+from specvla_ros.models.families.qwen_vl.model import QwenVL, QwenVLConfig, load_model, read_config
+from specvla_ros.models.families.qwen_vl.policy import read_patch_processor
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget, mrope_positions
 
 ORACLE = ORACLES / "qwen3vl_text_tiny_a"

@@ -353,7 +353,7 @@ def test_instructions(nora: QwenVLTarget, words: str) -> None:
 
 
 def digits(**changes: Any) -> DigitsCodec:
-    from specvla_ros.models.codecs.bins import ActionStatistics
+    from specvla_ros.models.codecs.statistics import ActionStatistics
 
     statistics = ActionStatistics("", np.array([-1.0, 0.0]), np.array([1.0, 0.5]), np.ones(2, dtype=bool))
     codec = DigitsCodec(tuple(range(20, 30)), 31, frozenset({40, 41}), statistics, horizon=2, bins=1000, limit=1024)

@@ -29,7 +29,7 @@ from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.libero import require_libero
-from specvla_ros.serving.arrays import dump, pack, unpack
+from specvla_ros.serving.wire import dump, pack, unpack
 
 INSTRUCTION = "put carrot on plate"
 TOKEN = "secret"

@@ -15,11 +15,11 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.codecs.bins import ActionStatistics
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.speculation.drafters.chunk_shift import ChunkShiftDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput, FinishedAnswer, NewRows
 from specvla_ros.speculation.settings import DraftSettings, adjusted

@@ -17,8 +17,9 @@ from benchmarks.random_policy import random_decoder
 from specvla_kernels import packed_attention
 from specvla_kernels.graph_capture import Captures, paddings
 from specvla_kernels.layout import Span, pack_layout
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.eagle import answer_ids
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter

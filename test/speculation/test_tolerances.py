@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, spread_bins, tolerance_in_bins
+from specvla_ros.models.codecs.bins import ActionTokenizer
+from specvla_ros.models.codecs.statistics import ActionStatistics, spread_bins, tolerance_in_bins
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite, number_tokens

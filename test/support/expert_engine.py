@@ -14,7 +14,8 @@ from specvla_ros.engine.tally import TickWork
 from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import TASKS, Task
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 
 STATISTICS = ActionStatistics(

@@ -34,9 +34,8 @@ from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes
 from specvla_ros.models.generation import NO_RULES
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.settings.json_file import load_json
+from specvla_ros.settings.json_file import load_json, replace_file
 from specvla_ros.settings.parameter import values_of, with_values
-from specvla_ros.settings.replace_file import replace_file
 from specvla_ros.speculation.settings import AcceptanceSettings
 
 VERSION = 2

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from specvla_ros.errors import UserError
-from specvla_ros.settings.json_file import load_json
-from specvla_ros.settings.replace_file import replace_file
+from specvla_ros.settings.json_file import load_json, replace_file
 
 T = TypeVar("T")
 

@@ -21,7 +21,8 @@ from specvla_ros.engine.verifier import Commit
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, roofline_seconds
 from specvla_ros.lab.planning.device import LIMIT, Device, Efficiency
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings

@@ -34,9 +34,10 @@ from specvla_ros.lab.training.dataset import (
 from specvla_ros.lab.training.nano import END_ID, write_nano
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
 from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
+from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from specvla_kernels.compare_drafts import Comparison, Trees
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, read_statistics, spread_bins, tolerance_in_bins
-from specvla_ros.models.codecs.chunk import WrittenChunkCodec
-from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext, WrittenChunkCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics, tolerance_in_bins
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import read_fields
 
@@ -30,26 +29,21 @@ _SPACE, _OTHER = 10, -1  # beside the digits' values
 class PlaceValues:
     """How far two digits are apart in a number's units; see `TokenDistances`.
 
-    A digit may stand for another only where it is the number's last: where neither of the two numbers could go on and
-    still be at most the largest. An earlier digit says nothing of how far apart the numbers will be: `4 …` may become 4
-    and `5 …` 599.
-
-    Args:
-        digit_ids: the tokens of 0 to 9.
-        space_id: the token between two numbers.
-        largest: number that may be written.
+    A digit may stand for another only where it is the number's last: where neither number could go on and still be at
+    most the largest. An earlier digit does not tell how far apart the numbers will be: `4 …` may become 4 and `5 …`
+    599.
     """
 
-    digit_ids: tuple[int, ...]
-    space_id: int
-    largest: int
+    digit_ids: tuple[int, ...]  # the tokens of 0 to 9
+    space_id: int  # the token between two numbers
+    largest: int  # number that may be written
 
     def contain(self, tokens: Tensor) -> Tensor:
-        """Digits, and what stands between numbers."""
+        """Digits and spaces."""
         return self._values(tokens) != _OTHER
 
     def position(self, tokens: Sequence[int]) -> int:
-        """Numbers behind the next token, and what is written of its own: see `_at`."""
+        """Numbers before the next token, and what is written of its own: see `_at`."""
         spaces = [i for i, token in enumerate(tokens) if token == self.space_id]
         values = {token: value for value, token in enumerate(self.digit_ids)}
         written = [values[token] for token in tokens[spaces[-1] + 1 if spaces else 0 :] if token in values]
@@ -58,7 +52,7 @@ class PlaceValues:
 
     @property
     def _stride(self) -> int:
-        """Of positions from number to number: nothing written yet, any number, and what is too large for one."""
+        """Positions per number: nothing written yet, any number, or one that is too large."""
         return self.largest + 3
 
     def compare(self, trees: Trees) -> Comparison:
@@ -76,8 +70,7 @@ class PlaceValues:
         """Where each node's token stands: which number, what is written of it before, and whether anything is.
 
         Args:
-            trees: the drafts.
-            drafted: int64 [requests, n], values of their tokens.
+            drafted: int64 [requests, n], values of the drafts' tokens.
 
         Returns:
             int64, int64 and bool, [requests, n] each.
@@ -96,7 +89,6 @@ class PlaceValues:
         return index, written, own.any(dim=2) | (begun > 0)
 
     def _values(self, tokens: Tensor) -> Tensor:
-        """Digits' values, _SPACE and _OTHER."""
         table = _value_table(self.digit_ids, self.space_id, tokens.device)
         return table[tokens.clamp(max=len(table) - 1)]
 
@@ -107,7 +99,7 @@ def _is_digit(values: Tensor) -> Tensor:
 
 @cache  # uploaded once: in a tick, a copy waits for the device
 def _value_table(digit_ids: tuple[int, ...], space_id: int, device: torch.device) -> Tensor:
-    """int64 [n]: what tokens stand for; the last entry is for all beyond, and for NO_TOKEN."""
+    """int64 [n]: values of tokens; the last entry is for all beyond, and for NO_TOKEN."""
     table = torch.full((max(*digit_ids, space_id) + 2,), _OTHER)
     table[list(digit_ids)] = torch.arange(10)
     table[space_id] = _SPACE
@@ -118,33 +110,22 @@ def _value_table(digit_ids: tuple[int, ...], space_id: int, device: torch.device
 class DigitsCodec(WrittenChunkCodec):
     """Answers of digits and spaces, and an end token. See `Codec`.
 
-    What VLA-0's own code makes an action of though it is none (numbers left out, too many of them, beyond the range, or
-    the middle of the range for what it cannot read) is refused.
+    Answers that VLA-0's own code repairs (numbers left out, too many, beyond the range, or unreadable) are refused.
 
-    Relaxed acceptance takes another last digit of a number, `PlaceValues` says when. So an accepted number lies at most
-    so many units off as its tolerance says, and never more than nine.
-
-    Args:
-        digit_ids: the tokens of 0 to 9.
-        space_id: the token between two numbers.
-        end_ids: the tokens that end an answer, and belong to it.
-        statistics: smallest and largest value of each dimension.
-        horizon: actions per answer.
-        bins: the largest number.
-        limit: length at which an answer ends whatever it holds.
-        dt_s: see `Codec`.
+    Relaxed acceptance takes another last digit of a number, see `PlaceValues`: an accepted number is off by at most its
+    tolerance in units, and never by more than nine.
     """
 
     WRITES: ClassVar[str] = "digits"
 
-    digit_ids: tuple[int, ...]
-    space_id: int
-    end_ids: frozenset[int]
-    statistics: ActionStatistics
-    horizon: int
-    bins: int
-    limit: int
-    dt_s: float | None = None
+    digit_ids: tuple[int, ...]  # the tokens of 0 to 9
+    space_id: int  # the token between two numbers
+    end_ids: frozenset[int]  # the tokens that end an answer, and belong to it
+    statistics: ActionStatistics  # smallest and largest value of each dimension
+    horizon: int  # actions per answer
+    bins: int  # the largest number
+    limit: int  # length at which an answer ends in any case
+    dt_s: float | None = None  # see `Codec`
 
     @property
     def distances(self) -> "PlaceValues":
@@ -157,9 +138,6 @@ class DigitsCodec(WrittenChunkCodec):
         units = tolerance_in_bins(self.statistics, self.bins, metres=metres, radians=radians, gripper_bins=gripper_bins)
         return units * self.horizon
 
-    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins) * self.horizon
-
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         low, high = self.action_range
         units = np.minimum(bins, _MOST_UNITS).reshape(self.horizon, len(self.names))
@@ -167,15 +145,12 @@ class DigitsCodec(WrittenChunkCodec):
 
     @property
     def max_tokens(self) -> int:
-        """Of the longest answer that can stand for actions, and its end; cut at the limit."""
+        """Of the longest answer that can stand for actions, and its end."""
         longest = self.horizon * len(self.names) * (len(str(self.bins)) + 1)
         return min(longest, self.limit)
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
-
-    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return ()
 
     def problem(self, tokens: Sequence[int]) -> str:
         if tokens[-1] not in self.end_ids:
@@ -196,14 +171,14 @@ class DigitsCodec(WrittenChunkCodec):
         return low + (high - low) * (numbers / self.bins).reshape(self.horizon, len(self.names))
 
     def begun(self, tokens: Sequence[int]) -> np.ndarray:
-        """See `SaysNumbers`; nothing from the first word on that is no number."""
+        """See `SaysNumbers`; stops at the first word that is no number."""
         words = [*takewhile(str.isdigit, self._words(tokens)[:-1])][: self.horizon * len(self.names)]
         low, high = self.action_range
         place = np.arange(len(words)) % len(self.names)
         return low[place] + (high - low)[place] * np.array(words, dtype=np.float64) / self.bins
 
     def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
-        """See `SaysNumbers`: another next digit, the nearest first, and then as the first draft's number goes on."""
+        """See `SaysNumbers`: another next digit, the nearest first, continued as the first draft is."""
         written = [*takewhile(self.digit_ids.__contains__, reversed(answer))][::-1]
         begun = [(draft, self.resume(draft, answer)) for draft in drafts if draft]
         if not written or any([*draft[at - len(written) : at]] == written for draft, at in begun):
@@ -257,7 +232,7 @@ def _digits(context: CodecContext) -> DigitsCodec:
         digit_ids=tuple(ids[:-1]),
         space_id=ids[-1],
         end_ids=read_end_ids(context.directory),
-        statistics=read_statistics(context),
+        statistics=context.statistics,
         horizon=fields.whole("time_horizon", minimum=1, maximum=1 << 10),
         bins=fields.whole("bins", minimum=1, maximum=10**6),
         limit=1 << 14,

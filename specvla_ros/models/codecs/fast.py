@@ -12,10 +12,9 @@ from torch import Tensor
 
 from specvla_kernels.compare_drafts import Comparison, Trees
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, physical_limits, read_statistics, spread_bins
-from specvla_ros.models.codecs.chunk import WrittenChunkCodec
-from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext, WrittenChunkCodec
 from specvla_ros.models.codecs.fast_tokenizer import HALF, FastTokenizer, cosines, read_fast_tokenizer
+from specvla_ros.models.codecs.statistics import ActionStatistics, physical_limits
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import Fields, read_fields
 
@@ -25,19 +24,13 @@ class CoefficientDistances:
     """How far two FAST tokens are apart, in steps of a coefficient; see `TokenDistances`.
 
     One may stand for the other where both are as many whole characters, and these differ in one place alone.
-
-    Args:
-        tokenizer: ids from 0 on to coefficients.
-        first_id: the policy's token of FAST id 0.
-        counts_up: whether its tokens count up from there, or down.
     """
 
     tokenizer: FastTokenizer
-    first_id: int
-    counts_up: bool
+    first_id: int  # the policy's token of FAST id 0
+    counts_up: bool  # whether its tokens count up from there, or down
 
     def contain(self, tokens: Tensor) -> Tensor:
-        """The FAST tokens."""
         ids = self._ids(tokens)
         return (ids >= 0) & (ids < self.tokenizer.vocab_size)
 
@@ -45,7 +38,7 @@ class CoefficientDistances:
         return tokens - self.first_id if self.counts_up else self.first_id - tokens
 
     def position(self, tokens: Sequence[int]) -> int:
-        """Coefficients that tokens stand for: the index of the next one."""
+        """Coefficients so far: the index of the next one."""
         begun = self.tokenizer.characters_begun
         ids = (token - self.first_id if self.counts_up else self.first_id - token for token in tokens)
         return sum(begun[i] for i in ids if 0 <= i < len(begun))
@@ -66,11 +59,11 @@ class CoefficientDistances:
 
 @lru_cache(maxsize=4)  # uploaded once: in a tick, a copy waits for the device
 def _coefficient_table(tokenizer: FastTokenizer, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each id, and at the end of what is none, all int64.
+    """By id, with a last row for what is no FAST token, all int64.
 
     Returns:
-        its coefficients [ids + 1, longest token], 0 behind a shorter one; how many they are [ids + 1], 0 where the
-        token is not whole characters; the characters that begin in it [ids + 1].
+        its coefficients [ids + 1, longest token], padded with 0; their number [ids + 1], 0 where the token is not whole
+        characters; the characters that begin in it [ids + 1].
     """
     texts = [token.decode("utf-8", errors="replace") for token in tokenizer.token_bytes]
     codes = [[] if HALF in text else [ord(character) for character in text] for text in texts]
@@ -83,42 +76,29 @@ def _coefficient_table(tokenizer: FastTokenizer, device: torch.device) -> tuple[
 
 @dataclass(frozen=True)
 class FastCodec(WrittenChunkCodec):
-    """Answers of FAST tokens and an end token, which may begin with always the same words. See `Codec`.
+    """Answers of FAST tokens and an end token, which may begin with fixed words. See `Codec`.
 
-    Relaxed acceptance takes a token whose coefficients differ from those of the target's own in one place,
-    `CoefficientDistances` says when. The inverse transform is linear, so each action of the chunk then lies within a
-    bound: see `bound`.
-
-    Args:
-        tokenizer: ids from 0 on to normalised actions.
-        statistics: normalised values to the robot's units.
-        horizon: actions per answer.
-        first_id: the policy's token of FAST id 0.
-        end_ids: the token ids that end an answer, and belong to it.
-        dt_s: see `Codec`.
-        counts_up: the policy's tokens count up from the first, as NORA's do, and not down, as pi0-FAST's.
-        limit: length at which an answer ends whatever it holds; None: where it cannot be a chunk any more.
-        beginning: the tokens with which an answer begins.
+    Relaxed acceptance takes a token whose coefficients differ from those of the target's own in one place, see
+    `CoefficientDistances`. The inverse transform is linear, so each action of the chunk then lies within `bound`.
     """
 
     WRITES: ClassVar[str] = "FAST tokens"
 
-    tokenizer: FastTokenizer
-    statistics: ActionStatistics
-    horizon: int
-    first_id: int
-    end_ids: frozenset[int]
-    dt_s: float | None = None
-    counts_up: bool = False
-    limit: int | None = None
-    beginning: tuple[int, ...] = ()
+    tokenizer: FastTokenizer  # ids from 0 on to normalised actions
+    statistics: ActionStatistics  # normalised values to the robot's units
+    horizon: int  # actions per answer
+    first_id: int  # the policy's token of FAST id 0
+    end_ids: frozenset[int]  # the token ids that end an answer, and belong to it
+    dt_s: float | None = None  # see `Codec`
+    counts_up: bool = False  # the policy's tokens count up from the first, as NORA's do, and not down, as pi0-FAST's
+    limit: int | None = None  # length at which an answer ends in any case; None: where it cannot be a chunk any more
+    beginning: tuple[int, ...] = ()  # the tokens with which an answer begins
 
     @property
     def distances(self) -> "CoefficientDistances":
         return CoefficientDistances(self.tokenizer, self.first_id, self.counts_up)
 
     def position(self, tokens: Sequence[int]) -> int:
-        """Coefficients so far."""
         return self.distances.position(tokens[self._beginning_of(tokens) :])
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
@@ -151,9 +131,6 @@ class FastCodec(WrittenChunkCodec):
             )
         return steps
 
-    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins) * self.horizon
-
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         steps = np.asarray(bins).reshape(self.horizon, len(self.names)) / self.tokenizer.scale
         moved: np.ndarray = np.abs(cosines(self.horizon)).T @ steps * self._half_range
@@ -163,7 +140,7 @@ class FastCodec(WrittenChunkCodec):
 
     @property
     def _half_range(self) -> np.ndarray:
-        """Of each dimension, in the robot's units: what a normalised action is multiplied by."""
+        """Of each dimension, in the robot's units."""
         return np.where(self.statistics.mask, (self.statistics.high - self.statistics.low) / 2, 1.0)
 
     @property
@@ -179,7 +156,6 @@ class FastCodec(WrittenChunkCodec):
         return tuple(tokens[: self._beginning_of(tokens)])
 
     def _beginning_of(self, tokens: Sequence[int]) -> int:
-        """Tokens of the beginning, where it is there."""
         n = len(self.beginning)
         return n if tuple(tokens[:n]) == self.beginning else 0
 
@@ -199,7 +175,7 @@ class FastCodec(WrittenChunkCodec):
         return tuple(self.first_id + step * i for i in self.tokenizer.encode(self.normalise(actions)))
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        """Behind as many coefficients: tokens stand for different numbers of them."""
+        """After as many coefficients: tokens stand for different numbers of them."""
         wanted, reached = sum(map(self._bytes, answer)), 0
         for at, token in enumerate(draft):
             if reached >= wanted:
@@ -208,7 +184,7 @@ class FastCodec(WrittenChunkCodec):
         return len(draft)
 
     def _bytes(self, token: int) -> int:
-        """Of coefficients' characters that a token stands for; a token of the beginning counts as one."""
+        """Of a token's coefficients; a token of the beginning counts as one."""
         (i,) = self._fast_ids((token,))
         found = self.tokenizer.token_bytes
         return len(found[i]) or 1 if 0 <= i < len(found) else 1
@@ -219,11 +195,7 @@ class FastCodec(WrittenChunkCodec):
 
 
 def check_dims(fields: Fields, statistics: ActionStatistics) -> None:
-    """Whether a FAST tokenizer was fitted for a policy's actions, where its processor_config.json says for which.
-
-    Raises:
-        UserError: for others.
-    """
+    """UserError if a FAST tokenizer's processor_config.json says it was fitted for another number of dimensions."""
     dims = fields.whole("action_dim", len(statistics.low), minimum=1, maximum=1 << 10)
     if dims != len(statistics.low):
         raise UserError(
@@ -234,12 +206,12 @@ def check_dims(fields: Fields, statistics: ActionStatistics) -> None:
 
 @CODECS.register("fast")
 def _fast(context: CodecContext) -> FastCodec:
-    """From `action_tokenizer/`, whose processor_config.json says the horizon too, as `time_horizon`."""
+    """From `action_tokenizer/`, whose processor_config.json has the horizon too, as `time_horizon`."""
     folder = context.directory / CODEC_FOLDER
     tokenizer = read_fast_tokenizer(folder)
     if tokenizer.vocab_size >= context.vocab_size:
         raise UserError(f"{folder} has {tokenizer.vocab_size} ids, and the policy {context.vocab_size} tokens")
-    statistics = read_statistics(context)
+    statistics = context.statistics
     fields = read_fields(folder / CODEC_FILE, missing="", hint="; copy it again")
     check_dims(fields, statistics)
     horizon = fields.whole("time_horizon", minimum=1, maximum=1 << 10)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FAST's tokenizer (Pertsch et al., arXiv 2501.09747): the byte-pair encoding of a chunk's cosine transform.
 
-Every dimension's values over the chunk are transformed (DCT-II, orthonormal), scaled and rounded; the coefficients, row
-by row, are characters of a string that byte-level BPE shortens. So the answers of one policy have different lengths.
+Each dimension's values over the chunk are transformed (DCT-II, orthonormal), scaled and rounded; the coefficients, row
+by row, are characters of a string that byte-level BPE shortens. So answers of one policy have different lengths.
 """
 
 import json
@@ -16,8 +16,8 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.trainers import BpeTrainer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import MAX_VALUE
 from specvla_ros.models.codecs.codec import CODEC_FILE
+from specvla_ros.models.codecs.statistics import MAX_VALUE
 from specvla_ros.models.tokenizer import read_tokenizer
 from specvla_ros.settings.json_file import read_fields
 
@@ -31,30 +31,22 @@ _SURROGATES = range(0xD800, 0xE000)  # code points that are no characters
 class FastTokenizer:
     """The published tokenizer: chunks of normalised actions to ids from 0 to `vocab_size` - 1, and back.
 
-    Where the original makes an action of what is none (it fills a wrong number of coefficients with zeros, and reads
-    half a character as the coefficient 65533 less its offset), this one refuses; so it does what encoding would lose.
-
-    Args:
-        bpe: its byte-level BPE.
-        scale: what the coefficients are multiplied by before they are rounded.
-        min_token: the coefficient that is character 0.
+    Chunks that the original repairs (it pads a wrong number of coefficients with zeros, and reads half a character as
+    the coefficient 65533 less its offset) are refused, and so are actions that encoding would lose.
     """
 
-    bpe: Tokenizer
-    scale: float
-    min_token: int
+    bpe: Tokenizer  # its byte-level BPE
+    scale: float  # factor of the coefficients before they are rounded
+    min_token: int  # the coefficient that is character 0
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids."""
         return self.bpe.get_vocab_size()
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         """Normalised actions [horizon, dims], about [-1, 1], to ids.
 
-        Raises:
-            UserError: they are not finite, or lie so far outside of what the tokenizer was fitted on that it has no
-                characters for them.
+        UserError if they are not finite, or too far outside of the range the tokenizer was fitted on.
         """
         text = "".join(map(self._character, _coefficients(actions, self.scale).flatten().tolist()))
         ids: tuple[int, ...] = tuple(self.bpe.encode(text).ids)
@@ -87,11 +79,7 @@ class FastTokenizer:
         return ""
 
     def decode(self, ids: Sequence[int], horizon: int, dims: int) -> np.ndarray:
-        """Ids to normalised actions, float64 [horizon, dims].
-
-        Raises:
-            UserError: they stand for no chunk of that shape.
-        """
+        """Ids to normalised actions, float64 [horizon, dims]; UserError if they stand for no such chunk."""
         problem = self.problem(ids, horizon, dims)
         if problem:
             raise UserError(problem)
@@ -107,7 +95,7 @@ class FastTokenizer:
 
     @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
-        """What each id adds to the string, as UTF-8."""
+        """The UTF-8 bytes of each id."""
         bytes_of = {symbol: byte for byte, symbol in _byte_symbols().items()}
         texts = (self.bpe.id_to_token(i) or "" for i in range(self.vocab_size))
         return tuple(
@@ -117,17 +105,11 @@ class FastTokenizer:
 
     @cached_property
     def characters_begun(self) -> tuple[int, ...]:
-        """How many characters begin in each id's bytes: those bytes that do not go on with one."""
+        """How many characters begin in each id's bytes: those that continue none."""
         return tuple(sum(byte & 0xC0 != 0x80 for byte in token) for token in self.token_bytes)
 
     def save(self, directory: Path, **shape: float | None) -> None:
-        """Writes it as the released tokenizer's files are.
-
-        Args:
-            directory: made if it is missing.
-            shape: `time_horizon` and `action_dim` of the chunks, and `dt_s` from action to action, where the file shall
-                say them.
-        """
+        """Writes the released tokenizer's files, with a chunk's `time_horizon`, `action_dim` and `dt_s` if given."""
         directory.mkdir(parents=True, exist_ok=True)
         self.bpe.save(str(directory / _TOKENIZER))
         config = {"scale": self.scale, "vocab_size": self.vocab_size, "min_token": self.min_token}
@@ -157,15 +139,15 @@ def cosines(horizon: int) -> np.ndarray:
 
 
 def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, vocab_size: int = 1024) -> FastTokenizer:
-    """A tokenizer of one's own actions, as the published one's `fit` makes it.
+    """A tokenizer for one's own actions, as the published one's `fit` makes it.
 
     Args:
         chunks: normalised actions, [horizon, dims] each.
-        scale: the larger, the finer the actions and the longer the answers; the paper's is 10.
-        vocab_size: number of ids, as many as there are coefficients at least; the paper's is 1024.
+        scale: larger gives finer actions and longer answers; the paper's is 10.
+        vocab_size: number of ids, at least that of different coefficients; the paper's is 1024.
 
     Raises:
-        UserError: there is no chunk, or they have more different coefficients than there are ids.
+        UserError: there is no chunk, or there are more different coefficients than ids.
     """
     found = [_coefficients(chunk, scale) for chunk in chunks]
     if not found:
@@ -197,8 +179,7 @@ def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, voc
 def read_fast_tokenizer(directory: Path) -> FastTokenizer:
     """The tokenizer in a directory: the released layout, or LeRobot's, which has a folder for its BPE.
 
-    Raises:
-        UserError: a file is missing or malformed.
+    UserError if a file is missing or malformed.
     """
     fields = read_fields(
         directory / CODEC_FILE,

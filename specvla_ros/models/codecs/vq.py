@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics
-from specvla_ros.models.codecs.chunk import ChunkCodec
+from specvla_ros.models.codecs.codec import ChunkCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import MAX_WIDTH
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import read_fields
@@ -27,25 +27,16 @@ Mlp = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 @dataclass(frozen=True)
 class VqVae:
-    """What turns codes into normalised chunks, and back; float32, as the original computes.
+    """Codes to normalised chunks, and back; float32, as in the original."""
 
-    Args:
-        codebooks: [layers, codes, latent].
-        encoder: a chunk to a latent vector.
-        decoder: a latent vector to a chunk.
-        horizon: actions of a chunk.
-        scale: of the decoder's output.
-    """
-
-    codebooks: np.ndarray
-    encoder: Mlp
-    decoder: Mlp
-    horizon: int
-    scale: float
+    codebooks: np.ndarray  # [layers, codes, latent]
+    encoder: Mlp  # a chunk to a latent vector
+    decoder: Mlp  # a latent vector to a chunk
+    horizon: int  # actions per chunk
+    scale: float  # of the decoder's output
 
     @property
     def dims(self) -> int:
-        """Values of an action."""
         return len(self.decoder[-1][1]) // self.horizon
 
     def decode(self, codes: Sequence[int]) -> np.ndarray:
@@ -54,7 +45,7 @@ class VqVae:
         return _through(self.decoder, latent).reshape(self.horizon, -1) * np.float32(self.scale)
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        """Normalised actions [horizon, dims] to the nearest code of each layer, for what the layers before left."""
+        """Normalised actions [horizon, dims] to the code of each layer nearest to the residual of the layers before."""
         left = _through(self.encoder, (actions / self.scale).astype(np.float32).reshape(-1))
         codes = []
         for codebook in self.codebooks:
@@ -75,8 +66,7 @@ def _through(layers: Mlp, values: np.ndarray) -> np.ndarray:
 def read_vq_vae(directory: Path) -> VqVae:
     """From `config.json` and `checkpoints/model.pt`, as vq_bet_official saves it.
 
-    Raises:
-        UserError: a file is missing or damaged, or they do not fit each other.
+    UserError if a file is missing or damaged, or they do not fit each other.
     """
     fields = read_fields(directory / "config.json", missing="copy the VQ-VAE's whole folder", hint="; copy it again")
     horizon, dims = (fields.whole(name, minimum=1, maximum=1 << 10) for name in ("input_dim_h", "input_dim_w"))
@@ -120,21 +110,15 @@ class VqCodec(ChunkCodec):
     """Answers of one code per layer and nothing else. See `Codec`.
 
     The original takes an id that is no code for the first or the last one; here it is refused. Relaxed acceptance has
-    no bound here: neighbouring codes stand for nothing alike.
-
-    Args:
-        vae: codes to normalised chunks.
-        statistics: normalised values to the robot's units.
-        stop_id: one past the token of code 0, from which codes count down.
-        dt_s: see `Codec`.
+    no bound here: neighbouring codes are not similar.
     """
 
     WRITES: ClassVar[str] = "codes of a VQ-VAE"
 
-    vae: VqVae
-    statistics: ActionStatistics
-    stop_id: int
-    dt_s: float | None = None
+    vae: VqVae  # codes to normalised chunks
+    statistics: ActionStatistics  # normalised values to the robot's units
+    stop_id: int  # one past the token of code 0, from which codes count down
+    dt_s: float | None = None  # see `Codec`
 
     @property
     def horizon(self) -> int:
@@ -142,33 +126,14 @@ class VqCodec(ChunkCodec):
 
     @property
     def ids(self) -> range:
-        """The tokens of codes."""
         return range(self.stop_id - self.vae.codebooks.shape[1], self.stop_id)
 
     @property
     def max_tokens(self) -> int:
         return len(self.vae.codebooks)
 
-    def position(self, tokens: Sequence[int]) -> int:
-        return len(tokens)
-
-    def in_text(self, tokens: Sequence[int]) -> bool:
-        return False
-
-    def remaining(self, tokens: Sequence[int]) -> int:
-        return self.max_tokens - len(tokens)
-
     def legal_ids(self, tokens: Sequence[int]) -> range:
         return self.ids
-
-    def end(self, tokens: Sequence[int], known: int) -> int:
-        return self.max_tokens if len(tokens) >= self.max_tokens else 0
-
-    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(tokens)
-
-    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return ()
 
     def problem(self, tokens: Sequence[int]) -> str:
         other = (token for token in tokens if token not in self.ids)
@@ -180,6 +145,3 @@ class VqCodec(ChunkCodec):
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         return tuple(self.stop_id - 1 - code for code in self.vae.encode(self.normalise(actions)))
-
-    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        return min(len(answer), len(draft))

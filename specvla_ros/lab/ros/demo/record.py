@@ -14,7 +14,7 @@ from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory
 from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
 from specvla_ros.lab.simulation.rollout import EpisodeResult
-from specvla_ros.models.codecs.bins import select_statistics
+from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 

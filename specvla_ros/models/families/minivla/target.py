@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a MiniVLA directory, as openvla-mini trains and releases it, to a policy.
 
-Read in Stanford-ILIAD/openvla-mini: prismatic/models/load.py, vla/action_tokenizer.py, models/backbones. Beside the
-checkpoint its code needs the language model's files and the VQ-VAE; here they lie in `llm/` and `vq/`, with the
-checkpoint or beside it.
+Source: Stanford-ILIAD/openvla-mini: prismatic/models/load.py, vla/action_tokenizer.py, models/backbones. Its code also
+needs the language model's files and the VQ-VAE; here they lie in `llm/` and `vq/`, in the checkpoint or beside it.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +15,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, checked_statistics
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.codecs.statistics import checked_statistics
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
 from specvla_ros.models.config import DECODERS, folder_beside, only_file, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import allocate, empty_model
@@ -27,7 +27,7 @@ from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 from specvla_ros.models.settings import ALL_CAMERAS, refuse_options
-from specvla_ros.models.target import TARGETS, Pixels
+from specvla_ros.models.target import TARGETS
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
@@ -67,9 +67,6 @@ def load_minivla(
         directory: holds config.json, checkpoints/ with one .pt file and dataset_statistics.json; llm/ and vq/ lie in it
             or beside it.
         cameras: `image`, or `image` and `wrist`; ALL_CAMERAS: as many as config.json says.
-
-    Raises:
-        UserError: as of `load_target`.
     """
     refuse_options(directory, options)
     raw = read_checkpoint_json(directory / "config.json")
@@ -108,7 +105,7 @@ def _cameras(directory: Path, asked: tuple[str, ...], usual: int) -> tuple[str, 
 
 
 def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
-    """Of the action tokenizer that config.json names; `extra` ones use the tokens at the vocabulary's end."""
+    """By config.json's action tokenizer; `extra` ones use the tokens at the vocabulary's end."""
     norm_stats = read_checkpoint_json(directory / "dataset_statistics.json").raw
     statistics = checked_statistics(directory, norm_stats, unnorm_key)
     if name == "extra_action_tokenizer":
@@ -137,9 +134,7 @@ def _load(directory: Path, model: OpenVLA, progress: Progress | None) -> None:
     given: dict[str, Tensor] = {}
     for part, tensors in parts.items() if isinstance(parts, dict) else ():
         given |= {_renamed(name): tensor for name, tensor in tensors_in(tensors, path, f"model.{part}").items()}
-    for done in copy_weights(given, model.checkpoint_tensors(), path):
-        if progress is not None:
-            progress(f"reading {path.name}", done)
+    copy_weights(given, model.checkpoint_tensors(), path, progress)
 
 
 def _renamed(name: str) -> str:
@@ -167,18 +162,9 @@ class MiniVLATarget(VisionLanguageTarget):
         return len(self.cameras) * self.model.config.image_tokens
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
-        """The text around the images.
-
-        Raises:
-            UserError: it is no plain text of a usable length, or holds one of the tokenizer's special tokens.
-        """
         if observation.prompt_ids is not None:
             return tuple(observation.prompt_ids)
         check_instruction(observation.instruction)
         asked = f"What action should the robot take to {observation.instruction.lower()}?"
         refuse_special_tokens(asked, self.tokenizer)
         return tuple(self.tokenizer.encode(_PROMPT.format(asked)).ids)
-
-    def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; picture by picture: a captured tower has the size of one."""
-        return tuple(self.image_processor(image) for image in observation.of_cameras(self.cameras).values())

@@ -2,7 +2,7 @@
 """What an OpenVLA checkpoint's config.json says, checked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +25,18 @@ from specvla_ros.settings.json_file import Fields, shown
 
 @dataclass(frozen=True)
 class OpenVLAConfig:
-    """The whole policy.
+    """The whole policy. `instructions` to `state_dims` are this package's additions to config.json."""
 
-    Args:
-        towers: one tower, or two whose features are joined channel by channel (DINOv2 first).
-        llama: the language model.
-        pad_to_multiple_of: rows that pad the vocabulary; the last 256 ids before them are the action tokens.
-        action_bins: bin edges per action dimension.
-        norm_stats: the checkpoint's dataset statistics by unnorm_key.
-        vicuna: whether its language model is Vicuna: OpenVLA v0.1's and ECoT's, which are asked differently.
-        instructions: all that the policy was taught, where config.json lists them (this package's addition).
-        action_codec: name of its codec, see `specvla_ros.models.codecs` (this package's addition).
-        cameras: those that it is asked with, in their order (this package's addition; not OFT's).
-        state_dims: numbers of the robot's state that its prompt holds as bins (this package's addition).
-    """
-
-    towers: tuple[VisionTowerConfig, ...]
-    llama: DecoderShape
-    pad_to_multiple_of: int
-    action_bins: int
-    norm_stats: Mapping[str, Any]
-    vicuna: bool
-    instructions: tuple[str, ...] = ()
-    action_codec: str = "bins"
-    cameras: tuple[str, ...] = (ONLY_CAMERA,)
-    state_dims: int = 0
+    towers: tuple[VisionTowerConfig, ...]  # one, or two whose features are joined by channel (DINOv2 first)
+    llama: DecoderShape  # the language model
+    pad_to_multiple_of: int  # rows that pad the vocabulary; the last 256 ids before them are the action tokens
+    action_bins: int  # bin edges per action dimension
+    norm_stats: Mapping[str, Any]  # the checkpoint's dataset statistics by unnorm_key
+    vicuna: bool  # its language model is Vicuna: OpenVLA v0.1's and ECoT's, which have other prompts
+    instructions: tuple[str, ...] = ()  # all that the policy was taught; empty: any is accepted
+    action_codec: str = "bins"  # name of its codec, see `specvla_ros.models.codecs`
+    cameras: tuple[str, ...] = (ONLY_CAMERA,)  # in prompt order (not OFT's)
+    state_dims: int = 0  # numbers of the robot's state in its prompt, as bins
 
     @property
     def token_vocab_size(self) -> int:
@@ -58,17 +45,12 @@ class OpenVLAConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Rows that a picture takes in the prompt."""
+        """Prompt rows per image."""
         return self.towers[0].patches
-
-
-OPENVLA_TYPES = ("openvla", "prismatic")
 
 
 # Model ids that OpenVLA checkpoints name in `timm_model_ids`: (embed_dim, depth, heads, mlp_dim, patch).
 _DINOV2 = {"vit_large_patch14_reg4_dinov2": (1024, 24, 16, 4096, 14)}
-
-
 _SIGLIP = {
     "vit_base_patch16_siglip_224": (768, 12, 12, 3072, 16),
     "vit_base_patch16_siglip_256": (768, 12, 12, 3072, 16),
@@ -76,21 +58,17 @@ _SIGLIP = {
     "vit_so400m_patch14_siglip_224": (1152, 27, 16, 4304, 14),
     "vit_so400m_patch14_siglip_384": (1152, 27, 16, 4304, 14),
 }
-
-
-_MAX_STATE = 1024  # numbers
 _MAX_PIXELS = 4096  # more than any model has, see config.py
 
 
 def read_config(directory: Path) -> OpenVLAConfig:
     """Reads config.json, and dataset_statistics.json of a fine-tuned checkpoint in place of its norm_stats.
 
-    Raises:
-        UserError: the directory or a file is missing, or names something this package does not know.
+    UserError if the directory or a file is missing, or names something unknown.
     """
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
-    raw.text("model_type", choices=OPENVLA_TYPES)
+    raw.text("model_type", choices=("openvla", "prismatic"))
     check_not_quantised(raw)
     statistics = directory / "dataset_statistics.json"
     fine_tuned = read_checkpoint_json(statistics).raw if statistics.exists() else None
@@ -104,7 +82,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
         instructions=tuple(raw.list_of("instructions", str, "a list of texts", ())),
         action_codec=raw.text("action_codec", "bins"),
         cameras=tuple(raw.list_of("cameras", str, "a list of names", (ONLY_CAMERA,))),
-        state_dims=raw.whole("state_dims", 0, maximum=_MAX_STATE),
+        state_dims=raw.whole("state_dims", 0, maximum=1024),
     )
     if not config.cameras or len({*config.cameras} - {""}) != len(config.cameras):
         raise raw.wrong("cameras", "a list of different names")
@@ -117,13 +95,9 @@ def read_config(directory: Path) -> OpenVLAConfig:
 
 
 def prismatic_towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:
-    """DINOv2 and SigLIP at 224 pixels, as native Prismatic checkpoints have them, or tiny ones that config.json says.
-
-    Raises:
-        UserError: a number is wrong.
-    """
+    """DINOv2 and SigLIP at 224 pixels, as in native Prismatic checkpoints, or tiny ones as config.json says."""
     ids = ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
-    return _towers(Fields(raw.raw | {"timm_model_ids": ids, "image_sizes": [224, 224]}, raw.path, raw.prefix, raw.hint))
+    return _towers(replace(raw, raw=raw.raw | {"timm_model_ids": ids, "image_sizes": [224, 224]}))
 
 
 def _towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:

@@ -84,8 +84,7 @@ class ImageProcessor:
 def read_image_processor(directory: Path, *, center_crop: bool) -> ImageProcessor:
     """Reads preprocessor_config.json. Means are read, not assumed: released files hold bf16-rounded ones.
 
-    Raises:
-        UserError: the file is missing, incomplete or names an unknown strategy.
+    UserError if the file is missing, incomplete or names an unknown strategy.
     """
     raw = read_checkpoint_json(directory / "preprocessor_config.json")
     strategy = raw.text("image_resize_strategy", choices=STRATEGIES)
@@ -99,7 +98,7 @@ def read_image_processor(directory: Path, *, center_crop: bool) -> ImageProcesso
 
 
 def dinosiglip_processor(sizes: Sequence[int]) -> ImageProcessor:
-    """Prismatic's for DINOv2 and SigLIP: squeezed, bicubic, with timm's own means."""
+    """Prismatic's for DINOv2 and SigLIP: squeezed, bicubic, with timm's means."""
     imagenet = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
     half = np.full(3, 0.5, np.float32), np.full(3, 0.5, np.float32)
     towers = (
@@ -134,17 +133,10 @@ def _towers(raw: Fields) -> tuple[_TowerInput, ...]:
 
 
 def center_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """The middle 90 % of the image by area, bilinear, at the towers' size.
+    """The middle 90 % of an image by area, bilinear: RGB uint8 [height, width, 3] to [size, size, 3].
 
     Follows OpenVLA's evaluation: the frame is brought to `size` first (Lanczos), then TensorFlow's crop_and_resize and
     convert_image_dtype, whose arithmetic is repeated here.
-
-    Args:
-        image: RGB uint8 [height, width, 3].
-        size: height and width of the result.
-
-    Returns:
-        RGB uint8 [size, size, 3].
     """
     if image.shape[:2] != (size, size):
         image = np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.LANCZOS))

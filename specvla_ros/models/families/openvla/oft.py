@@ -1,72 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVLA-OFT (arXiv 2502.19645): one parallel forward, and a head that makes a chunk of actions of its hidden states.
+"""OpenVLA-OFT (arXiv 2502.19645): one parallel forward, and a head that turns its hidden states into a chunk.
 
-Read in moojink/openvla-oft: experiments/robot/openvla_utils.py, prismatic/extern/hf/modeling_prismatic.py,
-prismatic/models/action_heads.py and projectors.py, prismatic/vla/constants.py; and in its fork of transformers, in
-which every row of the sequence sees every other.
+Source: moojink/openvla-oft: experiments/robot/openvla_utils.py, prismatic/extern/hf/modeling_prismatic.py,
+prismatic/models/action_heads.py and projectors.py, prismatic/vla/constants.py; and its fork of transformers, in which
+every row of the sequence sees every other.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, checked_statistics, select_statistics
-from specvla_ros.models.codecs.chunk import HeadCodec
+from specvla_ros.models.codecs.codec import ChunkCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics, select_statistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, center_crop
 from specvla_ros.models.families.openvla.model import OpenVLA
-from specvla_ros.models.families.openvla.oft_head import L1Head, ProprioProjector, read_head, read_proprio
 from specvla_ros.models.families.openvla.prompt import PromptTokenizer
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
+from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 from specvla_ros.models.settings import ALL_CAMERAS
 from specvla_ros.models.target import Pixels, PromptLayout
 from specvla_ros.models.vision_language import VisionLanguageTarget
 
 _CAMERAS = (ONLY_CAMERA, "wrist", "wrist_2")
-_USUAL_CAMERAS = _CAMERAS[:2]
-_STOP_ID = 2  # </s>, behind the placeholders
+_STOP_ID = 2  # </s>, after the placeholders
 _JPEG_QUALITY = 95
+_EPS = 1e-8
 # Of prismatic/vla/constants.py, by a word in the dataset's name: actions of a chunk, and the bounds of a statistic.
 _CONSTANTS = {"libero": (8, ("q01", "q99")), "aloha": (25, ("min", "max")), "bridge": (5, ("q01", "q99"))}
+_OF_HEAD = {"norm_in": "layer_norm1", "fc_in": "fc1", "norm_out": "layer_norm2", "fc_out": "fc2"}
+
+
+@dataclass(frozen=True)
+class HeadCodec(ChunkCodec):
+    """For a policy that writes no tokens, whose actions come from a head: see `Target.head`.
+
+    An answer ends with its first token, which stands for nothing.
+    """
+
+    WRITES: ClassVar[str] = "actions of a head"
+
+    statistics: ActionStatistics
+    horizon: int
+    dt_s: float | None = None
+    max_tokens: int = 1
+
+    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        raise UserError("this policy's actions come from a head and not from tokens")
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        raise UserError("this policy's actions come from a head and not from tokens")
+
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        return len(draft)
+
+
+class L1Head(nn.Module):
+    """An MLP over the hidden states of each action's placeholders (L1RegressionActionHead), with residual `blocks`.
+
+    Dimensions outside of the mask of `bounds` are used as they are.
+    """
+
+    def __init__(self, bounds: ActionStatistics, hidden: int, width: int, blocks: int) -> None:
+        super().__init__()
+        dims = len(bounds.low)
+        self.dims = dims
+        self.norm_in, self.fc_in = nn.LayerNorm(dims * hidden), nn.Linear(dims * hidden, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(blocks))
+        self.norm_out, self.fc_out = nn.LayerNorm(width), nn.Linear(width, dims)
+        self._bounds = bounds
+
+    def normalised(self, hidden: Tensor) -> Tensor:
+        """Hidden states [horizon * dims, hidden] to normalised actions [horizon, dims], not clipped."""
+        x = F.relu(self.fc_in(self.norm_in(hidden.reshape(-1, self.dims * hidden.shape[-1]))))
+        for block in self.blocks:
+            x = x + F.relu(block(x))
+        out: Tensor = self.fc_out(self.norm_out(x))
+        return out
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The same in the robot's units, float64."""
+        values = self.normalised(hidden).double()
+        low, high = (torch.from_numpy(each).to(values.device) for each in (self._bounds.low, self._bounds.high))
+        scaled = 0.5 * (values + 1) * (high - low + _EPS) + low
+        return torch.where(torch.from_numpy(self._bounds.mask).to(values.device), scaled, values)
+
+
+class ProprioProjector(nn.Module):
+    """The robot's state as one row of the prompt."""
+
+    def __init__(self, bounds: ActionStatistics, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(len(bounds.low), hidden), nn.Linear(hidden, hidden)
+        self._bounds = bounds
+
+    def normalised(self, state: np.ndarray) -> np.ndarray:
+        """Float [dims] in the robot's units to float64 from -1 to 1."""
+        low, high = self._bounds.low, self._bounds.high
+        scaled = np.clip(2 * (state - low) / (high - low + _EPS) - 1, -1.0, 1.0)
+        values: np.ndarray = np.where(self._bounds.mask, scaled, state)
+        return values
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Normalised state [dims] to [1, hidden]."""
+        out: Tensor = self.fc2(F.gelu(self.fc1(state)))[None]
+        return out
+
+
+def _read_head(path: Path, bounds: ActionStatistics, hidden: int) -> L1Head:
+    saved = _tensors(path)
+    blocks = len({name.split(".")[2] for name in saved if name.startswith("model.mlp_resnet_blocks.")})
+    first = saved.get("model.fc1.weight")
+    if first is None or first.dim() != 2:
+        raise UserError(f"{path} holds no L1 head (model.fc1.weight); only those are supported")
+    head = L1Head(bounds, hidden, first.shape[0], blocks)
+    modules = {ours: f"model.{theirs}" for ours, theirs in _OF_HEAD.items()}
+    for i in range(blocks):
+        modules |= {f"blocks.{i}.{layer}": f"model.mlp_resnet_blocks.{i}.ffn.{layer}" for layer in (0, 1)}
+    _fill(head, path, {f"{ours}.{part}": f"{modules[ours]}.{part}" for ours in modules for part in ("weight", "bias")})
+    return head
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Of a file, without the prefix that training on several GPUs leaves."""
+    return {name.removeprefix("module."): each for name, each in tensors_in(read_pickled(path), path).items()}
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, path: Path, names: dict[str, str]) -> None:
+    wanted = {names.get(ours, ours): parameter.detach() for ours, parameter in module.named_parameters()}
+    copy_weights(_tensors(path), wanted, path)
 
 
 @dataclass(frozen=True)
 class OFTParts:
-    """What an OFT directory has beside OpenVLA's files.
-
-    Args:
-        codec: of its actions.
-        head: hidden states to actions.
-        proprio: the state to a row; None: it has none.
-        cameras: those that it is asked with.
-    """
+    """An OFT directory's additions to OpenVLA's files; `proprio` turns the state into a row, if the policy reads it."""
 
     codec: HeadCodec
     head: L1Head
     proprio: ProprioProjector | None
     cameras: tuple[str, ...]
 
+    def target(
+        self,
+        directory: Path,
+        model: OpenVLA,
+        image_processor: ImageProcessor,
+        prompt: PromptTokenizer,
+        *,
+        cropped: bool,
+    ) -> "OFTTarget":
+        for module in (self.head, self.proprio):
+            if module is not None:
+                module.to(model.decoder.device, model.decoder.dtype).eval().requires_grad_(False)
+        return OFTTarget(
+            directory, model, image_processor, prompt, self.codec, self.head, self.proprio, self.cameras, cropped
+        )
+
 
 def read_oft(directory: Path, config: OpenVLAConfig, unnorm_key: str, cameras: tuple[str, ...]) -> OFTParts | None:
-    """The parts of an OFT checkpoint; None where it is none.
+    """The parts of an OFT checkpoint; None: it is no OFT checkpoint.
 
-    Raises:
-        UserError: it has a head or parts that are not supported, or a file is damaged or does not fit.
+    UserError if it has a head or parts that are not supported, or a file is damaged or does not fit.
     """
-    heads, projectors = (sorted(directory.glob(f"{name}--*.pt")) for name in ("action_head", "proprio_projector"))
     for pattern, what in (("noisy_action_projector--*.pt", "a diffusion head"), ("vision_backbone--*.pt", "FiLM")):
         if list(directory.glob(pattern)):
             raise UserError(f"{directory} is an OpenVLA-OFT checkpoint with {what}, which is not supported")
-    if not heads:
+    if not list(directory.glob("action_head--*.pt")):
         return None
     name = checked_statistics(directory, config.norm_stats, unnorm_key).unnorm_key
     horizon, bounds_of = next((each for word, each in _CONSTANTS.items() if word in name.lower()), (0, ("", "")))
@@ -78,26 +194,22 @@ def read_oft(directory: Path, config: OpenVLAConfig, unnorm_key: str, cameras: t
     actions = _bounds(directory, config, name, "action", bounds_of)
     hidden = config.llama.hidden_size
     proprio = None
-    if projectors:
-        state = _bounds(directory, config, name, "proprio", bounds_of)
-        proprio = read_proprio(_only(directory, projectors), state, hidden)
-    return OFTParts(
-        HeadCodec(actions, horizon),
-        read_head(_only(directory, heads), actions, hidden),
-        proprio,
-        _shown(directory, cameras),
-    )
+    if list(directory.glob("proprio_projector--*.pt")):
+        proprio = ProprioProjector(_bounds(directory, config, name, "proprio", bounds_of), hidden)
+        _fill(proprio, _only(directory, "proprio_projector"), {})
+    head = _read_head(_only(directory, "action_head"), actions, hidden)
+    return OFTParts(HeadCodec(actions, horizon), head, proprio, _shown(directory, cameras))
 
 
 def _shown(directory: Path, cameras: tuple[str, ...]) -> tuple[str, ...]:
-    shown = _USUAL_CAMERAS if cameras == ALL_CAMERAS else cameras
+    shown = _CAMERAS[:2] if cameras == ALL_CAMERAS else cameras
     if shown not in tuple(_CAMERAS[: n + 1] for n in range(len(_CAMERAS))):
         raise UserError(f"{directory}: model.cameras must begin with {', '.join(_CAMERAS)}, in this order")
     return shown
 
 
 def _bounds(directory: Path, config: OpenVLAConfig, name: str, kind: str, of: tuple[str, str]) -> ActionStatistics:
-    """A dataset's, of `action` or `proprio`, read as OpenVLA's action statistics are."""
+    """Of `action` or `proprio`, read as OpenVLA's action statistics are."""
     given = config.norm_stats[name].get(kind)
     if not isinstance(given, dict) or not {*of} <= given.keys():
         raise UserError(f"{directory}: dataset_statistics.json needs {' and '.join(of)} of {kind}")
@@ -105,29 +217,11 @@ def _bounds(directory: Path, config: OpenVLAConfig, name: str, kind: str, of: tu
     return select_statistics({name: {kind: fields}}, name, kind)
 
 
-def _only(directory: Path, files: list[Path]) -> Path:
-    if len(files) > 1:
-        kind = files[0].name.partition("--")[0]
-        raise UserError(f"{directory} holds {len(files)} files {kind}--*.pt; keep that of the step to run")
-    return files[0]
-
-
-def oft_target(
-    directory: Path,
-    model: OpenVLA,
-    image_processor: ImageProcessor,
-    prompt: PromptTokenizer,
-    parts: OFTParts,
-    *,
-    cropped: bool,
-) -> "OFTTarget":
-    """The target of an OFT checkpoint, whose model is loaded; see `OFTTarget`."""
-    for module in (parts.head, parts.proprio):
-        if module is not None:
-            module.to(model.decoder.device, model.decoder.dtype).eval().requires_grad_(False)
-    return OFTTarget(
-        directory, model, image_processor, prompt, parts.codec, parts.head, parts.proprio, parts.cameras, cropped
-    )
+def _only(directory: Path, kind: str) -> Path:
+    file, *others = directory.glob(f"{kind}--*.pt")
+    if others:
+        raise UserError(f"{directory} holds {1 + len(others)} files {kind}--*.pt; keep that of the step to run")
+    return file
 
 
 @dataclass(frozen=True)
@@ -135,18 +229,8 @@ class OFTTarget(VisionLanguageTarget):
     """A checkpoint, ready to act.
 
     Its prompt is BOS | images | state | the rest of the text | a zero row per value of the chunk | </s>, and all of it
-    sees all of it. The head reads as many rows as there are values, from the text's last row on.
-
-    Args:
-        directory: of the checkpoint.
-        model: towers, projector and language model.
-        image_processor: what becomes of a picture, which is cropped before.
-        prompt: instructions to ids.
-        codec: names, units and horizon of its actions.
-        head_module: hidden states to actions.
-        proprio: the robot's state to a row; None: it does not read it.
-        cameras: those that it is asked with.
-        cropped: to the middle 90 % of a picture's area first.
+    sees all of it. The head reads as many rows as there are values, from the text's last row on. With `cropped`, images
+    are cropped to the middle 90 % of their area before the image processor.
     """
 
     directory: Path
@@ -180,7 +264,7 @@ class OFTTarget(VisionLanguageTarget):
 
     @property
     def image_tokens(self) -> int:
-        """Rows beside the text: the images', the state's, the placeholders and what ends them."""
+        """Rows beside the text: images, state, placeholders and </s>."""
         return self._image_rows + (self.proprio is not None) + self.values + 1
 
     @property
@@ -192,11 +276,9 @@ class OFTTarget(VisionLanguageTarget):
         return self.prompt.ids_of(observation)
 
     def layout(self, ids: tuple[int, ...]) -> PromptLayout:
-        """All rows of the one forward."""
         return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self._image_rows),), causal=False)
 
     def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; picture by picture: a captured tower has the size of one."""
         images = observation.of_cameras(self.cameras).values()
         return tuple(self.image_processor(self.picture(image)) for image in images)
 
@@ -210,7 +292,7 @@ class OFTTarget(VisionLanguageTarget):
         return torch.cat((text[:1], *rows, text[1:-1], nothing, text[-1:]))
 
     def picture(self, image: np.ndarray) -> np.ndarray:
-        """Uint8 RGB at the towers' size: a picture of another size goes through JPEG first, as in training.
+        """Uint8 RGB at the towers' size: an image of another size goes through JPEG first, as in training.
 
         TensorFlow's decoder and resampling, which the original uses, differ from Pillow's by a few shades.
         """
@@ -222,13 +304,12 @@ class OFTTarget(VisionLanguageTarget):
         return center_crop(image, size) if self.cropped else image
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The prompt's last hidden states [rows, hidden] to actions float64 [horizon, dims] in the robot's units."""
+        """See `ActionHead`."""
         stop = len(hidden) - 2
         actions: Tensor = self.head_module(hidden[stop - self.values : stop])
         return actions
 
     def blank_observation(self) -> Observation:
-        """Black images, a state of zeros and a prompt of one token, which needs no tokenizer."""
         return replace(super().blank_observation(), instruction="", prompt_ids=self.prompt.complete((1,)))
 
     def describe(self) -> dict[str, Any]:

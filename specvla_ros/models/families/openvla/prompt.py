@@ -9,11 +9,18 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, shortened
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, checked_statistics
+from specvla_ros.models.codecs.bins import ActionTokenizer
+from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import PromptStyle
-from specvla_ros.models.tokenizer import check_instruction, check_prompt_ids, read_tokenizer, refuse_special_tokens
+from specvla_ros.models.tokenizer import (
+    check_instruction,
+    check_prompt_ids,
+    check_tokenizer,
+    read_tokenizer,
+    refuse_special_tokens,
+)
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
 LLAMA_SPACE_ID = 29871
@@ -26,28 +33,19 @@ _VICUNA_SYSTEM = (
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """The checkpoint's prompt.
+    """The checkpoint's prompt."""
 
-    Args:
-        tokenizer: of the checkpoint; None when the directory has no tokenizer.json, then only ids can be given.
-        style: the words around the instruction.
-        trailing_id: the token that must end the prompt; None in a vocabulary without a lone space.
-        vocab_size: ids the model has embeddings for.
-        taught: all instructions that the policy was trained on, where its config.json lists them; empty: any is asked.
-    """
-
-    tokenizer: Tokenizer | None
-    style: PromptStyle
-    trailing_id: int | None
-    vocab_size: int
-    taught: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None  # None when the directory has no tokenizer.json; then only ids can be given
+    style: PromptStyle  # the words around the instruction
+    trailing_id: int | None  # the token that must end the prompt; None in a vocabulary without a lone space
+    vocab_size: int  # ids the model has embeddings for
+    taught: tuple[str, ...] = ()  # all instructions that the policy was trained on; empty: any is accepted
 
     def ids(self, instruction: str) -> tuple[int, ...]:
         """Prompt ids of an instruction, BOS first, the trailing token last.
 
-        Raises:
-            UserError: the instruction is no plain text of a usable length, holds one of the tokenizer's special tokens,
-                was never taught, or the checkpoint has no tokenizer.
+        UserError if the instruction is no plain text of a usable length, holds a special token or was never taught, or
+        the checkpoint has no tokenizer.
         """
         check_instruction(instruction)
         if self.taught:
@@ -68,16 +66,11 @@ class PromptTokenizer:
         return self.complete(self.tokenizer.encode(self.text(instruction)).ids)
 
     def ids_of(self, observation: Observation) -> tuple[int, ...]:
-        """Prompt ids of an observation's instruction, or those that it gives in its place.
-
-        Raises:
-            UserError: as of `ids` and `complete`.
-        """
+        """Prompt ids of an observation's instruction, or those given in its place."""
         given = observation.prompt_ids
         return self.ids(observation.instruction) if given is None else self.complete(given)
 
     def text(self, instruction: str) -> str:
-        """The prompt as text."""
         question = f"What action should the robot take to {instruction.lower()}?"
         if self.style is PromptStyle.OPENVLA:
             return f"In: {question}\nOut:"
@@ -85,11 +78,7 @@ class PromptTokenizer:
         return f"{text} TASK:" if self.style is PromptStyle.ECOT else text
 
     def complete(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Appends the trailing token where it is missing.
-
-        Raises:
-            UserError: no ids, or one that the model has no embedding for.
-        """
+        """Appends the trailing token where it is missing; UserError for no or unknown ids."""
         if not ids:
             raise UserError("the prompt has no token ids; begin with the BOS id (1)")
         check_prompt_ids(ids, self.vocab_size)
@@ -99,7 +88,7 @@ class PromptTokenizer:
 
 
 def normalise_instruction(instruction: str) -> str:
-    """Lower case, single spaces, no full stop: as a list of taught instructions is compared."""
+    """Lower case, single spaces, no full stop: to compare with taught instructions."""
     return " ".join(instruction.lower().split()).rstrip(" .!")
 
 
@@ -109,11 +98,10 @@ def read_prompt_tokenizer(
     """Reads tokenizer.json if it is there.
 
     Args:
-        style: the words around the instruction; ECoT's prompt ends with no lone space.
+        style: ECoT's prompt does not end with a lone space.
         token_vocab_size: tokens in the vocabulary, padding not counted; tells Llama's vocabulary from a smaller one,
             whose own lone-space token takes the place of 29871.
         vocab_size: rows of the embedding.
-        taught: see PromptTokenizer.
 
     Raises:
         UserError: tokenizer.json cannot be read, or gives ids the model does not have.
@@ -122,11 +110,7 @@ def read_prompt_tokenizer(
     tokenizer = None
     if path.exists():
         tokenizer = read_tokenizer(path)
-        if tokenizer.get_vocab_size() > vocab_size:
-            raise UserError(
-                f"{path} has {tokenizer.get_vocab_size()} tokens, but the model has embeddings for {vocab_size}: "
-                "it belongs to another checkpoint"
-            )
+        check_tokenizer(tokenizer, path, vocab_size)
     trailing: int | None
     if style is PromptStyle.ECOT:
         trailing = None
@@ -141,9 +125,7 @@ def read_prompt_tokenizer(
 class StateTokens:
     """The robot's state in the prompt: each number as the bin token that stands for it in an action.
 
-    Args:
-        tokenizer: of the bins.
-        statistics: of the state's numbers in the training data; what lies outside their range takes its last bin.
+    `statistics` are those of the state in the training data; numbers outside their range take the last bin.
     """
 
     tokenizer: ActionTokenizer
@@ -151,7 +133,6 @@ class StateTokens:
 
     @property
     def dims(self) -> int:
-        """Numbers, and tokens."""
         return len(self.statistics.low)
 
     def ids(self, states: np.ndarray) -> np.ndarray:
@@ -160,11 +141,7 @@ class StateTokens:
 
 
 def read_state_tokens(config: OpenVLAConfig, directory: Path, unnorm_key: str) -> StateTokens | None:
-    """The state's part of a prompt; None: the policy does not read it.
-
-    Raises:
-        UserError: its statistics are missing, or do not fit the config.
-    """
+    """The state's part of a prompt, if the policy reads it; UserError if its statistics are missing or do not fit."""
     if not config.state_dims:
         return None
     statistics = checked_statistics(directory, config.norm_stats, unnorm_key, "proprio")

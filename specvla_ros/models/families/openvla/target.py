@@ -10,12 +10,13 @@ import torch
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.families.openvla.model import OpenVLA, load_model
-from specvla_ros.models.families.openvla.oft import OFTTarget, oft_target, read_oft
+from specvla_ros.models.families.openvla.oft import OFTTarget, read_oft
 from specvla_ros.models.families.openvla.prompt import (
     PromptTokenizer,
     StateTokens,
@@ -26,8 +27,7 @@ from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, r
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import check_quantization
 from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle, refuse_options
-from specvla_ros.models.target import TARGETS, Pixels, Target
-from specvla_ros.models.tokenizer import check_tokenizer
+from specvla_ros.models.target import TARGETS, Target
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
 
@@ -53,9 +53,6 @@ def load_openvla(
     Args:
         directory: holds config.json, safetensors weights, preprocessor_config.json and tokenizer.json.
         cameras: of an OFT checkpoint: `image`, `image` and `wrist`, or these and `wrist_2`; ALL_CAMERAS: the first two.
-
-    Raises:
-        UserError: as of `load_target`.
     """
     refuse_options(directory, options)
     config = read_config(directory)
@@ -66,7 +63,7 @@ def load_openvla(
     check_quantization(quantization, device, dtype)
     load = partial(load_model, directory, config, device, dtype, quantization=quantization, progress=progress)
     if oft is not None:
-        return oft_target(directory, load(), image_processor, prompts, oft, cropped=center_crop)
+        return oft.target(directory, load(), image_processor, prompts, cropped=center_crop)
     if cameras not in (ALL_CAMERAS, config.cameras):
         raise UserError(
             f"{directory}: this policy is asked with {', '.join(config.cameras)}, neither more nor fewer; leave "
@@ -86,16 +83,13 @@ def _prompts(directory: Path, config: OpenVLAConfig, chosen: str) -> PromptToken
             f"{directory}: config.json names Vicuna, which OpenVLA v0.1 and ECoT have, and does not say which of them "
             "this is; asked as the other it acts wrongly: set model.prompt to vicuna or to ecot"
         )
-    prompts = read_prompt_tokenizer(
+    return read_prompt_tokenizer(
         directory,
         style=PromptStyle.OPENVLA if chosen == "auto" else PromptStyle(chosen),
         token_vocab_size=config.token_vocab_size,
         vocab_size=config.llama.vocab_size,
         taught=config.instructions,
     )
-    if prompts.tokenizer is not None:
-        check_tokenizer(prompts.tokenizer, directory / "tokenizer.json", config.llama.vocab_size)
-    return prompts
 
 
 def _image_processor(directory: Path, config: OpenVLAConfig, *, center_crop: bool) -> ImageProcessor:
@@ -114,7 +108,6 @@ def _codec(directory: Path, config: OpenVLAConfig, unnorm_key: str, style: Promp
 
 
 def _head_ids(codec: Codec, directory: Path) -> range:
-    """The ids whose logits an action needs."""
     ids = range(codec.action_ids.first, codec.action_ids.stop)
     if not ids:
         raise UserError(f"{directory} does not answer with bins alone, so it needs all logits: leave model.action_head")
@@ -157,21 +150,11 @@ class OpenVLATarget(VisionLanguageTarget):
         return len(self.cameras) * self.model.config.image_tokens
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
-        """BOS, the state's tokens and the rest of the text.
-
-        Raises:
-            UserError: no state of the right length, an empty instruction, or no tokenizer.
-        """
         state = observation.state_of(self.state_dims)
         ids = self.prompt.ids_of(observation)
         return ids if self.state is None else (ids[0], *self.state.ids(state).tolist(), *ids[1:])
 
-    def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; picture by picture: a captured tower has the size of one."""
-        return tuple(self.image_processor(image) for image in observation.of_cameras(self.cameras).values())
-
     def blank_observation(self) -> Observation:
-        """Black images, a state of zeros and a prompt of one token, which needs no tokenizer."""
         return replace(super().blank_observation(), instruction="", prompt_ids=self.prompt.complete((1,)))
 
     def describe(self) -> dict[str, Any]:
@@ -185,32 +168,21 @@ class OpenVLATarget(VisionLanguageTarget):
     # For training, drafting and tools, which know bins alone.
 
     def prompt_ids(self, instruction: str) -> tuple[int, ...]:
-        """Prompt ids of an instruction.
-
-        Raises:
-            UserError: the instruction is empty, or the checkpoint has no tokenizer.
-        """
         return self.prompt.ids(instruction)
 
     @property
     def bins(self) -> BinsCodec:
-        """Its codec.
-
-        Raises:
-            UserError: it is another.
-        """
+        """Its codec; UserError if it is another."""
         if not isinstance(self.codec, BinsCodec):
             raise UserError(f"{self.directory} does not write its actions as bins, which this needs")
         return self.codec
 
     @property
     def action_tokenizer(self) -> ActionTokenizer:
-        """Action tokens to normalised values."""
         return self.bins.tokenizer
 
     @property
     def statistics(self) -> ActionStatistics:
-        """Normalised values to the robot's units."""
         return self.bins.statistics
 
     @property
@@ -220,11 +192,7 @@ class OpenVLATarget(VisionLanguageTarget):
 
 
 def require_openvla(target: Target) -> OpenVLATarget:
-    """The target as OpenVLA's, for what knows no other family yet.
-
-    Raises:
-        UserError: it is of another family.
-    """
+    """The target as OpenVLA's, for what supports no other family; UserError if it is another."""
     if not isinstance(target, OpenVLATarget):
         raise UserError(f"{target.directory} is no OpenVLA checkpoint, and no other can be trained or drafted for here")
     return target

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pi0-FAST checkpoint says, as LeRobot saves it: config.json, and the statistics of its two processors.
+"""A pi0-FAST checkpoint as LeRobot saves it: config.json, and the statistics of its two processors.
 
-Read in huggingface/lerobot: policies/pi0_fast and processor/normalize_processor.py.
+Source: huggingface/lerobot: policies/pi0_fast and processor/normalize_processor.py.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import DECODERS, MAX_IDS, MAX_LAYERS, MAX_WIDTH, DecoderShape, read_checkpoint_json
 from specvla_ros.settings.json_file import Fields, shown
 
@@ -30,10 +30,7 @@ _GEMMA = replace(
     head_dim=256,
     vocab_size=257152,
 )
-_VARIANTS = {
-    "gemma_2b": _GEMMA,
-    "gemma_300m": replace(_GEMMA, hidden_size=1024, intermediate_size=4096),
-}
+_VARIANTS = {"gemma_2b": _GEMMA, "gemma_300m": replace(_GEMMA, hidden_size=1024, intermediate_size=4096)}
 # SigLIP-So400m/14, as PaliGemma has it.
 _VISION: Mapping[str, Any] = {
     "hidden_size": 1152,
@@ -49,48 +46,29 @@ _BOUNDS = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": 
 
 @dataclass(frozen=True)
 class Pi0FastConfig:
-    """The whole policy.
+    """The whole policy."""
 
-    Args:
-        decoder: the language model.
-        vision: arguments of transformers' SiglipVisionConfig.
-        cameras: names of all its cameras, in its order.
-        image_size: height and width of a picture.
-        state: normalises the robot's state.
-        actions: un-normalises its actions.
-        chunk: actions per answer.
-        prompt_tokens: longest prompt.
-        answer_tokens: length at which an answer ends whatever it holds.
-        skipped_ids: ids at the vocabulary's end that are no FAST tokens.
-        text_tokenizer, action_tokenizer: folders.
-    """
-
-    decoder: DecoderShape
-    vision: Mapping[str, Any]
-    cameras: tuple[str, ...]
-    image_size: tuple[int, int]
-    state: "Normalisation"
-    actions: ActionStatistics
-    chunk: int
-    prompt_tokens: int
-    answer_tokens: int
-    skipped_ids: int
-    text_tokenizer: Path
-    action_tokenizer: Path
+    decoder: DecoderShape  # the language model
+    vision: Mapping[str, Any]  # arguments of transformers' SiglipVisionConfig
+    cameras: tuple[str, ...]  # names of all its cameras, in its order
+    image_size: tuple[int, int]  # height and width
+    state: "Normalisation"  # normalises the robot's state
+    actions: ActionStatistics  # un-normalises its actions
+    chunk: int  # actions per answer
+    prompt_tokens: int  # longest prompt
+    answer_tokens: int  # length at which an answer ends in any case
+    skipped_ids: int  # ids at the vocabulary's end that are no FAST tokens
+    text_tokenizer: Path  # its folder
+    action_tokenizer: Path  # its folder
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Of one vector, in float32 as LeRobot computes it.
+    """Of one vector, in float32 as in LeRobot."""
 
-    Args:
-        mode: MEAN_STD, MIN_MAX, QUANTILES or IDENTITY.
-        first, second: float32 [dims], its two statistics; of IDENTITY only their length counts.
-    """
-
-    mode: str
-    first: np.ndarray
-    second: np.ndarray
+    mode: str  # MEAN_STD, MIN_MAX, QUANTILES or IDENTITY
+    first: np.ndarray  # float32 [dims], mean or lower bound; of IDENTITY only its length counts
+    second: np.ndarray  # float32 [dims], standard deviation or upper bound
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Float [dims] in the robot's units to float32 [dims], about [-1, 1]."""
@@ -104,11 +82,7 @@ class Normalisation:
 
 
 def read_config(directory: Path) -> Pi0FastConfig:
-    """Reads config.json and the processors' statistics.
-
-    Raises:
-        UserError: a file is missing or damaged, or asks for what is not supported.
-    """
+    """Reads config.json and the processors' statistics; UserError for damaged files or unsupported values."""
     raw = read_checkpoint_json(directory / "config.json")
     _refuse_others(raw, directory)
     decoder, vision = _shapes(raw, directory)
@@ -139,7 +113,6 @@ def read_config(directory: Path) -> Pi0FastConfig:
 
 
 def _refuse_others(raw: Fields, directory: Path) -> None:
-    """Refuses what LeRobot's configuration allows and is not done here."""
     if raw.number("temperature", 0.0) > 0:
         raise UserError(f"{raw.path}: temperature asks for sampled actions; they are always the most likely ones here")
     if raw.flag("use_relative_actions", False):
@@ -154,7 +127,7 @@ def _refuse_others(raw: Fields, directory: Path) -> None:
 
 
 def _shapes(raw: Fields, directory: Path) -> tuple[DecoderShape, dict[str, Any]]:
-    """Of the variant that config.json names; tiny_dims.json says others, as small reference checkpoints need."""
+    """Of the variant that config.json names, or of tiny_dims.json, as small reference checkpoints need."""
     decoder, vision = _VARIANTS[raw.text("paligemma_variant", "gemma_2b", choices=tuple(_VARIANTS))], dict(_VISION)
     path = directory / "tiny_dims.json"
     if not path.exists():
@@ -176,7 +149,7 @@ def _dims(features: Fields, name: str) -> int:
 
 
 def _normalisation(directory: Path, processor: str, mode: str, feature: str, dims: int) -> Normalisation:
-    """A feature's, from the statistics that lie beside a processor's JSON file."""
+    """From the statistics beside a processor's JSON file."""
     if mode == "IDENTITY":
         nothing = np.zeros(dims, np.float32)
         return Normalisation(mode, nothing, nothing)
@@ -201,7 +174,7 @@ def _normalisation(directory: Path, processor: str, mode: str, feature: str, dim
 
 
 def _statistics(actions: Normalisation) -> ActionStatistics:
-    """The same un-normalisation in the terms of a codec: what -1 and 1 stand for."""
+    """The same un-normalisation for a codec: the values of -1 and 1."""
     first, second = actions.first.astype(np.float64), actions.second.astype(np.float64)
     if actions.mode == "MEAN_STD":
         first, second = first - second, first + second

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,90 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
+from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.families.pi0_fast.config import MODEL_TYPE, Normalisation, Pi0FastConfig, read_config
-from specvla_ros.models.families.pi0_fast.model import PaliGemma, load_model
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ALL_CAMERAS, refuse_options
 from specvla_ros.models.target import TARGETS, Pixels, PromptLayout
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.vision_language import VisionLanguageTarget
-from specvla_ros.models.weights import Progress
+from specvla_ros.models.weights import Progress, check_weights, load_weights, tensor_names
 
 _EDGES = np.linspace(-1, 1, 257)[:-1]  # of the state's bins, as openpi's tokenizer has them
 _BEGINNING, _END = "Action: ", "|"
+_PREFIX = "model.paligemma_with_expert.paligemma."
+_HEAD = f"{_PREFIX}lm_head.weight"
+_EMBEDDINGS = f"{_PREFIX}model.language_model.embed_tokens.weight"
+
+
+class PaliGemma(nn.Module):
+    """transformers' SigLIP tower, a projector and our decoder, for images of so many cameras."""
+
+    def __init__(self, config: Pi0FastConfig, cameras: int) -> None:
+        try:
+            from transformers import SiglipVisionConfig, SiglipVisionModel
+        except ModuleNotFoundError as error:
+            raise missing_package(error, "requirements/robot-transformers.txt") from None
+
+        super().__init__()
+        try:
+            self.tower: nn.Module = SiglipVisionModel(SiglipVisionConfig(**config.vision))
+        except Exception as error:  # its checks raise several kinds, none of them its own
+            raise UserError(f"transformers cannot make this checkpoint's vision tower ({error})") from None
+        self.projector = nn.Linear(config.vision["hidden_size"], config.decoder.hidden_size)
+        self.decoder = PackedDecoder(config.decoder)
+        self._pictures = (cameras, 3, *config.image_size)
+        self.image_tokens = cameras * (config.image_size[0] // config.vision["patch_size"]) ** 2
+
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """[cameras, 3, height, width]."""
+        return self._pictures
+
+    def image_embeddings(self, pixel_values: Tensor) -> Tensor:
+        """Pixels of `pixel_shape` to embeddings [image_tokens, hidden]; not scaled, as text is."""
+        pixels = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True)
+        embeddings: Tensor = self.projector(self.tower(pixels).last_hidden_state).flatten(0, 1)
+        return embeddings
+
+
+def load_model(
+    directory: Path,
+    config: Pi0FastConfig,
+    cameras: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
+) -> PaliGemma:
+    """The model of a checkpoint, ready to decode; UserError if the weights are incomplete or do not fit the config."""
+    model = empty_model(partial(PaliGemma, config, cameras), dtype, device)
+    names = tensor_names(directory)
+    check_weights(directory, _tensors(model, names))
+    allocate(model, device)
+    for name, buffer in model.tower.named_buffers():
+        if name.endswith("position_ids"):
+            buffer.copy_(torch.arange(buffer.numel(), device=buffer.device).view_as(buffer))
+    load_weights(directory, _tensors(model, names), progress)
+    return model.eval().requires_grad_(False)
+
+
+def _tensors(model: PaliGemma, names: frozenset[str]) -> dict[str, Tensor]:
+    """Every tensor by its name in the checkpoint; the table of embeddings has the head's name, or its own."""
+    tower = {name.removeprefix("vision_model."): each for name, each in model.tower.named_parameters()}
+    tensors = {f"{_PREFIX}model.vision_tower.vision_model.{name}": each.detach() for name, each in tower.items()}
+    for name, parameter in model.projector.named_parameters():
+        tensors[f"{_PREFIX}model.multi_modal_projector.linear.{name}"] = parameter.detach()
+    for name, tensor in decoder_tensors(model.decoder).items():
+        tensors[name.replace("model.", f"{_PREFIX}model.language_model.", 1)] = tensor
+    if _HEAD in names:
+        tensors[_HEAD] = tensors.pop(_EMBEDDINGS)
+    return tensors
 
 
 @TARGETS.register(MODEL_TYPE)
@@ -45,9 +113,6 @@ def load_pi0_fast(
         directory: holds config.json, model.safetensors, the processors with their statistics, tokenizer/ and
             action_tokenizer/.
         cameras: those of its cameras that the robot has, or ALL_CAMERAS.
-
-    Raises:
-        UserError: as of `load_target`.
     """
     refuse_options(directory, options)
     config = read_config(directory)
@@ -111,16 +176,7 @@ def _codec(directory: Path, config: Pi0FastConfig, tokenizer: Tokenizer) -> Fast
 class Pi0FastTarget(VisionLanguageTarget):
     """A checkpoint whose prompt is [images][text]<bos>, all of which sees all of it; LeRobot's padding is left out.
 
-    Args:
-        directory: of the checkpoint.
-        model: vision tower and language model.
-        tokenizer: text to ids and back.
-        codec: its answers.
-        state: normalises the robot's state.
-        cameras: those that it is asked with, in its order.
-        image_size: height and width of a picture.
-        prompt_tokens: longest prompt.
-        bos_id: the token behind the text.
+    `bos_id` is the token after the text, `prompt_tokens` the longest prompt, `image_size` height and width.
     """
 
     directory: Path
@@ -148,11 +204,6 @@ class Pi0FastTarget(VisionLanguageTarget):
         return len(self.state.first)
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
-        """Ids of task and state, <bos> last.
-
-        Raises:
-            UserError: an instruction that cannot be asked, or no state of the right length.
-        """
         given = observation.prompt_ids
         return tuple(given) if given is not None else self._written(observation)
 
@@ -174,7 +225,7 @@ class Pi0FastTarget(VisionLanguageTarget):
         return (*ids, self.bos_id)
 
     def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; of all images together."""
+        """Of all images together."""
         images = observation.of_cameras(self.cameras).values()
         return (torch.stack([padded_picture(image, *self.image_size) for image in images]),)
 
@@ -183,15 +234,10 @@ class Pi0FastTarget(VisionLanguageTarget):
 
 
 def padded_picture(image: np.ndarray, height: int, width: int) -> Tensor:
-    """A picture as LeRobot prepares it: scaled to fit, black around it, float32 [3, height, width] from -1 to 1.
+    """As LeRobot prepares it: uint8 RGB scaled to fit, black around it, float32 [3, height, width] from -1 to 1.
 
     Bilinear without antialiasing; an odd row or column of padding goes below or to the right (openpi's
     resize_with_pad).
-
-    Args:
-        image: uint8 RGB [height, width, 3].
-        height: of the result.
-        width: of the result.
     """
     pixels = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))[None].float() / 255
     ratio = max(image.shape[1] / width, image.shape[0] / height)

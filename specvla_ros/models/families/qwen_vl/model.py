@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2.5-VL and Qwen3-VL: transformers' vision tower and our decoder."""
 
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,21 +9,96 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
+from specvla_ros.models.config import (
+    DECODERS,
+    MAX_IDS,
+    DecoderShape,
+    check_directory,
+    check_not_quantised,
+    read_checkpoint_json,
+    read_decoder_shape,
+)
 from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
-from specvla_ros.models.families.qwen_vl.config import QwenVLConfig
 from specvla_ros.models.weights import Progress, check_weights, load_weights, tensor_names
 
+QWEN_VL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+
 _UNUSED = r"(.+\.)?lm_head\.weight|.+\.inv_freq"
+# transformers' Qwen2_5_VLTextConfig.
+_TEXT = replace(
+    DECODERS["qwen2"],
+    hidden_size=8192,
+    intermediate_size=29568,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=152064,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+    rope_sections=(16, 24, 24),
+)
+# And its Qwen3VLTextConfig.
+_TEXT_3 = replace(
+    DECODERS["qwen3"],
+    hidden_size=4096,
+    intermediate_size=22016,
+    max_position_embeddings=128000,
+    rope_theta=5e5,
+    rope_sections=(24, 20, 20),
+    rope_interleaved=True,
+)
+_FAMILIES = {"qwen2_5_vl": _TEXT, "qwen2_5_vl_text": _TEXT, "qwen3_vl_text": _TEXT_3}
+
+
+@dataclass(frozen=True)
+class QwenVLConfig:
+    """The whole model."""
+
+    model_type: str  # of QWEN_VL_TYPES
+    decoder: DecoderShape  # the language model
+    vision: Any  # transformers' configuration of the vision tower
+    image_id: int  # the token that stands for an image in a prompt
+
+
+def read_config(directory: Path) -> QwenVLConfig:
+    """Reads config.json, flat as on the hub or with `text_config`.
+
+    UserError if it is damaged, describes what is not supported, or transformers is not installed.
+    """
+    check_directory(directory)
+    raw = read_checkpoint_json(directory / "config.json")
+    check_not_quantised(raw)
+    text = raw.inner("text_config", {})
+    decoder = read_decoder_shape(text if text.raw else raw, _FAMILIES)
+    # The flat layout and the nested one differ in where this stands; transformers reads the outer one.
+    decoder = replace(decoder, tie_word_embeddings=raw.flag("tie_word_embeddings", False))
+    kind = raw.text("model_type", choices=QWEN_VL_TYPES)
+    vision = _vision_config(kind, raw.inner("vision_config").raw, directory / "config.json")
+    decoder = replace(decoder, deepstack=len(getattr(vision, "deepstack_visual_indexes", ())))
+    if vision.out_hidden_size != decoder.hidden_size:
+        raise UserError(
+            f"{raw.path}: the vision tower's rows have {vision.out_hidden_size} channels and the language model "
+            f"{decoder.hidden_size}{raw.hint}"
+        )
+    image_id = raw.whole("image_token_id", 151655, maximum=MAX_IDS)
+    return QwenVLConfig(kind, decoder, vision, image_id)
+
+
+def _vision_config(kind: str, fields: dict[str, Any], path: Path) -> Any:
+    try:
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    except ModuleNotFoundError as error:
+        raise missing_package(error, "requirements/robot-transformers.txt") from None
+    try:
+        return (Qwen2_5_VLVisionConfig if kind == "qwen2_5_vl" else Qwen3VLVisionConfig)(**fields)
+    except Exception as error:  # its checks raise several kinds, none of them its own
+        raise UserError(f"{path}: vision_config cannot be read ({error}); compare it with a released one") from None
 
 
 class QwenVL(nn.Module):
-    """The target: pictures of fixed sizes, and the language model.
-
-    Args:
-        config: of the checkpoint.
-        grid: patches of each picture, (height, width).
-    """
+    """The target; `grid` has the patches of each image, (height, width)."""
 
     def __init__(self, config: QwenVLConfig, grid: tuple[tuple[int, int], ...]) -> None:
         super().__init__()
@@ -32,11 +108,11 @@ class QwenVL(nn.Module):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """None that could be captured: the tower reads its pictures' sizes back while it runs."""
+        """Empty, so that it is not captured: the tower reads its images' sizes back while it runs."""
         return ()
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Patches of all pictures [patches, values] to embeddings [image_tokens, input_size]."""
+        """Patches of all images [patches, values] to embeddings [image_tokens, input_size]."""
         pixels = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True)
         seen = self.visual(pixels, grid_thw=self._grid.to(pixels.device))
         features = seen.deepstack_features if self.decoder.config.deepstack else ()
@@ -59,15 +135,12 @@ def load_model(
     progress: Progress | None,
     prefix: str = "",
 ) -> QwenVL:
-    """The model of a checkpoint, ready to decode.
+    """The model of a checkpoint, ready to decode; UserError if the weights are incomplete or do not fit the config.
 
     Args:
         weights: its directory, or the file that holds them.
-        grid: patches of each picture, (height, width).
+        grid: patches of each image, (height, width).
         prefix: of each tensor's name in the files.
-
-    Raises:
-        UserError: the weights are incomplete or do not fit the config.
     """
     model = empty_model(partial(QwenVL, config, ()), dtype, device)
     nested = any(name.startswith(f"{prefix}model.language_model.") for name in tensor_names(weights))
@@ -90,7 +163,7 @@ def _tensors(model: QwenVL, prefix: str, *, nested: bool) -> dict[str, Tensor]:
 
 
 def _fill_buffers(tower: nn.Module, config: QwenVLConfig) -> None:
-    """Computes what the tower keeps beside its weights, from a tower without blocks: its own came up empty."""
+    """Computes the tower's buffers, which came up empty, from a tower without blocks."""
     shallow = type(config.vision)(**{**config.vision.to_dict(), "depth": 0})
     try:
         whole = dict(type(tower)._from_config(shallow).named_buffers())  # type: ignore[attr-defined]

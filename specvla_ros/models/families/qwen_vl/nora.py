@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """NORA (arXiv 2504.19854): Qwen2.5-VL whose vocabulary ends with FAST tokens, `<robot_action_0>` and on.
 
-Read in declare-lab/nora, inference/nora.py. What that class makes of an answer that is no chunk (the middle of the
-range) is refused here.
+Source: declare-lab/nora, inference/nora.py. Answers that are no chunk, for which that class returns the middle of the
+range, are refused here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,26 +13,21 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, checked_statistics
 from specvla_ros.models.codecs.fast import FastCodec, check_dims
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
+from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics
 from specvla_ros.models.config import read_checkpoint_json
-from specvla_ros.models.families.qwen_vl.pictures import resized
-from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext
+from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext, resized
 from specvla_ros.models.generation import USUAL_NEW_TOKENS, read_end_ids
 from specvla_ros.models.observation import ONLY_CAMERA
 
-_SIDE = 224  # of its picture, whose aspect ratio is not kept
+SIDE = 224  # of its images, whose aspect ratio is not kept
 _FIRST, _NTH = "<robot_action_0>", "<robot_action_{}>"
 _FOLDERS = ("action_tokenizer", "fast_tokenizer", "../fast_tokenizer")
 
 
 def nora(context: PolicyContext) -> ChatPolicy | None:
-    """The policy, where the vocabulary has its action tokens.
-
-    Raises:
-        UserError: a file of it is missing, or does not fit the others.
-    """
+    """The policy, where the vocabulary has its action tokens; UserError if a file is missing, or does not fit."""
     if not has_robot_actions(context.tokenizer):
         return None
     codec = robot_action_codec(
@@ -42,30 +37,51 @@ def nora(context: PolicyContext) -> ChatPolicy | None:
         horizon=None,  # NORA's is one; NORA-Long's file says another
         limit=context.generation.max_new_tokens or USUAL_NEW_TOKENS,
     )
-    processor = context.processor
-    sides = processor.fitted(_SIDE, _SIDE, processor.min_pixels, processor.max_pixels)
+    return robot_action_policy(
+        "nora",
+        context,
+        codec,
+        (ONLY_CAMERA,),
+        lambda image: resized(image, SIDE, SIDE),
+        lambda instruction: instruction,
+    )
 
-    def show(images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        return [resized(resized(image, _SIDE, _SIDE), *sides) for image in images.values()]
+
+def robot_action_policy(
+    name: str,
+    context: PolicyContext,
+    codec: FastCodec,
+    cameras: tuple[str, ...],
+    sent: Callable[[np.ndarray], np.ndarray],
+    text: Callable[[str], str],
+) -> ChatPolicy:
+    """A policy that is shown its images and then the instruction, in one message.
+
+    Args:
+        sent: a camera's image to uint8 RGB [SIDE, SIDE, 3].
+        text: an instruction to the message's text.
+    """
+    processor = context.processor
+    sides = processor.fitted(SIDE, SIDE, processor.min_pixels, processor.max_pixels)
+
+    def messages(instruction: str) -> Messages:
+        content = [*[IMAGE] * len(cameras), {"type": "text", "text": text(instruction)}]
+        return [{"role": "user", "content": content}]
 
     return ChatPolicy(
-        name="nora",
-        cameras=(ONLY_CAMERA,),
-        picture_sizes=(sides,),
-        pictures=show,
-        messages=_messages,
+        name=name,
+        cameras=cameras,
+        picture_sizes=(sides,) * len(cameras),
+        pictures=lambda images: [resized(sent(image), *sides) for image in images.values()],
+        messages=messages,
         numbers_pictures=False,
         codec=codec,
         generation=context.generation,
     )
 
 
-def _messages(instruction: str) -> Messages:
-    return [{"role": "user", "content": [IMAGE, {"type": "text", "text": instruction}]}]
-
-
 def _statistics(context: PolicyContext) -> ActionStatistics:
-    """Of norm_stats.json; its masks are not read: NORA scales the gripper as it does the rest."""
+    """Of norm_stats.json; its masks are not read: NORA scales the gripper like the rest."""
     path = context.directory / "norm_stats.json"
     statistics = checked_statistics(path, read_checkpoint_json(path).raw, context.unnorm_key)
     return replace(statistics, mask=np.ones_like(statistics.mask))
@@ -82,7 +98,6 @@ def robot_action_codec(
     """The codec of NORA, and of other policies whose vocabulary has these tokens (StarVLA's).
 
     Args:
-        context: of the policy.
         directory: in or beside which the FAST tokenizer lies.
         statistics: normalised values to the robot's units.
         horizon: actions per answer; None: as the FAST tokenizer's `time_horizon` says, or one.

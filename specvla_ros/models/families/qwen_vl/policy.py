@@ -1,79 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a Qwen-VL checkpoint a robot's policy: how it is asked, what it is shown, how it writes its actions.
+"""What makes a Qwen-VL checkpoint a robot's policy: its chat, its images, its codec.
 
 A policy is one file with a function that looks at a checkpoint's directory: it gives a `ChatPolicy`, or None where
 these are not its files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
+import yaml
+from PIL import Image
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
-from specvla_ros.models.config import read_checkpoint_json
-from specvla_ros.models.families.qwen_vl.pictures import PatchProcessor
+from specvla_ros.models.config import MAX_WIDTH, read_checkpoint_json
 from specvla_ros.models.generation import GreedyRules
+from specvla_ros.settings.json_file import Fields
+
+_COLOURS = "three numbers"
+_MAX_PIXELS = 1 << 26  # of one picture; more than any model has
+
+
+@dataclass(frozen=True)
+class PatchProcessor:
+    """What preprocessor_config.json prescribes."""
+
+    patch_size: int  # pixels of a patch's side
+    merge_size: int  # patches per prompt row along a side
+    temporal_patch_size: int  # images per patch: a single one is repeated
+    min_pixels: int  # an image with fewer is resized
+    max_pixels: int  # an image with more is resized
+    mean: np.ndarray  # float32 [3], of colours from 0 to 1
+    std: np.ndarray  # float32 [3]
+
+    def fitted(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        """The size that an image is given: multiples of `factor`, with so many pixels at least and at most."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        high, wide = smart_resize(height, width, factor=self.factor, min_pixels=least, max_pixels=most)
+        return high, wide
+
+    @property
+    def factor(self) -> int:
+        """Pixels of which an image's sides are a multiple."""
+        return self.patch_size * self.merge_size
+
+    def patches(self, pictures: Sequence[np.ndarray]) -> Tensor:
+        """Images uint8 RGB [height, width, 3], whose sides are multiples of `factor`, to float32 [patches, values].
+
+        Patches of one prompt row follow each other, as in transformers' Qwen2VLImageProcessor.
+        """
+        return torch.from_numpy(np.concatenate([self._patches(picture) for picture in pictures]))
+
+    def _patches(self, picture: np.ndarray) -> np.ndarray:
+        pixels = (picture.astype(np.float32) * np.float32(1 / 255) - self.mean) / self.std
+        side, merged = self.patch_size, self.merge_size
+        rows, columns = (length // self.factor for length in picture.shape[:2])
+        blocks = pixels.reshape(rows, merged, side, columns, merged, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        repeated = np.repeat(blocks[:, :, :, :, :, None], self.temporal_patch_size, axis=5)
+        return repeated.reshape(rows * columns * merged**2, -1)
+
+
+def read_patch_processor(directory: Path) -> PatchProcessor:
+    """Reads preprocessor_config.json, with Qwen2.5-VL's defaults; UserError if it is missing, or a value is wrong."""
+    raw = read_checkpoint_json(directory / "preprocessor_config.json")
+    size = raw.inner("size", {})
+    mean = raw.list_of("image_mean", float, _COLOURS, [0.48145466, 0.4578275, 0.40821073], length=3)
+    std = raw.list_of("image_std", float, _COLOURS, [0.26862954, 0.26130258, 0.27577711], length=3)
+    if min(std) <= 0:
+        raise raw.wrong("image_std", "three numbers above 0")
+    least = raw.whole("min_pixels", size.whole("shortest_edge", 56 * 56, maximum=_MAX_PIXELS), maximum=_MAX_PIXELS)
+    most = raw.whole("max_pixels", size.whole("longest_edge", 28 * 28 * 1280, maximum=_MAX_PIXELS), maximum=_MAX_PIXELS)
+    return PatchProcessor(
+        patch_size=raw.whole("patch_size", 14, minimum=1, maximum=MAX_WIDTH),
+        merge_size=raw.whole("merge_size", 2, minimum=1, maximum=64),
+        temporal_patch_size=raw.whole("temporal_patch_size", 2, minimum=1, maximum=64),
+        min_pixels=least,
+        max_pixels=most,
+        mean=np.float32(mean),
+        std=np.float32(std),
+    )
+
+
+def resized(picture: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Uint8 RGB [height, width, 3], bicubic, as qwen_vl_utils resizes it."""
+    if picture.shape[:2] == (height, width):
+        return picture
+    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+
 
 Messages = list[dict[str, Any]]
-IMAGE = {"type": "image"}
-"""The place of a picture in a chat message."""
+IMAGE = {"type": "image"}  # in a chat message
 
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a policy is made from.
+    """What a policy is made from."""
 
-    Args:
-        directory: the checkpoint.
-        tokenizer: its tokenizer.
-        processor: what becomes of its pictures.
-        unnorm_key: the dataset whose action statistics apply; empty: the only one there is.
-        generation: of its generation_config.json.
-    """
-
-    directory: Path
+    directory: Path  # the checkpoint
     tokenizer: Tokenizer
     processor: PatchProcessor
-    unnorm_key: str
-    generation: GreedyRules
+    unnorm_key: str  # the dataset whose action statistics apply; empty: the only one
+    generation: GreedyRules  # of its generation_config.json
 
 
 @dataclass(frozen=True)
 class ChatPolicy:
-    """A policy that is asked in a chat.
+    """A policy with a chat prompt."""
 
-    Args:
-        name: of the policy's family.
-        cameras: names of its cameras, in the order in which it was shown them.
-        picture_sizes: (height, width) of each picture in the prompt.
-        pictures: camera images by name to these pictures, uint8 RGB.
-        messages: the chat before its answer, by instruction.
-        numbers_pictures: the chat template counts the pictures in words (`add_vision_id`).
-        codec: its answers.
-        generation: what is done to logits before the largest is taken.
-    """
-
-    name: str
-    cameras: tuple[str, ...]
-    picture_sizes: tuple[tuple[int, int], ...]
-    pictures: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
-    messages: Callable[[str], Messages]
-    numbers_pictures: bool
-    codec: Codec
-    generation: GreedyRules
+    name: str  # of the policy's family
+    cameras: tuple[str, ...]  # in the order of training
+    picture_sizes: tuple[tuple[int, int], ...]  # (height, width) of each image in the prompt
+    pictures: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]  # camera images by name to these images, uint8 RGB
+    messages: Callable[[str], Messages]  # the chat before its answer, by instruction
+    numbers_pictures: bool  # the chat template counts the images in words (`add_vision_id`)
+    codec: Codec  # of its answers
+    generation: GreedyRules  # what is done to logits before the largest is taken
 
 
 def read_chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages], str]:
-    """The checkpoint's chat template: messages to a prompt's text, a picture being one token.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The checkpoint's chat template: messages to a prompt's text, an image being one token."""
     from transformers import PreTrainedTokenizerFast
 
     template = _template(directory)
@@ -93,7 +145,7 @@ def read_chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages]
 
 
 def _template(directory: Path) -> str:
-    """Read from chat_template.jinja, chat_template.json or tokenizer_config.json, as transformers looks for it."""
+    """From chat_template.jinja, chat_template.json or tokenizer_config.json, as in transformers."""
     path = directory / "chat_template.jinja"
     if path.exists():
         return path.read_text(encoding="utf-8")
@@ -103,3 +155,12 @@ def _template(directory: Path) -> str:
         if template:
             return template
     raise UserError(f"{directory} has no chat template: copy chat_template.json from where the weights are from")
+
+
+def read_yaml(path: Path, what: str) -> Fields:
+    """The object in a YAML file; UserError if it cannot be read as the configuration of `what`."""
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as a {what} configuration ({error}); copy it again") from None
+    return Fields(given if isinstance(given, dict) else {}, path, hint="; compare it with a released run's")

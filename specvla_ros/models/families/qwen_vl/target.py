@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Qwen2.5-VL checkpoint directory to a policy."""
+"""From a Qwen-VL checkpoint directory to a policy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,16 @@ from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
-from specvla_ros.models.families.qwen_vl.config import QwenVLConfig, read_config
-from specvla_ros.models.families.qwen_vl.model import QwenVL, load_model
+from specvla_ros.models.families.qwen_vl.model import QwenVL, QwenVLConfig, load_model, read_config
 from specvla_ros.models.families.qwen_vl.nora import nora
-from specvla_ros.models.families.qwen_vl.pictures import PatchProcessor, read_patch_processor
-from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, Messages, PolicyContext, read_chat
+from specvla_ros.models.families.qwen_vl.policy import (
+    ChatPolicy,
+    Messages,
+    PatchProcessor,
+    PolicyContext,
+    read_chat,
+    read_patch_processor,
+)
 from specvla_ros.models.families.qwen_vl.vla0 import vla0
 from specvla_ros.models.generation import GreedyRules, read_generation
 from specvla_ros.models.observation import Observation
@@ -48,14 +53,11 @@ def load_qwen_vl(
     progress: Progress | None,
     **options: Any,
 ) -> "QwenVLTarget":
-    """Loads a policy that was made of Qwen2.5-VL; see `load_target` for the arguments.
+    """Loads a policy made from Qwen2.5-VL or Qwen3-VL; see `load_target` for the arguments.
 
     Args:
         directory: holds config.json, safetensors weights, preprocessor_config.json, tokenizer.json, a chat template and
-            what the policy brings.
-
-    Raises:
-        UserError: as of `load_target`.
+            the policy's own files.
     """
     refuse_options(directory, options)
     config, context = read_base(directory, unnorm_key)
@@ -65,11 +67,7 @@ def load_qwen_vl(
 
 
 def read_base(directory: Path, unnorm_key: str) -> tuple[QwenVLConfig, PolicyContext]:
-    """What a policy is made from, without the weights.
-
-    Raises:
-        UserError: a file is missing or damaged, or they do not fit each other.
-    """
+    """Config, tokenizer and processor of a policy, without the weights; UserError if they are damaged or do not fit."""
     config = read_config(directory)
     tokenizer = require_tokenizer(directory)
     check_tokenizer(tokenizer, directory / "tokenizer.json", config.decoder.vocab_size)
@@ -95,17 +93,12 @@ def qwen_vl_target(
     policy: ChatPolicy,
     load: Callable[[tuple[tuple[int, int], ...]], QwenVL],
 ) -> "QwenVLTarget":
-    """The target of a policy.
+    """The target of a policy; UserError if there is no chat template, or the weights do not fit.
 
     Args:
         directory: of the target, which is not the base model's for a training run.
         config: of the base model.
-        context: of the policy.
-        policy: how it is asked and how it answers.
-        load: gives the model for the patches of each picture, (height, width).
-
-    Raises:
-        UserError: there is no chat template, or the weights do not fit.
+        load: gives the model for the patches of each image, (height, width).
     """
     chat = read_chat(context.directory, numbers_pictures=policy.numbers_pictures)
     side = context.processor.patch_size
@@ -115,25 +108,15 @@ def qwen_vl_target(
 
 @dataclass(frozen=True)
 class QwenVLTarget(VisionLanguageTarget):
-    """A checkpoint whose prompt is a chat, with a picture's rows in place of its token.
+    """A checkpoint whose prompt is a chat, with an image's rows in place of its token."""
 
-    Args:
-        directory: of the checkpoint; of StarVLA's, the run.
-        model: vision tower and language model.
-        tokenizer: text to ids and back.
-        chat: messages to a prompt's text, a picture being one token.
-        processor: pictures to patches.
-        policy: how it is asked and how it answers.
-        image_id: the token that stands for a picture.
-    """
-
-    directory: Path
+    directory: Path  # of the checkpoint; of StarVLA's, the run
     model: QwenVL
     tokenizer: Tokenizer
-    chat: Callable[[Messages], str]
-    processor: PatchProcessor
+    chat: Callable[[Messages], str]  # messages to a prompt's text, an image being one token
+    processor: PatchProcessor  # images to patches
     policy: ChatPolicy
-    image_id: int
+    image_id: int  # the token that stands for an image
 
     FAMILY = "qwen-vl"
 
@@ -155,16 +138,11 @@ class QwenVLTarget(VisionLanguageTarget):
 
     @property
     def _row_grids(self) -> tuple[tuple[int, int], ...]:
-        """Rows of the prompt that each picture takes: high and wide."""
+        """Prompt rows of each image: high and wide."""
         side = self.processor.factor
         return tuple((height // side, width // side) for height, width in self.policy.picture_sizes)
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
-        """The chat's ids, a picture being one token.
-
-        Raises:
-            UserError: it is no plain text of a usable length, or holds one of the tokenizer's special tokens.
-        """
         if observation.prompt_ids is not None:
             return tuple(observation.prompt_ids)
         check_instruction(observation.instruction)
@@ -172,11 +150,7 @@ class QwenVLTarget(VisionLanguageTarget):
         return tuple(self.tokenizer.encode(self.chat(self.policy.messages(observation.instruction))).ids)
 
     def layout(self, ids: tuple[int, ...]) -> PromptLayout:
-        """The rows of a prompt.
-
-        Raises:
-            UserError: ids outside the vocabulary, or another number of pictures than the policy's.
-        """
+        """UserError for ids outside the vocabulary, or another number of images than the policy's."""
         check_prompt_ids(ids, self.decoder.config.vocab_size)
         grids = self._row_grids
         places = self._image_places(ids)
@@ -191,11 +165,10 @@ class QwenVLTarget(VisionLanguageTarget):
         return PromptLayout(ids, positions.shape[1], tuple(visual), positions)
 
     def _image_places(self, ids: Sequence[int]) -> list[int]:
-        """Where in a prompt's ids the pictures stand."""
         return [place for place, token in enumerate(ids) if token == self.image_id]
 
     def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; the patches of all pictures together."""
+        """The patches of all images together."""
         return (self.processor.patches(self.policy.pictures(observation.of_cameras(self.cameras))),)
 
     def assemble(self, observation: Observation, prompt_ids: Sequence[int], images: Tensor) -> Tensor:
@@ -213,13 +186,12 @@ class QwenVLTarget(VisionLanguageTarget):
 def mrope_positions(ids: Sequence[int], image_id: int, grids: Sequence[tuple[int, int]]) -> np.ndarray:
     """M-RoPE positions of a prompt: time, height and width, int64 [3, rows].
 
-    Text counts up in all three. A picture stays at one time, its rows and columns count from there, and what follows
-    goes on behind the larger of them (Qwen2.5-VL, arXiv 2502.13923, section 2.1.2).
+    Text counts up in all three. An image stays at one time, its rows and columns count from there, and what follows
+    continues after the larger of them (Qwen2.5-VL, arXiv 2502.13923, section 2.1.2).
 
     Args:
-        ids: of the prompt, a picture being one token.
-        image_id: that token.
-        grids: rows and columns of each picture.
+        ids: of the prompt, an image being one token, `image_id`.
+        grids: rows and columns of each image.
     """
     parts, at = [], 0
     sizes = iter(grids)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """VLA-0 (arXiv 2510.13054): an unchanged Qwen2.5-VL that writes its actions as numbers.
 
-Read in NVlabs/vla0: rv_train/models/qwen/model.py, rv_train/configs.py, configs/vla0.yaml and RoboVerse's
+Source: NVlabs/vla0: rv_train/models/qwen/model.py, rv_train/configs.py, configs/vla0.yaml and RoboVerse's
 image_unifier.py. Its checkpoint is the folder `model_last`, which lies beside `dataset_stats.pkl` and `config.yaml`.
 """
 
@@ -15,13 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import yaml
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics
 from specvla_ros.models.codecs.digits import DigitsCodec
-from specvla_ros.models.families.qwen_vl.pictures import PatchProcessor, resized
-from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext
+from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics
+from specvla_ros.models.families.qwen_vl.policy import (
+    IMAGE,
+    ChatPolicy,
+    Messages,
+    PolicyContext,
+    read_yaml,
+    resized,
+)
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import Fields, is_number, read_fields, shown
 
@@ -35,35 +40,20 @@ _LEAST_PIXELS, _MOST_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
 
 @dataclass(frozen=True)
 class _Run:
-    """Of its config.yaml; the defaults are those of configs/vla0.yaml, with which the released policy was trained.
-
-    Args:
-        horizon, num_cam, num_bins_actions, add_vision_id, tiled_rgb_imgs: as in MODEL.QWEN.
-        height, width: `rgb_img_size`.
-        crop: share of a picture's sides that is kept.
-    """
+    """Its config.yaml, mostly MODEL.QWEN's fields; the defaults are configs/vla0.yaml's, as for the released policy."""
 
     horizon: int = 8
     num_cam: int = 2
     num_bins_actions: int = 1000
     add_vision_id: bool = True
     tiled_rgb_imgs: bool = True
-    height: int = 224
+    height: int = 224  # of `rgb_img_size`
     width: int = 224
-    crop: float = 0.875
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Height and width of a picture in the prompt, before it is made to fit."""
-        return self.height, self.width * (self.num_cam if self.tiled_rgb_imgs else 1)
+    crop: float = 0.875  # share of an image's sides that is kept
 
 
 def vla0(context: PolicyContext) -> ChatPolicy | None:
-    """The policy, where its statistics of actions are.
-
-    Raises:
-        UserError: a file of it is damaged, or asks for what is not supported.
-    """
+    """The policy, where its statistics of actions are; UserError for damaged files or unsupported values."""
     path = _beside(context.directory, _STATISTICS)
     if path is None:
         return None
@@ -83,25 +73,25 @@ def vla0(context: PolicyContext) -> ChatPolicy | None:
         bins=run.num_bins_actions,
         limit=context.generation.max_new_tokens or _MAX_NEW_TOKENS,
     )
-    sides = _fitted(run.tile, context.processor)
-    pictures = 1 if run.tiled_rgb_imgs else run.num_cam
+    pictures, wide = (1, run.width * run.num_cam) if run.tiled_rgb_imgs else (run.num_cam, run.width)
+    # An image is resized by qwen_vl_utils, and again by its processor.
+    first = context.processor.fitted(run.height, wide, _LEAST_PIXELS, _MOST_PIXELS)
+    sides = context.processor.fitted(*first, run.height * wide, run.height * wide)
+    system = _system_message(run, len(statistics.low))
 
     def messages(instruction: str) -> Messages:
-        images = [IMAGE] * pictures
-        return [
-            {"role": "system", "content": [{"type": "text", "text": _system_message(run, len(statistics.low))}]},
-            {"role": "user", "content": [*images, {"type": "text", "text": instruction}]},
-        ]
+        content = [*[IMAGE] * pictures, {"type": "text", "text": instruction}]
+        return [{"role": "system", "content": [{"type": "text", "text": system}]}, {"role": "user", "content": content}]
 
     def show(images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         cropped = [_cropped(image, run) for image in images.values()]
         tiled = [np.concatenate(cropped, axis=1)] if run.tiled_rgb_imgs else cropped
-        return [_resized_twice(picture, sides) for picture in tiled]
+        return [resized(resized(image, *first), *sides) for image in tiled]
 
     return ChatPolicy(
         name="vla0",
         cameras=tuple(f"3p{i + 1}" for i in range(run.num_cam)),
-        picture_sizes=(sides[-1],) * pictures,
+        picture_sizes=(sides,) * pictures,
         pictures=show,
         messages=messages,
         numbers_pictures=run.add_vision_id,
@@ -120,7 +110,7 @@ def _system_message(run: _Run, dims: int) -> str:
 
 
 def _end_of_turn(context: PolicyContext, end_ids: frozenset[int]) -> int:
-    """The tokenizer's own end token, which alone it lets through."""
+    """The tokenizer's own end token, the only one that VLA-0 allows."""
     config = read_fields(context.directory / "tokenizer_config.json", missing="copy it from the original", hint="")
     given = config.raw.get("eos_token")
     name = given.get("content") if isinstance(given, dict) else given
@@ -140,14 +130,12 @@ class _Numbers(pickle.Unpickler):
     """Reads plain values and NumPy's arrays, and nothing that could act."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Of NumPy's own three."""
         if module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
 
 
 def _statistics(path: Path) -> ActionStatistics:
-    """Smallest and largest actions."""
     if path.suffix == ".pkl":
         try:
             with path.open("rb") as file:
@@ -174,17 +162,12 @@ def _run(directory: Path) -> _Run:
     path = _beside(directory, ("config.yaml",))
     if path is None:
         return _Run()
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-        fields = Fields(given, path)
-        qwen = fields.inner("MODEL").inner("QWEN")
-        options = fields.inner("DATALOADER", {}).inner("ROBOVERSE", {}).text("cfg_opts", "")
-    except (OSError, ValueError, yaml.YAMLError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read as a VLA-0 configuration ({error}); copy it again") from None
+    fields = read_yaml(path, "VLA-0")
+    qwen = fields.inner("MODEL").inner("QWEN")
+    options = fields.inner("DATALOADER", {}).inner("ROBOVERSE", {}).text("cfg_opts", "")
     if qwen.whole("history", 1) != 1 or qwen.text("action_type", "original") != "original":
         raise UserError(f"{path}: only policies of one moment (history 1) and of original actions are supported")
     height, width = _sides(qwen)
-    usual = _Run()
     names, values = options.split(":")[::2], options.split(":")[1::2]
     crop = dict(zip(names, values, strict=False)).get(_CROP, "1.0")
     try:
@@ -194,9 +177,9 @@ def _run(directory: Path) -> _Run:
     if not 0 < share <= 1:
         raise UserError(f"{path}: {_CROP} is {shown(crop)}, but it must be a number above 0, at most 1")
     return _Run(
-        horizon=qwen.whole("horizon", usual.horizon, minimum=1, maximum=256),
+        horizon=qwen.whole("horizon", 8, minimum=1, maximum=256),
         num_cam=qwen.whole("num_cam", 1, minimum=1, maximum=16),
-        num_bins_actions=qwen.whole("num_bins_actions", usual.num_bins_actions, minimum=1, maximum=10**6),
+        num_bins_actions=qwen.whole("num_bins_actions", 1000, minimum=1, maximum=10**6),
         add_vision_id=qwen.flag("add_vision_id", False),
         tiled_rgb_imgs=qwen.flag("tiled_rgb_imgs", False),
         height=height,
@@ -219,9 +202,9 @@ def _sides(qwen: Fields) -> tuple[int, int]:
 
 
 def _cropped(image: np.ndarray, run: _Run) -> np.ndarray:
-    """The middle of a picture, bilinear without antialiasing, aspect ratio not kept: uint8 [height, width, 3].
+    """The middle of an image, bilinear without antialiasing, aspect ratio not kept: uint8 [height, width, 3].
 
-    As its server for robots does it, on whole colours; its LIBERO evaluation computes with fractions and cuts them off,
+    On integer colours, as in its server for robots; its LIBERO evaluation computes with fractions and truncates them,
     which differs by 1 of 255 in some pixels.
     """
     height, width = image.shape[:2]
@@ -233,15 +216,3 @@ def _cropped(image: np.ndarray, run: _Run) -> np.ndarray:
     planes = torch.from_numpy(np.ascontiguousarray(kept.transpose(2, 0, 1)))[None]
     scaled = F.interpolate(planes, size=(run.height, run.width), mode="bilinear", align_corners=False)
     return scaled[0].numpy().transpose(1, 2, 0)
-
-
-def _fitted(sides: tuple[int, int], processor: PatchProcessor) -> tuple[tuple[int, int], ...]:
-    """The sizes that a picture goes through: qwen_vl_utils' own, and its processor's, which is given its pixels."""
-    first, pixels = processor.fitted(*sides, _LEAST_PIXELS, _MOST_PIXELS), sides[0] * sides[1]
-    return first, processor.fitted(*first, pixels, pixels)
-
-
-def _resized_twice(picture: np.ndarray, sizes: tuple[tuple[int, int], ...]) -> np.ndarray:
-    for height, width in sizes:
-        picture = resized(picture, height, width)
-    return picture

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StarVLA's QwenFast: Qwen2.5-VL or Qwen3-VL that writes a chunk in FAST tokens, as its training leaves it in a folder.
+"""StarVLA's QwenFast: Qwen2.5-VL or Qwen3-VL that writes a chunk in FAST tokens, from the folder of its training run.
 
-Read in starVLA/starVLA (0ed0aad): model/framework/VLM4A/QwenFast.py, model/modules/vlm, deployment/model_server,
-dataloader/gr00t_lerobot/transform/state_action.py, and the data_config.py and evaluation clients of its examples. What
-that class makes of an answer that is no chunk (coefficients of zero, text between the tokens left out) is refused here.
+Source: starVLA/starVLA (0ed0aad): model/framework/VLM4A/QwenFast.py, model/modules/vlm, deployment/model_server,
+dataloader/gr00t_lerobot/transform/state_action.py, and the data_config.py and evaluation clients of its examples.
+Answers that are no chunk, which that class repairs (coefficients of zero, text between the tokens left out), are
+refused here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +18,144 @@ import torch
 from PIL import Image
 
 from specvla_ros.errors import UserError, missing_package
+from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics, select_key
+from specvla_ros.models.config import folder_beside, only_file, read_checkpoint_json
 from specvla_ros.models.families.qwen_vl.model import load_model
-from specvla_ros.models.families.qwen_vl.nora import has_robot_actions, robot_action_codec
-from specvla_ros.models.families.qwen_vl.pictures import resized
-from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext
+from specvla_ros.models.families.qwen_vl.nora import SIDE, has_robot_actions, robot_action_codec, robot_action_policy
+from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, PolicyContext, read_yaml
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget, qwen_vl_target, read_base
-from specvla_ros.models.families.starvla.config import Run, read_run, robot_and_statistics
+from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.settings import refuse_options
 from specvla_ros.models.target import TARGETS
 from specvla_ros.models.weights import Progress
-from specvla_ros.settings.json_file import Fields
+from specvla_ros.settings.json_file import Fields, shown
 
 _HORIZON = 16  # QwenFastDefaultConfig's future_action_window_size, and the present one
 _PREFIX = "qwen_vl_interface.model."  # of a tensor's name
-_SIDE = 224  # of the pictures that its evaluation clients send
 _PLACE = "{instruction}"
+_FRAMEWORK = "qwenfast"  # its code asks for QwenFast, papers and cards say QwenFAST
+_SCALED_BY = {"q99": ("q01", "q99"), "min_max": ("min", "max")}  # the range that becomes -1 to 1
+_SCALINGS = (*_SCALED_BY, "binary", "none")
+_OURS = "specvla"
+
+
+@dataclass(frozen=True)
+class RobotData:
+    """StarVLA's registry entry of a robot's data, which a run does not repeat."""
+
+    cameras: tuple[str, ...]  # in the order of training
+    scaling: tuple[str, ...]  # of each number of an action: of _SCALINGS
+    averaged: bool = False  # its client scales images by averages (INTER_AREA), not by Pillow's bilinear filter
+
+
+_OXE = RobotData((ONLY_CAMERA,), ("q99",) * 6 + ("binary",), averaged=True)
+_ROBOTS = {
+    "oxe_bridge": _OXE,
+    "oxe_rt1": _OXE,
+    "libero_franka": RobotData((ONLY_CAMERA, "wrist"), ("min_max",) * 6 + ("none",)),
+    "openpi_libero_franka": RobotData((ONLY_CAMERA, "wrist"), ("q99",) * 7),
+}
+# DATASET_NAMED_MIXTURES; where there are several robots, the key of the statistics is the robot's name.
+_MIXTURES = {
+    "bridge": ("oxe_bridge",),
+    "bridge_rt_1": ("oxe_bridge", "oxe_rt1"),
+    "libero_all": ("libero_franka",),
+    "libero_goal": ("libero_franka",),
+    "multi_robot": ("libero_franka",),
+    "openpi_libero_all": ("openpi_libero_franka",),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run's folder."""
+
+    directory: Path  # holds config.yaml and dataset_statistics.json
+    fields: Fields  # of config.yaml
+    vlm: Path  # the base model's configuration, tokenizer and processor
+    weights: Path  # of the one checkpoint to run
+
+
+def read_run(directory: Path) -> Run:
+    """The parts of a run; UserError if one is missing, or it is a run of another framework.
+
+    Args:
+        directory: holds config.yaml, dataset_statistics.json and checkpoints/ with one file; vlm/, the base model's
+            folder, lies in it or beside it.
+    """
+    fields = read_yaml(directory / "config.yaml", "StarVLA")
+    name = fields.inner("framework").text("name")
+    if name.lower() != _FRAMEWORK:
+        raise UserError(
+            f"{directory} is a StarVLA run of {shown(name)}: of its frameworks QwenFast alone writes actions token by "
+            "token, which is what can be made faster here; run it with StarVLA's own server"
+        )
+    vlm = folder_beside(
+        directory, "vlm", "config.json, tokenizer and processor of the run's base model (framework.qwenvl.base_vlm)"
+    )
+    return Run(directory, fields, vlm, only_file(directory / "checkpoints", ".pt", ".safetensors"))
+
+
+def robot_and_statistics(run: Run, unnorm_key: str) -> tuple[RobotData, ActionStatistics]:
+    """What is known of a run's data, and the statistics of its actions."""
+    key, raw = _select(run, unnorm_key)
+    robot = _robot(run, key)
+    return robot, _statistics(key, raw, robot)
+
+
+def _select(run: Run, unnorm_key: str) -> tuple[str, Fields]:
+    """The key of the statistics, and those of its actions."""
+    file = read_checkpoint_json(run.directory / "dataset_statistics.json")
+    key = select_key(file.raw, unnorm_key, str(file.path))
+    return key, file.inner(key).inner("action")
+
+
+def _robot(run: Run, key: str) -> RobotData:
+    """By the name of the data, or as the user has written it into config.yaml."""
+    data = run.fields.inner("datasets").inner("vla_data")
+    if _OURS in data.raw:
+        ours = data.inner(_OURS)
+        cameras = ours.list_of("cameras", str, "a list of names, in the order of training")
+        words = f"a list with one of {', '.join(_SCALINGS)} for each number of an action"
+        scaling = ours.list_of("scaling", str, words)
+        if not cameras or len(set(cameras)) < len(cameras):
+            raise ours.wrong("cameras", "a list of different names")
+        if not scaling or not set(scaling) <= set(_SCALINGS):
+            raise ours.wrong("scaling", words)
+        return RobotData(tuple(cameras), tuple(scaling))
+    mixture = data.text("data_mix")
+    robots = _MIXTURES.get(mixture, ())
+    if len(robots) > 1 and key not in robots:
+        raise UserError(
+            f"{run.directory}: '{mixture}' are data of {' and '.join(robots)}; set unnorm_key to one of them"
+        )
+    if not robots:
+        raise UserError(
+            f"{run.fields.path}: how actions of '{mixture}' are scaled and which cameras it has is not in the run, and "
+            f"known here for {', '.join(_MIXTURES)} only: write it below datasets.vla_data as {_OURS}: "
+            "{cameras: [image], scaling: [q99, q99, q99, q99, q99, q99, binary]}, as its data_config.py has it"
+        )
+    return _ROBOTS[key if len(robots) > 1 else robots[0]]
+
+
+def _statistics(key: str, raw: Fields, robot: RobotData) -> ActionStatistics:
+    n = len(robot.scaling)
+    ranges: dict[str, np.ndarray] = {}
+    for name in {name for scaling in robot.scaling for name in _SCALED_BY.get(scaling, ())}:
+        values = raw.list_of(name, float, f"a list of {n} numbers", length=n)
+        if max(map(abs, values)) > MAX_VALUE:
+            raise raw.wrong(name, f"{n} numbers of at most {MAX_VALUE:g}")
+        ranges[name] = np.float64(values)
+    low, high = np.zeros(n), np.ones(n)
+    for i, scaling in enumerate(robot.scaling):
+        if scaling in _SCALED_BY:
+            first, second = _SCALED_BY[scaling]
+            low[i], high[i] = ranges[first][i], ranges[second][i]
+    if not (low <= high).all():
+        raise UserError(f"{raw.path}: the ranges of '{key}' must not end before they begin")
+    mask = np.array([scaling in _SCALED_BY for scaling in robot.scaling])
+    switches = tuple(i for i, scaling in enumerate(robot.scaling) if scaling == "binary")
+    return ActionStatistics(key, low, high, mask, switches)
 
 
 @TARGETS.register("starvla-run")
@@ -47,9 +172,6 @@ def load_starvla(
 
     Args:
         directory: see `read_run`.
-
-    Raises:
-        UserError: as of `load_target`.
     """
     refuse_options(directory, options)
     run = read_run(directory)
@@ -72,31 +194,14 @@ def _qwen_fast(run: Run, context: PolicyContext) -> ChatPolicy:
     codec = robot_action_codec(
         context, run.directory, statistics, horizon=_horizon(action), limit=context.generation.max_new_tokens
     )
-    processor = context.processor
-    sides = processor.fitted(_SIDE, _SIDE, processor.min_pixels, processor.max_pixels)
     prompt, sent = _prompt(run), _sent(averaged=robot.averaged)
-
-    def show(images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        return [resized(sent(image), *sides) for image in images.values()]
-
-    def messages(instruction: str) -> Messages:
-        text = {"type": "text", "text": prompt.replace(_PLACE, instruction)}
-        return [{"role": "user", "content": [*[IMAGE] * len(robot.cameras), text]}]
-
-    return ChatPolicy(
-        name="starvla",
-        cameras=robot.cameras,
-        picture_sizes=(sides,) * len(robot.cameras),
-        pictures=show,
-        messages=messages,
-        numbers_pictures=False,
-        codec=codec,
-        generation=context.generation,
+    return robot_action_policy(
+        "starvla", context, codec, robot.cameras, sent, lambda instruction: prompt.replace(_PLACE, instruction)
     )
 
 
 def _horizon(action: Fields) -> int:
-    """Actions per answer: as its compatibility layer reads old and new files."""
+    """Actions per answer, as its compatibility layer reads old and new files."""
     window = action.whole("future_action_window_size", _HORIZON - 1, maximum=(1 << 10) - 1)
     return action.whole("action_horizon", window + 1, minimum=1, maximum=1 << 10)
 
@@ -110,16 +215,15 @@ def _prompt(run: Run) -> str:
 
 
 def _sent(*, averaged: bool) -> Callable[[np.ndarray], np.ndarray]:
-    """From a camera's picture to what an evaluation client sends, uint8 RGB [_SIDE, _SIDE, 3]; aspect ratio not kept.
+    """From a camera's image to what an evaluation client sends, uint8 RGB [SIDE, SIDE, 3]; aspect ratio not kept.
 
-    Raises:
-        UserError: OpenCV is not installed.
+    UserError if OpenCV is not installed.
     """
     if not averaged:
-        size = (_SIDE, _SIDE)
+        size = (SIDE, SIDE)
         return lambda image: np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
     try:
         import cv2
     except ModuleNotFoundError as error:
         raise missing_package(error) from None
-    return lambda image: np.asarray(cv2.resize(image, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA))
+    return lambda image: np.asarray(cv2.resize(image, (SIDE, SIDE), interpolation=cv2.INTER_AREA))

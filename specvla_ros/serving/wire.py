@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages on the wire: the msgpack of openpi and of vla-eval, and json-numpy, read within limits; and their names.
+
+A client's description of an array is checked against the bytes: an unknown number format, or a shape of another size,
+is refused before an array is made.
+"""
+
+import base64
+import binascii
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+from PIL import Image
+
+from specvla_ros.errors import UserError, shortened
+from specvla_ros.models.target import Target
+
+_PREFIXES = ("observation/", "observation.", "images/", "images.", "image/")
+_MAX_ITEMS = 4096  # of a list or an object
+_MAX_DIMS = 8
+_KINDS = "biuf"
+_MAX_PIXELS = 1 << 24  # a small file may claim any number
+
+
+@dataclass(frozen=True)
+class EncodedPicture:
+    """A picture as PNG or JPEG, not yet decoded."""
+
+    data: bytes
+
+    def decode(self) -> np.ndarray:
+        """Uint8 [height, width, 3], or another shape if it is not RGB; UserError if it is damaged or too large."""
+        try:
+            with Image.open(io.BytesIO(self.data), formats=("PNG", "JPEG")) as image:
+                if math.prod(image.size) > _MAX_PIXELS:
+                    raise UserError(f"a picture may have {_MAX_PIXELS} pixels, this one has {image.size}")
+                return np.asarray(image)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a client sends
+            raise UserError(f"a picture is no PNG and no JPEG, or cut off ({str(error)[:60]})") from None
+
+
+def unpack(message: bytes) -> dict[str, Any]:
+    """A message of openpi's client (openpi_client/msgpack_numpy.py) or of vla-eval's (vla_eval/protocol)."""
+    try:
+        value = msgpack.unpackb(
+            message, object_hook=_array_of_bytes, max_array_len=_MAX_ITEMS, max_map_len=_MAX_ITEMS, strict_map_key=False
+        )
+    except UserError:
+        raise
+    except Exception as error:  # whatever a client sends
+        raise UserError(f"the message is no msgpack ({type(error).__name__}: {error})") from None
+    return _object(value)
+
+
+def pack(value: Mapping[str, Any], *, text_names: bool = False) -> bytes:
+    """A message for openpi's client, or with text for the names of an array's fields, for vla-eval's."""
+
+    def described(value: Any) -> dict[Any, Any]:
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"{type(value).__name__} cannot be sent")
+        data = np.ascontiguousarray(value).tobytes()
+        fields = {"__ndarray__": True, "data": data, "dtype": value.dtype.str, "shape": value.shape}
+        return {name if text_names else name.encode(): field for name, field in fields.items()}
+
+    packed: bytes = msgpack.packb(value, default=described)
+    return packed
+
+
+def parse(message: bytes) -> dict[str, Any]:
+    """A request of OpenVLA's clients: JSON with json-numpy's arrays."""
+    try:
+        value = json.loads(message, object_hook=_array_of_text)
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the message is no JSON ({error})") from None
+    return _object(value)
+
+
+def dump(array: np.ndarray) -> dict[str, Any]:
+    """An array as json-numpy writes it."""
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"__numpy__": data, "dtype": array.dtype.str, "shape": list(array.shape)}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise UserError("the message must be an object with names")
+    return value
+
+
+def _array_of_bytes(value: dict[Any, Any]) -> Any:
+    if b"__ndarray__" in value:
+        return _array(value.get(b"data"), value.get(b"dtype"), value.get(b"shape"))
+    if "__ndarray__" in value or ("__image__" in value and value.get("format") == "raw"):
+        return _array(value.get("data"), value.get("dtype"), value.get("shape"))
+    if "__image__" in value:
+        return EncodedPicture(value["data"] if isinstance(value.get("data"), bytes) else b"")
+    if b"__npgeneric__" in value:
+        return value.get(b"data")
+    return value
+
+
+def _array_of_text(value: dict[str, Any]) -> Any:
+    if "__numpy__" not in value:
+        return value
+    try:
+        data = base64.b64decode(value["__numpy__"], validate=True)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise UserError(f"an array's bytes are no base64 ({error})") from None
+    return _array(data, value.get("dtype"), value.get("shape"))
+
+
+def _array(data: Any, dtype: Any, shape: Any) -> np.ndarray:
+    name = dtype.decode("ascii", "replace") if isinstance(dtype, bytes) else dtype
+    try:
+        kind = np.dtype(name) if isinstance(name, str) and len(name) <= 8 else None
+    except TypeError:
+        kind = None
+    if kind is None or kind.kind not in _KINDS or kind.hasobject:
+        raise UserError(f"an array of {str(name)[:20]!r}: numbers such as |u1 or <f4 are read")
+    sides = list(shape) if isinstance(shape, list | tuple) else None
+    if sides is None or len(sides) > _MAX_DIMS or not all(type(each) is int and each >= 0 for each in sides):
+        raise UserError(f"an array's shape must be at most {_MAX_DIMS} whole numbers, it is {str(shape)[:60]}")
+    if not isinstance(data, bytes) or math.prod(sides) * kind.itemsize != len(data):
+        size = len(data) if isinstance(data, bytes) else 0
+        raise UserError(f"an array of shape {sides} and {kind.itemsize} bytes each has other bytes than that: {size}")
+    return np.frombuffer(data, kind).reshape(sides)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A client's request."""
+
+    images: dict[str, np.ndarray]  # uint8 RGB by the policy's names
+    state: np.ndarray | None  # the robot's; None: the policy reads none
+    instruction: str  # the task in words
+    ignored: str  # names of what the policy has no use for, shortened
+
+
+def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
+    """What a message asks of a policy; UserError if a part is missing, or of another kind.
+
+    It has `prompt` or `instruction`, `state`, and the cameras by the policy's names, also as `NAME_image`, below
+    `image` or `images`, and with `observation/` before any of them. The first camera may be called `image`.
+    """
+    given = {_plain(name): value for name, value in _flat(message).items()}
+    instruction = given.pop("prompt", None) or given.pop("instruction", None)
+    if not isinstance(instruction, str):
+        raise UserError("the message needs the task in words, as 'prompt' or 'instruction'")
+    images = {}
+    for place, camera in enumerate(policy.cameras):
+        names = [camera, f"{camera}_image", *(["image"] if not place else [])]
+        found = next((name for name in names if name in given), None)
+        if found is None:
+            raise UserError(
+                f"there is no picture of the camera '{camera}'; the policy looks at {', '.join(policy.cameras)}, and "
+                f"the message has {_names(given) or 'none'}"
+            )
+        images[camera] = _picture(given.pop(found), camera)
+    state = None
+    if policy.state_dims:
+        if "state" not in given:
+            raise UserError(f"the policy reads the robot's state: 'state' must be {policy.state_dims} numbers")
+        state = _numbers(given.pop("state"))
+    return Asked(images, state, instruction, _names(given))
+
+
+def _names(given: Mapping[str, Any]) -> str:
+    """For a message: a client's names may be of any length."""
+    return shortened(", ".join(sorted(given)))
+
+
+def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in message.items():
+        inner = value.items() if isinstance(value, Mapping) else ()
+        flat |= {str(each): picture for each, picture in inner} if inner else {name: value}
+    return flat
+
+
+def _plain(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _picture(value: Any, camera: str) -> np.ndarray:
+    if isinstance(value, EncodedPicture):
+        value = value.decode()
+    if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3:
+        has = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise UserError(f"the picture of '{camera}' must be uint8 RGB [height, width, 3], it is {has}")
+    return value
+
+
+def _numbers(value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        raise UserError("'state' must be a list of numbers") from None
