@@ -17,9 +17,7 @@ from trajectory_msgs.msg import JointTrajectory as JointTrajectoryMessage
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
-from specvla_ros.lab.simulation.controllers.controller import CommandRefusedError
-from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, Point
-from specvla_ros.lab.simulation.controllers.servo import Twist
+from specvla_ros.lab.simulation.controllers import CommandRefusedError, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.models.families.openvla.prompt import normalise_instruction

@@ -18,7 +18,7 @@ from std_msgs.msg import Header
 
 from specvla_ros.control.pose import quaternion
 from specvla_ros.lab.ros.sim_robot.episodes import Episode, Tally
-from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME
+from specvla_ros.lab.simulation.controllers import BASE_FRAME
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.msg import SimEpisode
 from specvla_ros.ros.qos import CLOCK
