@@ -20,13 +20,24 @@ ACTION_TOPIC = "/ground_truth/action"
 CAMERA_TOPIC = "/{}/image_raw/compressed"  # NAME; the first is called FIRST_CAMERA
 FIRST_CAMERA = "camera"
 STATE_TOPIC = "/joint_states"
-# What the expert would have done at each moment under another instruction (NAME: the other task).
+# The expert's action at each moment under another instruction (NAME: the other task).
 HINDSIGHT_ACTION_TOPIC = "/hindsight/{}/action"
 HINDSIGHT_INSTRUCTION_TOPIC = "/hindsight/{}/instruction"
 PARTIAL = ".partial"
 _START_NS = 1_700_000_000 * 10**9
 _JPEG_QUALITY = 95
 _FOREVER = QosTime(sec=2**31 - 1, nsec=2**32 - 1)
+_LATCHED = Qos(
+    history=QosHistory.KEEP_LAST,
+    depth=1,
+    reliability=QosReliability.RELIABLE,
+    durability=QosDurability.TRANSIENT_LOCAL,
+    deadline=_FOREVER,
+    lifespan=_FOREVER,
+    liveliness=QosLiveliness.AUTOMATIC,
+    liveliness_lease_duration=_FOREVER,
+    avoid_ros_namespace_conventions=False,
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,8 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
         def write(connection: Any, at: int, message: Any) -> None:
             writer.write(connection, at, store.serialize_cdr(message, connection.msgtype))
 
-        pictures = {FIRST_CAMERA: record.images} | {**record.cameras}
-        cameras = {name: channel(CAMERA_TOPIC.format(name), "sensor_msgs/msg/CompressedImage") for name in pictures}
+        seen = {FIRST_CAMERA: record.images, **record.cameras}
+        cameras = {name: channel(CAMERA_TOPIC.format(name), "sensor_msgs/msg/CompressedImage") for name in seen}
         joints = channel(STATE_TOPIC, "sensor_msgs/msg/JointState") if record.state_names else None
         instructions = {INSTRUCTION_TOPIC: record.instruction}
         actions = {ACTION_TOPIC: record.actions}
@@ -87,15 +98,14 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
             instructions[HINDSIGHT_INSTRUCTION_TOPIC.format(name)] = hindsight.instruction
             actions[HINDSIGHT_ACTION_TOPIC.format(name)] = hindsight.actions
         for topic, text in instructions.items():
-            write(
-                channel(topic, "std_msgs/msg/String", [_latched()]), _START_NS, types["std_msgs/msg/String"](data=text)
-            )
+            connection = channel(topic, "std_msgs/msg/String", [_LATCHED])
+            write(connection, _START_NS, types["std_msgs/msg/String"](data=text))
         channels = {topic: channel(topic, "std_msgs/msg/Float64MultiArray") for topic in actions}
         layout = types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
         for i in range(len(record.images)):
             at = _START_NS + round(record.times_s[i] * 1e9)
             stamp = types["builtin_interfaces/msg/Time"](sec=at // 10**9, nanosec=at % 10**9)
-            for name, images in pictures.items():
+            for name, images in seen.items():
                 header = types["std_msgs/msg/Header"](stamp=stamp, frame_id=name)
                 data = _jpeg(images[i])
                 write(cameras[name], at, types["sensor_msgs/msg/CompressedImage"](header, format="jpeg", data=data))
@@ -113,17 +123,3 @@ def _jpeg(image: np.ndarray) -> np.ndarray:
     stream = io.BytesIO()
     Image.fromarray(image).save(stream, "jpeg", quality=_JPEG_QUALITY, subsampling=0)
     return np.frombuffer(stream.getvalue(), dtype=np.uint8)
-
-
-def _latched() -> Qos:
-    return Qos(
-        history=QosHistory.KEEP_LAST,
-        depth=1,
-        reliability=QosReliability.RELIABLE,
-        durability=QosDurability.TRANSIENT_LOCAL,
-        deadline=_FOREVER,
-        lifespan=_FOREVER,
-        liveliness=QosLiveliness.AUTOMATIC,
-        liveliness_lease_duration=_FOREVER,
-        avoid_ros_namespace_conventions=False,
-    )

@@ -62,7 +62,7 @@ class NodeProcesses:
         arguments += [part for source, target in remaps for part in ("-r", f"{source}:={target}")]
         arguments += ["--log-level", "error"] if log is None else []
         # A demo that is killed must not leave a policy behind on the topics of the next one.
-        end_with = f"from specvla_ros.lab.jobs.processes import end_with_parent; end_with_parent({os.getpid()})"
+        end_with = f"from specvla_ros.lab.jobs.workers import end_with_parent; end_with_parent({os.getpid()})"
         code = f"{end_with}; from specvla_ros.{module} import main; main()"
         with log.open("wb") if log is not None else nullcontext() as said:
             self._running[module.removesuffix(".node").rpartition(".")[2]] = subprocess.Popen(
