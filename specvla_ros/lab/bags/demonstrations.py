@@ -80,13 +80,13 @@ def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
 
 def _write(directory: Path, record: DemonstrationRecord) -> None:
     store = get_typestore(Stores.ROS2_JAZZY)
-    types = store.types
     with Writer(directory, version=9, storage_plugin=StoragePlugin.MCAP) as writer:
 
         def channel(topic: str, msgtype: str, qos: Sequence[Qos] = ()) -> Any:
             return writer.add_connection(topic, msgtype, typestore=store, offered_qos_profiles=qos)
 
-        def write(connection: Any, at: int, message: Any) -> None:
+        def write(connection: Any, at: int, **fields: Any) -> None:
+            message = store.types[connection.msgtype](**fields)
             writer.write(connection, at, store.serialize_cdr(message, connection.msgtype))
 
         seen = {FIRST_CAMERA: record.images, **record.cameras}
@@ -98,25 +98,20 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
             instructions[HINDSIGHT_INSTRUCTION_TOPIC.format(name)] = hindsight.instruction
             actions[HINDSIGHT_ACTION_TOPIC.format(name)] = hindsight.actions
         for topic, text in instructions.items():
-            connection = channel(topic, "std_msgs/msg/String", [_LATCHED])
-            write(connection, _START_NS, types["std_msgs/msg/String"](data=text))
+            write(channel(topic, "std_msgs/msg/String", [_LATCHED]), _START_NS, data=text)
         channels = {topic: channel(topic, "std_msgs/msg/Float64MultiArray") for topic in actions}
-        layout = types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
+        layout = store.types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
+        new_time, new_header = store.types["builtin_interfaces/msg/Time"], store.types["std_msgs/msg/Header"]
         for i in range(len(record.images)):
             at = _START_NS + round(record.times_s[i] * 1e9)
-            stamp = types["builtin_interfaces/msg/Time"](sec=at // 10**9, nanosec=at % 10**9)
+            stamp = new_time(sec=at // 10**9, nanosec=at % 10**9)
             for name, images in seen.items():
-                header = types["std_msgs/msg/Header"](stamp=stamp, frame_id=name)
-                data = _jpeg(images[i])
-                write(cameras[name], at, types["sensor_msgs/msg/CompressedImage"](header, format="jpeg", data=data))
+                write(cameras[name], at, header=new_header(stamp, name), format="jpeg", data=_jpeg(images[i]))
             if joints is not None:
-                header, none = types["std_msgs/msg/Header"](stamp=stamp, frame_id=""), np.empty(0)
-                names, state = [*record.state_names], np.asarray(record.states[i], dtype=np.float64)
-                message = types[joints.msgtype](header, name=names, position=state, velocity=none, effort=none)
-                write(joints, at, message)
+                names, state, none = [*record.state_names], np.asarray(record.states[i], dtype=np.float64), np.empty(0)
+                write(joints, at, header=new_header(stamp, ""), name=names, position=state, velocity=none, effort=none)
             for topic, values in actions.items():
-                data = np.asarray(values[i], dtype=np.float64)
-                write(channels[topic], at, types["std_msgs/msg/Float64MultiArray"](layout=layout, data=data))
+                write(channels[topic], at, layout=layout, data=np.asarray(values[i], dtype=np.float64))
 
 
 def _jpeg(image: np.ndarray) -> np.ndarray:

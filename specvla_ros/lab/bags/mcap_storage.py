@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import count
@@ -176,10 +176,10 @@ class McapStorage:
         if statistics is None:
             raise _Damage("no statistics")
         if chunks:
-            self._take_summary(statistics, chunks)
+            self._take_chunks(statistics, chunks)
         return statistics
 
-    def _take_summary(self, statistics: Statistics, chunks: list[ChunkIndex]) -> None:
+    def _take_chunks(self, statistics: Statistics, chunks: list[ChunkIndex]) -> None:
         if len(chunks) != statistics.chunk_count:
             raise _Damage("chunks that are not listed")
         self._counts.update(statistics.channel_message_counts)
@@ -316,15 +316,12 @@ def _chunk_records(content: bytes, *, whole: bool) -> Iterator[tuple[int, memory
             raise _Damage("a chunk without its head") from None
         return
     data = _decompressed(chunk)
-    if not whole:
-        with suppress(_Damage):
-            yield from _records(memoryview(data))
-        return
-    if len(data) != chunk.uncompressed_size:
+    if whole and len(data) != chunk.uncompressed_size:
         raise _Damage(f"a chunk of {len(data)} bytes that claims {chunk.uncompressed_size}")
-    if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
+    if whole and chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
         raise _Damage("checksum of a chunk")
-    yield from _records(memoryview(data))
+    with nullcontext() if whole else suppress(_Damage):
+        yield from _records(memoryview(data))
 
 
 def _decompressed(chunk: Chunk) -> bytes:
@@ -337,10 +334,10 @@ def _decompressed(chunk: Chunk) -> bytes:
             return decompress_zstd(data, size)
         if chunk.compression == "lz4":
             data = lz4.frame.LZ4FrameDecompressor().decompress(data, max_length=size + 1)
+        elif chunk.compression:
+            raise _Damage(f"compression {chunk.compression!r} is not known")
     except (zstandard.ZstdError, RuntimeError, EOFError, ValueError) as error:
         raise _Damage(str(error)) from None
-    if chunk.compression not in ("", "lz4"):
-        raise _Damage(f"compression {chunk.compression!r} is not known")
     if len(data) > size:
         raise _Damage(f"a chunk that holds more than the {size} bytes it claims")
     return data

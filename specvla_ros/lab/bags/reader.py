@@ -8,7 +8,9 @@ import shutil
 import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -71,11 +73,9 @@ class BagMessage:
 class Bag:
     """An open bag; also a context manager. `topics` are those with messages, by name."""
 
-    def __init__(
-        self, path: Path, files: tuple[Path, ...], storages: list["Storage"], scratch: TemporaryDirectory[str]
-    ) -> None:
+    def __init__(self, path: Path, files: tuple[Path, ...], storages: list["Storage"], opened: ExitStack) -> None:
         self.path, self.files = path, files
-        self._storages, self._scratch = storages, scratch
+        self._storages, self._opened = storages, opened
         self._types = MessageTypes()
         self.topics = _topics(storages)
         if not self.topics:
@@ -109,17 +109,11 @@ class Bag:
                 if connection.topic in wanted:
                     _check_cdr(self.path, connection)
                     self._types.learn(connection.msgtype, connection.msgdef)
-        return self._in_time_order(wanted)  # a wrong topic raises here, before the first message
-
-    def _in_time_order(self, topics: frozenset[str]) -> Iterator[BagMessage]:
-        parts = [storage.messages(topics) for storage in self._storages]
-        for connection, time_ns, raw in heapq.merge(*parts, key=lambda message: message[1]):
-            yield BagMessage(connection.topic, connection.msgtype, time_ns, bytes(raw), self._types)
+        merged = heapq.merge(*(storage.messages(wanted) for storage in self._storages), key=itemgetter(1))
+        return (BagMessage(whose.topic, whose.msgtype, time_ns, raw, self._types) for whose, time_ns, raw in merged)
 
     def close(self) -> None:
-        for storage in self._storages:
-            storage.close()
-        self._scratch.cleanup()
+        self._opened.close()
 
     def __enter__(self) -> "Bag":
         return self
@@ -138,17 +132,10 @@ def open_bag(path: str | Path) -> Bag:
     if not path.exists():
         raise UserError(f"bag {path} does not exist; give a bag's directory, or an .mcap or .db3 file")
     files, compression = _directory_files(path) if path.is_dir() else (_single_file(path), "")
-    scratch = TemporaryDirectory(prefix="specvla_bag_")
-    storages: list[Storage] = []
-    try:
-        for file in files:
-            storages.append(open_storage(file, Path(scratch.name), compression))
-    except BaseException:
-        for storage in storages:
-            storage.close()
-        scratch.cleanup()
-        raise
-    return Bag(path, files, storages, scratch)
+    with ExitStack() as opened:
+        scratch = Path(opened.enter_context(TemporaryDirectory(prefix="specvla_bag_")))
+        storages = [opened.enter_context(closing(open_storage(file, scratch, compression))) for file in files]
+        return Bag(path, files, storages, opened.pop_all())
 
 
 def _single_file(path: Path) -> tuple[Path, ...]:

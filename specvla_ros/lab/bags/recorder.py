@@ -77,13 +77,12 @@ class BagRecorder:
         latency_s: float,
         drop_counts: Mapping[str, int],
     ) -> None:
-        """Writes an action and how it was decoded; the header's stamp is the image's.
+        """Writes an action and its decode statistics; the header's stamp is the image's.
 
         Args:
             time_ns: bag time, never before that of the action before.
             publish_s: from the last token to publication, seconds.
             latency_s: observation-to-action latency, seconds.
-            drop_counts: frames dropped so far, by reason.
         """
         stamp_ns, frame_id = action.observation.stamp_ns, action.observation.frame_id
         fields = vla_action_fields(action, self._meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)

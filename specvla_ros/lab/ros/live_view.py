@@ -37,11 +37,7 @@ class LiveViewParameters:
 
 
 class LiveView(Node):
-    """Listens to a policy, and to driver and guard where there are any, and shows them.
-
-    Raises:
-        UserError: a parameter is wrong, or the library is missing.
-    """
+    """Shows a policy, and driver and guard where there are any; raises UserError as parameters and Rerun do."""
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("live_view", **node_arguments)

@@ -314,6 +314,7 @@ class TwistServo:
     def __init__(self, kinematics: ArmKinematics) -> None:
         self._kinematics = kinematics
         self._twist: Twist | None = None
+        self._moving = False
         self._stand_at(np.zeros_like(kinematics.low))
 
     def start(self, measured: JointState) -> None:

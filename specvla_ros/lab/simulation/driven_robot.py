@@ -33,7 +33,6 @@ from specvla_ros.lab.simulation.osc import CONTROL_HZ
 from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, TableRobot
 
 _STEPS = round(1.0 / CONTROL_HZ / CONTROL_DT_S)
-_ONE_PER_STEP = np.ones(6)
 _CONVENTION = ActionConvention(ACTION_DT_S)
 
 
@@ -62,11 +61,7 @@ class DrivenRobot(TableRobot):
     """An arm at the table that is sent commands of one kind of `commanded_arm.COMMANDS`; see SimulatedRobot."""
 
     def __init__(
-        self,
-        arm: Arm = TABLE_ARM,
-        command: str = "pose",
-        follow: Follow = Follow.DRIVER,
-        image_size: int = IMAGE_SIZE,
+        self, arm: Arm = TABLE_ARM, command: str = "pose", follow: Follow = Follow.DRIVER, image_size: int = IMAGE_SIZE
     ) -> None:
         super().__init__(image_size, arm)
         self._arm = arm
@@ -99,7 +94,7 @@ class DrivenRobot(TableRobot):
             compensation=Compensation.IMAGE_GOAL,
             max_age_s=20.0,
         )
-        self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, _ONE_PER_STEP), start
+        self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, np.ones(6)), start
         self._history.add(0.0, start)
         self._actions.rest_at(start)
         positions, _ = self.world.joint_state()

@@ -13,15 +13,13 @@ import numpy as np
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.lab.simulation.arms import Arm, joint_indices
 
-POSITION_SCALE_M = 0.05
-ROTATION_SCALE_RAD = 0.5
+POSITION_SCALE_M, ROTATION_SCALE_RAD = 0.05, 0.5
 SCALE = np.array([POSITION_SCALE_M] * 3 + [ROTATION_SCALE_RAD] * 3)
 CONTROL_HZ = 20
 _STIFFNESS = 1500.0  # [1/s²]; critically damped: the hand lags its goal by 50 ms
 _NULLSPACE_STIFFNESS = 20.0
 # The goal may lead the hand by this much: against an obstacle it must not run away and then leap.
-_LEAD_M = 0.06
-_LEAD_RAD = 0.4
+_LEAD_M, _LEAD_RAD = 0.06, 0.4
 
 
 class OscPose:

@@ -65,7 +65,7 @@ class SimulatedRobot(Protocol):
         """Whether the task is done now."""
 
     def acted_on(self) -> str | None:
-        """The thing that was moved most since the reset; None: none, or the world does not tell."""
+        """The object that was moved most since the reset; None: none, or the world does not tell."""
 
     def close(self) -> None: ...
 

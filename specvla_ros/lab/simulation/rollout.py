@@ -265,11 +265,7 @@ def observe(robot: SimulatedRobot, policy: PolicyFacts, instruction: str, stamp_
 
 
 def check_senses(policy: PolicyFacts, robot: SimulatedRobot) -> None:
-    """Refuses a policy that is asked with more than the robot has.
-
-    Raises:
-        UserError: it has fewer cameras, or a state of another length.
-    """
+    """Raises UserError where the robot has fewer cameras than the policy, or a state of another length."""
     if not policy.cameras or len(policy.cameras) > len(robot.cameras):
         raise UserError(
             f"{policy.directory} is asked with images of {len(policy.cameras)} cameras ({', '.join(policy.cameras)}), "

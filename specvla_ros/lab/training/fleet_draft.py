@@ -133,11 +133,11 @@ def fleet_draft(
         del settings[_USED]
     runs = time_settings(policy, settings, frames, rounds=1)
     refusals = (*certificate.failures, *_too_slow(runs, plan))
-    chosen, promoted, kept = "not calibrated: the head is refused", None, None
+    chosen, promoted = "not calibrated: the head is refused", promote if not refusals else None
     if not refusals:
         base = SimulateSettings(policy=policy.directory, engine=with_new, model=model)
-        chosen, promoted = _calibrated(policy, base, frames, plan, directory.path), promote
-        kept = _put(new, promote) if promote is not None else None
+        chosen = _calibrated(policy, base, frames, plan, directory.path)
+    kept = _put(new, promoted) if promoted is not None else None
     context = {"frames": len(frames), "bags": bags, "policy": policy.describe(), "plan": _plan_json(plan), **head()}
     found = FleetDraft(refusals, runs, promoted, kept, chosen, context)
     with directory.reporting_errors():

@@ -175,7 +175,7 @@ def _start_robot(
 
 
 def _bring_up(nodes: NodeProcesses, operator: Operator, out: Path, robot: DemoRobot) -> None:
-    """Activates driver and policy, and then starts the guard, whose commands the arm begins with."""
+    """Activates driver and policy, then starts the guard: the arm begins with its commands."""
     if robot.commanded:
         driver = LifecycleClient(operator, "/driver", f"{out / DRIVER_LOG} says why")
         driver.activate(lambda: nodes.exit_code("driver") is None, _CONFIGURE_TIMEOUT_S)

@@ -125,8 +125,7 @@ class SimRobot(Node):
 
     @property
     def now_ns(self) -> int:
-        """The world's time on /clock."""
-        return self._now_ns
+        return self._now_ns  # on /clock
 
     def close(self) -> bool:
         """Frees the OpenGL context, and writes the rest of the record."""
