@@ -193,8 +193,9 @@ def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
             answers = [frame.recorded, *(other for other in others if other is not None)]
             if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
                 raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
-            seen = [frame.image, *(frame.others[name] for name in sensors.cameras)]
-            images.append([_squeezed(message.message(), size) for message in seen])
+            messages = [frame.image, *(frame.others[name] for name in sensors.cameras)]
+            seen = [Image.fromarray(rgb_from_message(message.message())) for message in messages]
+            images.append([np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in seen])
             states.append(_state(bag, frame, sensors))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
@@ -202,12 +203,6 @@ def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
         reader.warn_of_damage()
     left_out = f"{len(missing)} images are left out, the first as {missing[0]}" if missing else ""
     return _Steps(np.array(images, np.uint8), np.array(states), np.array(actions), tuple(texts), tuple(times), left_out)
-
-
-def _squeezed(message: Any, size: int) -> np.ndarray:
-    """An image message as uint8 [size, size, 3]."""
-    image = Image.fromarray(rgb_from_message(message))
-    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC))
 
 
 def _state(bag: Path, frame: BagFrame, sensors: Sensors) -> np.ndarray:

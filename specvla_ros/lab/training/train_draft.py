@@ -113,10 +113,10 @@ def collect_features(
         bags = tuple(shuffled(find_bags(data), seed))
         by = Asked(policy.directory, model or ModelSettings(), bags, sensors, max_text)
         store.fill_by_workers(by, frames, limit_bytes=max_bytes, workers=workers, ray=ray, on_frame=on_frame)
-        return store.shards
-    engine = EngineSettings(max_reasoning_tokens=max_text)
-    asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
-    store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)
+    else:
+        engine = EngineSettings(max_reasoning_tokens=max_text)
+        asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
+        store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)
     return store.shards
 
 
@@ -130,11 +130,10 @@ def train_draft(
     """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch."""
     from accelerate import Accelerator
 
-    held_out = max(1, len(shards) // _HELD_OUT)
-    if len(shards) <= held_out:
+    if len(shards) < 2:
         raise UserError("the features fill one shard only: too few to train on and to validate with; give more frames")
     accelerator = Accelerator()
-    task = _DraftTask(accelerator, policy, shards[:-held_out], shards[-held_out:], out, training)
+    task = _DraftTask(accelerator, policy, shards, out, training)
     described = asdict(training) | {"samples": task.samples, "target": str(policy.directory.resolve())}
     begin_or_resume(accelerator, out, described)
     return Trainer(accelerator, task, out).run(on_progress)
@@ -144,16 +143,11 @@ class _DraftTask:
     """A draft head on its target's features; see TrainingTask."""
 
     def __init__(
-        self,
-        accelerator: Any,
-        policy: OpenVLATarget,
-        shards: Sequence[Path],
-        held_out: Sequence[Path],
-        out: Path,
-        training: DraftTraining,
+        self, accelerator: Any, policy: OpenVLATarget, shards: Sequence[Path], out: Path, training: DraftTraining
     ) -> None:
+        held_out = max(1, len(shards) // _HELD_OUT)
         self._accelerator, self._policy, self._out = accelerator, policy, out
-        self._shards, self._held_out, self._seed = shards, held_out, training.seed
+        self._shards, self._held_out, self._seed = shards[:-held_out], shards[-held_out:], training.seed
         torch.manual_seed(training.seed)
         self.trained = EagleHead(policy.decoder.config, training.parallel_depth).to(policy.decoder.device)
         _initialise(self.trained)

@@ -228,15 +228,11 @@ class _PolicyTask:
             losses.append(cross_entropy(logits, batch.answers) * there.sum())
             right.append(torch.where(there, (predicted == batch.answers).float(), torch.nan).flatten(0, 1))
             distance.append((predicted - batch.answers).abs().float().flatten(0, 1))
-        found = torch.cat(right)
-        accuracy = found.mean(0) if self.model.of_bins else found.nanmean()[None]
-        return Validation(
-            step=step,
-            loss=float(torch.stack(losses).sum() / (~found.isnan()).sum()),
-            accuracy=tuple(accuracy.tolist()),
-            bin_distance=tuple(torch.cat(distance).mean(0).tolist()) if self.model.of_bins else (),
-            seconds=seconds,
-        )
+        found, of_bins = torch.cat(right), self.model.tokenizer is not None
+        accuracy = found.mean(0) if of_bins else found.nanmean()[None]
+        bin_distance = tuple(torch.cat(distance).mean(0).tolist()) if of_bins else ()
+        loss = float(torch.stack(losses).sum() / (~found.isnan()).sum())
+        return Validation(step, loss, tuple(accuracy.tolist()), bin_distance, seconds)
 
     def validation_from_json(self, raw: dict[str, Any]) -> Validation:
         return Validation(**raw | {name: tuple(raw[name]) for name in ("accuracy", "bin_distance")})
@@ -252,12 +248,8 @@ class _PolicyLoss(nn.Module):
     def __init__(self, policy: OpenVLATarget) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
-        self._tokenizer = policy.action_tokenizer if isinstance(policy.codec, BinsCodec) else None
-
-    @property
-    def of_bins(self) -> bool:
-        """Whether each answer is one action of bins."""
-        return self._tokenizer is not None
+        # None: answers are chunks, and not one action of bins each.
+        self.tokenizer = policy.action_tokenizer if isinstance(policy.codec, BinsCodec) else None
 
     def logits(self, batch: Batch) -> Tensor:
         """[batch, asked, action_dim, vocab]."""
@@ -265,9 +257,9 @@ class _PolicyLoss(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         logits = self.logits(batch)
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return cross_entropy(logits, batch.answers)
-        return action_loss(logits, batch.answers, self._tokenizer)
+        return action_loss(logits, batch.answers, self.tokenizer)
 
 
 def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
