@@ -47,7 +47,7 @@ class FleetDraft:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Cells under RUNS_HEAD."""
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for name, run in self.runs.items():
             tau = f"{run.tally.tau:.2f}" if run.tally.tau else ""
             rows.append((name, f"{run.tally.forwards_per_action:.2f}", tau, f"{run.action_s * 1e3:.1f}"))
