@@ -26,7 +26,7 @@ def reference() -> str:
     from specvla_ros.control.guard.settings import GuardParameters
     from specvla_ros.lab.ros.bag_player import BagPlayerParameters
     from specvla_ros.lab.ros.live_view import LiveViewParameters
-    from specvla_ros.lab.ros.sim_robot.parameters import SimRobotParameters
+    from specvla_ros.lab.ros.sim_robot.episodes import SimRobotParameters
     from specvla_ros.ros.driver.parameters import DriverParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters, SharedParameters
     from specvla_ros.ros.task.node import TaskParameters

@@ -29,12 +29,13 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.simulation.expert import holds
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.lab.training.batched_forward import decoder_hidden, image_embeddings
-from specvla_ros.lab.training.nano import NanoShape, write_nano
+from specvla_ros.lab.training.train_policy import write_nano
 from specvla_ros.lab.training.trainer import write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config

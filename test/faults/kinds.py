@@ -12,7 +12,7 @@ import numpy as np
 from support.fault_scene import DRIVER_GRAPH_S, GRAPH_S, IMAGE_DELAY_S, ActionMessage, Frame, Scene
 
 from specvla_ros.control.guard.commands import JointCommand, ToolPose, TwistCommand
-from specvla_ros.lab.simulation.controllers.servo import COMMAND_TIMEOUT_S
+from specvla_ros.lab.simulation.controllers import COMMAND_TIMEOUT_S
 from specvla_ros.lab.simulation.tasks import TASKS
 
 _MESSAGE_S = 0.02  # a message on its way, and a tick of who gets it

@@ -37,7 +37,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.simulation.arms import TABLE_ARM
-from specvla_ros.lab.simulation.controllers.servo import COMMAND_TIMEOUT_S
+from specvla_ros.lab.simulation.controllers import COMMAND_TIMEOUT_S
 from specvla_ros.lab.simulation.motion_record import MotionRecord, read_motion_record
 from specvla_ros.ros.qos import CLOCK, COMMAND, DIAGNOSTICS, LATCHED_STATE, STATE
 from specvla_ros.settings.parameter import values_of

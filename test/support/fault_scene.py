@@ -50,9 +50,14 @@ from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
 from specvla_ros.lab.simulation.arms import Arm, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
-from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME, CONTROL_DT_S, CommandRefusedError
-from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, Point
-from specvla_ros.lab.simulation.controllers.servo import Twist
+from specvla_ros.lab.simulation.controllers import (
+    BASE_FRAME,
+    CONTROL_DT_S,
+    CommandRefusedError,
+    JointTrajectory,
+    Point,
+    Twist,
+)
 from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.motion_record import MotionRecorder
 from specvla_ros.lab.simulation.robot import ACTION_DT_S

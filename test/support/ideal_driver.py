@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.control.pose import Pose, rotation_vector
-from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME, ArmKinematics
-from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, Point
-from specvla_ros.lab.simulation.controllers.servo import Twist
+from specvla_ros.lab.simulation.controllers import BASE_FRAME, ArmKinematics, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.world import World
 
 ACTION_DT_S = 0.2

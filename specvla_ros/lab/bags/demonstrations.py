@@ -20,13 +20,24 @@ ACTION_TOPIC = "/ground_truth/action"
 CAMERA_TOPIC = "/{}/image_raw/compressed"  # NAME; the first is called FIRST_CAMERA
 FIRST_CAMERA = "camera"
 STATE_TOPIC = "/joint_states"
-# What the expert would have done at each moment under another instruction (NAME: the other task).
+# The expert's action at each moment under another instruction (NAME: the other task).
 HINDSIGHT_ACTION_TOPIC = "/hindsight/{}/action"
 HINDSIGHT_INSTRUCTION_TOPIC = "/hindsight/{}/instruction"
 PARTIAL = ".partial"
 _START_NS = 1_700_000_000 * 10**9
 _JPEG_QUALITY = 95
 _FOREVER = QosTime(sec=2**31 - 1, nsec=2**32 - 1)
+_LATCHED = Qos(
+    history=QosHistory.KEEP_LAST,
+    depth=1,
+    reliability=QosReliability.RELIABLE,
+    durability=QosDurability.TRANSIENT_LOCAL,
+    deadline=_FOREVER,
+    lifespan=_FOREVER,
+    liveliness=QosLiveliness.AUTOMATIC,
+    liveliness_lease_duration=_FOREVER,
+    avoid_ros_namespace_conventions=False,
+)
 
 
 @dataclass(frozen=True)
@@ -69,17 +80,17 @@ def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
 
 def _write(directory: Path, record: DemonstrationRecord) -> None:
     store = get_typestore(Stores.ROS2_JAZZY)
-    types = store.types
     with Writer(directory, version=9, storage_plugin=StoragePlugin.MCAP) as writer:
 
         def channel(topic: str, msgtype: str, qos: Sequence[Qos] = ()) -> Any:
             return writer.add_connection(topic, msgtype, typestore=store, offered_qos_profiles=qos)
 
-        def write(connection: Any, at: int, message: Any) -> None:
+        def write(connection: Any, at: int, **fields: Any) -> None:
+            message = store.types[connection.msgtype](**fields)
             writer.write(connection, at, store.serialize_cdr(message, connection.msgtype))
 
-        pictures = {FIRST_CAMERA: record.images} | {**record.cameras}
-        cameras = {name: channel(CAMERA_TOPIC.format(name), "sensor_msgs/msg/CompressedImage") for name in pictures}
+        seen = {FIRST_CAMERA: record.images, **record.cameras}
+        cameras = {name: channel(CAMERA_TOPIC.format(name), "sensor_msgs/msg/CompressedImage") for name in seen}
         joints = channel(STATE_TOPIC, "sensor_msgs/msg/JointState") if record.state_names else None
         instructions = {INSTRUCTION_TOPIC: record.instruction}
         actions = {ACTION_TOPIC: record.actions}
@@ -87,43 +98,23 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
             instructions[HINDSIGHT_INSTRUCTION_TOPIC.format(name)] = hindsight.instruction
             actions[HINDSIGHT_ACTION_TOPIC.format(name)] = hindsight.actions
         for topic, text in instructions.items():
-            write(
-                channel(topic, "std_msgs/msg/String", [_latched()]), _START_NS, types["std_msgs/msg/String"](data=text)
-            )
+            write(channel(topic, "std_msgs/msg/String", [_LATCHED]), _START_NS, data=text)
         channels = {topic: channel(topic, "std_msgs/msg/Float64MultiArray") for topic in actions}
-        layout = types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
+        layout = store.types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
+        new_time, new_header = store.types["builtin_interfaces/msg/Time"], store.types["std_msgs/msg/Header"]
         for i in range(len(record.images)):
             at = _START_NS + round(record.times_s[i] * 1e9)
-            stamp = types["builtin_interfaces/msg/Time"](sec=at // 10**9, nanosec=at % 10**9)
-            for name, images in pictures.items():
-                header = types["std_msgs/msg/Header"](stamp=stamp, frame_id=name)
-                data = _jpeg(images[i])
-                write(cameras[name], at, types["sensor_msgs/msg/CompressedImage"](header, format="jpeg", data=data))
+            stamp = new_time(sec=at // 10**9, nanosec=at % 10**9)
+            for name, images in seen.items():
+                write(cameras[name], at, header=new_header(stamp, name), format="jpeg", data=_jpeg(images[i]))
             if joints is not None:
-                header, none = types["std_msgs/msg/Header"](stamp=stamp, frame_id=""), np.empty(0)
-                names, state = [*record.state_names], np.asarray(record.states[i], dtype=np.float64)
-                message = types[joints.msgtype](header, name=names, position=state, velocity=none, effort=none)
-                write(joints, at, message)
+                names, state, none = [*record.state_names], np.asarray(record.states[i], dtype=np.float64), np.empty(0)
+                write(joints, at, header=new_header(stamp, ""), name=names, position=state, velocity=none, effort=none)
             for topic, values in actions.items():
-                data = np.asarray(values[i], dtype=np.float64)
-                write(channels[topic], at, types["std_msgs/msg/Float64MultiArray"](layout=layout, data=data))
+                write(channels[topic], at, layout=layout, data=np.asarray(values[i], dtype=np.float64))
 
 
 def _jpeg(image: np.ndarray) -> np.ndarray:
     stream = io.BytesIO()
     Image.fromarray(image).save(stream, "jpeg", quality=_JPEG_QUALITY, subsampling=0)
     return np.frombuffer(stream.getvalue(), dtype=np.uint8)
-
-
-def _latched() -> Qos:
-    return Qos(
-        history=QosHistory.KEEP_LAST,
-        depth=1,
-        reliability=QosReliability.RELIABLE,
-        durability=QosDurability.TRANSIENT_LOCAL,
-        deadline=_FOREVER,
-        lifespan=_FOREVER,
-        liveliness=QosLiveliness.AUTOMATIC,
-        liveliness_lease_duration=_FOREVER,
-        avoid_ros_namespace_conventions=False,
-    )

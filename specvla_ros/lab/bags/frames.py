@@ -13,8 +13,7 @@ from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.messages.state_message import JOINT_STATE
 from specvla_ros.messages.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
 
-if TYPE_CHECKING:
-    # What is read of a bag is declared to the commands where rosbags, which the reader needs, may be missing.
+if TYPE_CHECKING:  # the commands load these declarations where rosbags, which the reader needs, may be missing
     from specvla_ros.lab.bags.reader import Bag, BagMessage, Topic
 
 RAW_IMAGE = "sensor_msgs/msg/Image"
@@ -32,13 +31,12 @@ _DEFAULT_ACTION = "/ground_truth/action"
 
 @dataclass(frozen=True)
 class TopicChoice:
-    """What the user says about a bag's topics; None: the default is looked for."""
+    """The user's choice of a bag's topics; None: the default is looked for."""
 
     image_topic: str | None = None  # default: /camera/image_raw, raw or compressed, or the only image topic
     instruction_topic: str | None = None  # default: /instruction
     instruction: str | None = None  # in place of a topic
-    # recorded actions to compare with; default: /ground_truth/action, where the bag has it
-    action_topic: str | None = None
+    action_topic: str | None = None  # actions to compare with; default: /ground_truth/action, where the bag has it
     cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
     state_topic: str | None = None  # of the robot's state, for a policy that reads it
     sync_tolerance_s: float = TOLERANCE_S  # of their stamps, against the first camera's
@@ -46,23 +44,15 @@ class TopicChoice:
 
 @dataclass(frozen=True)
 class Sensors:
-    """What is read of bags beside the first camera's images.
+    """The inputs read from bags beside the first camera's images."""
 
-    Args:
-        cameras: image topics of further cameras, by the policy's names for them, in its order.
-        state_topic: JointState; empty: no state.
-        state_names: the state's numbers in the policy's order; empty: the message's own.
-        instruction: in place of the bags' own; empty: theirs.
-    """
-
-    cameras: Mapping[str, str] = field(default_factory=dict)
-    state_topic: str = ""
-    state_names: tuple[str, ...] = ()
-    instruction: str = ""
+    cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
+    state_topic: str = ""  # JointState; empty: no state
+    state_names: tuple[str, ...] = ()  # the state's numbers in the policy's order; empty: the message's own
+    instruction: str = ""  # in place of the bags' own; empty: theirs
 
     @property
     def topics(self) -> TopicChoice:
-        """Of a bag."""
         instruction, state_topic = self.instruction or None, self.state_topic or None
         return TopicChoice(instruction=instruction, cameras=self.cameras, state_topic=state_topic)
 
@@ -72,12 +62,12 @@ CAMERA_ALONE = Sensors()
 
 @dataclass(frozen=True)
 class ReplayTopics:
-    """What a replay reads."""
+    """The topics that a replay reads."""
 
     image: Topic  # the camera
     instruction: Topic | None  # None: the user gave the instruction
     action: Topic | None  # the recorded action to compare with; None: none
-    note: str = ""  # what the user should know of the choice; empty: nothing
+    note: str = ""  # for the user, on the choice
     cameras: Mapping[str, Topic] = field(default_factory=dict)  # further ones
     state: Topic | None = None
     sync_tolerance_s: float = TOLERANCE_S
@@ -89,7 +79,7 @@ class ReplayTopics:
 
     @property
     def sensors(self) -> dict[str, Topic]:
-        """What is put together with each image: further cameras by name, and the state."""
+        """The inputs matched with each image: further cameras by name, and the state."""
         return {**self.cameras, **({STATE: self.state} if self.state is not None else {})}
 
 
@@ -98,18 +88,14 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
     image = _named_image(bag, choice.image_topic) if choice.image_topic else _find_image(bag)
     cameras = {name: _named_image(bag, topic) for name, topic in choice.cameras.items()}
     state = _typed(bag, choice.state_topic, (JOINT_STATE,)) if choice.state_topic else None
-    if choice.instruction is not None:
-        instruction = None
-    elif choice.instruction_topic:
-        instruction = _typed(bag, choice.instruction_topic, (TEXT,))
-    else:
-        instruction = _find_instruction(bag)
+    instruction: Topic | None = None
+    if choice.instruction is None:
+        named = choice.instruction_topic
+        instruction = _typed(bag, named, (TEXT,)) if named else _find_instruction(bag)
+    numbers = (topic for topic in bag.topics if topic.msgtype in NUMBERS)
+    action = next((topic for topic in numbers if topic.name == _DEFAULT_ACTION), None)
     if choice.action_topic:
-        action: Topic | None = _typed(bag, choice.action_topic, NUMBERS)
-    else:
-        action = next(
-            (topic for topic in bag.topics if topic.name == _DEFAULT_ACTION and topic.msgtype in NUMBERS), None
-        )
+        action = _typed(bag, choice.action_topic, NUMBERS)
     note = ""
     if choice.image_topic and image.name != choice.image_topic:
         note = f"bag {bag.path} holds {choice.image_topic} only compressed: {image.name} is read"
@@ -125,9 +111,8 @@ class BagFrame:
     instruction: str  # in force when the image was recorded; empty: none yet
     epoch: int  # 0 before the first instruction, bumped on each new one, as in the node
     recorded: tuple[float, ...] | None = None  # the first recorded action from this image on and before the next one
-    # of the other cameras and the state, by name; the nearest by their stamps
-    others: Mapping[str, BagMessage] = field(default_factory=dict)
-    missing: str = ""  # why there is nothing to answer: what of the others did not come; empty: all is there
+    others: Mapping[str, BagMessage] = field(default_factory=dict)  # other cameras and state; the nearest by stamp
+    missing: str = ""  # why it cannot be answered: an input did not come; empty: all are there
 
 
 def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -> Iterator[BagFrame]:
@@ -159,7 +144,7 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
 
 
 def _ended(frame: BagFrame, ended: list[Matched | Unmatched]) -> BagFrame:
-    """The frame with what came of its image, if that is known."""
+    """The frame with the match of its image, if that is known."""
     for each in ended:
         changes: Any = {"others": each.others} if isinstance(each, Matched) else {"missing": each.why}
         frame = replace(frame, **changes)
@@ -175,9 +160,9 @@ def _stamp_ns(message: BagMessage) -> int:
 
 
 def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
-    """In bag time; at equal times the instruction, what the other sensors saw, the image, the action that answers it.
+    """In bag time; at equal times the instruction, the other sensors, the image, the action that answers it.
 
-    The first camera's image last: it takes the nearest of the others that there are, and these are the nearest.
+    The image comes after the other sensors, since it takes the nearest of those that there are.
     """
     names = (topics.instruction, *topics.sensors.values(), topics.image, topics.action)
     rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MCAP files, read by their index where it is sound, else record by record; what is missing or damaged is told.
+"""MCAP files, read by their index where it is sound, else record by record; missing and damaged parts are reported.
 
-The records are mcap's. Its readers are not used: they raise at the first damage without saying where, decompress a
-chunk whatever size it claims, and go through a page of zeros as through millions of records.
+mcap's own readers are not used: they raise at the first damage without saying where, decompress a chunk whatever size
+it claims, and read a page of zeros as millions of records.
 """
 
 import heapq
@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import count
@@ -36,8 +36,8 @@ _MESSAGE = struct.Struct("<HIQQ")  # of a message: channel, sequence, log time, 
 _FOOTER_BYTES = _HEAD.size + 20 + len(MCAP_MAGIC)
 _FORMATS = {"ros2msg": MessageDefinitionFormat.MSG, "ros2idl": MessageDefinitionFormat.IDL}
 
-# Of a chunk or a message, decompressed. A chunk of rosbag2 has 0.8 MB, others a few; a message larger than that makes a
-# chunk of its own. What a file of some kB may ask for otherwise is all of a robot's memory.
+# Of a chunk or a message, decompressed; otherwise a file of some kB could take all of a robot's memory. A chunk of
+# rosbag2 has 0.8 MB, others a few; a larger message makes a chunk of its own.
 MAX_BLOCK_BYTES = 256 << 20
 _MAX_PENDING = 256 << 20  # of messages that wait for their time while chunks overlap
 
@@ -70,9 +70,6 @@ class McapStorage:
     a file, it is scanned once; of a cut-off chunk the messages that are there are read. Reading ends at the first
     damage.
 
-    Args:
-        path: of the file.
-
     Raises:
         UserError: it cannot be opened.
     """
@@ -83,7 +80,7 @@ class McapStorage:
         self._channels: dict[int, Connection] = {}
         self._counts: Counter[int] = Counter()
         self._blocks: list[_Block] = []
-        self.start_ns, self.end_ns = 2**63 - 1, 0  # bag time of the first and last message; of an empty file anything
+        self.start_ns, self.end_ns = 2**63 - 1, 0  # bag time of the first and last message, if any
         self.damage = ""  # why not all of it could be read, once that is known
         try:
             self._file = path.open("rb")
@@ -99,7 +96,6 @@ class McapStorage:
 
     @property
     def connections(self) -> list[Connection]:
-        """Its topics, each with the number of its messages."""
         return [channel._replace(msgcount=self._counts[key]) for key, channel in self._channels.items()]
 
     def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
@@ -140,13 +136,10 @@ class McapStorage:
         self._file.close()
 
     def _compare(self, found: Mapping[int, int], promised: Mapping[int, int], channels: frozenset[int]) -> None:
-        """Tells which messages are missing of those that the file's statistics count."""
-        differing = [key for key in channels if found.get(key, 0) != promised.get(key, 0)]
-        if differing and not self.damage:
-            parts = [
-                f"{found.get(key, 0)} of {promised.get(key, 0)} messages of {self._channels[key].topic}"
-                for key in differing
-            ]
+        """Reports missing messages that the file's statistics count."""
+        counts = {key: (found.get(key, 0), promised.get(key, 0)) for key in channels}
+        parts = [f"{n} of {m} messages of {self._channels[key].topic}" for key, (n, m) in counts.items() if n != m]
+        if parts and not self.damage:
             self.damage = f"{self._path} is damaged: it holds {', '.join(parts)} that its own statistics count"
 
     # The summary
@@ -156,10 +149,7 @@ class McapStorage:
         try:
             return self._checked_summary()
         except (_Damage, McapError, OSError, ValueError, struct.error, KeyError):
-            self._schemas.clear()
-            self._channels.clear()
-            self._counts.clear()
-            self._blocks.clear()
+            self._schemas, self._channels, self._counts, self._blocks = {}, {}, Counter(), []
             return None
 
     def _checked_summary(self) -> Statistics:
@@ -186,10 +176,10 @@ class McapStorage:
         if statistics is None:
             raise _Damage("no statistics")
         if chunks:
-            self._take_summary(statistics, chunks)
+            self._take_chunks(statistics, chunks)
         return statistics
 
-    def _take_summary(self, statistics: Statistics, chunks: list[ChunkIndex]) -> None:
+    def _take_chunks(self, statistics: Statistics, chunks: list[ChunkIndex]) -> None:
         if len(chunks) != statistics.chunk_count:
             raise _Damage("chunks that are not listed")
         self._counts.update(statistics.channel_message_counts)
@@ -206,7 +196,7 @@ class McapStorage:
     # The scan
 
     def _scan(self) -> None:
-        """Walks over the records up to the end of the data, or of what there is."""
+        """Walks over the records up to the end of the data or of the file."""
         offset = len(MCAP_MAGIC)
         while offset + _HEAD.size <= self._size:
             opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
@@ -235,7 +225,7 @@ class McapStorage:
             for record in self._messages_at(offset, scanning=True):
                 self._counts[record.channel] += 1
                 times.append(record.time_ns)
-        finally:  # what comes before the damage in a chunk is there
+        finally:  # messages before the damage in a chunk are kept
             if times:
                 self._blocks.append(_Block(min(times), offset))
                 self.start_ns, self.end_ns = min(self.start_ns, *times), max(self.end_ns, *times)
@@ -280,25 +270,18 @@ class McapStorage:
 
     def _connection(self, channel: Channel) -> Connection:
         schema = self._schemas.get(channel.schema_id)
+        msgtype = schema.name if schema else ""
         definition = MessageDefinition(MessageDefinitionFormat.NONE, "")
         if schema is not None and schema.encoding in _FORMATS:
             definition = MessageDefinition(_FORMATS[schema.encoding], schema.data.decode("utf-8", "replace"))
-        return Connection(
-            channel.id,
-            channel.topic,
-            schema.name if schema else "",
-            definition,
-            "",
-            0,
-            ConnectionExtRosbag2(channel.message_encoding, self._profiles(channel)),
-            self,
-        )
+        qos = ConnectionExtRosbag2(channel.message_encoding, self._profiles(channel))
+        return Connection(channel.id, channel.topic, msgtype, definition, "", 0, qos, self)
 
     def _profiles(self, channel: Channel) -> list[Qos]:
-        """What its publishers offered; where that cannot be read nothing, which counts as the usual."""
+        """Offered by its publishers; none, which counts as the usual, where they cannot be read."""
         try:
             return parse_qos(channel.metadata.get("offered_qos_profiles", ""))
-        except Exception:  # whatever a YAML reader makes of damaged text, RecursionError included
+        except Exception:  # any of a YAML reader at damaged text, RecursionError included
             self.damage = f"{self._path}: offered_qos_profiles of {channel.topic} cannot be read, the usual are taken"
             return []
 
@@ -311,22 +294,21 @@ class McapStorage:
 
 def _records(data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Opcode and body of each record."""
-    offset = 0
-    while offset < len(data):
-        if offset + _HEAD.size > len(data):
+    while data:
+        if len(data) < _HEAD.size:
             raise _Damage("half a record")
-        opcode, length = _HEAD.unpack_from(data, offset)
-        offset += _HEAD.size
+        opcode, length = _HEAD.unpack_from(data)
         if not opcode:
             raise _Damage("a record of no kind")
-        if length > len(data) - offset:
+        end = _HEAD.size + length
+        if end > len(data):
             raise _Damage("half a record")
-        yield opcode, data[offset : offset + length]
-        offset += length
+        yield opcode, data[_HEAD.size : end]
+        data = data[end:]
 
 
 def _chunk_records(content: bytes, *, whole: bool) -> Iterator[tuple[int, memoryview]]:
-    """The records in a chunk; of one that is cut off those that are there."""
+    """The records in a chunk; of a cut-off one those that are there."""
     try:
         chunk = Chunk.read(ReadDataStream(BytesIO(content)))
     except (McapError, ValueError, OverflowError, struct.error):
@@ -334,19 +316,16 @@ def _chunk_records(content: bytes, *, whole: bool) -> Iterator[tuple[int, memory
             raise _Damage("a chunk without its head") from None
         return
     data = _decompressed(chunk)
-    if not whole:
-        with suppress(_Damage):
-            yield from _records(memoryview(data))
-        return
-    if len(data) != chunk.uncompressed_size:
+    if whole and len(data) != chunk.uncompressed_size:
         raise _Damage(f"a chunk of {len(data)} bytes that claims {chunk.uncompressed_size}")
-    if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
+    if whole and chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
         raise _Damage("checksum of a chunk")
-    yield from _records(memoryview(data))
+    with nullcontext() if whole else suppress(_Damage):
+        yield from _records(memoryview(data))
 
 
 def _decompressed(chunk: Chunk) -> bytes:
-    """What is there of a chunk's records, and never more than the chunk claims or any chunk may have."""
+    """The records of a chunk, as far as they are there, and never more than it claims or any chunk may have."""
     data, size = chunk.data, chunk.uncompressed_size
     if size > MAX_BLOCK_BYTES:
         raise _Damage(f"a chunk that claims {size} bytes, more than the {MAX_BLOCK_BYTES} that are read at once")
@@ -355,20 +334,20 @@ def _decompressed(chunk: Chunk) -> bytes:
             return decompress_zstd(data, size)
         if chunk.compression == "lz4":
             data = lz4.frame.LZ4FrameDecompressor().decompress(data, max_length=size + 1)
+        elif chunk.compression:
+            raise _Damage(f"compression {chunk.compression!r} is not known")
     except (zstandard.ZstdError, RuntimeError, EOFError, ValueError) as error:
         raise _Damage(str(error)) from None
-    if chunk.compression not in ("", "lz4"):
-        raise _Damage(f"compression {chunk.compression!r} is not known")
     if len(data) > size:
         raise _Damage(f"a chunk that holds more than the {size} bytes it claims")
     return data
 
 
 def decompress_zstd(data: bytes, limit: int = MAX_BLOCK_BYTES) -> bytes:
-    """Zstandard frames, or what is there of them.
+    """Zstandard frames, as far as they are there.
 
     Raises:
-        ValueError: it is more than the limit, which is found before it takes the memory.
+        ValueError: more than the limit, which is found before it takes the memory.
         zstandard.ZstdError: they are damaged.
     """
     with zstandard.ZstdDecompressor().stream_reader(BytesIO(data), read_across_frames=True) as stream:

@@ -19,7 +19,7 @@ _SEPARATOR = "=" * 80
 
 
 class MessageTypes:
-    """Those of ROS 2, those that a bag defines itself, and this package's own where it does not."""
+    """The types of ROS 2, those that a bag defines, and this package's own where it does not."""
 
     def __init__(self) -> None:
         self._store = get_typestore(Stores.ROS2_JAZZY)
@@ -82,7 +82,7 @@ class MessageTypes:
             raise UserError(f"the bag's definition of {msgtype} cannot be parsed: {error}") from error
 
     def _as_field(self, msgtype: str, name: str, value: Any) -> Any:
-        """Sequences of numbers as the arrays that the serialiser wants."""
+        """Sequences of numbers as the serialiser's arrays."""
         _, fields = self._store.fielddefs[msgtype]
         kind, detail = dict(fields)[name]
         if kind is not Nodetype.SEQUENCE:

@@ -4,29 +4,38 @@
 import heapq
 import logging
 import re
+import shutil
+import sqlite3
+from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
+import zstandard
 from rosbags.interfaces import Connection, ConnectionExtRosbag2, Qos, QosDurability, QosReliability
+from rosbags.rosbag2 import Reader
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.mcap_storage import MAX_BLOCK_BYTES, MCAP_MAGIC, McapStorage, StoredMessage, decompress_zstd
 from specvla_ros.lab.bags.message_types import MessageTypes
-from specvla_ros.lab.bags.storage import Storage, open_storage
 from specvla_ros.settings.json_file import shown
 
 _log = logging.getLogger(__name__)
 
 BAG_SUFFIXES = (".mcap", ".db3")
 _MAX_METADATA_BYTES = 16 << 20
+_MAX_RATIO = 200  # of a file's size decompressed and compressed; more is an attack, or black images
+_SQLITE_MAGIC = b"SQLite format 3\0"
 
 
 @dataclass(frozen=True)
 class OfferedQos:
-    """What the recorded publishers offered; the weakest of several."""
+    """Offered by the recorded publishers; the weakest of several."""
 
     reliable: bool = True  # else best effort
     transient_local: bool = False  # else volatile
@@ -64,13 +73,9 @@ class BagMessage:
 class Bag:
     """An open bag; also a context manager. `topics` are those with messages, by name."""
 
-    def __init__(
-        self, path: Path, files: tuple[Path, ...], storages: list[Storage], scratch: TemporaryDirectory[str]
-    ) -> None:
-        self.path = path
-        self.files = files
-        self._storages = storages
-        self._scratch = scratch
+    def __init__(self, path: Path, files: tuple[Path, ...], storages: list["Storage"], opened: ExitStack) -> None:
+        self.path, self.files = path, files
+        self._storages, self._opened = storages, opened
         self._types = MessageTypes()
         self.topics = _topics(storages)
         if not self.topics:
@@ -82,14 +87,10 @@ class Bag:
 
     @property
     def damage(self) -> str:
-        """Why not all of the bag could be read, as far as it is known so far; empty: all is well.
-
-        Some damage shows only when the messages are read: ask again at the end.
-        """
+        """Why not all of the bag could be read; empty: all is well. Some damage shows only at the end of reading."""
         return "; ".join(storage.damage for storage in self._storages if storage.damage)
 
     def warn_of_damage(self) -> None:
-        """Logs the damage, if any; for readers that go on with what there is."""
         if self.damage:
             _log.warning("bag %s: %s", self.path, self.damage)
 
@@ -108,17 +109,11 @@ class Bag:
                 if connection.topic in wanted:
                     _check_cdr(self.path, connection)
                     self._types.learn(connection.msgtype, connection.msgdef)
-        return self._in_time_order(wanted)
-
-    def _in_time_order(self, topics: frozenset[str]) -> Iterator[BagMessage]:
-        parts = [storage.messages(topics) for storage in self._storages]
-        for connection, time_ns, raw in heapq.merge(*parts, key=lambda message: message[1]):
-            yield BagMessage(connection.topic, connection.msgtype, time_ns, bytes(raw), self._types)
+        merged = heapq.merge(*(storage.messages(wanted) for storage in self._storages), key=itemgetter(1))
+        return (BagMessage(whose.topic, whose.msgtype, time_ns, raw, self._types) for whose, time_ns, raw in merged)
 
     def close(self) -> None:
-        for storage in self._storages:
-            storage.close()
-        self._scratch.cleanup()
+        self._opened.close()
 
     def __enter__(self) -> "Bag":
         return self
@@ -130,24 +125,17 @@ class Bag:
 def open_bag(path: str | Path) -> Bag:
     """Opens a bag: its directory, or one .mcap or .db3 file.
 
-    metadata.yaml only says which files belong to the bag, so that one that is missing or wrong, as a killed recorder
-    leaves it, does no harm.
+    metadata.yaml only says which files belong to the bag: one missing or wrong, as a killed recorder leaves it, does no
+    harm.
     """
     path = Path(path).expanduser()
     if not path.exists():
         raise UserError(f"bag {path} does not exist; give a bag's directory, or an .mcap or .db3 file")
     files, compression = _directory_files(path) if path.is_dir() else (_single_file(path), "")
-    scratch = TemporaryDirectory(prefix="specvla_bag_")
-    storages: list[Storage] = []
-    try:
-        for file in files:
-            storages.append(open_storage(file, Path(scratch.name), compression))
-    except BaseException:
-        for storage in storages:
-            storage.close()
-        scratch.cleanup()
-        raise
-    return Bag(path, files, storages, scratch)
+    with ExitStack() as opened:
+        scratch = Path(opened.enter_context(TemporaryDirectory(prefix="specvla_bag_")))
+        storages = [opened.enter_context(closing(open_storage(file, scratch, compression))) for file in files]
+        return Bag(path, files, storages, opened.pop_all())
 
 
 def _single_file(path: Path) -> tuple[Path, ...]:
@@ -189,10 +177,9 @@ def _is_file_name(name: str) -> bool:
 
 
 def _compression(directory: Path, information: dict[str, Any]) -> str:
-    mode = str(information.get("compression_mode") or "none").lower()
+    mode, form = str(information.get("compression_mode")).lower(), information.get("compression_format")
     if mode not in ("file", "message"):
         return ""
-    form = information.get("compression_format")
     if form != "zstd":
         raise UserError(
             f"{directory / 'metadata.yaml'}: compression_format is {shown(form)}, but only zstd can be read; "
@@ -202,7 +189,7 @@ def _compression(directory: Path, information: dict[str, Any]) -> str:
 
 
 def _information(directory: Path) -> dict[str, Any]:
-    """What metadata.yaml says; nothing when it is missing or cannot be read."""
+    """From metadata.yaml; nothing when it is missing or cannot be read."""
     path = directory / "metadata.yaml"
     try:
         if path.stat().st_size > _MAX_METADATA_BYTES:
@@ -213,12 +200,11 @@ def _information(directory: Path) -> dict[str, Any]:
     return information if isinstance(information, dict) else {}
 
 
-def _topics(storages: list[Storage]) -> tuple[Topic, ...]:
-    by_name: dict[str, list[Connection]] = {}
-    for storage in storages:
-        for connection in storage.connections:
-            if connection.msgcount:
-                by_name.setdefault(connection.topic, []).append(connection)
+def _topics(storages: list["Storage"]) -> tuple[Topic, ...]:
+    by_name: defaultdict[str, list[Connection]] = defaultdict(list)
+    for connection in (connection for storage in storages for connection in storage.connections):
+        if connection.msgcount:
+            by_name[connection.topic].append(connection)
     return tuple(
         Topic(name, same[0].msgtype, sum(connection.msgcount for connection in same), _offered_qos(same))
         for name, same in sorted(by_name.items())
@@ -226,12 +212,10 @@ def _topics(storages: list[Storage]) -> tuple[Topic, ...]:
 
 
 def _offered_qos(connections: list[Connection]) -> OfferedQos:
-    profiles: list[Qos] = [
-        profile
-        for connection in connections
-        if isinstance(connection.ext, ConnectionExtRosbag2)
-        for profile in connection.ext.offered_qos_profiles
-    ]
+    profiles: list[Qos] = []
+    for connection in connections:
+        if isinstance(connection.ext, ConnectionExtRosbag2):
+            profiles += connection.ext.offered_qos_profiles
     if not profiles or not all(isinstance(profile.depth, int) for profile in profiles):
         return OfferedQos()
     return OfferedQos(
@@ -253,3 +237,136 @@ def _check_cdr(path: Path, connection: Connection) -> None:
 def _natural(file: Path) -> list[tuple[int, str]]:
     """bag_10 comes after bag_2."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", file.name)]
+
+
+class SqliteStorage:
+    """A sqlite3 file, whole or as its recorder left it; raises any exception of its libraries at damaged bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._reader = path, Reader(path)
+        self._reader.open()
+        self.connections = list(self._reader.connections)
+        self.start_ns, self.end_ns = self._reader.start_time, self._reader.end_time - 1
+        self.damage = ""
+        texts = [text for each in self.connections for text in (each.topic, each.msgtype)]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.start_ns + self.end_ns, int):
+            raise ValueError("topics without a name or type, or times that are none")
+
+    def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
+        """The messages of some topics, in time order."""
+        wanted = [connection for connection in self.connections if connection.topic in topics]
+        if not wanted:
+            return
+        try:
+            for connection, time_ns, data in self._reader.messages(wanted):
+                if not isinstance(data, bytes) or not isinstance(time_ns, int):
+                    raise ValueError(f"a message of {connection.topic} is no bytes, or at no time")
+                yield connection, time_ns, data
+        except Exception as error:  # any, at damaged bytes
+            self.damage = f"{self._path} is damaged ({error}): the rest of it cannot be read"
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class CompressedMessages:
+    """A bag whose messages rosbag2 has compressed one by one."""
+
+    def __init__(self, inner: SqliteStorage | McapStorage) -> None:
+        self._inner, self._damage = inner, ""
+        self.connections = inner.connections
+        self.start_ns, self.end_ns = inner.start_ns, inner.end_ns
+
+    @property
+    def damage(self) -> str:
+        return self._inner.damage or self._damage
+
+    def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
+        for connection, time_ns, data in self._inner.messages(topics):
+            try:
+                whole = decompress_zstd(data)
+            except (zstandard.ZstdError, ValueError) as error:
+                self._damage = f"a message of {connection.topic} is damaged ({error}): the rest cannot be read"
+                return
+            yield connection, time_ns, whole
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+Storage = SqliteStorage | McapStorage | CompressedMessages
+
+
+def open_storage(path: Path, scratch: Path, compression: str = "") -> Storage:
+    """Opens a data file as its first bytes say.
+
+    Args:
+        scratch: directory for a copy of a database that its recorder left open, or of a compressed file.
+        compression: `file` or `message`, as rosbag2 compresses bags; empty: not at all.
+
+    Raises:
+        UserError: it cannot be read, or is no bag's.
+    """
+    if compression == "file":
+        path = _decompressed_file(path, scratch)
+    storage = _open_plain(path, scratch)
+    return CompressedMessages(storage) if compression == "message" else storage
+
+
+def _open_plain(path: Path, scratch: Path) -> SqliteStorage | McapStorage:
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_SQLITE_MAGIC))
+    except OSError as error:
+        raise UserError(f"bag file {path} cannot be read: {error.strerror}") from error
+    if begin.startswith(MCAP_MAGIC):
+        return McapStorage(path)
+    if begin == _SQLITE_MAGIC:
+        try:
+            return SqliteStorage(_settled(path, scratch))
+        except Exception as error:
+            raise UserError(
+                f"bag file {path} is a damaged sqlite3 database ({error}), it may be cut off; copy it again, or save "
+                f"what is left with: sqlite3 {path.name} .recover | sqlite3 saved.db3"
+            ) from error
+    size = path.stat().st_size
+    raise UserError(
+        f"bag file {path} ({size} bytes) is neither MCAP nor sqlite3: it is "
+        f"{'empty' if not size else 'cut off at its very beginning, or no bag'}; copy or record it again"
+    )
+
+
+def _settled(path: Path, scratch: Path) -> Path:
+    """The database with all that its recorder committed.
+
+    A killed recorder leaves its last messages in a log beside the database. They are merged in a copy: a recording is
+    evidence and stays as it is.
+    """
+    logs = [path.with_name(path.name + suffix) for suffix in ("-wal", "-journal")]
+    logs = [log for log in logs if log.exists() and log.stat().st_size]
+    if not logs:
+        return path
+    for file in (path, *logs):
+        shutil.copy(file, scratch)
+    copy = scratch / path.name
+    connection = sqlite3.connect(copy)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    connection.close()
+    return copy
+
+
+def _decompressed_file(path: Path, scratch: Path) -> Path:
+    copy = scratch / path.stem
+    try:
+        limit = max(MAX_BLOCK_BYTES, _MAX_RATIO * path.stat().st_size)
+        with path.open("rb") as source, copy.open("wb") as target:
+            for block in zstandard.ZstdDecompressor().read_to_iter(source, write_size=1 << 20):
+                target.write(block)
+                if target.tell() > limit:
+                    raise ValueError(f"it holds more than {limit} bytes, {_MAX_RATIO} times its own")
+    except (OSError, ValueError, zstandard.ZstdError) as error:
+        raise UserError(
+            f"the compressed bag file {path} cannot be read ({error}); decompress it: zstd -d {path.name}"
+        ) from None
+    return copy

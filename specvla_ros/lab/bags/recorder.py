@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes actions to an MCAP bag that ROS 2 tools read; what is written survives the death of the process."""
+"""Writes actions to an MCAP bag that ROS 2 tools read; each action survives the death of the process."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -23,21 +23,18 @@ _TYPES = {ACTION_TOPIC: VLA_ACTION, DECODE_STATS_TOPIC: DECODE_STATS}
 # Copied where it is used, so that YAML writes no aliases, which not every reader of these profiles knows.
 _FOREVER = {"sec": 9223372036, "nsec": 854775807}
 # Reliable, volatile, keep last 10, in the numbers of rmw: as the node publishes.
-_QOS = yaml.safe_dump(
-    [
-        {
-            "history": 1,
-            "depth": 10,
-            "reliability": 1,
-            "durability": 2,
-            "deadline": dict(_FOREVER),
-            "lifespan": dict(_FOREVER),
-            "liveliness": 1,
-            "liveliness_lease_duration": dict(_FOREVER),
-            "avoid_ros_namespace_conventions": False,
-        }
-    ]
-)
+_PROFILE = {
+    "history": 1,
+    "depth": 10,
+    "reliability": 1,
+    "durability": 2,
+    "deadline": dict(_FOREVER),
+    "lifespan": dict(_FOREVER),
+    "liveliness": 1,
+    "liveliness_lease_duration": dict(_FOREVER),
+    "avoid_ros_namespace_conventions": False,
+}
+_QOS = yaml.safe_dump([_PROFILE])
 
 
 class BagRecorder:
@@ -49,12 +46,10 @@ class BagRecorder:
     Args:
         directory: the bag's directory, made here; it must not exist.
         metadata: the bag's origin; stored in the file.
-        meaning: of the actions' numbers.
     """
 
     def __init__(self, directory: Path, metadata: Mapping[str, str], meaning: ActionMeaning) -> None:
-        self._directory = directory
-        self._meaning = meaning
+        self._directory, self._meaning = directory, meaning
         self._file_path = directory / f"{directory.name}_0.mcap"
         try:
             directory.mkdir(parents=True)
@@ -82,13 +77,12 @@ class BagRecorder:
         latency_s: float,
         drop_counts: Mapping[str, int],
     ) -> None:
-        """Writes an action and how it was decoded; the header's stamp is the image's.
+        """Writes an action and its decode statistics; the header's stamp is the image's.
 
         Args:
             time_ns: bag time, never before that of the action before.
             publish_s: from the last token to publication, seconds.
             latency_s: observation-to-action latency, seconds.
-            drop_counts: frames dropped so far, by reason.
         """
         stamp_ns, frame_id = action.observation.stamp_ns, action.observation.frame_id
         fields = vla_action_fields(action, self._meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
@@ -129,25 +123,18 @@ class BagRecorder:
         total = sum(self._counts.values())
         start = {"nanoseconds_since_epoch": self._first_ns if total else 0}
         duration = {"nanoseconds": self._last_ns - self._first_ns if total else 0}
-        topics = [
-            {
-                "topic_metadata": {
-                    "name": topic,
-                    "type": msgtype,
-                    "serialization_format": "cdr",
-                    "offered_qos_profiles": _QOS,
-                    "type_description_hash": self._types.type_hash(msgtype),
-                },
-                "message_count": self._counts[topic],
+        topics = []
+        for topic, msgtype in _TYPES.items():
+            described = {
+                "name": topic,
+                "type": msgtype,
+                "serialization_format": "cdr",
+                "offered_qos_profiles": _QOS,
+                "type_description_hash": self._types.type_hash(msgtype),
             }
-            for topic, msgtype in _TYPES.items()
-        ]
-        file = {
-            "path": self._file_path.name,
-            "starting_time": dict(start),
-            "duration": dict(duration),
-            "message_count": total,
-        }
+            topics.append({"topic_metadata": described, "message_count": self._counts[topic]})
+        name = self._file_path.name
+        file = {"path": name, "starting_time": dict(start), "duration": dict(duration), "message_count": total}
         information = {
             "version": 8,
             "storage_identifier": "mcap",
@@ -157,7 +144,7 @@ class BagRecorder:
             "topics_with_message_count": topics,
             "compression_format": "",
             "compression_mode": "",
-            "relative_file_paths": [self._file_path.name],
+            "relative_file_paths": [name],
             "files": [file],
             "custom_data": None,
             "ros_distro": "",

@@ -24,7 +24,7 @@ _NO_IMAGES = {ONLY_CAMERA: np.zeros((1, 1, 3), np.uint8)}
 
 @dataclass(frozen=True)
 class HostedPolicy:
-    """What is known of the policy where its weights are not; see `PolicyFacts`."""
+    """The policy's facts where its weights are not; see `PolicyFacts`."""
 
     directory: Path
     codec: Codec
@@ -34,18 +34,14 @@ class HostedPolicy:
     description: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:
-        """As the policy described itself."""
         return self.description
 
 
 class EngineHost:
-    """The engine's process; see `specvla_ros.lab.jobs.workers.Shared`.
+    """The engine's process, for so many robots at once; see `specvla_ros.lab.jobs.workers.Shared`.
 
     Args:
-        target: the policy.
-        settings: how to decode.
-        robots: how many may ask at once.
-        tick_time: seconds that a tick counts for, of its work and those that it took here.
+        tick_time: seconds that a tick counts for, from its work and the seconds that it took here.
 
     Raises:
         UserError: the settings do not fit the target or the device's memory.
@@ -64,37 +60,31 @@ class EngineHost:
         self._thread = SharedEngine(self._engine, tick_time)
 
     def facts(self) -> tuple[HostedPolicy, EngineSettings]:
-        """What is decoded with, and how: as an engine of one's own would say it."""
+        """The policy and the settings, as an engine of one's own would have them."""
         target = self._engine.target
-        facts = HostedPolicy(
-            target.directory, target.codec, target.unnorm_key, target.cameras, target.state_dims, target.describe()
-        )
+        named = (target.directory, target.codec, target.unnorm_key, target.cameras, target.state_dims)
+        facts = HostedPolicy(*named, target.describe())
         return facts, replace(self._engine.settings, streams=self._settings.streams)
 
     def check_instruction(self, instruction: str) -> None:
-        """See `Engine.check_instruction`."""
         self._engine.check_instruction(instruction)
 
     def reset(self, stream: str) -> None:
-        """Forgets what a robot was about."""
+        """Forgets a robot's state."""
         self._thread.close(stream)
 
     def decode(self, observation: Observation) -> Decoded:
-        """What becomes of an observation, without its images: they are large, and whoever asks has them."""
+        """Decodes an observation; the answer comes without its images, which are large."""
         decoded = self._thread.decode(observation, self._thread.prepared(observation)).result()
         seen = replace(decoded.outcome.observation, images=_NO_IMAGES)
         return replace(decoded, outcome=replace(decoded.outcome, observation=seen))
 
 
 class HostedEngine:
-    """An engine in another process, as one of those has it that share it: a robot of its own.
+    """A worker's access to an engine in another process, where it is a robot of its own.
 
-    What is decoded is what an engine of one's own decodes, acceptance and drafts included; what is timed are the ticks
-    that carried it beside the others.
-
-    Attributes:
-        target: the policy, without its weights.
-        settings: how it decodes.
+    It decodes as an engine of one's own does, acceptance and drafts included; its times are of the ticks that carried
+    the others too. `target` is the policy without its weights.
     """
 
     def __init__(self, host: Host) -> None:
@@ -104,11 +94,9 @@ class HostedEngine:
         self.reset()
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
         self._host.call("reset", self._stream)
 
     def check_instruction(self, instruction: str) -> None:
-        """See `Engine.check_instruction`."""
         self._host.call("check_instruction", instruction)
 
     def decode(self, observation: Observation) -> Decoded:
@@ -120,5 +108,4 @@ class HostedEngine:
         return replace(decoded, outcome=outcome)
 
     def act(self, observation: Observation) -> Outcome:
-        """See `Engine.act`."""
         return self.decode(observation).outcome

@@ -15,28 +15,26 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.workers import Holder, Host, ProcessDied, opened
 
 _CREATED_WITHIN_S = 60.0  # where the cluster has room
-
-LOCAL = "local"
-"""The address that starts a Ray cluster on this machine, for as long as the command runs."""
+LOCAL = "local"  # the address that starts a Ray cluster on this machine, for as long as the command runs
 
 
 @dataclass(frozen=True)
 class ActorPlan:
-    """What a cluster is asked for."""
+    """The resources that a cluster is asked for."""
 
     count: int  # workers
     takes: dict[str, float]  # by each of them
-    host_takes: dict[str, float] = field(default_factory=dict)  # by each of what they share
+    host_takes: dict[str, float] = field(default_factory=dict)  # by each object that they share
 
 
 def plan_actors(resources: dict[str, float], workers: int, *, gpu: bool, among: int = 0) -> ActorPlan:
-    """How many actors a cluster is asked for, and what each takes of it.
+    """The number of actors, and each one's resources.
 
     Args:
         resources: of the cluster, as `ray.cluster_resources` gives them.
         workers: wanted; 0: one for each GPU that is used, else one for each core.
         gpu: whether a GPU computes where there is one; more than GPUs share them.
-        among: how many workers share what needs the GPU; 0: each of them needs it.
+        among: how many workers share the object that needs the GPU; 0: each of them needs it.
     """
     gpus, cpus = int(resources.get("GPU", 0)) if gpu else 0, resources.get("CPU", 1)
     if among:
@@ -53,13 +51,7 @@ def _gpu_share(count: int, gpus: int) -> dict[str, float]:
 
 
 class RayPool:
-    """Actors of a cluster; see `Pool`.
-
-    Args:
-        address: of the cluster.
-        workers: how many are wanted, see `plan_actors`.
-        gpu: likewise.
-        among: likewise.
+    """Actors of a cluster at an address; see `Pool` and `plan_actors`.
 
     Raises:
         UserError: Ray is not installed, or cannot connect to the cluster.
@@ -78,7 +70,7 @@ class RayPool:
         self.size = plan.count
         actor = ray.remote(Holder)
         self._worker = actor.options(max_restarts=0, **plan.takes)
-        # One call more than there are workers: to ask whether it is there.
+        # One call more than there are workers: the command's check that it lives.
         self._host = actor.options(max_restarts=0, max_concurrency=among + 1, **plan.host_takes)
 
     def start(self, work: Callable[..., Any], *host: Host) -> "_Actor":
@@ -110,7 +102,7 @@ def _begin_ray(ray: Any, address: str) -> None:
 
 
 class _Actor:
-    """A worker or a host: an actor that holds what `make` gives for the arguments, on a machine of the cluster."""
+    """A worker or a host: an actor that holds the object made with `make` and the arguments."""
 
     def __init__(self, pool: RayPool, kind: Any, make: Callable[..., object], *arguments: Any) -> None:
         self._pool = pool
@@ -127,8 +119,8 @@ class _Actor:
         return _answer(self.answer)
 
     def end(self) -> None:
-        # One that is killed while it is being created keeps its place in the cluster for ever (seen with Ray 2.60).
-        # A cluster that the pool leaves ends those that were not created in time.
+        # An actor that is killed while it is being created keeps its place in the cluster for ever (seen with Ray
+        # 2.60). A cluster that the pool leaves ends those that were not created in time.
         timeout = 0.0 if self._pool.begun else _CREATED_WITHIN_S
         with suppress(Exception):  # its machine may be gone
             there, _ = self._pool.ray.wait([self._created], timeout=timeout)
@@ -137,7 +129,6 @@ class _Actor:
 
 
 def _call(actor: Any, method: str, *arguments: Any) -> Any:
-    """In the command or a worker: calls what an actor holds."""
     return _answer(actor.call.remote(method, *arguments))
 
 
@@ -154,7 +145,7 @@ def _answer(reference: Any) -> Any:
 
 
 class _Work:
-    """What a worker's actor holds."""
+    """The object in a worker's actor."""
 
     def __init__(self, work: Callable[..., Any], *host: Host) -> None:
         self._work, self._host = work, host
@@ -164,16 +155,10 @@ class _Work:
 
 
 def make_settled(version: str, directory: str, make: bytes, *arguments: Any) -> object:
-    """Makes a machine of the cluster as the command's, or says why it cannot be; then the object that is wanted there.
-
-    Args:
-        version: of the command's package.
-        directory: that the command runs in.
-        make: pickled function.
-        arguments: its.
+    """Makes an object on a machine of the cluster, in the command's directory.
 
     Raises:
-        UserError: the machine has another version, or not the command's files.
+        UserError: the machine has another version of the package, or not the command's files.
     """
     machine = f"the machine {os.uname().nodename} of the Ray cluster"
     if specvla_ros.__version__ != version:

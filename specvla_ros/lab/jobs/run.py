@@ -6,9 +6,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.jobs.processes import ProcessPool
 from specvla_ros.lab.jobs.ray_cluster import RayPool
-from specvla_ros.lab.jobs.workers import Host, HostProcess, Pool, ProcessDied, Shared, WorkerProcess
+from specvla_ros.lab.jobs.workers import Host, HostProcess, Pool, ProcessDied, ProcessPool, Shared, WorkerProcess
 
 _MAX_LOSSES = 3  # workers that a job may cost
 _NAMED = 5  # jobs that a message lists
@@ -30,25 +29,25 @@ def run_jobs(
 ) -> Generator[tuple[Job, Result], None, None]:
     """Yields each job with its result, once, as it is finished.
 
-    A worker does one job at a time. Where it dies (killed, out of memory, its machine gone) its job is done again by
-    another one, behind all that wait; a job that cost `_MAX_LOSSES` workers is given up and the others go on. What a
-    job raises is raised here: it is not done again.
+    A worker does one job at a time. Where it dies (killed, out of memory, its machine gone) another one does its job
+    again, after all that wait; a job that cost `_MAX_LOSSES` workers is given up and the others go on. A job's
+    exception is raised here, and the job is not done again.
 
     Args:
-        work: a function at a module's top level; what it needs again it may keep in its process.
+        work: a function at a module's top level; it may keep things in its process.
         jobs: can be pickled.
         workers: processes, or Ray actors; 0: this process, or as many actors as the cluster has room for, or as many
             as share something.
         ray: the cluster's address, `auto` for the one that runs on this machine, `local` to start one; empty: none.
             All its machines have this version of the package, and the same files under the same paths.
         gpu: whether a GPU computes where a machine of the cluster has one; see `plan_actors`.
-        shared: what several workers share; `work` is given a `Host` behind the job. Where it dies, the jobs of its
-            workers are done again.
-        name: what a job is called in messages.
-        lost: stands for the result of a job that was given up, from the job and the reason.
+        shared: by several workers; `work` is given a `Host` after the job. Where it dies, the jobs of its workers are
+            done again.
+        name: of a job in messages.
+        lost: the result of a job that was given up, from the job and the reason.
 
     Raises:
-        UserError: jobs were given up and there is no `lost`; Ray is missing or not to be reached.
+        UserError: jobs were given up and there is no `lost`; Ray is missing or cannot be reached.
     """
     among = shared.among if shared is not None else 0
     if ray:
@@ -82,7 +81,7 @@ def run_jobs(
 
 
 class _Crew:
-    """The workers of a pool, each with its place at what it shares with others, which is made again when it dies."""
+    """The workers of a pool, each with its place at a shared object, which is made again when it dies."""
 
     def __init__(self, pool: Pool, work: Callable[..., Any], shared: Shared | None) -> None:
         self._pool, self._work, self._shared = pool, work, shared
@@ -99,14 +98,14 @@ class _Crew:
         return worker
 
     def dismiss(self, worker: WorkerProcess) -> None:
-        """Ends a worker, and has its place for the next."""
+        """Ends a worker, and keeps its place for the next."""
         worker.end()
         host, place = self._places.pop(worker, (None, 0))
         if host in self._free:
             self._free[host].append(place)
 
     def end(self) -> None:
-        """Ends what the workers shared."""
+        """Ends the shared objects."""
         for host in self._free:
             host.end()
 
@@ -131,7 +130,7 @@ def _lives(host: HostProcess) -> bool:
 
 
 def _spread(crew: _Crew, pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job, Any, str]]:
-    """Each job with its result, or with why it was given up."""
+    """Each job with its result, or with the reason why it was given up."""
     waiting = deque(enumerate(jobs))
     losses: Counter[int] = Counter()
     died_in_a_row = 0
@@ -143,7 +142,7 @@ def _spread(crew: _Crew, pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job,
                 worker = idle.pop() if idle else crew.start()
                 busy[worker] = waiting.popleft()
                 worker.give(busy[worker][1])
-            while idle:  # nothing is left for them, and what they hold others may wait for
+            while idle:  # nothing is left for them, and others may wait for their resources
                 crew.dismiss(idle.pop())
             for worker in pool.wait(busy):
                 index, job = busy.pop(worker)
@@ -153,7 +152,7 @@ def _spread(crew: _Crew, pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job,
                     crew.dismiss(worker)
                     losses[index] += 1
                     died_in_a_row += 1
-                    # Whatever they are given, they die: trying every job three times would take very long.
+                    # They die at every job: trying each three times would take very long.
                     all_workers_die = died_in_a_row > _MAX_LOSSES * pool.size
                     if losses[index] < _MAX_LOSSES and not all_workers_die:
                         waiting.append((index, job))

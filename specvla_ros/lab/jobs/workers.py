@@ -1,12 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in processes of their own, on this machine or in a cluster: workers, and what several of them share."""
+"""Workers and the objects that they share, each in a process of its own: protocols, and this machine's processes."""
 
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
 import pickle
+import signal
+import sys
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.managers import BaseManager
 from typing import Any, Protocol
+
+_PR_SET_PDEATHSIG = 1
+_ENDS_WITHIN_S = 5.0
+# Not forked: OpenGL contexts and torch's threads do not survive a fork.
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 class ProcessDied(Exception):
@@ -22,41 +36,36 @@ class Shared:
 
 
 def share(make: Callable[[int], object], among: int) -> Shared | None:
-    """What `make` gives for so many workers; 0: nothing is shared."""
+    """The object made for so many workers; 0: nothing is shared."""
     return Shared(partial(make, among), among) if among else None
 
 
 @dataclass(frozen=True)
 class Host:
-    """The shared object, as one of the workers has it."""
+    """A worker's access to the shared object."""
 
-    place: int  # this worker's among those that share it, from 0 on; that of a dead one is given to another
-    call: Callable[..., Any]  # calls a method by its name, which several workers do at once; raises ProcessDied
+    place: int  # of this worker among those that share it, from 0; a dead one's is given to another
+    call: Callable[..., Any]  # calls a method by its name, as several workers do at once; raises ProcessDied
 
 
 class WorkerProcess(Protocol):
-    """A worker, as the command has it."""
+    """The command's handle of a worker."""
 
     def give(self, job: Any) -> None:
         """Begins a job."""
 
     def take(self) -> Any:
-        """The result of the job that ended, or what it raised.
+        """The result of the job that ended; raises the job's exception, or ProcessDied."""
 
-        Raises:
-            ProcessDied: there is none, nor will be.
-        """
-
-    def end(self) -> None:
-        """Ends it, whatever it does."""
+    def end(self) -> None: ...
 
 
 class HostProcess(Protocol):
-    """Where the shared object lives, as the command has it. The first call makes it."""
+    """The command's handle of a shared object, which the first call makes."""
 
     @property
     def call(self) -> Callable[..., Any]:
-        """See `Host.call`; of the empty name: only whether the object could be made."""
+        """See `Host.call`; of the empty name: makes the object only."""
 
     def end(self) -> None: ...
 
@@ -64,12 +73,12 @@ class HostProcess(Protocol):
 
 
 class Pool(Protocol):
-    """Where processes are started: this machine, or a cluster."""
+    """Starts processes, on this machine or a cluster."""
 
     size: int  # workers that it has room for
 
     def start(self, work: Callable[..., Any], *host: Host) -> Any:
-        """Starts a `WorkerProcess` whose jobs are given to `work`, with what it shares with others behind them."""
+        """Starts a `WorkerProcess` that calls `work` with each job and the host."""
 
     def start_host(self, make: Callable[[], object]) -> HostProcess: ...
 
@@ -80,14 +89,13 @@ class Pool(Protocol):
 
 
 class Holder:
-    """In a host's process: the object, made at the first call. What its making raised is the answer to all calls."""
+    """In a host's process: the object, made at the first call. An error in making it is the answer to all calls."""
 
     def __init__(self, make: Callable[..., object], *arguments: Any) -> None:
         self._make = partial(make, *arguments)
         self._made: tuple[bool, Any] | None = None
 
     def call(self, method: str, *arguments: Any) -> tuple[bool, Any]:
-        """Calls a method of the object; see `answer_of`."""
         if self._made is None:
             self._made = answer_of(self._hold)
         return answer_of(getattr(self._held, method), *arguments) if method and self._made[0] else self._made
@@ -97,7 +105,7 @@ class Holder:
 
 
 def answer_of(work: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """Whether a job succeeded, and its result, or what it raised with the trace; can be sent."""
+    """Whether a job succeeded, and its result, or its exception with the trace; can be sent."""
     try:
         packed = True, work(*arguments)
     except Exception as error:
@@ -111,11 +119,7 @@ def answer_of(work: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
 
 
 def opened(succeeded: bool, result: Any) -> Any:
-    """What `answer_of` packed: a job's result, or what it raised.
-
-    Raises:
-        ProcessDied: what it shares with others is gone, so that it cannot be done there any more.
-    """
+    """Unpacks `answer_of`: returns the result, or raises the exception; ProcessDied where the shared object is gone."""
     if succeeded:
         return result
     error, trace = result
@@ -125,7 +129,106 @@ def opened(succeeded: bool, result: Any) -> Any:
 
 
 class _Elsewhere(Exception):
-    """The trace of what a worker raised, as text."""
+    """The trace of a worker's exception, as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
+
+
+def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
+    """Has the kernel signal this process when its parent dies, however that dies; only Linux can."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:  # it died before
+        sys.exit(1)
+
+
+class ProcessPool:
+    """Processes; see `Pool`."""
+
+    def __init__(self, workers: int) -> None:
+        self.size = workers
+
+    def start(self, work: Callable[..., Any], *host: Host) -> "_Process":
+        return _Process(work, self.size, *host)
+
+    def start_host(self, make: Callable[[], object]) -> "_HostProcess":
+        return _HostProcess(make)
+
+    def wait(self, busy: Collection["_Process"]) -> list["_Process"]:
+        by_connection = {worker.connection: worker for worker in busy}
+        return [by_connection[each] for each in multiprocessing.connection.wait(by_connection)]  # type: ignore[index]
+
+    def close(self) -> None:
+        """Workers and hosts are ended one by one."""
+
+
+class _Process:
+    """A worker; `workers` of them share this machine's cores."""
+
+    def __init__(self, work: Callable[..., Any], workers: int, *host: Host) -> None:
+        self.connection, theirs = _SPAWN.Pipe()
+        arguments = theirs, work, workers, os.getpid(), *host
+        self._process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()  # so that ours is at its end when the process is
+
+    def give(self, job: Any) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `take` says so
+            self.connection.send(job)
+
+    def take(self) -> Any:
+        try:
+            answer = self.connection.recv()
+        except (EOFError, OSError):
+            self._process.join(_ENDS_WITHIN_S)
+            code = self._process.exitcode
+            raise ProcessDied(signal.Signals(-code).name if code and code < 0 else f"exit code {code}") from None
+        return opened(*answer)
+
+    def end(self) -> None:
+        self.connection.close()
+        self._process.terminate()
+        self._process.join(_ENDS_WITHIN_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _serve(connection: Connection, work: Callable[..., Any], workers: int, parent: int, *host: Host) -> None:
+    """A worker's process: does jobs until the command is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
+    end_with_parent(parent, signal.SIGTERM)
+    # More threads than cores would slow all workers down.
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers))))
+    if torch := sys.modules.get("torch"):  # imported with the worker's script: it has counted the cores already
+        torch.set_num_threads(threads)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            connection.send(answer_of(work, connection.recv(), *host))
+
+
+class _Manager(BaseManager):
+    """The process of a shared object; a thread of it answers each worker."""
+
+
+_Manager.register("hold", Holder, exposed=("call",))
+
+
+class _HostProcess:
+    def __init__(self, make: Callable[[], object]) -> None:
+        self._manager = _Manager(ctx=_SPAWN)
+        self._manager.start(end_with_parent, (os.getpid(), signal.SIGTERM))
+        self.call = partial(_call, self._manager.hold(make))  # type: ignore[attr-defined]
+
+    def end(self) -> None:
+        self._manager.shutdown()
+
+
+def _call(holder: Any, method: str, *arguments: Any) -> Any:
+    try:
+        answer = holder.call(method, *arguments)
+    except (EOFError, ConnectionError) as error:
+        raise ProcessDied(str(error) or type(error).__name__) from None
+    return opened(*answer)

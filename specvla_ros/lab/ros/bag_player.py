@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 from importlib import import_module
+from operator import attrgetter
 
 import rclpy
 from rclpy.node import Node
@@ -15,7 +16,7 @@ from rclpy.time import Time
 from rosgraph_msgs.msg import Clock
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.reader import Bag, BagMessage, OfferedQos, open_bag
+from specvla_ros.lab.bags.reader import Bag, OfferedQos, open_bag
 from specvla_ros.ros.parameters import declare_parameters, read_parameters
 from specvla_ros.ros.qos import CLOCK
 from specvla_ros.ros.spinning import run_node
@@ -23,9 +24,8 @@ from specvla_ros.settings.parameter import parameter
 
 _NS = 1_000_000_000
 _STOP_TIMEOUT_S = 5.0
-_LINGER_S = 0.5  # what was published last must reach its subscribers before this process ends
-# Between the last message of a loop and the first of the next, as between two messages of a 5 Hz camera.
-_LOOP_GAP_NS = 200_000_000
+_LINGER_S = 0.5  # the last messages must reach their subscribers before this process ends
+_LOOP_GAP_NS = 200_000_000  # from a loop's last message to the next one's first, as of a 5 Hz camera
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ class BagPlayer(Node):
 
     @property
     def finished(self) -> bool:
-        """Whether the bag has been played to its end."""
         return not self._thread.is_alive()
 
     def close(self) -> bool:
@@ -74,7 +73,7 @@ class BagPlayer(Node):
         self._stop.set()
         self._thread.join(_STOP_TIMEOUT_S)
         self._bag.close()
-        return not self._thread.is_alive()
+        return self.finished
 
     def _make_publishers(self) -> dict[str, Publisher]:
         publishers: dict[str, Publisher] = {}
@@ -115,21 +114,20 @@ class BagPlayer(Node):
             self._stop.wait(0.05)
 
     def _play_once(self) -> None:
-        start_ns, rate = self._bag.start_ns, self._chosen.rate
-        began_ns = time.monotonic_ns()
-        count = 0
+        began_ns, count = time.monotonic_ns(), 0
         for message in self._bag.messages(tuple(self._publishers_by_topic)):
-            self._keep_clock_until(message.time_ns, start_ns, began_ns, rate)
+            self._keep_clock_until(message.time_ns, began_ns)
             if self._stop.is_set():
                 return
-            self._publish(message)
+            self._publishers_by_topic[message.topic].publish(message.raw)
             count += 1
-        self._keep_clock_until(self._bag.end_ns + _LOOP_GAP_NS, start_ns, began_ns, rate)
-        seconds = (self._bag.end_ns - start_ns) / _NS
+        self._keep_clock_until(self._bag.end_ns + _LOOP_GAP_NS, began_ns)
+        seconds = (self._bag.end_ns - self._bag.start_ns) / _NS
         self.get_logger().info(f"played {count} messages, {seconds:.1f} s of {self._bag.path}")
 
-    def _keep_clock_until(self, bag_ns: int, start_ns: int, began_ns: int, rate: float) -> None:
+    def _keep_clock_until(self, bag_ns: int, began_ns: int) -> None:
         """Publishes /clock at its rate until the bag's time has come, and once exactly then."""
+        start_ns, rate = self._bag.start_ns, self._chosen.rate
         due_ns = began_ns + int((bag_ns - start_ns) / rate)
         period_ns = int(_NS / self._chosen.clock_hz)
         while (now_ns := time.monotonic_ns()) < due_ns and not self._stop.is_set():
@@ -139,9 +137,6 @@ class BagPlayer(Node):
 
     def _publish_clock(self, bag_ns: int) -> None:
         self._clock_publisher.publish(Clock(clock=Time(nanoseconds=bag_ns).to_msg()))
-
-    def _publish(self, message: BagMessage) -> None:
-        self._publishers_by_topic[message.topic].publish(message.raw)
 
 
 def _open(parameters: BagPlayerParameters) -> Bag:
@@ -173,12 +168,5 @@ def _qos(offered: OfferedQos) -> QoSProfile:
 
 def main() -> None:
     """Plays a bag; the exit code is 2 for a bag or a parameter that a user can mend."""
-    sys.exit(
-        run_node(
-            "bag_player",
-            BagPlayer,
-            close=BagPlayer.close,
-            finished=lambda node: node.finished,
-            failure=lambda node: node.failure,
-        )
-    )
+    finished, failure = attrgetter("finished"), attrgetter("failure")
+    sys.exit(run_node("bag_player", BagPlayer, close=BagPlayer.close, finished=finished, failure=failure))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node `live_view`: what the policy sees, is told, does and takes its time for, in Rerun's viewer or in a file.
+"""The node `live_view`: shows a policy's images, instructions, actions and timing in Rerun's viewer, or records them.
 
-It only listens, in a process of its own: neither a viewer that is slow nor its end reaches the robot.
+It only listens, in a process of its own: neither a slow viewer nor its end reaches the robot.
 """
 
 import sys
@@ -27,8 +27,6 @@ from specvla_ros.ros.qos import ACTION, DIAGNOSTICS, NEWEST_IMAGE, STATE
 from specvla_ros.ros.spinning import run_node
 from specvla_ros.settings.parameter import section
 
-_COMMANDERS = ("driver", "guard")
-
 
 @dataclass(frozen=True)
 class LiveViewParameters:
@@ -39,14 +37,7 @@ class LiveViewParameters:
 
 
 class LiveView(Node):
-    """Listens to a policy, and to driver and guard where there are any, and shows them.
-
-    Args:
-        node_arguments: those of rclpy.node.Node.
-
-    Raises:
-        UserError: a parameter is wrong, or the library is missing.
-    """
+    """Shows a policy, and driver and guard where there are any; raises UserError as parameters and Rerun do."""
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("live_view", **node_arguments)
@@ -60,20 +51,18 @@ class LiveView(Node):
         for name, hint in unknown_parameters(self).items():
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self._limits = chosen.limits
-        recording = self._recording
         self._listen(Image, "image", NEWEST_IMAGE, self._on_image)
         self._listen(CompressedImage, "image/compressed", NEWEST_IMAGE, self._on_image)
         self._listen(VlaAction, "policy/action", ACTION, self._on_action)
-        self._listen(DecodeStats, "policy/decode_stats", ACTION, recording.add_stats)
-        for who in _COMMANDERS:
+        self._listen(DecodeStats, "policy/decode_stats", ACTION, self._recording.add_stats)
+        for who in ("driver", "guard"):
             self._listen(PoseStamped, f"{who}/pose", STATE, self._on_pose(who))
             self._listen(TwistStamped, f"{who}/twist", STATE, self._on_twist(who))
         self.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
 
     def close(self) -> bool:
-        """Writes out what is held back."""
-        lost = self._recording.close()
-        if lost:
+        """Flushes the recording."""
+        if lost := self._recording.close():
             self.get_logger().warning(lost)
         return True
 
@@ -109,9 +98,9 @@ class LiveView(Node):
 
     def _on_twist(self, who: str) -> Callable[[int, TwistStamped], None]:
         def show(stamp: int, message: TwistStamped) -> None:
-            linear, angular = message.twist.linear, message.twist.angular
-            speeds = (np.linalg.norm([axes.x, axes.y, axes.z]) for axes in (linear, angular))
-            self._recording.add_curves(stamp, speed_curves(who, *map(float, speeds)))
+            axes = (message.twist.linear, message.twist.angular)
+            speeds = (float(np.linalg.norm([axis.x, axis.y, axis.z])) for axis in axes)
+            self._recording.add_curves(stamp, speed_curves(who, *speeds))
 
         return show
 
@@ -119,7 +108,7 @@ class LiveView(Node):
         stamp = Time.from_msg(message.header.stamp).nanoseconds
         for status in message.status:
             who = status.name.partition(":")[0].rpartition("/")[2]
-            if stamp and status.name.endswith((": gate", ": motion")):  # without: /clock is not heard yet
+            if stamp and status.name.endswith((": gate", ": motion")):  # stamp 0: /clock is not heard yet
                 self._recording.add_state(stamp, f"state/{who}", status.message)
 
 

@@ -8,11 +8,8 @@ from collections.abc import MutableMapping
 
 from specvla_ros.errors import UserError
 
-_GL_LIBRARIES = {"egl": "EGL", "osmesa": "OSMesa"}
-
 with contextlib.suppress(ImportError):
-    # Torch imports it sooner or later where it is installed. It brings an LLVM, which must come before that of Mesa,
-    # which MuJoCo loads, or the process ends.
+    # Torch imports it later anyway. Its LLVM must be loaded before Mesa's, which MuJoCo loads, or the process ends.
     import triton  # noqa: F401
 
 
@@ -24,10 +21,10 @@ def choose_gl(environ: MutableMapping[str, str] = os.environ) -> str | None:
     if environ.get("MUJOCO_GL"):
         return environ["MUJOCO_GL"].lower()
     gpu = any(os.path.exists(device) for device in ("/dev/nvidia0", "/dev/dri"))
-    for backend in ("egl", "osmesa") if gpu else ("osmesa", "egl"):
-        if ctypes.util.find_library(_GL_LIBRARIES[backend]):
-            environ["MUJOCO_GL"] = backend
-            return backend
+    for library in ("EGL", "OSMesa") if gpu else ("OSMesa", "EGL"):
+        if ctypes.util.find_library(library):
+            environ["MUJOCO_GL"] = library.lower()
+            return library.lower()
     return None
 
 

@@ -29,48 +29,27 @@ _HULL_GROUP = 3  # geoms that collide and are not drawn, as MuJoCo's viewers hav
 
 @dataclass(frozen=True)
 class Gripper:
-    """Two fingers that open and close.
+    """Two fingers that open and close."""
 
-    Args:
-        joints: names of the joints that are driven.
-        actuators: their position actuators, in the same order.
-        open: joint positions when it is open, metres or radians.
-        closed: when it is closed.
-        pads: geoms that touch what is held; y is their thin side.
-    """
-
-    joints: tuple[str, ...]
-    actuators: tuple[str, ...]
-    open: tuple[float, ...]
+    joints: tuple[str, ...]  # names of the driven joints
+    actuators: tuple[str, ...]  # their position actuators, in the same order
+    open: tuple[float, ...]  # joint positions, metres or radians
     closed: tuple[float, ...]
-    pads: tuple[str, str]
+    pads: tuple[str, str]  # geoms that touch what is held; y is their thin side
 
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm with its gripper.
+    """An arm with its gripper."""
 
-    Args:
-        name: for the command line, parameters and files.
-        build: makes the arm alone, standing at the origin of its base frame.
-        joints: names, from the base.
-        motors: their torque actuators, in the same order; how strong they are is the model's.
-        speed: largest joint speeds, rad/s.
-        acceleration: with which its own control accelerates joints at most, rad/s².
-        home: joint positions with the tool above the table's middle, pointing down, radians.
-        low: smallest goal of the tool that can be reached, x y z in metres.
-        high: largest.
-        gripper: its fingers.
-    """
-
-    name: str
-    build: Callable[[], mujoco.MjSpec]
-    joints: tuple[str, ...]
-    motors: tuple[str, ...]
-    speed: tuple[float, ...]
-    acceleration: tuple[float, ...]
-    home: tuple[float, ...]
-    low: tuple[float, float, float]
+    name: str  # for the command line, parameters and files
+    build: Callable[[], mujoco.MjSpec]  # makes the arm alone, at the origin of its base frame
+    joints: tuple[str, ...]  # names, from the base
+    motors: tuple[str, ...]  # their torque actuators, in the same order; the model has their torques
+    speed: tuple[float, ...]  # largest joint speeds, rad/s
+    acceleration: tuple[float, ...]  # largest joint accelerations under its own control, rad/s²
+    home: tuple[float, ...]  # joint positions with the tool above the table's middle, pointing down, radians
+    low: tuple[float, float, float]  # smallest and largest goal of the tool that can be reached, x y z in metres
     high: tuple[float, float, float]
     gripper: Gripper
 
@@ -87,21 +66,15 @@ class Arm:
         """
         with self._compiling():
             scene = mujoco.MjSpec.from_file(str(_TABLE))
-            if self.build is _table_arm:  # the file as it is: its arm stands there
-                _look_from_the_wrist(scene)
-                return scene.compile()
-            scene.delete(scene.body("link0"))
-            scene.option.timestep = 0.002  # the grippers' links are too light for our arm's 5 ms
-            scene.attach(self.build(), frame=scene.worldbody.add_frame(), prefix="")
+            if self.build is not _table_arm:  # which the file holds already
+                scene.delete(scene.body("link0"))
+                scene.option.timestep = 0.002  # the grippers' links are too light for our arm's 5 ms
+                scene.attach(self.build(), frame=scene.worldbody.add_frame(), prefix="")
             _look_from_the_wrist(scene)
             return scene.compile()
 
     def kinematics(self) -> str:
-        """The arm alone as MJCF, without shapes: joints, masses and the site `pinch`, for who computes with them.
-
-        Raises:
-            UserError: as `model`.
-        """
+        """The arm alone as MJCF, without shapes: joints, masses and the site `pinch`. Raises as `model` does."""
         with self._compiling():
             spec = self.build()
             for geom in list(spec.geoms):
@@ -131,50 +104,39 @@ def choose_arm(name: str) -> Arm:
     return known[name]
 
 
+def joint_indices(model: mujoco.MjModel, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of joints in `qpos` and in `qvel`, int [joints] each."""
+    joints = [model.joint(name) for name in names]
+    return np.array([joint.qposadr[0] for joint in joints]), np.array([joint.dofadr[0] for joint in joints])
+
+
 @dataclass(frozen=True)
 class _Linkage:
-    """What moves a gripper's fingers where its file has loose links.
+    """How a gripper's fingers move whose file has loose links."""
 
-    Args:
-        driven: the joint with the motor.
-        followers: per joint that a linkage moves with it, the factor.
-        overlapping: bodies that the linkage pins together, whose hulls overlap.
-        torque: of the motor, N m.
-        inertia: of motor and gears at each joint, kg m².
-        damping: N m s/rad.
-    """
-
-    driven: str
-    followers: dict[str, float]
-    overlapping: tuple[tuple[str, str], ...]
-    torque: float
-    inertia: float
-    damping: float
+    driven: str  # the joint with the motor
+    followers: dict[str, float]  # per joint that a linkage moves with it, the factor
+    overlapping: tuple[tuple[str, str], ...]  # bodies that the linkage pins together, whose hulls overlap
+    torque: float  # of the motor, N m
+    inertia: float  # of motor and gears at each joint, kg m²
+    damping: float  # N m s/rad
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """An arm that is put together of robosuite's files.
+    """An arm that is put together from robosuite's files."""
 
-    Args:
-        robot: its MJCF, under robosuite's assets.
-        gripper: the gripper's.
-        tool_m: from the flange `right_hand` to between the fingertips, along z.
-        detailed: bodies that the camera looks at. The others are drawn as the hulls that collide: with all of its
-            149 000 triangles a picture of the Panda takes six times as long as one of our arm.
-        colour: of those hulls.
-        fingers: bodies in the colour that our arm's fingers have. Theirs are grey before grey shadow, and a policy's
-            picture of 112 pixels does not show how far they are open.
-        linkage: of the gripper; None: its file says how its joints move.
-    """
-
-    robot: str
-    gripper: str
-    tool_m: float
+    robot: str  # its MJCF, under robosuite's assets
+    gripper: str  # the gripper's
+    tool_m: float  # from the flange `right_hand` to between the fingertips, along z
+    # Bodies that the camera looks at. The others are drawn as the hulls that collide: with all of its 149 000 triangles
+    # an image of the Panda takes six times as long as one of our arm.
     detailed: tuple[str, ...]
-    colour: tuple[float, float, float, float]
+    colour: tuple[float, float, float, float]  # of those hulls
+    # Bodies in the colour of our arm's fingers. Theirs are grey before a grey shadow, and an image of 112 pixels does
+    # not show how far they are open.
     fingers: tuple[str, str]
-    linkage: _Linkage | None = None
+    linkage: _Linkage | None = None  # of the gripper; None: its file says how its joints move
 
 
 def _look_from_the_wrist(scene: mujoco.MjSpec) -> None:
@@ -196,7 +158,8 @@ def _robosuite(parts: _Parts) -> mujoco.MjSpec:
     for body in arm.bodies:
         _choose_what_is_drawn(body, body.name in parts.detailed, parts.colour)
         if body.name in parts.fingers:
-            _paint(body)
+            for geom in body.geoms:
+                geom.rgba, geom.material = _FINGER_COLOUR, ""
     for extra in [*arm.cameras, *arm.sensors, *(site for site in arm.sites if site.name != "pinch")]:
         arm.delete(extra)
     return arm
@@ -247,21 +210,12 @@ def _read(path: Path) -> mujoco.MjSpec:
 
 
 def _choose_what_is_drawn(body: mujoco.MjsBody, detailed: bool, colour: tuple[float, float, float, float]) -> None:
-    hulls = [geom for geom in body.geoms if geom.group == 0]
-    pictures = [geom for geom in body.geoms if geom.group == 1]
-    if detailed:
-        for geom in hulls:
+    hulls, shapes = 0, 1  # robosuite's groups
+    for geom in list(body.geoms):
+        if geom.group == (hulls if detailed else shapes):
             geom.group = _HULL_GROUP
-    else:
-        for geom in pictures:
-            geom.group = _HULL_GROUP
-        for geom in hulls:
+        elif geom.group == hulls:
             geom.rgba = colour
-
-
-def _paint(finger: mujoco.MjsBody) -> None:
-    for geom in finger.geoms:
-        geom.rgba, geom.material = _FINGER_COLOUR, ""
 
 
 def _table_arm() -> mujoco.MjSpec:
@@ -275,6 +229,7 @@ def _table_arm() -> mujoco.MjSpec:
 
 
 _LOW, _HIGH = (0.30, -0.30, 0.015), (0.78, 0.30, 0.30)
+_DOWN = (0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785)
 _SEVEN = tuple(f"joint{i}" for i in range(1, 8))
 # https://frankaemika.github.io/docs/control_parameters.html, "Limits for Panda"
 _PANDA_SPEED = (2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61)
@@ -287,7 +242,7 @@ TABLE_ARM = Arm(
     motors=_SEVEN,
     speed=_PANDA_SPEED,  # its links are the Panda's
     acceleration=_PANDA_ACCELERATION,
-    home=(0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785),
+    home=_DOWN,
     low=_LOW,  # the pinch site is 4 mm above the fingertips at the lowest
     high=_HIGH,
     gripper=Gripper(
@@ -315,7 +270,7 @@ PANDA = Arm(
     motors=tuple(f"torq_j{i}" for i in range(1, 8)),
     speed=_PANDA_SPEED,
     acceleration=_PANDA_ACCELERATION,
-    home=(0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785),
+    home=_DOWN,
     low=_LOW,
     high=_HIGH,
     gripper=Gripper(
@@ -362,14 +317,7 @@ UR5E = Arm(
             linkage=_TWO_FINGERS_85,
         )
     ),
-    joints=(
-        "shoulder_pan_joint",
-        "shoulder_lift_joint",
-        "elbow_joint",
-        "wrist_1_joint",
-        "wrist_2_joint",
-        "wrist_3_joint",
-    ),
+    joints=tuple(f"{j}_joint" for j in ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")),
     motors=tuple(f"torq_j{i}" for i in range(1, 7)),
     speed=(np.pi,) * 6,  # UR5e's data sheet: 180 degrees/s at each joint
     acceleration=(10.0,) * 6,  # ours: what its torques allow with the arm stretched out

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demonstrations by the scripted experts, with noise injected into what they do but not into what is recorded.
+"""Demonstrations by the scripted experts, with noise in the motion but not in the recorded actions.
 
-In most episodes the expert decides anew before its action is through, after 0.05 s to 0.2 s: a policy that
-decides faster than its training data must know what it sees then, such as fingers half closed.
+In most episodes the expert decides anew after 0.05 s to 0.2 s, so that a policy that decides faster than its training
+data has seen fingers half closed. Each moment is also labelled with the actions of the other tasks' experts: the same
+image under another instruction teaches a policy to listen.
 
-Each moment is also labelled with what the experts of the other tasks would do: the same picture under another
-instruction is what teaches a policy to listen.
-
-Noise follows DART (Laskey et al. 2017, arXiv 1703.09327): the learner sees states off the expert's path together with
-the expert's correction. With a policy it is DAgger (Ross et al. 2011, arXiv 1011.0686): the policy acts, at 20 actions
-per second, and the expert says what it should have done; now and then the expert acts for a while, which leads out of
-where the policy would stand still for ever.
+Noise follows DART (Laskey et al. 2017, arXiv 1703.09327): states off the expert's path, with the expert's correction.
+With a policy it is DAgger (Ross et al. 2011, arXiv 1011.0686): the policy acts, at 20 actions per second, and the
+expert labels; now and then the expert acts for a while, which leads out of where the policy would stand still for ever.
 """
 
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -30,14 +28,7 @@ from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.robot import TableRobot
-from specvla_ros.lab.simulation.tasks import (
-    CUBE_HALF_M,
-    DEMONSTRATION_FIRST_SEED,
-    TASKS,
-    Task,
-    WorldState,
-    choose_tasks,
-)
+from specvla_ros.lab.simulation.tasks import CUBE_HALF_M, DEMONSTRATION_FIRST_SEED, TASKS, Task, choose_tasks
 from specvla_ros.lab.simulation.world import SimulationDiverged
 
 if TYPE_CHECKING:  # torch, which a worker without a policy does not need
@@ -70,7 +61,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class CollectResult:
-    """What a collection holds now."""
+    """The episodes of a collection."""
 
     wanted: int  # number of episodes
     kept: int  # number of them on the disk
@@ -97,32 +88,20 @@ def collect(
     Args:
         tasks: names; none: all.
         episodes: per task and robot.
-        robots: names of the arms.
         noise: 0 none, 1 as the shipped policy was trained with.
         policy: checkpoint that acts while the expert labels; None: the expert acts.
-        first_seed: of the layouts.
         all_sensors: the robot's further cameras and its state are recorded too.
-        workers: processes; 0: this one.
-        ray: address of a Ray cluster; empty: this machine, see `run_jobs`.
+        workers, ray: see `run_jobs`.
         on_progress: called with the episodes done and wanted.
     """
     chosen = choose_tasks(tasks)
     for robot in robots:
         choose_arm(robot).model()  # a missing package is said here, and not by a worker
     # One robot after the other: a process keeps the one that it made last.
+    starts = itertools.product(robots, range(first_seed, first_seed + episodes), (task.name for task in chosen))
     wanted = [
-        Demonstration(
-            robot=robot,
-            task=task.name,
-            seed=first_seed + i,
-            directory=out / bag_name(robot, task.name, first_seed + i),
-            noise=noise,
-            policy=policy,
-            all_sensors=all_sensors,
-        )
-        for robot in robots
-        for i in range(episodes)
-        for task in chosen
+        Demonstration(robot, task, seed, out / bag_name(robot, task, seed), noise, policy, all_sensors)
+        for robot, seed, task in starts
     ]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -152,7 +131,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     further: dict[str, list[np.ndarray]] = {camera: [] for camera in robot.cameras[1:] if job.all_sensors}
     states: list[np.ndarray] = []
     actions: list[np.ndarray] = []
-    others: dict[str, list[np.ndarray]] = {task.name: [] for task in TASKS if task.name != job.task}
+    others: list[tuple[Task, list[np.ndarray]]] = [(task, []) for task in TASKS if task.name != job.task]
     times_s: list[float] = []
     per_action = round(robot.action_dt / robot.control_dt)
     actor = _Disturbed(rng, job.noise, per_action) if job.policy is None else _PolicyInTurn(rng, job, per_action)
@@ -165,16 +144,16 @@ def demonstrate_and_record(job: Demonstration) -> bool:
                 break
             state = robot.state()
             action = demonstrate(robot.task, state)
-            for task in TASKS:
-                if task.name in others:
-                    others[task.name].append(demonstrate(task, state))
+            for task, labels in others:
+                labels.append(demonstrate(task, state))
             images.append(robot.look())
             for camera, seen in further.items():
                 seen.append(robot.look(camera))
             states.append(robot.feel())
             actions.append(action)
             times_s.append(passed * robot.control_dt)
-            done, lasting = actor.act(action, lies=_lies(state, robot.task), robot=robot, passed=passed)
+            lies = state.positions[robot.task.cube][2] < CUBE_HALF_M + _LIES_M
+            done, lasting = actor.act(action, lies=lies, robot=robot, passed=passed)
             robot.take(done)
             for _ in range(lasting):
                 robot.advance()
@@ -183,7 +162,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     except SimulationDiverged:
         return False
     try:
-        hindsight = {task.name: Hindsight(task.instruction, others[task.name]) for task in TASKS if task.name in others}
+        hindsight = {task.name: Hindsight(task.instruction, labels) for task, labels in others}
         names = robot.state_names if job.all_sensors else ()
         record = DemonstrationRecord(
             images, actions, robot.instruction, times_s, hindsight, cameras=further, state_names=names, states=states
@@ -200,10 +179,9 @@ def demonstrate_and_record(job: Demonstration) -> bool:
 
 
 class _Disturbed:
-    """What an arm is told in place of the expert's action: noise, shoves, and a gripper that does the opposite.
+    """Disturbs the expert's actions: noise, shoves, and a gripper that does the opposite.
 
     Args:
-        rng: decides everything.
         noise: of the collection; an episode has a level of its own.
         per_action: steps of an action.
     """
@@ -216,12 +194,7 @@ class _Disturbed:
         self._shove, self._shoves_left, self._flips_left = np.zeros(3), 0, 0
 
     def act(self, action: np.ndarray, *, lies: bool, **_: object) -> tuple[np.ndarray, int]:
-        """What is done, float64 [7], and for how many steps.
-
-        Args:
-            action: the expert's.
-            lies: whether the cube lies on the table.
-        """
+        """The disturbed action, float64 [7], and for how many steps; `lies`: the cube lies on the table."""
         rng, level = self._rng, self._level
         disturbed = action + level * rng.normal(size=7) * _NOISE
         if self._shoves_left == 0 and rng.random() < _SHOVE_CHANCE:
@@ -238,13 +211,7 @@ class _Disturbed:
 
 
 class _PolicyInTurn:
-    """A policy that acts at every step, in turn with the disturbed expert.
-
-    Args:
-        rng: decides everything.
-        job: with a policy.
-        per_action: steps of an action.
-    """
+    """A policy that acts at every step, in turn with the disturbed expert."""
 
     def __init__(self, rng: np.random.Generator, job: Demonstration, per_action: int) -> None:
         assert job.policy is not None
@@ -254,14 +221,7 @@ class _PolicyInTurn:
         self._turn_ends, self._policy_acts = 0, False
 
     def act(self, action: np.ndarray, *, lies: bool, robot: TableRobot, passed: int) -> tuple[np.ndarray, int]:
-        """What is done, float64 [7], and for how many steps.
-
-        Args:
-            action: the expert's.
-            lies: whether the cube lies on the table.
-            robot: that the policy looks from.
-            passed: steps of the episode so far.
-        """
+        """As `_Disturbed.act`; `passed`: steps of the episode so far."""
         if passed >= self._turn_ends:
             self._turn_ends = passed + int(self._rng.integers(*_TURN_STEPS))
             self._policy_acts = bool(self._rng.random() < _POLICY_SHARE)
@@ -270,17 +230,13 @@ class _PolicyInTurn:
         return _decided(self._engine, robot, stamp_ns=passed + 1), 1
 
 
-def _lies(state: WorldState, task: Task) -> bool:
-    return bool(state.positions[task.cube][2] < CUBE_HALF_M + _LIES_M)
-
-
 def bag_name(robot: str, task: str, seed: int) -> str:
     """The name of a demonstration's bag; the table's own arm goes without saying."""
     return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
 
 
 def _decided(engine: "Engine", robot: TableRobot, *, stamp_ns: int) -> np.ndarray:
-    """What a policy does, float64 [7]; it stands still where it has no answer."""
+    """The policy's action, float64 [7]; it stands still where it has no answer."""
     from specvla_ros.engine.outcome import Action
     from specvla_ros.lab.simulation.rollout import observe
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An arm at the table that obeys motion commands, as the arms do that are sold."""
+"""An arm at the table that obeys motion commands, as commercial arms do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,20 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from specvla_ros.lab.simulation.arms import Arm, Gripper
-from specvla_ros.lab.simulation.controllers.cartesian_pose import CartesianPose
-from specvla_ros.lab.simulation.controllers.controller import CONTROL_DT_S, ArmKinematics, Controller, JointState
-from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectoryController
-from specvla_ros.lab.simulation.controllers.position_array import PositionArray
-from specvla_ros.lab.simulation.controllers.servo import TwistServo
+from specvla_ros.lab.simulation.arms import Arm, Gripper, joint_indices
+from specvla_ros.lab.simulation.controllers import (
+    CONTROL_DT_S,
+    ArmKinematics,
+    CartesianPose,
+    Controller,
+    JointState,
+    JointTrajectoryController,
+    PositionArray,
+    TwistServo,
+)
 from specvla_ros.lab.simulation.world import World
 
-_CONTROLLERS: dict[str, Callable[[World], Controller[Any]]] = {
+_CONTROLLERS: dict[str, Callable[[World], Controller]] = {
     "pose": lambda world: CartesianPose(ArmKinematics(world.model, world.arm)),
     "twist": lambda world: TwistServo(ArmKinematics(world.model, world.arm)),
     "joint_trajectory": lambda world: JointTrajectoryController(world.arm.joints),
@@ -35,21 +40,15 @@ class JointServo:
     """The arm's own joint control: from references at 100 Hz to torques at each physics step.
 
     Inverse dynamics with a PD term (computed torque; Siciliano et al., "Robotics: Modelling, Planning and Control",
-    8.5.2) within the motors' torques. References are kept within the joints' ranges, speeds and accelerations, as arms
-    do that are sent positions: a leap becomes a motion at full speed. Against an obstacle the reference does not run
+    8.5.2) within the motors' torques. References are kept within the joints' ranges, speeds and accelerations, as
+    position-controlled arms do: a leap becomes a motion at full speed. Against an obstacle the reference does not run
     away.
-
-    Args:
-        model: the world with the arm.
-        arm: its joints, motors and speeds.
     """
 
     def __init__(self, model: mujoco.MjModel, arm: Arm) -> None:
         self._model = model
-        joints = [model.joint(name) for name in arm.joints]
-        self._positions = np.array([joint.qposadr[0] for joint in joints])
-        self._dofs = np.array([joint.dofadr[0] for joint in joints])
-        self._low, self._high = (np.array([joint.range[end] for joint in joints]) for end in (0, 1))
+        self._positions, self._dofs = joint_indices(model, arm.joints)
+        self._low, self._high = np.array([model.joint(name).range for name in arm.joints]).T
         motors = [model.actuator(name) for name in arm.motors]
         self._controls = np.array([motor.id for motor in motors])
         self._torque = np.array([motor.ctrlrange[1] for motor in motors])
@@ -57,7 +56,6 @@ class JointServo:
         self._inertia = np.zeros((model.nv, model.nv))
 
     def measured(self, data: mujoco.MjData) -> JointState:
-        """Where the joints are."""
         return JointState(data.qpos[self._positions].copy(), data.qvel[self._dofs].copy())
 
     def reset(self, data: mujoco.MjData) -> None:
@@ -69,7 +67,7 @@ class JointServo:
     def follow(self, reference: JointState, data: mujoco.MjData) -> None:
         """Sets the reference at the end of the next CONTROL_DT_S."""
         wanted = np.clip(reference.positions, self._low, self._high)
-        # What is left once it moves as the reference does is made up for as fast as it can still be braked.
+        # The distance left beside the reference's own motion is made up for as fast as it can still be braked.
         left = wanted - self._reference - reference.velocities * CONTROL_DT_S
         gaining = np.minimum(np.sqrt(2 * self._acceleration * np.abs(left)), np.abs(left) / CONTROL_DT_S)
         velocity = np.clip(reference.velocities + np.sign(left) * gaining, -self._speed, self._speed)
@@ -94,16 +92,8 @@ class JointServo:
 class CommandedGripper:
     """Fingers that go where they are told: one value for all of them, that of the first joint.
 
-    It takes arrays as a forward position controller does and trajectories as a joint_trajectory_controller does; the
-    newest of either holds. Values beyond open and closed are taken as these.
-
-    Args:
-        model: the world with the gripper.
-        gripper: its joints and actuators.
-
-    Attributes:
-        array: takes float64 [1].
-        trajectory: takes trajectories of the first joint.
+    `array` takes float64 [1] as a forward position controller does, and `trajectory` takes trajectories of the first
+    joint as a joint_trajectory_controller does; the newest of either holds. Values are clipped to open and closed.
     """
 
     def __init__(self, model: mujoco.MjModel, gripper: Gripper) -> None:
@@ -118,9 +108,9 @@ class CommandedGripper:
         opened = JointState(self._open[:1], np.zeros(1))
         self.array.start(opened)
         self.trajectory.start(opened)
-        self._obeyed: Controller[Any] = self.array
+        self._obeyed: Controller = self.array
 
-    def obey(self, controller: Controller[Any], command: Any, now_s: float) -> None:
+    def obey(self, controller: Controller, command: Any, now_s: float) -> None:
         """Hands a command to `array` or `trajectory`, which holds from now on.
 
         Raises:
@@ -138,15 +128,9 @@ class CommandedGripper:
 
 
 class CommandedArm:
-    """Moves a world's arm by one command interface; the world's physics step becomes that of the joint control.
+    """Moves a world's arm by one of COMMANDS; the world's physics step becomes that of the joint control.
 
-    Args:
-        world: with the arm.
-        command: one of COMMANDS.
-
-    Attributes:
-        controller: takes the commands.
-        gripper: takes the gripper's.
+    `controller` takes the arm's commands, `gripper` the gripper's.
     """
 
     control_dt = CONTROL_DT_S
@@ -165,10 +149,7 @@ class CommandedArm:
         self.gripper.reset()
 
     def advance(self, now_s: float) -> None:
-        """Lets `control_dt` pass.
-
-        Args:
-            now_s: seconds on the robot's clock, on which commands are stamped.
+        """Lets `control_dt` pass; `now_s` is on the robot's clock, on which commands are stamped.
 
         Raises:
             SimulationDiverged: the world is not finite any more.

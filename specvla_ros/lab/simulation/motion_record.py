@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the simulated arm really did, whatever it was told: one row per control step, in a file that outlives a kill.
+"""Records of what the simulated arm really did: one row per control step, in a file that outlives a kill.
 
 A line of JSON names the robot and the columns, and rows of fixed size follow; an incomplete last row is left out.
 """
@@ -7,7 +7,6 @@ A line of JSON names the robot and the columns, and rows of fixed size follow; a
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import mujoco
@@ -15,7 +14,7 @@ import numpy as np
 
 from specvla_ros.control.pose import quaternion
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import Arm, choose_arm
+from specvla_ros.lab.simulation.arms import Arm, choose_arm, joint_indices
 from specvla_ros.lab.simulation.world import World
 
 _FORMAT = "specvla motion record 1"
@@ -45,11 +44,7 @@ def _columns(arm: Arm) -> np.dtype[Any]:
 
 
 class MotionRecorder:
-    """Writes a record; nothing is lost but the last second when the process is killed.
-
-    Args:
-        path: the file; one that is there is replaced.
-        world: whose arm is recorded.
+    """Writes a record of a world's arm, in place of a file that is there; a kill loses the last second at most.
 
     Raises:
         UserError: the file cannot be written.
@@ -63,8 +58,7 @@ class MotionRecorder:
         model = world.model
         self._site = model.site("pinch").id
         self._motors = [model.actuator(name).id for name in world.arm.motors]
-        self._qpos = np.array([model.joint(name).qposadr[0] for name in world.arm.joints])
-        self._dofs = np.array([model.joint(name).dofadr[0] for name in world.arm.joints])
+        self._qpos, self._dofs = joint_indices(model, world.arm.joints)
         self._kinds = _geom_kinds(model)
         self._velocity, self._force = np.zeros(6), np.zeros(6)
         head = {
@@ -128,21 +122,13 @@ class MotionRecorder:
             self._flush()
             self._file.close()
 
-    def __enter__(self) -> "MotionRecorder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 _ARM, _STATIC, _THING = 1, 10, 100
 _TOUCHES = {2 * _ARM: TOUCHES_ITSELF, _ARM + _STATIC: TOUCHES_TABLE, _ARM + _THING: TOUCHES_THING}
 
 
 def _geom_kinds(model: mujoco.MjModel) -> np.ndarray:
-    """What each geom belongs to, int [geoms]; things are free bodies, and the arm's are all others that move."""
+    """The kind of each geom's body, int [geoms]; free bodies are things, and all others that move are the arm's."""
     kinds = np.full(model.ngeom, _STATIC)
     for geom, body in enumerate(model.geom_bodyid):
         root = model.body_rootid[body]
@@ -155,15 +141,10 @@ def _geom_kinds(model: mujoco.MjModel) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MotionRecord:
-    """A record that was read.
-
-    Args:
-        arm: that moved.
-        rows: structured array, one row per control step; see `_columns`.
-    """
+    """A record that was read."""
 
     arm: Arm
-    rows: np.ndarray
+    rows: np.ndarray  # structured, one row per control step; see `_columns`
 
     def acceleration(self) -> np.ndarray:
         """The tool's, float64 [rows, 6] in m/s² and rad/s²: what its velocity changed by in a step, over the step.

@@ -11,37 +11,25 @@ import mujoco
 import numpy as np
 
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
-from specvla_ros.lab.simulation.arms import Arm
+from specvla_ros.lab.simulation.arms import Arm, joint_indices
 
-POSITION_SCALE_M = 0.05
-ROTATION_SCALE_RAD = 0.5
+POSITION_SCALE_M, ROTATION_SCALE_RAD = 0.05, 0.5
 SCALE = np.array([POSITION_SCALE_M] * 3 + [ROTATION_SCALE_RAD] * 3)
 CONTROL_HZ = 20
 _STIFFNESS = 1500.0  # [1/s²]; critically damped: the hand lags its goal by 50 ms
 _NULLSPACE_STIFFNESS = 20.0
 # The goal may lead the hand by this much: against an obstacle it must not run away and then leap.
-_LEAD_M = 0.06
-_LEAD_RAD = 0.4
+_LEAD_M, _LEAD_RAD = 0.06, 0.4
 
 
 class OscPose:
-    """Moves the hand's pinch site to a goal pose that each control step displaces.
-
-    Args:
-        model: the table with the arm.
-        arm: its joints, motors and gripper, and how far it reaches; the lowest goal keeps the fingers above the table.
-
-    Attributes:
-        goal: where the hand is being moved to.
-    """
+    """Moves the hand's pinch site to `goal`, a pose that each control step displaces within the arm's reach."""
 
     def __init__(self, model: mujoco.MjModel, arm: Arm) -> None:
         self._model = model
         self._low, self._high = np.array(arm.low), np.array(arm.high)
         self._site = model.site("pinch").id
-        joints = [model.joint(name) for name in arm.joints]
-        self._dofs = np.array([joint.dofadr[0] for joint in joints])
-        self._positions = np.array([joint.qposadr[0] for joint in joints])
+        self._positions, self._dofs = joint_indices(model, arm.joints)
         self._limit = np.array([model.actuator(name).ctrlrange[1] for name in arm.motors])
         self._arm_controls = np.array([model.actuator(name).id for name in arm.motors])
         self._fingers = np.array([model.actuator(name).id for name in arm.gripper.actuators])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated robots as rollouts and nodes use them: what any must offer, and the arm at the table."""
+"""Simulated robots as rollouts and nodes use them: the protocol, and the arm at the table."""
 
 from typing import Protocol
 
@@ -16,25 +16,17 @@ ACTION_DT_S = 0.2  # a policy of about 5 Hz over a controller of 20 Hz
 
 
 class SimulatedRobot(Protocol):
-    """A robot in a world with a task. Belongs to the thread that made it.
+    """A robot in a world with a task. Belongs to the thread that made it."""
 
-    Attributes:
-        control_dt: seconds that one `advance` takes in the world.
-        action_dt: seconds over which an action's displacements are meant: the period of the training data.
-        largest_translation: of the training data, in the unit of the actions; a policy of another robot shows by it.
-        cameras: what its cameras are called, that of the whole scene first.
-        state_names: what the numbers of its state are called; empty: none can be read.
-    """
-
-    control_dt: float
-    action_dt: float
-    largest_translation: float
-    cameras: tuple[str, ...]
-    state_names: tuple[str, ...]
+    control_dt: float  # seconds that one `advance` takes in the world
+    action_dt: float  # seconds over which an action's displacements are meant: the period of the training data
+    largest_translation: float  # of the training data, in the unit of the actions; shows a policy of another robot
+    cameras: tuple[str, ...]  # their names, that of the whole scene first
+    state_names: tuple[str, ...]  # of the numbers of its state; empty: none can be read
 
     @property
     def instruction(self) -> str:
-        """The instruction of this episode."""
+        """Of this episode."""
 
     @property
     def max_steps(self) -> int:
@@ -48,7 +40,7 @@ class SimulatedRobot(Protocol):
         """
 
     def look(self, camera: str | None = None) -> np.ndarray:
-        """A camera's picture as the policy expects it, RGB uint8 [height, width, 3]; None: that of the whole scene."""
+        """A camera's image as the policy expects it, RGB uint8 [height, width, 3]; None: that of the whole scene."""
 
     def feel(self) -> np.ndarray:
         """Its state, float64, a number for each of `state_names`."""
@@ -58,8 +50,8 @@ class SimulatedRobot(Protocol):
 
         Args:
             values: float64 [7], in the units of the policy: displacements from where the arm was in the action's
-                picture, meant over `action_dt`; gripper 1 opens, 0 closes.
-            age_s: world time that has passed since that picture.
+                image, meant over `action_dt`; gripper 1 opens, 0 closes.
+            age_s: world time that has passed since that image.
         """
 
     def advance(self) -> None:
@@ -73,16 +65,15 @@ class SimulatedRobot(Protocol):
         """Whether the task is done now."""
 
     def acted_on(self) -> str | None:
-        """The thing that was moved most since the reset; None: none, or the world does not tell."""
+        """The object that was moved most since the reset; None: none, or the world does not tell."""
 
-    def close(self) -> None:
-        """Frees what the robot holds."""
+    def close(self) -> None: ...
 
 
 class TableRobot:
     """One table with one arm, a camera in front of it and one at its wrist, both of `image_size` pixels squared.
 
-    See SimulatedRobot for the methods. Its state are the positions of its joints, as its joint states have them.
+    See SimulatedRobot for the methods. Its state is the positions of its joints.
     """
 
     control_dt = 1.0 / CONTROL_HZ
@@ -120,12 +111,8 @@ class TableRobot:
         return self.world.joint_state()[0]
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
-        """Starts to follow an action: metres and radians over 0.2 s, base frame; gripper 1 opens, 0 closes.
-
-        What the arm has gone since the picture is part of the way; see `ImageGoal`.
-        """
-        motion = self._goal.left(values, self.action_dt, age_s)
-        self._follower.take(motion.values, motion.seconds)
+        """Starts to follow an action: metres and radians over 0.2 s, base frame; see `ImageGoal`."""
+        self._follower.take(*self._goal.left(values, self.action_dt, age_s))
 
     def advance(self) -> None:
         self.world.control_step(self._follower.next())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One episode: the engine looks, decides, and a simulated robot moves, with time as it would pass."""
+"""Episodes of a policy on a simulated robot, in lockstep or with the time that decoding takes."""
 
 import time
 from collections import Counter
@@ -28,8 +28,7 @@ from specvla_ros.models.target import PolicyFacts
 _START_NS = 1_000_000_000  # a stamp of 0 is no stamp
 _FAULT_LIMIT = 10  # observations in a row without an action: the policy is dead, not hesitating
 
-
-TickTime = Callable[[TickWork, float], float]  # what a tick did, and its seconds here; the seconds it counts for
+TickTime = Callable[[TickWork, float], float]  # from a tick's work and its seconds here to the seconds it counts for
 
 
 def read_stage_times(device: str) -> StageTimes:
@@ -51,7 +50,7 @@ class Clock(str, Enum):
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """How an episode went."""
+    """The outcome of an episode."""
 
     task: str
     seed: int  # of the start
@@ -62,8 +61,8 @@ class EpisodeResult:
     # Per action, world time from its image to the moment it was taken (realtime), or the time that the policy needed
     # (lockstep).
     latency_s: tuple[float, ...] = ()
-    # Realtime: how old the picture is that the robot acts on, mean over world time from the first action on. Latency
-    # and period together: until its next action it acts on the last one's picture.
+    # Realtime: age of the image that the robot acts on, mean over world time from the first action on. Latency and
+    # period together: until its next action it acts on the last one's image.
     picture_age_s: float | None = None
     drops: dict[str, int] = field(default_factory=dict)  # observations without an action, by reason
     # Mean size of the change from action to action, normalised units per dimension but the gripper.
@@ -76,12 +75,12 @@ class EpisodeResult:
 
 @dataclass
 class _Episode:
-    """Where an episode stands."""
+    """The state of an episode."""
 
     instruction: str
     max_steps: int  # control steps after which it has failed
     passed: int = 0  # control steps of the world
-    pictured: int = -1  # control step of the newest picture that the engine was given
+    pictured: int = -1  # control step of the newest image that the engine was given
     thought_s: float = 0.0  # realtime: world time at which the engine is through with what it has begun
     succeeded: bool = False
     actions: list[Action] = field(default_factory=list)  # that the robot took
@@ -117,10 +116,7 @@ class Rollout:
     """Runs episodes with one engine on one robot; both belong to this thread.
 
     Args:
-        engine: one that is shared has ticks that belong to others too, so that only the lockstep clock goes by it.
-        robot: the robot.
-        clock: how time passes.
-        tick_time: seconds of a tick.
+        engine: a shared one has ticks that belong to others too, so that only the lockstep clock goes by it.
         on_step: called after each `control_dt` of the world, for a film.
         on_look: called with each observation that the engine is given.
         time_limit: multiple of the task's time after which an episode has failed.
@@ -157,10 +153,7 @@ class Rollout:
         self._per_action = round(robot.action_dt / robot.control_dt)
 
     def run(self, task: str, seed: int, instruction: str = "") -> EpisodeResult:
-        """One episode.
-
-        Args:
-            instruction: in place of the task's own.
+        """One episode; `instruction`: in place of the task's own.
 
         Raises:
             UserError: an unknown task or seed, or an instruction that the policy cannot be given.
@@ -180,15 +173,16 @@ class Rollout:
                 failure = f"no action for {_FAULT_LIMIT} images in a row: {dict(episode.drops)}"
         except SimulationDiverged as error:
             failure = str(error)
+        time_s = episode.passed * self._robot.control_dt
         return EpisodeResult(
             task=task,
             seed=seed,
             instruction=episode.instruction,
             succeeded=episode.succeeded,
             steps=len(episode.actions),
-            time_s=episode.passed * self._robot.control_dt,
+            time_s=time_s,
             latency_s=tuple(episode.latency_s),
-            picture_age_s=episode.picture_age_s(episode.passed * self._robot.control_dt),
+            picture_age_s=episode.picture_age_s(time_s),
             drops=dict(episode.drops),
             roughness=_roughness(self._engine.target.codec, episode.actions),
             acted_on=self._robot.acted_on(),
@@ -213,13 +207,13 @@ class Rollout:
         """One tick, while the world goes on."""
         control_dt = self._robot.control_dt
         if not engine.busy:
-            # The newest picture that is not the one before; a picture is taken each control step.
+            # The newest image that is not the one before; an image is taken each control step.
             stamped = max(int(episode.thought_s / control_dt + 1e-9), episode.pictured + 1)
             self._advance(episode, stamped)
             episode.thought_s = max(episode.thought_s, stamped * control_dt)
             if episode.succeeded:
                 return
-        # A camera would send every picture, and the engine would take the newest; the others need not be drawn.
+        # A camera would send every image, and the engine would take the newest; the others need not be drawn.
         if engine.has_room and episode.passed > episode.pictured:
             engine.submit(self._observe(episode))
         outcomes: list[Outcome] = []
@@ -261,7 +255,7 @@ class Rollout:
 
 
 def observe(robot: SimulatedRobot, policy: PolicyFacts, instruction: str, stamp_ns: int) -> Observation:
-    """What the policy is asked with: a picture of as many cameras as it has, in the robot's order, and the state."""
+    """The policy's input: an image of as many cameras as it has, in the robot's order, and the state."""
     return Observation(
         images={name: robot.look(camera) for name, camera in zip(policy.cameras, robot.cameras, strict=False)},
         instruction=instruction,
@@ -271,11 +265,7 @@ def observe(robot: SimulatedRobot, policy: PolicyFacts, instruction: str, stamp_
 
 
 def check_senses(policy: PolicyFacts, robot: SimulatedRobot) -> None:
-    """Refuses a policy that is asked with more than the robot has.
-
-    Raises:
-        UserError: it has fewer cameras, or a state of another length.
-    """
+    """Raises UserError where the robot has fewer cameras than the policy, or a state of another length."""
     if not policy.cameras or len(policy.cameras) > len(robot.cameras):
         raise UserError(
             f"{policy.directory} is asked with images of {len(policy.cameras)} cameras ({', '.join(policy.cameras)}), "

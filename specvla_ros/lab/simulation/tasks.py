@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table's episodes: its layout by a seed, the instruction, and when the task is done."""
+"""The table's episodes: layouts by seed, instructions, and tests of success."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 
-# First seeds of what must not share a start; evaluation's begin at 0. Nothing is judged on starts that it learned from.
+# First seeds of sets that must not share a start; evaluation's begin at 0. Judge no policy on starts it learned from.
 DEMONSTRATION_FIRST_SEED = 1_000_000
 FRAME_FIRST_SEED = 2_000_000  # of frames that a policy answers, to train a draft head or to calibrate
 TEXT_POLICY_FIRST_SEED = 3_000_000  # of the benchmark's policy that writes before it acts
@@ -111,7 +111,7 @@ def _colours(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class WorldState:
-    """What experts and success tests look at; metres and radians, base frame."""
+    """The true state, for experts and success tests; metres and radians, base frame."""
 
     hand: np.ndarray  # float64 [3], the point between the fingertips
     rotation: np.ndarray  # float64 [3, 3], of the hand; columns are its axes, z points out of the fingers

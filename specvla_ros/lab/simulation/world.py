@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated table: physics, state and pictures."""
+"""The simulated table: physics, state and images."""
 
 import atexit
 import logging
@@ -46,8 +46,6 @@ class World:
         self._camera = self.model.camera(FRONT_CAMERA)
         self._camera_position = self._camera.pos.copy()
         self._camera_quaternion = self._camera.quat.copy()
-        names = [str(self.model.body(index).name) for index in range(self.model.nbody)]
-        self._bodies = [name for name in names if name in _MOVABLE]
 
     @property
     def time_s(self) -> float:
@@ -67,11 +65,7 @@ class World:
         self.data.time = 0.0
 
     def control_step(self, action: np.ndarray) -> None:
-        """One OSC_POSE step of 50 ms.
-
-        Args:
-            action: float [7] in [-1, 1]: translation (±0.05 m), rotation (±0.5 rad), gripper (+1 closes).
-        """
+        """One OSC_POSE step of 50 ms: float [7] in [-1, 1], see `osc`."""
         if not np.isfinite(action).all():
             raise SimulationDiverged("an action that is not finite was given to the arm")
         self._osc.displace(self.data, action)
@@ -95,13 +89,13 @@ class World:
         return Pose(site.xpos.copy(), site.xmat.reshape(3, 3).copy())
 
     def state(self) -> WorldState:
-        site = self.data.site("pinch")
+        tool = self.tool()
         return WorldState(
-            hand=site.xpos.copy(),
-            rotation=site.xmat.reshape(3, 3).copy(),
+            hand=tool.position,
+            rotation=tool.rotation,
             opening=self.opening(),
-            positions={body: self.data.body(body).xpos.copy() for body in self._bodies},
-            yaws={body: float(np.arctan2(*self.data.body(body).xmat[[3, 0]])) for body in self._bodies},
+            positions={body: self.data.body(body).xpos.copy() for body in _MOVABLE},
+            yaws={body: float(np.arctan2(*self.data.body(body).xmat[[3, 0]])) for body in _MOVABLE},
         )
 
     def joint_state(self) -> tuple[np.ndarray, np.ndarray]:
@@ -168,12 +162,12 @@ class Camera:
             ) from None
         self._renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = False
         self._free = weakref.finalize(self, _free, self._renderer)
-        # Before the OpenGL library goes, whose own end was registered with MuJoCo's import: MuJoCo's attempt comes
-        # after it, and fails.
+        # The OpenGL library's own exit handler was registered with MuJoCo's import and runs after this one; MuJoCo's
+        # attempt comes after that, and fails.
         atexit.register(self._free)
 
     def render(self, name: str = FRONT_CAMERA) -> np.ndarray:
-        """A camera's present picture, uint8 [height, width, 3], RGB."""
+        """A camera's present image, uint8 [height, width, 3], RGB."""
         self._renderer.update_scene(self._world.data, name)
         return self._renderer.render().copy()
 
@@ -182,7 +176,7 @@ class Camera:
 
 
 def _free(renderer: mujoco.Renderer) -> None:
-    # A render makes this camera's context the current one. Freed under another one, what is deleted are the textures of
-    # that other camera, whose pictures are garbage from then on.
+    # A render makes this camera's context the current one. Freed under another camera's, that camera's textures would
+    # be deleted, and its images garbage from then on.
     renderer.render()
     renderer.close()

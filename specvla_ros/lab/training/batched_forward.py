@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of policy and draft head as training needs them: whole batches, no KV cache, with gradients.
+"""Forward passes of policy and draft head for training: whole batches, no KV cache, with gradients.
 
-They read the parameters of the very model that is served; `test_batched_forward` holds them against the packed forward.
+They read the parameters of the served model; `test_batched_forward` compares them with the packed forward.
 """
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -19,14 +20,14 @@ def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: T
     """Logits of every action token, each after the true tokens before it (teacher forcing).
 
     All instructions of a step share its images' rows: a sequence is BOS, the images, then one branch per instruction
-    that sees those rows and itself. Each branch gives what a sequence of its own would.
+    that sees those rows and itself. Each branch gives the logits of a sequence of its own.
 
     Args:
         pixels: [batch, cameras, 3 * towers, size, size], normalised.
         prompt_ids: int64 [batch, asked, n], BOS first, padded on the right.
         lengths: int64 [batch, asked], ids of each prompt that are not padding.
-        answers: int64 [batch, asked, action_dim], the action tokens, or answers of different lengths; what is below 0
-            is padding, and what is predicted of it stands for nothing.
+        answers: int64 [batch, asked, action_dim], the action tokens, or answers of different lengths; below 0 is
+            padding, whose predictions mean nothing.
 
     Returns:
         [batch, asked, action_dim, vocab].
@@ -51,19 +52,17 @@ def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: T
 
 
 def _branch_layout(prefix: int, branches: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which row sees which, bool [rows, rows], and the position of each row, int64 [rows]."""
+    """The attention mask, bool [rows, rows], and the position of each row, int64 [rows]."""
     rows = torch.arange(prefix + branches * width, device=device)
     branch = torch.where(rows < prefix, -1, (rows - prefix) // width)
     positions = torch.where(rows < prefix, rows, prefix + (rows - prefix) % width)
-    causal = rows[:, None] >= rows
-    mask = causal & ((branch == -1) | (branch[:, None] == branch))
+    mask = (rows[:, None] >= rows) & ((branch == -1) | (branch[:, None] == branch))
     return mask, positions
 
 
 def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
     """[batch, 3 * towers, size, size] to [batch, image_tokens, hidden]."""
-    images = pixels.split(3, dim=1)
-    features = [tower(image) for tower, image in zip(model.towers, images, strict=True)]
+    features = [tower(image) for tower, image in zip(model.towers, pixels.split(3, dim=1), strict=True)]
     return model.projector(torch.cat(features, dim=2))
 
 
@@ -79,10 +78,9 @@ def decoder_hidden(
     """
     cos, sin = decoder.rotation(positions)
     x = embeddings
-    layers = [cast(DecoderLayer, layer) for layer in decoder.layers]
-    for layer in layers:
+    for layer in cast(Iterable[DecoderLayer], decoder.layers):
         x = attend(layer, x, *queries_keys_values(layer, x, cos, sin), mask)
-        if layer is layers[-1]:  # after the last attention nothing reads the other rows
+        if layer is decoder.layers[-1]:  # after the last attention nothing reads the other rows
             x = x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[-1]))
         x = mlp(layer, x)
     return decoder.norm(x)
@@ -90,30 +88,28 @@ def decoder_hidden(
 
 def queries_keys_values(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of rows [batch, length, hidden]: each [batch, heads, length, head_dim], with RoPE as in transformers' Llama."""
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        c, s = cos.to(x.dtype), sin.to(x.dtype)
+        return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
     q, k, v = (each.transpose(1, 2) for each in layer.split_heads(layer.qkv(layer.input_norm(x))))
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated(q), rotated(k), v
 
 
 def attend(layer: DecoderLayer, x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The layer's first half: rows with what they attend to added."""
-    dtype = q.dtype
+    """The layer's first half: rows plus their attention."""
+    dtype, grouped = q.dtype, layer.heads != layer.kv_heads
     if q.device.type == "cpu":  # where its backward takes half the time that it takes in bfloat16
         q, keys, values = q.float(), keys.float(), values.float()
     with torch.autocast("cpu", enabled=False):
-        attended = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, enable_gqa=layer.heads != layer.kv_heads
-        )
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped)
     return x + layer.out(attended.to(dtype).transpose(1, 2).flatten(2))
 
 
 def mlp(layer: DecoderLayer, x: Tensor) -> Tensor:
-    """The layer's second half: rows with the MLP's output added."""
+    """The layer's second half: rows plus the MLP's output."""
     gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
     return x + layer.down(layer.gate(gate) * up)
 
@@ -140,8 +136,7 @@ def draft_features(
         following: [batch, rows, hidden], embeddings of the following tokens.
         hidden: [batch, rows, hidden], the target's hidden states.
         padding: int64 [batch], number of padding rows at the left end.
-        cos: float32 [rows, head_dim / 2]; attention depends on differences of positions, so padding shifts nothing.
-        sin: float32 [rows, head_dim / 2].
+        cos, sin: float32 [rows, head_dim / 2]; attention depends on differences of positions: padding shifts nothing.
         answer: number of rows at the right end that are the answer's.
         steps: number of steps, 1 to `answer`.
 
@@ -150,9 +145,8 @@ def draft_features(
     """
     rows = following.shape[1]
     row = torch.arange(rows, device=following.device)
-    seen = (row[:, None] >= row) & (row >= padding[:, None, None])
     # A row of padding sees itself: a softmax over nothing is NaN.
-    seen = seen | torch.eye(rows, dtype=torch.bool, device=seen.device)
+    seen = ((row[:, None] >= row) & (row >= padding[:, None, None])) | (row[:, None] == row)
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
@@ -176,15 +170,11 @@ def draft_features(
 
 
 def _visible(padding: Tensor, rows: int, answer: int, step: int) -> Tensor:
-    """Which keys of all steps a row sees: the target's up to `step` rows before it, then one of each step since.
-
-    Bool [batch, answer - step, keys].
-    """
-    device = padding.device
-    row = torch.arange(rows - answer + step, rows, device=device)[:, None]
-    column = torch.arange(rows, device=device)
+    """Mask [batch, answer - step, keys]: the target's keys up to `step` rows before, then one of each later step."""
+    column = torch.arange(rows, device=padding.device)
+    row = column[rows - answer + step :, None]
     masks = [(column <= row - step) & (column >= padding[:, None, None])]
     for earlier in range(1, step + 1):
-        column = torch.arange(rows - answer + earlier, rows, device=device)
-        masks.append((column == row - (step - earlier)).expand(len(padding), -1, -1))
+        own = column[rows - answer + earlier :] == row - (step - earlier)
+        masks.append(own.expand(len(padding), -1, -1))
     return torch.cat(masks, dim=2)

@@ -32,14 +32,16 @@ from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.families.openvla.prompt import normalise_instruction
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 
-PADDING = -100  # behind answers; PyTorch's cross-entropy leaves it out
+PADDING = -100  # after answers; PyTorch's cross-entropy leaves it out
 _VERSION = 3
-# Of an action's usual range, as digits are taught it; a millimetre at the table. What is finer in demonstrations is how
-# the arm happened to follow, and a policy can only learn it by heart.
+# Of an action's usual range, as digits are taught it; a millimetre at the table. Finer differences in demonstrations
+# come from how the arm happened to follow, and a policy can only learn them by heart.
 _DIGIT_STEPS = 100
 _MANY_BAGS = 64
 _VALIDATION_SHARE = 20  # one episode in so many
-
+_ARRAYS = ("states", "actions", "instruction_of", "episode_of", "time_ns")  # a file each, beside the images
+_BRIGHTNESS = 0.1
+_TINT = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ _log = logging.getLogger(__name__)
 class DemonstrationSet:
     """All steps of all demonstrations.
 
-    A step is one picture of each camera with one action for each instruction that is known for it: that of its
-    episode, and those of the bag's hindsight topics. All steps have the same number of instructions.
+    A step is one image of each camera with one action for each instruction that is known for it: that of its episode,
+    and those of the bag's hindsight topics. All steps have the same number of instructions.
     """
 
     images: np.ndarray  # uint8 [steps, cameras, size, size, 3], mapped from a file
@@ -57,7 +59,7 @@ class DemonstrationSet:
     actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units
     instruction_of: np.ndarray  # int64 [steps, asked], index into `instructions`
     episode_of: np.ndarray  # int64 [steps], counts the bags
-    time_ns: np.ndarray  # int64 [steps], of the pictures
+    time_ns: np.ndarray  # int64 [steps], of the images
     instructions: tuple[str, ...]  # sorted, each once
 
     @property
@@ -78,7 +80,7 @@ def load_demonstrations(
     Args:
         bags: bags with images, an instruction, and a recorded action of seven values per image.
         size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
-        sensors: what is read beside the first camera's images.
+        sensors: to read beside the first camera's images.
         on_progress: called with bags read and their number.
 
     Raises:
@@ -90,15 +92,9 @@ def load_demonstrations(
     if not index.exists() or json.loads(index.read_text())["fingerprint"] != fingerprint:
         _fill(bags, cache, size, sensors, fingerprint, on_progress)
     described = json.loads(index.read_text())
-    return DemonstrationSet(
-        images=np.load(cache / "images.npy", mmap_mode="r"),
-        states=np.load(cache / "states.npy"),
-        actions=np.load(cache / "actions.npy"),
-        instruction_of=np.load(cache / "instruction_of.npy"),
-        episode_of=np.load(cache / "episode_of.npy"),
-        time_ns=np.load(cache / "time_ns.npy"),
-        instructions=tuple(described["instructions"]),
-    )
+    images = np.load(cache / "images.npy", mmap_mode="r")
+    arrays = {name: np.load(cache / f"{name}.npy") for name in _ARRAYS}
+    return DemonstrationSet(images, **arrays, instructions=tuple(described["instructions"]))
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class _Steps:
     actions: np.ndarray
     texts: tuple[tuple[str, ...], ...]
     time_ns: tuple[int, ...]
-    left_out: str = ""  # what is missing of images that are no steps, and of how many
+    left_out: str = ""  # why images are no steps, and how many
 
 
 def _fill(
@@ -159,11 +155,9 @@ def _fill(
     raw.unlink()
     instructions = sorted({text for asked in texts for text in asked})
     index_of = {text: index for index, text in enumerate(instructions)}
-    np.save(cache / "actions.npy", np.array(actions))
-    np.save(cache / "states.npy", np.array(states))
-    np.save(cache / "instruction_of.npy", np.array([[index_of[text] for text in asked] for asked in texts]))
-    np.save(cache / "episode_of.npy", np.array(episodes, dtype=np.int64))
-    np.save(cache / "time_ns.npy", np.array(times, dtype=np.int64))
+    instruction_of = [[index_of[text] for text in asked] for asked in texts]
+    for name, rows in zip(_ARRAYS, (states, actions, instruction_of, episodes, times), strict=True):
+        np.save(cache / f"{name}.npy", np.array(rows))
     described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
     write_json(cache / "index.json", described)
 
@@ -199,8 +193,9 @@ def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
             answers = [frame.recorded, *(other for other in others if other is not None)]
             if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
                 raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
-            seen = [frame.image, *(frame.others[name] for name in sensors.cameras)]
-            images.append([_squeezed(message.message(), size) for message in seen])
+            messages = [frame.image, *(frame.others[name] for name in sensors.cameras)]
+            seen = [Image.fromarray(rgb_from_message(message.message())) for message in messages]
+            images.append([np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in seen])
             states.append(_state(bag, frame, sensors))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
@@ -208,12 +203,6 @@ def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
         reader.warn_of_damage()
     left_out = f"{len(missing)} images are left out, the first as {missing[0]}" if missing else ""
     return _Steps(np.array(images, np.uint8), np.array(states), np.array(actions), tuple(texts), tuple(times), left_out)
-
-
-def _squeezed(message: Any, size: int) -> np.ndarray:
-    """An image message as uint8 [size, size, 3]."""
-    image = Image.fromarray(rgb_from_message(message))
-    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC))
 
 
 def _state(bag: Path, frame: BagFrame, sensors: Sensors) -> np.ndarray:
@@ -228,16 +217,15 @@ def _state(bag: Path, frame: BagFrame, sensors: Sensors) -> np.ndarray:
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
-    """The expert under other instructions: by instruction, the action at each time."""
+    """The expert's actions under other instructions: by instruction, the action at each time."""
     pattern = re.compile(HINDSIGHT_ACTION_TOPIC.format(r"(\w+)"))
     found = {match[1]: topic.name for topic in reader.topics if (match := pattern.fullmatch(topic.name))}
     asked = {HINDSIGHT_INSTRUCTION_TOPIC.format(name): name for name in sorted(found)}
-    wanted = (*asked, *found.values())
     if not found:
         return {}
     texts: dict[str, str] = {}
     actions: dict[str, dict[int, tuple[float, ...]]] = {name: {} for name in found.values()}
-    for message in reader.messages(wanted):
+    for message in reader.messages((*asked, *found.values())):
         if message.topic in actions:
             actions[message.topic][message.time_ns] = tuple(message.message().data)
         else:
@@ -258,10 +246,6 @@ def state_statistics(states: np.ndarray) -> dict[str, Any]:
     return {"proprio": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * len(low)}}
 
 
-_BRIGHTNESS = 0.1
-_TINT = 0.05
-
-
 @dataclass(frozen=True)
 class Batch:
     """Some steps of demonstrations, each with every instruction that is known for it."""
@@ -269,7 +253,7 @@ class Batch:
     pixels: Tensor  # float32 [batch, cameras, 3 * towers, size, size], normalised
     prompt_ids: Tensor  # int64 [batch, asked, n], padded on the right
     lengths: Tensor  # int64 [batch, asked], ids that are not padding
-    answers: Tensor  # int64 [batch, asked, n], the tokens of each answer; PADDING behind shorter ones
+    answers: Tensor  # int64 [batch, asked, n], the tokens of each answer; PADDING after shorter ones
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
@@ -280,7 +264,7 @@ class Batches:
 
     def __init__(self, policy: OpenVLATarget, data: DemonstrationSet) -> None:
         self._images = data.images
-        # A chunk goes on with what was done next, which no instruction but the episode's own explains.
+        # A chunk goes on with the next actions, which only the episode's own instruction explains.
         chunks = not isinstance(policy.codec, BinsCodec)
         self._instruction_of = data.instruction_of[:, :1] if chunks else data.instruction_of
         prompts = [policy.prompt_ids(text) for text in data.instructions]
@@ -300,11 +284,7 @@ class Batches:
         self._towers = len(towers)
 
     def make(self, steps: np.ndarray, augment: np.random.Generator | None = None) -> Batch:
-        """A batch of these steps.
-
-        Args:
-            augment: changes brightness and tint of each image; None: the images as they are.
-        """
+        """A batch of these steps; `augment` changes brightness and tint of each image."""
         order = np.argsort(steps)  # the file is read from front to back
         steps = steps[order]
         pixels = torch.from_numpy(self._images[steps]).permute(0, 1, 4, 2, 3).float().div_(255.0)
@@ -326,31 +306,28 @@ class Batches:
 def action_chunks(
     data: DemonstrationSet, horizon: int, action_range: tuple[np.ndarray, np.ndarray], step_s: float | None
 ) -> np.ndarray:
-    """What each episode's own instruction asked for from each picture on, float64 [steps, horizon, action_dim].
+    """The actions under each episode's own instruction from each image on, float64 [steps, horizon, action_dim].
 
-    Behind an episode's end its last action stays. Values beyond the usual range are clipped to it, as bins do it: a
-    few of them would give a FAST tokenizer more coefficients than it has ids.
+    After an episode's end its last action stays. Values beyond the usual range are clipped to it, as bins do it: a few
+    of them would give a FAST tokenizer more coefficients than it has ids.
 
     Args:
         action_range: smallest and largest usual value of each dimension.
-        step_s: seconds from action to action, whatever the pictures' rate: the picture nearest to each is looked at;
-            None: from picture to picture.
+        step_s: seconds from action to action, whatever the images' rate: the nearest image's action is taken; None:
+            from image to image.
     """
     steps = np.arange(len(data.actions))
     rows = steps[:, None] + np.arange(horizon)
     if step_s is not None:
-        rows = np.concatenate([_rows_at(data.time_ns, mine, horizon, step_s) for mine in _by_episode(data.episode_of)])
+        episodes = np.split(steps, np.flatnonzero(np.diff(data.episode_of)) + 1)
+        rows = np.concatenate([_rows_at(data.time_ns, mine, horizon, step_s) for mine in episodes])
     last = np.searchsorted(data.episode_of, data.episode_of, side="right") - 1
     chunks: np.ndarray = data.actions[:, 0][np.minimum(rows, last[:, None])]
     return chunks.clip(*action_range)
 
 
-def _by_episode(episode_of: np.ndarray) -> list[np.ndarray]:
-    return np.split(np.arange(len(episode_of)), np.flatnonzero(np.diff(episode_of)) + 1)
-
-
 def _rows_at(time_ns: np.ndarray, mine: np.ndarray, horizon: int, step_s: float) -> np.ndarray:
-    """Of an episode's steps, those nearest to each action of each one's chunk: int64 [its steps, horizon]."""
+    """For each action of each step's chunk, the nearest step of the episode: int64 [its steps, horizon]."""
     times = time_ns[mine]
     wanted = times[:, None] + np.rint(np.arange(horizon) * step_s * 1e9).astype(np.int64)
     behind = np.searchsorted(times, wanted).clip(1, len(times) - 1) if len(times) > 1 else np.zeros_like(wanted)
@@ -364,14 +341,11 @@ def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
     end = min(codec.end_ids)  # type: ignore[attr-defined]
     chunks = action_chunks(data, codec.horizon, codec.action_range, codec.dt_s)
     if isinstance(codec, DigitsCodec):
-        chunks = _rounded(chunks, *codec.action_range)
+        low, high = codec.action_range
+        step = np.where(high > low, high - low, 1.0) / _DIGIT_STEPS
+        chunks = low + np.rint((chunks - low) / step) * step
     answers = [torch.tensor((*codec.encode(chunk), end)) for chunk in chunks]
     return pad_sequence(answers, batch_first=True, padding_value=PADDING)[:, None]
-
-
-def _rounded(chunks: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    step = np.where(high > low, high - low, 1.0) / _DIGIT_STEPS
-    return low + np.rint((chunks - low) / step) * step
 
 
 def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -> Iterator[np.ndarray]:

@@ -5,9 +5,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count, islice, takewhile
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,6 @@ from specvla_ros.models.settings import ModelSettings
 SHARD_SAMPLES = 256
 MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with
 _BATCH = 16  # requests of one packed forward
-_NAMES = ("lengths", "answers", "prompts", "hidden", "tokens")
 _FORMAT = 2
 
 
@@ -48,12 +46,9 @@ class Sample:
 
 @torch.inference_mode()
 def answer(policy: OpenVLATarget, frames: Sequence[Observation], max_text: int = 0) -> list[Sample]:
-    """Has the target answer, greedily, with all frames in one packed forward per token.
+    """The target's greedy answers, with all frames in one packed forward per token.
 
-    Frames that it answers with anything but an action are left out.
-
-    Args:
-        max_text: tokens of text at most before its actions.
+    Frames that it answers with anything but an action are left out. `max_text` limits the tokens before its actions.
     """
     prompts = [policy.prompt_embeddings(frame, policy.prompt_layout(frame).ids) for frame in frames]
     decoder, codec = policy.decoder, policy.codec.with_text(max_text)
@@ -65,9 +60,7 @@ def answer(policy: OpenVLATarget, frames: Sequence[Observation], max_text: int =
     while going := [slot for slot, tokens in enumerate(answers) if not codec.end(tokens, len(tokens) - 1)]:
         newest = torch.tensor([answers[slot][-1] for slot in going], device=decoder.device)
         rows = [len(prompts[slot]) + len(answers[slot]) - 1 for slot in going]
-        roots = [
-            Segment(slot, row, newest[i : i + 1], root) for i, (slot, row) in enumerate(zip(going, rows, strict=True))
-        ]
+        roots = [Segment(slot, row, token, root) for slot, row, token in zip(going, rows, newest.split(1), strict=True)]
         result = packed_forward(decoder, roots, cache)
         chosen = greedy_choice(result.logits).tolist()
         for slot, row, token in zip(going, result.hidden.split(1), chosen, strict=True):
@@ -81,11 +74,7 @@ def answer(policy: OpenVLATarget, frames: Sequence[Observation], max_text: int =
 
 
 class FeatureStore:
-    """Shards of samples in a directory; each is written whole or not at all.
-
-    Args:
-        described: target and data; features of any other are refused.
-    """
+    """Shards of samples in a directory, each written whole or not at all; refuses features not of `described`."""
 
     def __init__(self, directory: Path, described: dict[str, object]) -> None:
         self._directory = directory
@@ -101,7 +90,7 @@ class FeatureStore:
 
     @property
     def shards(self) -> list[Path]:
-        """Without those behind one that is missing."""
+        """Those before the first one that is missing."""
         return list(takewhile(Path.exists, map(self._path, count())))
 
     def fill(
@@ -113,21 +102,16 @@ class FeatureStore:
         limit_bytes: float,
         on_frame: Callable[[int], None] | None = None,
     ) -> None:
-        """Keeps the target's answers to frames, until the frames end or the disk's share is used up.
+        """Keeps the target's answers to frames, until the frames end or all shards together reach `limit_bytes`.
 
         Called again with the same frames it resumes after the last whole shard.
-
-        Args:
-            max_text: tokens of text at most before the actions of an answer.
-            limit_bytes: limit of all shards together, bytes.
         """
         source = iter(frames)
         done = len(self.shards) * SHARD_SAMPLES
         next(islice(source, done, done), None)
         while _size(self.shards) < limit_bytes:
-            report = None if on_frame is None else partial(_report, on_frame, done)
             path = self._path(len(self.shards))
-            taken = _fill_shard(path, policy, islice(source, SHARD_SAMPLES), max_text, report)
+            taken = _fill_shard(path, policy, islice(source, SHARD_SAMPLES), max_text, on_frame, before=done)
             done += taken
             if taken < SHARD_SAMPLES:
                 return
@@ -142,11 +126,9 @@ class FeatureStore:
         ray: str,
         on_frame: Callable[[int], None] | None = None,
     ) -> None:
-        """As `fill` with the frames of bags, and with the same shards in the end, each made by a worker.
+        """As `fill` with at most so many frames of bags, and with the same shards in the end, each made by a worker.
 
-        Args:
-            frames: the most that are taken.
-            limit_bytes: limit of all shards together, bytes; meanwhile there may be one more for each worker.
+        Meanwhile there may be one shard more than `limit_bytes` allows for each worker.
         """
         jobs = self._jobs(asked, frames)
         missing = [job for job in jobs if not job.path.exists()]
@@ -159,11 +141,11 @@ class FeatureStore:
                 if on_frame is not None:
                     on_frame(done)
         kept: list[Path] = []
-        for path in map(attrgetter("path"), jobs):  # what `fill` would not have made
+        for job in jobs:
             if _size(kept) < limit_bytes:
-                kept.append(path)
-            else:
-                path.unlink(missing_ok=True)
+                kept.append(job.path)
+            else:  # `fill` would not have made it
+                job.path.unlink(missing_ok=True)
 
     def _jobs(self, asked: "Asked", frames: int) -> list["ShardJob"]:
         ends = np.cumsum([count_frames(bag, asked.sensors) for bag in asked.bags])
@@ -182,12 +164,12 @@ class FeatureStore:
 
 @dataclass(frozen=True)
 class Asked:
-    """Who is asked about the images of which bags; a worker needs no more."""
+    """A worker's input: the target, and the bags whose images it answers."""
 
     policy: Path  # checkpoint directory
     model: ModelSettings
     bags: tuple[Path, ...]  # in the order in which their frames are taken
-    sensors: Sensors = CAMERA_ALONE  # what is read of them beside the first camera's images
+    sensors: Sensors = CAMERA_ALONE  # read beside the first camera's images
     max_text: int = 0  # tokens of text at most before its actions
 
 
@@ -206,16 +188,12 @@ def make_shard(job: ShardJob) -> int:
     asked = job.asked
     policy = _target(asked.policy, asked.model)
     frames = frames_in(policy, asked.bags, asked.sensors)
-    return _fill_shard(job.path, policy, islice(frames, job.skip, job.skip + job.frames), asked.max_text, None)
+    return _fill_shard(job.path, policy, islice(frames, job.skip, job.skip + job.frames), asked.max_text)
 
 
 @lru_cache(maxsize=1)
 def _target(directory: Path, model: ModelSettings) -> OpenVLATarget:
     return require_openvla(load_target(directory, **vars(model)))
-
-
-def _report(on_frame: Callable[[int], None], before: int, taken: int) -> None:
-    on_frame(before + taken)
 
 
 def _size(shards: Sequence[Path]) -> int:
@@ -227,16 +205,17 @@ def _fill_shard(
     policy: OpenVLATarget,
     frames: Iterator[Observation],
     max_text: int,
-    on_frame: Callable[[int], None] | None,
+    on_frame: Callable[[int], None] | None = None,
+    before: int = 0,
 ) -> int:
-    """Writes the answers to frames; returns how many were taken."""
+    """Writes the answers to frames; returns how many were taken, which are reported on top of those `before`."""
     samples: list[Sample] = []
     taken = 0
     while batch := list(islice(frames, _BATCH)):
         samples += answer(policy, batch, max_text)
         taken += len(batch)
         if on_frame is not None:
-            on_frame(taken)
+            on_frame(before + taken)
     if samples:
         _write(path, samples)
     elif taken == SHARD_SAMPLES:
@@ -267,7 +246,8 @@ def _write(path: Path, samples: Sequence[Sample]) -> None:
 def read_shard(path: Path) -> list[Sample]:
     """A shard's samples, bfloat16, on the CPU."""
     with safe_open(path, framework="pt") as file:
-        lengths, answers, prompts, hidden, tokens = (file.get_tensor(name) for name in _NAMES)
+        names = ("lengths", "answers", "prompts", "hidden", "tokens")
+        lengths, answers, prompts, hidden, tokens = map(file.get_tensor, names)
     rows = (lengths + answers - 1).tolist()
     parts = prompts.split(lengths.tolist()), hidden.split(rows), tokens.split(answers.tolist())
     return [Sample(*tensors) for tensors in zip(*parts, strict=True)]

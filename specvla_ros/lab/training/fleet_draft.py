@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla fleet-draft`: from bags to a new draft head, held against the one in use, promoted or refused."""
+"""`specvla fleet-draft`: trains a draft head on bags, compares it with the one in use, and promotes or refuses it."""
 
 import shutil
 import time
@@ -40,27 +40,23 @@ class FleetDraft:
 
     refusals: tuple[str, ...]  # why it is not taken, in sentences; empty: it is
     runs: Mapping[str, FrameRun]  # the held-out frames, plainly, with the head in use where there is one, and the new
-    promoted: Path | None  # where the new head was put; None: nowhere
-    kept: Path | None  # where the head is now that was in use there; None: there was none
-    calibration: str  # what calibration chose, or why there is none
+    promoted: Path | None  # the new head's place; None: nowhere
+    kept: Path | None  # the new place of the head that was in use there; None: there was none
+    calibration: str  # the choice of calibration, or why there is none
     context: Mapping[str, Any]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Cells under RUNS_HEAD."""
-        found = ((name, run.tally, run.action_s) for name, run in self.runs.items())
-        return [
-            (name, f"{tally.forwards_per_action:.2f}", f"{tally.tau:.2f}" if tally.tau else "", f"{action_s * 1e3:.1f}")
-            for name, tally, action_s in found
-        ]
+        rows: list[tuple[str, ...]] = []
+        for name, run in self.runs.items():
+            tau = f"{run.tally.tau:.2f}" if run.tally.tau else ""
+            rows.append((name, f"{run.tally.forwards_per_action:.2f}", tau, f"{run.action_s * 1e3:.1f}"))
+        return rows
 
     def as_json(self) -> dict[str, Any]:
+        tallied = ("actions", "forwards_per_action", "tau")
         runs = {
-            name: {
-                "actions": run.tally.actions,
-                "forwards_per_action": run.tally.forwards_per_action,
-                "tau": run.tally.tau,
-                "action_s": run.action_s,
-            }
+            name: {key: getattr(run.tally, key) for key in tallied} | {"action_s": run.action_s}
             for name, run in self.runs.items()
         }
         return {
@@ -91,13 +87,13 @@ def fleet_draft(
     """Trains a head on some of the bags, judges it by the others, and takes or refuses it.
 
     It is taken where it saves forwards, and where strict answers with it are plain decoding's, token for token. A run
-    that was cut short goes on with its training.
+    that was cut short resumes its training.
 
     Args:
-        engine: with the head in use, and what else drafts beside either.
+        engine: with the head in use, and the other drafters beside either.
         out: directory for the head, certificate, calibration, verdict and report.
-        promote: where the head is put if it is taken, in place of what lies there; None: it stays in `out` alone.
-        workers: who asks the target for training data, as of `run_jobs`.
+        promote: the head's place if it is taken, where it replaces another; None: it stays in `out` alone.
+        workers, ray: of the training data, as of `run_jobs`.
 
     Raises:
         UserError: too few bags or frames, or `out` holds another run.
@@ -137,18 +133,13 @@ def fleet_draft(
         del settings[_USED]
     runs = time_settings(policy, settings, frames, rounds=1)
     refusals = (*certificate.failures, *_too_slow(runs, plan))
-    chosen = "not calibrated: the head is refused"
+    chosen, promoted = "not calibrated: the head is refused", promote if not refusals else None
     if not refusals:
-        chosen = _calibrated(policy, model, with_new, frames, plan, directory.path)
-    kept = _put(new, promote) if promote is not None and not refusals else None
-    found = FleetDraft(
-        refusals=refusals,
-        runs=runs,
-        promoted=promote if not refusals else None,
-        kept=kept,
-        calibration=chosen,
-        context={"frames": len(frames), "bags": bags, "policy": policy.describe(), "plan": _plan_json(plan), **head()},
-    )
+        base = SimulateSettings(policy=policy.directory, engine=with_new, model=model)
+        chosen = _calibrated(policy, base, frames, plan, directory.path)
+    kept = _put(new, promoted) if promoted is not None else None
+    context = {"frames": len(frames), "bags": bags, "policy": policy.describe(), "plan": _plan_json(plan), **head()}
+    found = FleetDraft(refusals, runs, promoted, kept, chosen, context)
     with directory.reporting_errors():
         directory.write_json(FLEET_FILE, found.as_json())
         _write_report(directory.path / REPORT_FILE, found)
@@ -169,9 +160,8 @@ def _hashes(bags: Sequence[Path]) -> dict[str, dict[str, str]]:
 
 
 def _plan_json(plan: FleetPlan) -> dict[str, Any]:
-    return asdict(replace(plan, calibrate=None)) | {
-        "tolerances": [str(each) for each in plan.calibrate.tolerances] if plan.calibrate else []
-    }
+    tolerances = [str(each) for each in plan.calibrate.tolerances] if plan.calibrate else []
+    return asdict(replace(plan, calibrate=None)) | {"tolerances": tolerances}
 
 
 def _too_slow(runs: Mapping[str, FrameRun], plan: FleetPlan) -> list[str]:
@@ -180,24 +170,15 @@ def _too_slow(runs: Mapping[str, FrameRun], plan: FleetPlan) -> list[str]:
     before, after = (runs[name].tally.forwards_per_action for name in (rival, _NEW))
     if after <= before * (1 - plan.min_gain):
         return []
-    change, asked = after / before - 1 if before else 0.0, 0 - plan.min_gain
-    return [
-        f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, and {asked:+.1%} or less is "
-        "asked for"
-    ]
+    change, asked = after / before - 1 if before else 0.0, f"{0 - plan.min_gain:+.1%} or less is asked for"
+    return [f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, and {asked}"]
 
 
 def _calibrated(
-    policy: OpenVLATarget,
-    model: ModelSettings,
-    engine: EngineSettings,
-    frames: Sequence[Any],
-    plan: FleetPlan,
-    out: Path,
+    policy: OpenVLATarget, base: SimulateSettings, frames: Sequence[Any], plan: FleetPlan, out: Path
 ) -> str:
     if plan.calibrate is None:
         return "not calibrated: it was not asked for"
-    base = SimulateSettings(policy=policy.directory, engine=engine, model=model)
     try:
         found = calibrate(policy, base, frames, plan.calibrate, out / CALIBRATION)
     except UserError as error:  # as of a policy whose actions are no millimetres and degrees
@@ -206,7 +187,7 @@ def _calibrated(
 
 
 def _put(new: Path, place: Path) -> Path | None:
-    """Copies a head to its place; returns where what lay there is now."""
+    """Copies a head to its place; returns the new place of the head that was there."""
     place = place.expanduser()
     waiting = place.with_name(f".{place.name}.new")
     kept = place.with_name(f"{place.name}-before-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
@@ -231,12 +212,10 @@ def _write_report(path: Path, found: FleetDraft) -> None:
     else:
         where = f"; it is in {found.promoted}" if found.promoted else ""
         verdict = f"<p class='verdict passed'>The new head is taken{escape(where)}.</p>"
+    how = f"{found.context['frames']} frames, the settings taking turns, strict acceptance"
     parts = [
-        verdict,
-        "<h2>On bags that it was not trained on</h2>",
-        table(RUNS_HEAD, found.rows()),
-        f"<p class=note>{found.context['frames']} frames, the settings taking turns, strict acceptance. "
-        f"Calibration: {escape(found.calibration)}.</p>",
+        f"{verdict}<h2>On bags that it was not trained on</h2>{table(RUNS_HEAD, found.rows())}",
+        f"<p class=note>{how}. Calibration: {escape(found.calibration)}.</p>",
         provenance(found.context),
     ]
     write_page(path, f"A draft head for {Path(found.context['policy']['checkpoint']).name}", parts)

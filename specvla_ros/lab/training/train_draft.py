@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla train-draft`: teaches an EAGLE draft head to predict its target's hidden states and tokens."""
+"""`specvla train-draft`: trains an EAGLE draft head to predict its target's hidden states and tokens."""
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -43,7 +44,7 @@ _MAX_SAMPLES = 256  # of a validation
 
 @dataclass(frozen=True)
 class DraftValidation:
-    """What strict acceptance would have made of the head's trees on held-out answers."""
+    """Strict acceptance of the head's trees on held-out answers."""
 
     epoch: int  # number of passes over the features before it
     tau: float  # tokens committed per verification forward
@@ -53,11 +54,7 @@ class DraftValidation:
 
 
 def check_frames(data: Sequence[Path] | None, frames: int) -> None:
-    """Counts what the target could be asked, before it is loaded and asked.
-
-    Args:
-        data: bags, or directories of bags; None: simulation, which has no end.
-    """
+    """Refuses too few frames before the target is loaded; `data` as of `collect_features`."""
     if frames < MIN_FRAMES:
         raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
     if data is None:
@@ -91,7 +88,7 @@ def collect_features(
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
 
     Args:
-        data: bags, or directories of bags; None: what the target does in simulation.
+        data: bags, or directories of bags; None: the target's own episodes in simulation, which have no end.
         frames: the most that the target is asked.
         max_text: tokens of text at most before its actions.
         max_bytes: limit of the features on disk, bytes.
@@ -116,10 +113,10 @@ def collect_features(
         bags = tuple(shuffled(find_bags(data), seed))
         by = Asked(policy.directory, model or ModelSettings(), bags, sensors, max_text)
         store.fill_by_workers(by, frames, limit_bytes=max_bytes, workers=workers, ray=ray, on_frame=on_frame)
-        return store.shards
-    engine = EngineSettings(max_reasoning_tokens=max_text)
-    asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
-    store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)
+    else:
+        engine = EngineSettings(max_reasoning_tokens=max_text)
+        asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
+        store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)
     return store.shards
 
 
@@ -133,11 +130,10 @@ def train_draft(
     """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch."""
     from accelerate import Accelerator
 
-    held_out = max(1, len(shards) // _HELD_OUT)
-    if len(shards) <= held_out:
+    if len(shards) < 2:
         raise UserError("the features fill one shard only: too few to train on and to validate with; give more frames")
     accelerator = Accelerator()
-    task = _DraftTask(accelerator, policy, shards[:-held_out], shards[-held_out:], out, training)
+    task = _DraftTask(accelerator, policy, shards, out, training)
     described = asdict(training) | {"samples": task.samples, "target": str(policy.directory.resolve())}
     begin_or_resume(accelerator, out, described)
     return Trainer(accelerator, task, out).run(on_progress)
@@ -147,19 +143,11 @@ class _DraftTask:
     """A draft head on its target's features; see TrainingTask."""
 
     def __init__(
-        self,
-        accelerator: Any,
-        policy: OpenVLATarget,
-        shards: Sequence[Path],
-        held_out: Sequence[Path],
-        out: Path,
-        training: DraftTraining,
+        self, accelerator: Any, policy: OpenVLATarget, shards: Sequence[Path], out: Path, training: DraftTraining
     ) -> None:
-        self._accelerator = accelerator
-        self._policy = policy
-        self._shards, self._held_out = shards, held_out
-        self._out = out
-        self._seed = training.seed
+        held_out = max(1, len(shards) // _HELD_OUT)
+        self._accelerator, self._policy, self._out = accelerator, policy, out
+        self._shards, self._held_out, self._seed = shards[:-held_out], shards[-held_out:], training.seed
         torch.manual_seed(training.seed)
         self.trained = EagleHead(policy.decoder.config, training.parallel_depth).to(policy.decoder.device)
         _initialise(self.trained)
@@ -196,7 +184,6 @@ class _DraftTask:
         return DraftValidation(**raw | {"accept_length_by_place": lengths})
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
-        """The head, for its target by name."""
         save_draft_head(self._out, self.trained)
         finished = time.strftime("%Y-%m-%d", time.gmtime())
         return described | {"target": self._policy.directory.name, "epochs_done": history, "finished": finished}
@@ -220,17 +207,10 @@ class _DraftLoss(nn.Module):
         answer = batch.following.shape[1] - batch.prompt_rows
         width = _NOISE / batch.hidden.shape[1]
         noisy = batch.hidden + (torch.rand(batch.hidden.shape, generator=noise) - 0.5).to(batch.hidden.device) * width
-        positions = torch.arange(batch.hidden.shape[1], device=batch.hidden.device)
-        cos, sin = decoder.rotation(positions)
+        rotation = decoder.rotation(torch.arange(batch.hidden.shape[1], device=batch.hidden.device))
+        steps = min(self._steps, answer)
         predictions = draft_features(
-            self.head,
-            batch.following,
-            noisy,
-            batch.padding,
-            cos,
-            sin,
-            answer=answer,
-            steps=min(self._steps, answer),
+            self.head, batch.following, noisy, batch.padding, *rotation, answer=answer, steps=steps
         )
         with torch.no_grad():
             probabilities = decoder.logits(batch.goal.flatten(0, 1)).softmax(-1).view(*batch.goal.shape[:2], -1)
@@ -264,7 +244,7 @@ class DraftBatch:
     following: Tensor  # float32 [batch, rows, hidden], the embedding of the token after each row
     hidden: Tensor  # float32 [batch, rows, hidden], the target's state at each row
     goal: Tensor  # float32 [batch, answer rows, hidden], the target's state after each of the answer's rows
-    there: Tensor  # bool [batch, answer rows]; False: padding behind a shorter answer
+    there: Tensor  # bool [batch, answer rows]; False: padding after a shorter answer
     padding: Tensor  # int64 [batch], number of padding rows at the left end
     prompt_rows: int  # rows before the answer's
 
@@ -305,24 +285,23 @@ def _initialise(head: EagleHead) -> None:
 
 @torch.inference_mode()
 def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
-    """Drafts the target's own answers again, token by token as strict acceptance would let it.
+    """Drafts the target's own, held-out answers again, as strict acceptance would let it; of the first few hundred.
 
-    The target need not run: with strict acceptance only its own tokens are committed, and those are known. Of the
-    samples, held-out answers, the first few hundred are used.
+    The target need not run: with strict acceptance only its own tokens are committed, and those are known.
     """
     settings = DraftSettings()
     if head.parallel_depth > 1:
         settings = replace(settings, depth=min(settings.depth, head.parallel_depth))
     head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
     drafter: EagleDrafter | None = None
-    found: dict[int, list[int]] = {}
+    found: defaultdict[int, list[int]] = defaultdict(list)
     done = 0
     for sample in islice(samples, _MAX_SAMPLES):
         rows = len(sample.prompt) + len(sample.tokens)
         if drafter is None or drafter.committed_rows < rows:
             drafter = EagleDrafter(head, policy.decoder, settings, slots=1, slot_rows=rows)
         for dim, accepted in _replay(policy, drafter, sample):
-            found.setdefault(dim, []).append(accepted)
+            found[dim].append(accepted)
         done += 1
     lengths = [length for of_dim in found.values() for length in of_dim]
     return DraftValidation(
@@ -335,31 +314,24 @@ def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sam
 
 def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
     """(dimension of the first drafted token, accept length) of each verification."""
-    decoder = policy.decoder
-    device, dtype = decoder.device, decoder.dtype
-    hidden = sample.hidden.to(device, dtype)
-    tokens = sample.tokens.to(device)
-    embedded = decoder.embed_tokens(tokens)
-    following = torch.cat((sample.prompt.to(device, dtype)[1:], embedded))
+    device, dtype = policy.decoder.device, policy.decoder.dtype
+    hidden, tokens = sample.hidden.to(device, dtype), sample.tokens.to(device)
+    following = torch.cat((sample.prompt.to(device, dtype)[1:], policy.decoder.embed_tokens(tokens)))
     prompt, answer = len(sample.prompt), len(tokens)
     goal = tokens.tolist()
     fed, dim, results = 0, 1, []
     while dim < answer:
         prefix = prompt + dim - 1
-        tree = drafter.draft(
-            [
-                DraftInput(
-                    slot=0,
-                    prefix_len=prefix,
-                    new=NewRows(hidden[fed:prefix], following[fed:prefix]),
-                    root=tokens[dim - 1],
-                    max_depth=answer - dim - 1,
-                    position=policy.codec.position(goal[:dim]),
-                    in_text=policy.codec.in_text(goal[:dim]),
-                )
-            ]
-        )[0]
-        accepted = _longest_match(tree, goal[dim:])
+        given = DraftInput(
+            slot=0,
+            prefix_len=prefix,
+            new=NewRows(hidden[fed:prefix], following[fed:prefix]),
+            root=tokens[dim - 1],
+            max_depth=answer - dim - 1,
+            position=policy.codec.position(goal[:dim]),
+            in_text=policy.codec.in_text(goal[:dim]),
+        )
+        accepted = _longest_match(drafter.draft([given])[0], goal[dim:])
         if answer - dim > 1:  # where nothing can be drafted there is nothing to measure
             results.append((dim, accepted))
         fed, dim = prefix, dim + accepted + 1
@@ -369,10 +341,10 @@ def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> lis
 def _longest_match(tree: Tree, goal: list[int]) -> int:
     parents, tokens = tree.ancestry.parents.tolist(), tree.tokens.tolist()
     valid: list[bool] = tree.valid.tolist()
-    node, depth = 0, 0
-    while depth < len(goal):
-        children = [i for i, parent in enumerate(parents) if parent == node and valid[i] and tokens[i] == goal[depth]]
+    node = 0
+    for depth, wanted in enumerate(goal):
+        children = [i for i, parent in enumerate(parents) if parent == node and valid[i] and tokens[i] == wanted]
         if not children:
-            break
-        node, depth = children[0], depth + 1
-    return depth
+            return depth
+        node = children[0]
+    return len(goal)

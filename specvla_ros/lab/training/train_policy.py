@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behaviour cloning of a small policy."""
+"""Behaviour cloning of a small policy; the nano policy that it begins with."""
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
 from specvla_ros.control.convention_settings import known_dataset
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.frame_sources import find_bags
-from specvla_ros.lab.plans import PolicyTraining
+from specvla_ros.lab.plans import NanoShape, PolicyTraining
 from specvla_ros.lab.training.batched_forward import action_logits
 from specvla_ros.lab.training.dataset import (
     PADDING,
@@ -31,7 +32,6 @@ from specvla_ros.lab.training.dataset import (
     shuffled,
     state_statistics,
 )
-from specvla_ros.lab.training.nano import END_ID, write_nano
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
@@ -40,23 +40,34 @@ from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
 from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.openvla.config import read_config
+from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.weights import save_weights
 
 # Neighbouring bins are neighbouring actions, which plain cross-entropy has to learn from the data, bin by bin.
 _BLUR_BINS = 2.0
+_VALIDATION_STEPS = 2048
+_WARM_UP = 300
+_WEIGHT_DECAY = 0.05
+_CLIP = 1.0
+_MUON_FACTOR = 2.0
+_MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rate
+_NUMBERS = 1000  # the largest that digits write, as VLA-0's
+_POSITIONS = 1024  # prompt, answer and draft of 8 actions in digits
+_FAST_IDS = 256  # as many as the nano policy has tokens for actions
+_FAST_SCALE = 20.0  # twice the paper's: half its rounding, a third more tokens
+_END_ID = 2  # `</s>`, with which an answer of chunks ends
+_PAD_ROWS = 64
+_BINS = 256
 
 
 def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> Tensor:
     """Mean cross-entropy over the vocabulary against the true bin blurred over its neighbours; the gripper sharp.
 
-    Args:
-        logits: [..., action_dim, vocab].
-        answers: int64 [..., action_dim], action tokens.
+    Of logits [..., action_dim, vocab] and action tokens, int64 [..., action_dim].
     """
-    log_probabilities = logits.float().log_softmax(-1)
-    bins = log_probabilities[..., tokenizer.first_id : tokenizer.vocab_size]
+    bins = logits.float().log_softmax(-1)[..., tokenizer.first_id : tokenizer.vocab_size]
     candidates = torch.arange(bins.shape[-1], device=bins.device)
     true = (answers - tokenizer.first_id)[..., None]
     weights = torch.exp(-0.5 * ((candidates - true) / _BLUR_BINS) ** 2)
@@ -70,23 +81,9 @@ def cross_entropy(logits: Tensor, answers: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), ignore_index=PADDING)
 
 
-_VALIDATION_STEPS = 2048
-_WARM_UP = 300
-_WEIGHT_DECAY = 0.05
-_CLIP = 1.0
-_MUON_FACTOR = 2.0
-_MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rate
-
-
-_NUMBERS = 1000  # the largest that digits write, as VLA-0's
-_POSITIONS = 1024  # prompt, answer and draft of 8 actions in digits
-_FAST_IDS = 256  # as many as the nano policy has tokens for actions
-_FAST_SCALE = 20.0  # twice the paper's: half its rounding, a third more tokens
-
-
 @dataclass(frozen=True)
 class Validation:
-    """How well the policy predicts demonstrations that it has not seen."""
+    """Predictions of demonstrations that the policy has not seen."""
 
     step: int  # optimiser steps before it
     loss: float  # cross-entropy of the true tokens, nats, mean over the tokens
@@ -119,14 +116,11 @@ def train_policy(
     init = init or (Path(training.init) if training.init else None)
     bags = find_bags(data)
     accelerator = Accelerator(mixed_precision=precision())
+    size = read_config(init).towers[0].image_size if init is not None else training.shape.image_size
+    report = on_reading if accelerator.is_main_process else None
     with accelerator.main_process_first():  # the others then find the cache filled
-        demonstrations = load_demonstrations(
-            bags,
-            out / STATE_DIRECTORY / "demonstrations",
-            read_config(init).towers[0].image_size if init is not None else training.shape.image_size,
-            training.sensors,
-            on_reading if accelerator.is_main_process else None,
-        )
+        cache = out / STATE_DIRECTORY / "demonstrations"
+        demonstrations = load_demonstrations(bags, cache, size, training.sensors, report)
     episodes = int(demonstrations.episode_of.max()) + 1
     if demonstrations.validation.all() or not demonstrations.validation.any():
         raise UserError(
@@ -170,7 +164,7 @@ def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -
     """Makes an untrained checkpoint one that writes chunks; its tokens for bins become those of the codec."""
     fields = read_checkpoint_json(out / "config.json")
     decoder = fields.inner("text_config").raw | {"max_position_embeddings": _POSITIONS}
-    changed = {"action_codec": training.codec, "eos_token_id": END_ID, "text_config": decoder}
+    changed = {"action_codec": training.codec, "eos_token_id": _END_ID, "text_config": decoder}
     write_json(out / "config.json", fields.raw | changed)
     statistics = select_statistics(fields.inner("norm_stats").raw, "")
     known = known_dataset(statistics.unnorm_key)
@@ -180,10 +174,9 @@ def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -
     if training.codec == "digits":
         folder.mkdir(exist_ok=True)
         write_json(folder / CODEC_FILE, shape | {"bins": _NUMBERS})
-        return
-    chunks = action_chunks(data, training.horizon, (statistics.low, statistics.high), step_s)
-    tokenizer = fit_fast_tokenizer(statistics.normalise(chunks), scale=_FAST_SCALE, vocab_size=_FAST_IDS)
-    tokenizer.save(folder, **shape)
+    else:
+        chunks = statistics.normalise(action_chunks(data, training.horizon, (statistics.low, statistics.high), step_s))
+        fit_fast_tokenizer(chunks, scale=_FAST_SCALE, vocab_size=_FAST_IDS).save(folder, **shape)
 
 
 def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> None:
@@ -203,20 +196,15 @@ class _PolicyTask:
     """Behaviour cloning; see TrainingTask."""
 
     def __init__(self, accelerator: Any, data: DemonstrationSet, out: Path, training: PolicyTraining) -> None:
-        self._accelerator = accelerator
-        self._out = out
-        self._training = training
-        self._train = np.flatnonzero(~data.validation)
-        self._held_out = np.flatnonzero(data.validation)
+        self._accelerator, self._out, self._training = accelerator, out, training
+        self._train, self._held_out = np.flatnonzero(~data.validation), np.flatnonzero(data.validation)
         self._policy = require_openvla(load_target(out, device=str(accelerator.device), dtype="float32"))
         self._data = Batches(self._policy, data)
         self.model = _PolicyLoss(self._policy)
         self.trained = self._policy.model
-        self.optimisers = _optimisers(self.model, training.learning_rate)
-        self.steps = training.steps
-        self.batch_size = training.batch_size
+        self.optimisers, self.clip = _optimisers(self.model, training.learning_rate), _CLIP
+        self.steps, self.batch_size = training.steps, training.batch_size
         self.validate_every = training.validate_every
-        self.clip = _CLIP
 
     def schedule(self, step: int) -> float:
         return warm_up(step, self.steps, _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
@@ -241,25 +229,19 @@ class _PolicyTask:
             losses.append(cross_entropy(logits, batch.answers) * there.sum())
             right.append(torch.where(there, (predicted == batch.answers).float(), torch.nan).flatten(0, 1))
             distance.append((predicted - batch.answers).abs().float().flatten(0, 1))
-        found = torch.cat(right)
-        accuracy = found.mean(0) if self.model.of_bins else found.nanmean()[None]
-        return Validation(
-            step=step,
-            loss=float(torch.stack(losses).sum() / (~found.isnan()).sum()),
-            accuracy=tuple(accuracy.tolist()),
-            bin_distance=tuple(torch.cat(distance).mean(0).tolist()) if self.model.of_bins else (),
-            seconds=seconds,
-        )
+        found, of_bins = torch.cat(right), self.model.tokenizer is not None
+        accuracy = found.mean(0) if of_bins else found.nanmean()[None]
+        bin_distance = tuple(torch.cat(distance).mean(0).tolist()) if of_bins else ()
+        loss = float(torch.stack(losses).sum() / (~found.isnan()).sum())
+        return Validation(step, loss, tuple(accuracy.tolist()), bin_distance, seconds)
 
     def validation_from_json(self, raw: dict[str, Any]) -> Validation:
         return Validation(**raw | {name: tuple(raw[name]) for name in ("accuracy", "bin_distance")})
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
         """The weights in bfloat16, as OpenVLA's are."""
-        tensors = self._policy.model.checkpoint_tensors()
-        save_weights(
-            self._out / "model.safetensors", {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
-        )
+        tensors = {name: tensor.bfloat16().cpu() for name, tensor in self.trained.checkpoint_tensors().items()}
+        save_weights(self._out / "model.safetensors", tensors)
         return described | {"validation": history}
 
 
@@ -267,12 +249,8 @@ class _PolicyLoss(nn.Module):
     def __init__(self, policy: OpenVLATarget) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
-        self._tokenizer = policy.action_tokenizer if isinstance(policy.codec, BinsCodec) else None
-
-    @property
-    def of_bins(self) -> bool:
-        """Whether each answer is one action of bins."""
-        return self._tokenizer is not None
+        # None: answers are chunks, and not one action of bins each.
+        self.tokenizer = policy.action_tokenizer if isinstance(policy.codec, BinsCodec) else None
 
     def logits(self, batch: Batch) -> Tensor:
         """[batch, asked, action_dim, vocab]."""
@@ -280,15 +258,15 @@ class _PolicyLoss(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         logits = self.logits(batch)
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return cross_entropy(logits, batch.answers)
-        return action_loss(logits, batch.answers, self._tokenizer)
+        return action_loss(logits, batch.answers, self.tokenizer)
 
 
 def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al. 2024) for the matrices inside, AdamW for embeddings, head, norms and biases.
 
-    On this task Muon needs about half the images of AdamW until the policy finds the things on the table.
+    On this task Muon needs about half the images of AdamW until the policy finds the objects on the table.
     """
     inside: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
@@ -308,3 +286,117 @@ def precision() -> str:
     else:
         fast = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
     return "bf16" if fast else "no"
+
+
+def write_nano(
+    directory: Path, shape: NanoShape, instructions: Sequence[str], norm_stats: Mapping[str, Any], *, seed: int
+) -> None:
+    """Writes an untrained policy of OpenVLA's architecture and files, small enough to train on two CPU cores.
+
+    Args:
+        instructions: all that it will be taught, in lower case; their words are the vocabulary.
+        norm_stats: action statistics by dataset, as in OpenVLA's config.json.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = _word_tokenizer(instructions)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = _nano_config(shape, tokenizer.get_vocab_size() + _BINS + _PAD_ROWS, norm_stats)
+    write_json(directory / "config.json", config | {"instructions": list(instructions)})
+    write_json(directory / "preprocessor_config.json", _preprocessor_config(shape))
+    model = OpenVLA(read_config(directory))
+    _initialise(model, torch.Generator().manual_seed(seed))
+    save_weights(directory / "model.safetensors", model.checkpoint_tensors())
+
+
+def _word_tokenizer(instructions: Sequence[str]) -> Tokenizer:
+    """Whole words and marks are tokens: an instruction is a handful of rows."""
+    split = pre_tokenizers.Whitespace()
+    texts = ["In: What action should the robot take to ?\nOut:", *instructions]
+    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
+    vocab = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "▁", *sorted(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def _nano_config(shape: NanoShape, vocab: int, norm_stats: Mapping[str, Any]) -> dict[str, Any]:
+    vision = {
+        "embed_dim": shape.vision_dim,
+        "depth": shape.vision_depth,
+        "num_heads": shape.vision_dim // shape.head_dim,
+        "patch_size": shape.patch_size,
+        "class_token": False,
+        "mlp_ratio": 3.0,
+    }
+    return {
+        "model_type": "openvla",
+        "architectures": ["OpenVLAForActionPrediction"],
+        "vision_backbone_id": "siglip-vit-so400m",
+        "llm_backbone_id": "llama2-7b-pure",
+        "use_fused_vision_backbone": False,
+        "timm_model_ids": ["vit_so400m_patch14_siglip_224"],
+        "timm_override_act_layers": [None],
+        "tiny_timm_model_kwargs": [vision],
+        "image_sizes": [shape.image_size],
+        "image_resize_strategy": "resize-naive",
+        "n_action_bins": _BINS,
+        "pad_to_multiple_of": _PAD_ROWS,
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": int(2.5 * shape.hidden_size),
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.hidden_size // shape.head_dim,
+            "vocab_size": vocab,
+            "max_position_embeddings": 512,
+        },
+        "norm_stats": dict(norm_stats),
+    }
+
+
+def _preprocessor_config(shape: NanoShape) -> dict[str, Any]:
+    return {
+        "image_processor_type": "PrismaticImageProcessor",
+        "image_resize_strategy": "resize-naive",
+        "use_fused_vision_backbone": False,
+        "input_sizes": [[3, shape.image_size, shape.image_size]],
+        "interpolations": ["bicubic"],
+        "means": [[0.5] * 3],
+        "stds": [[0.5] * 3],
+        "tvf_letterbox_fill": None,
+    }
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module, generator: torch.Generator) -> None:
+    """Normal with the inverse root of the inputs, matrices that end a residual branch smaller, norms 1, biases 0.
+
+    Llama's 0.02 is that for its 4096 inputs; at a few hundred it would leave attention blind for thousands of steps.
+    Patches begin with sines of their position (Beyer et al. 2022, arXiv 2205.01580), so that it need not be learned.
+    """
+    blocks = sum(".qkv.weight" in name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name.endswith("pos_embed"):
+            parameter.copy_(_positions_in_two_dimensions(parameter.shape[1], parameter.shape[2]))
+            continue
+        if parameter.ndim < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        scale = parameter[0].numel() ** -0.5
+        if "embed_tokens" in name:
+            scale = 0.5
+        elif any(part in name for part in (".out.", ".down.", "attn.proj.", "mlp.fc2.")):
+            scale /= (2 * blocks) ** 0.5
+        parameter.normal_(0.0, scale, generator=generator)
+
+
+def _positions_in_two_dimensions(patches: int, dim: int) -> Tensor:
+    """[1, patches, dim]: sines and cosines of row and column, a quarter of the channels each."""
+    side = round(patches**0.5)
+    frequencies = 1.0 / 100.0 ** (torch.arange(dim // 4) / (dim // 4))
+    angles = torch.arange(side)[:, None] * frequencies
+    waves = torch.cat((angles.sin(), angles.cos()), dim=1)  # [side, dim / 2]
+    rows, columns = waves.repeat_interleave(side, 0), waves.repeat(side, 1)
+    return torch.cat((rows, columns), dim=1)[None]

@@ -22,7 +22,7 @@ V_co = TypeVar("V_co", covariant=True)
 
 @dataclass(frozen=True)
 class Progress(Generic[V]):
-    """Where a training stands."""
+    """The state of a training."""
 
     step: int  # optimiser steps done
     steps: int  # optimiser steps in all
@@ -32,28 +32,21 @@ class Progress(Generic[V]):
 
 
 class TrainingTask(Protocol[V_co]):
-    """What is trained, and how.
+    """A model with its data, optimisers and validation."""
 
-    Attributes:
-        model: returns the loss of a batch, a scalar; wrapped by accelerate for several GPUs.
-        trained: the part of `model` whose weights are kept.
-        optimisers: each parameter group's lr is its peak.
-        batch_size: samples of a step, over all processes.
-        validate_every: steps between validations, each of which also saves the state.
-        clip: norm to which gradients are clipped.
-    """
-
-    optimisers: list[torch.optim.Optimizer]
+    optimisers: list[torch.optim.Optimizer]  # each parameter group's lr is its peak
     steps: int
-    batch_size: int
-    validate_every: int
-    clip: float
+    batch_size: int  # samples of a step, over all processes
+    validate_every: int  # steps between validations, each of which also saves the state
+    clip: float  # norm to which gradients are clipped
 
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> nn.Module:
+        """Returns the loss of a batch, a scalar; wrapped by accelerate for several GPUs."""
 
     @property
-    def trained(self) -> nn.Module: ...
+    def trained(self) -> nn.Module:
+        """The part of `model` whose weights are kept."""
 
     def schedule(self, step: int) -> float:
         """Share of the peak learning rate at a step."""
@@ -62,23 +55,21 @@ class TrainingTask(Protocol[V_co]):
         """The arguments of `model` for this process, one batch per step from a validation's step on."""
 
     def validate(self, step: int, seconds: float) -> V_co:
-        """The validation after so many steps and seconds of training."""
+        """Validates after so many steps and seconds of training."""
 
     def validation_from_json(self, raw: dict[str, Any]) -> V_co:
         """The inverse of `dataclasses.asdict`."""
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
-        """Writes the trained weights; returns what training.json records."""
+        """Writes the trained weights; returns the content of training.json."""
 
 
 def begin_or_resume(
     accelerator: Any, out: Path, described: Mapping[str, Any], begin: Callable[[], None] = lambda: None
 ) -> None:
-    """Prepares the state's directory; the main process does it for all.
+    """Prepares the state's directory, on the main process; calls `begin` where no training has begun.
 
-    Args:
-        described: settings and data, as JSON knows them.
-        begin: called where no training has begun.
+    `described` are the settings and data, as read back from JSON.
     """
     if accelerator.is_main_process:
         path = out / STATE_DIRECTORY / "training.json"
@@ -98,18 +89,15 @@ class Trainer(Generic[V]):
     """Trains a task to its end, from the last validation where there is one; `begin_or_resume` has prepared `out`."""
 
     def __init__(self, accelerator: Any, task: TrainingTask[V], out: Path) -> None:
-        self._accelerator = accelerator
-        self._task = task
-        self._out = out
-        self._state = out / STATE_DIRECTORY
+        self._accelerator, self._task = accelerator, task
+        self._out, self._state = out, out / STATE_DIRECTORY
         for optimiser in task.optimisers:
             for group in optimiser.param_groups:
                 group["peak"] = group["lr"]
         self._optimisers = [accelerator.prepare(optimiser) for optimiser in task.optimisers]
         self._model = accelerator.prepare(task.model)
         self._history: list[V] = []
-        self._done = 0
-        self._seconds = 0.0
+        self._done, self._seconds = 0, 0.0
 
     def run(self, on_progress: Callable[[Progress[V]], None] | None = None) -> list[V]:
         """Returns the validations, oldest first; `on_progress` is called after each step on the main process."""
@@ -130,7 +118,9 @@ class Trainer(Generic[V]):
                 newest = self._history[-1] if self._history else None
                 on_progress(Progress(self._done, task.steps, loss, speed, newest))
         if self._accelerator.is_main_process:
-            self._finish()
+            described = json.loads((self._state / "training.json").read_text(encoding="utf-8"))
+            write_json(self._out / "training.json", self._task.write(described, self._plain_history()))
+            shutil.rmtree(self._state)
         return self._history
 
     def _step(self, batch: tuple[Any, ...]) -> float:
@@ -184,11 +174,6 @@ class Trainer(Generic[V]):
             optimiser.load_state_dict(saved)
         self._history = [self._task.validation_from_json(raw) for raw in state["history"]]
         self._done, self._seconds = state["done"], state["seconds"]
-
-    def _finish(self) -> None:
-        described = json.loads((self._state / "training.json").read_text(encoding="utf-8"))
-        write_json(self._out / "training.json", self._task.write(described, self._plain_history()))
-        shutil.rmtree(self._state)
 
     def _plain_history(self) -> list[dict[str, Any]]:
         return [asdict(validation) for validation in self._history]  # type: ignore[call-overload]

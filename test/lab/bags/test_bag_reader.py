@@ -27,7 +27,7 @@ from support import bags
 from support.paths import BAGS, needs
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags import mcap_storage, storage
+from specvla_ros.lab.bags import mcap_storage, reader
 from specvla_ros.lab.bags.reader import BagMessage, open_bag
 from specvla_ros.messages.image_message import stamp_ns
 
@@ -415,7 +415,7 @@ def test_a_chunk_never_takes_more_memory_than_it_claims_or_any_may(
 
 @pytest.mark.parametrize("mode", [CompressionMode.FILE, CompressionMode.MESSAGE])
 def test_compressed_bags_are_no_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: CompressionMode) -> None:
-    monkeypatch.setattr(storage, "MAX_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(reader, "MAX_BLOCK_BYTES", 1 << 20)
     monkeypatch.setattr(mcap_storage.decompress_zstd, "__defaults__", (1 << 20,))
     bag = bags.write_bag(tmp_path / "bag", bags.episode(2), sqlite=True, compression=mode)
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))

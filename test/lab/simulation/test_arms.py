@@ -14,7 +14,7 @@ from support.gl import needs_gl
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.collect import bag_name
-from specvla_ros.lab.simulation.controllers.controller import ArmKinematics
+from specvla_ros.lab.simulation.controllers import ArmKinematics
 from specvla_ros.lab.simulation.displacement import DisplacementFollower
 from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.osc import CONTROL_HZ, SCALE

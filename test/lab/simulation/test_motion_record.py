@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of what the arm did: true, complete as far as it goes, and refused where it is none."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ def record(world: World, path, rows: int, velocity: float = 0.1) -> list[np.ndar
     arm.reset()
     start = world.joint_state()[0][:7]
     positions = []
-    with MotionRecorder(path, world) as recorder:
+    with closing(MotionRecorder(path, world)) as recorder:
         for row in range(rows):
             arm.controller.take(start + np.eye(7)[0] * velocity * 0.01 * (row + 1), 1.0)
             arm.advance(1.0)
@@ -68,7 +70,7 @@ def test_what_the_arm_touches_is_told(world, tmp_path):
     arm.reset()
     down = world.joint_state()[0][:7] + np.array([0, 0.6, 0, 0, 0, 0, 0])  # the arm bends into the table
     arm.controller.take(down, 1.0)
-    with MotionRecorder(tmp_path / "motion", world) as recorder:
+    with closing(MotionRecorder(tmp_path / "motion", world)) as recorder:
         for row in range(120):
             arm.advance(1.0)
             recorder.add(1.0 + 0.01 * row, 0, True)

@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's own node: it watches, passes on what is typed, and holds the dead-man's switch of a commanded arm."""
+"""The demo's operator: a node with the dead-man's switch of a commanded arm, and the terminal it is watched from."""
 
+import os
+import select
+import sys
 from dataclasses import dataclass, field
 
+import numpy as np
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
 from rclpy.client import Client
 from rclpy.clock import Clock, ClockType
 from rclpy.node import Node
 from rclpy.task import Future
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from sensor_msgs.msg import Image
 from std_msgs.msg import Bool, Empty, String
 from std_srvs.srv import Trigger
 
-from specvla_ros.lab.ros.demo.record import DemoRecord
+from specvla_ros.lab.ros.demo.record import DemoRecord, first_values
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
+from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
 
+try:
+    import termios
+    import tty
+except ImportError:  # no Unix terminal
+    termios = None  # type: ignore[assignment]
+
+STOP_KEY, CLEAR_KEY = "\x1b", "\x12"  # Esc, Ctrl-R
+_ENTER, _ERASE, _KILL_LINE = ("\n", "\r"), ("\x7f", "\b"), "\x15"
+_COLOURS = {"passing": "green", "holding": "yellow", "stopped": "bold red"}
 _HEARTBEAT_S = 0.1
 _GUARD, _DRIVER = "guard: gate", "driver: motion"
 _REFUSED = {_GUARD: "refused_", _DRIVER: "refused: "}
@@ -27,17 +44,11 @@ _PRESSED = f"{_STOPPED}stop: "
 
 @dataclass
 class Motion:
-    """What driver and guard last said of themselves.
+    """The last diagnostics of driver and guard."""
 
-    Args:
-        guard: passing, holding or stopped, and why; empty: not heard yet.
-        driver: likewise.
-        refused: how many of what was refused, by kind; by who refused it.
-    """
-
-    guard: str = ""
-    driver: str = ""
-    refused: dict[str, dict[str, int]] = field(default_factory=dict)
+    guard: str = ""  # passing, holding or stopped, and why; empty: not heard yet
+    driver: str = ""  # likewise
+    refused: dict[str, dict[str, int]] = field(default_factory=dict)  # by who refused it: a count per kind
 
     @property
     def latched(self) -> bool:
@@ -49,29 +60,19 @@ class Motion:
 
         Args:
             status: of any node.
-            count: whether what was refused counts: once the robot has ended, everything is refused.
+            count: whether refusals count: once the robot has ended, everything is refused.
         """
         if status.name not in _REFUSED:
             return
-        if status.name == _GUARD:
-            self.guard = status.message
-        else:
-            self.driver = status.message
         who, prefix = status.name.partition(":")[0], _REFUSED[status.name]
-        counts = {
-            each.key.removeprefix(prefix): int(each.value) for each in status.values if each.key.startswith(prefix)
-        }
+        setattr(self, who, status.message)
         if count:
-            self.refused[who] = {kind: times for kind, times in counts.items() if times}
+            counted = [(each.key, int(each.value)) for each in status.values if each.key.startswith(prefix)]
+            self.refused[who] = {key.removeprefix(prefix): times for key, times in counted if times}
 
 
 class Operator(Node):
-    """Who stands beside the robot.
-
-    Args:
-        record: is told of actions, episodes and pictures.
-        commanded: whether there are a driver and a guard; motion is then enabled from `enable` on.
-    """
+    """Tells `record` of actions, episodes and images, and enables the motion of a commanded arm from `enable` on."""
 
     def __init__(self, record: DemoRecord, commanded: bool) -> None:
         super().__init__("demo")
@@ -85,7 +86,7 @@ class Operator(Node):
         self.create_subscription(DecodeStats, "/policy/decode_stats", record.on_stats, ACTION)
         self.create_subscription(Reasoning, "/policy/reasoning", record.on_reasoning, ACTION)
         self.create_subscription(SimEpisode, "/sim_robot/episode", record.on_episode, LATCHED_INSTRUCTION)
-        self.create_subscription(Image, IMAGE_TOPIC, self._on_image, NEWEST_IMAGE)
+        self.create_subscription(Image, IMAGE_TOPIC, lambda image: record.on_image(rgb_from_image(image)), NEWEST_IMAGE)
         if not commanded:
             return
         self._enable = self.create_publisher(Bool, "/guard/enable", INSTRUCTION)
@@ -99,7 +100,7 @@ class Operator(Node):
         self._instruction.publish(String(data=instruction))
 
     def enable(self, held: bool) -> None:
-        """Presses the dead-man's switch, or lets it go. It beats where the screen is drawn: who hangs lets go."""
+        """Presses the dead-man's switch, or releases it. The drawing thread sends its heartbeat: a hang releases it."""
         self._enabled = held
         self._enable.publish(Bool(data=held))
 
@@ -109,14 +110,14 @@ class Operator(Node):
         self.answer = ""
 
     def clear_stop(self) -> None:
-        """Asks for the end of a stop; `answer` says what came of it."""
+        """Asks for the end of a stop; `answer` says why it was refused."""
         self._clear.call_async(Trigger.Request()).add_done_callback(self._on_cleared)
 
     def begin_episode(self) -> str:
         """Clears a stop that the guard latched by itself before this start; one that was pressed stays.
 
         Returns:
-            What stopped it, in words; empty: nothing that is cleared now.
+            The reason for the stop, in words; empty: nothing that is cleared now.
         """
         self._clears = self.motion.latched
         if not self._clears:
@@ -141,5 +142,89 @@ class Operator(Node):
         if self._clears:  # the guard refuses it while the cause lasts
             self.clear_stop()
 
-    def _on_image(self, message: Image) -> None:
-        self._record.on_image(rgb_from_image(message))
+
+class TypedLine:
+    """Reads keys without waiting for Enter and without echo; a context manager that gives the terminal back.
+
+    `text` is the line so far. Where the input is no terminal (a pipe, a service) nothing is ever typed.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._pressed = ""
+        self._stream = sys.stdin.fileno() if termios is not None and sys.stdin.isatty() else None
+
+    @property
+    def usable(self) -> bool:
+        """Whether somebody can type."""
+        return self._stream is not None
+
+    def __enter__(self) -> "TypedLine":
+        if self._stream is not None:
+            self._before = termios.tcgetattr(self._stream)
+            tty.setcbreak(self._stream)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            termios.tcsetattr(self._stream, termios.TCSADRAIN, self._before)
+
+    def poll(self) -> str | None:
+        """The line, stripped, once it was ended with Enter; None: not yet, or an empty one."""
+        if self._stream is None or not select.select([self._stream], [], [], 0)[0]:
+            return None
+        return self.feed(os.read(self._stream, 256).decode(errors="ignore"))
+
+    def take_pressed(self) -> str:
+        """STOP_KEY and CLEAR_KEY as they were pressed since the last call; also Esc as it begins other keys' codes."""
+        pressed, self._pressed = self._pressed, ""
+        return pressed
+
+    def feed(self, keys: str) -> str | None:
+        """Takes keys as they were pressed; those after an Enter begin the next line."""
+        self._pressed += "".join(key for key in keys if key in (STOP_KEY, CLEAR_KEY))
+        for position, key in enumerate(keys):
+            if key in _ENTER:
+                line = self.text.strip()
+                self.text = "".join(filter(str.isprintable, keys[position + 1 :]))
+                return line or None
+            if key in _ERASE:
+                self.text = self.text[:-1]
+            elif key == _KILL_LINE:
+                self.text = ""
+            elif key.isprintable():
+                self.text += key
+        return None
+
+
+def picture(record: DemoRecord, motion: Motion | None, typed: TypedLine, warning: str) -> Group:
+    """The terminal's present content; `motion`: of driver and guard, None where there are none."""
+    now = Table.grid(padding=(0, 2))
+    episode = record.episode
+    if episode is not None:
+        states = {SimEpisode.RUNNING: "", SimEpisode.SUCCEEDED: "[green]done[/green]"}
+        now.add_row("instruction", f"[bold]{episode.instruction}[/bold]  {states.get(episode.state, '[red]not done')}")
+        taken = f"{episode.actions} {'actions' if motion is None else 'commands'}"
+        now.add_row("episode", f"{episode.episode + 1}, {episode.time_s:.1f} s, {taken}")
+    if record.action is not None:
+        p50 = float(np.median([latency for _, latency in record.recent])) * 1e3
+        now.add_row("policy", f"{record.action_rate_hz:.1f} actions/s, {p50:.0f} ms from image to action")
+        named = zip(record.action.names, first_values(record.action), strict=True)
+        more = f"  … {record.action.horizon} of them" if record.action.horizon > 1 else ""
+        now.add_row("action", "  ".join(f"{name} {value:+.3f}" for name, value in named) + more)
+    if record.stats is not None:
+        tokens, forwards = sum(record.stats.tokens_per_forward), record.stats.forwards
+        now.add_row("decoded", f"{tokens} tokens in {forwards} forwards, {record.stats.tau:.1f} per forward")
+    if record.text:
+        now.add_row("it wrote", Text(record.text))
+    if motion is not None:
+        now.add_row("driver", Text(motion.driver))
+        now.add_row("guard", Text(motion.guard, style=_COLOURS.get(motion.guard.partition(":")[0], "")))
+    tasks = Table("task", "instruction", "succeeded")
+    for task in TASKS:
+        done = [episode.succeeded for episode in record.episodes if episode.task == task.name]
+        tasks.add_row(task.name, task.instruction, f"{sum(done)} of {len(done)}" if done else "")
+    prompt = f"another instruction, then Enter: {typed.text}▏"
+    keys = "Esc: stop the arm · Ctrl-R: clear the stop · Ctrl-C: end" if motion is not None else ""
+    lines = [Text(keys, style="dim"), Text(prompt)] if typed.usable else []
+    return Group(now, tasks, Text(warning, style="red"), *lines)

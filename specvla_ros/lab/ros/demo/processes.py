@@ -20,8 +20,6 @@ from rclpy.task import Future
 
 from specvla_ros.errors import UserError
 
-NodeProcess = subprocess.Popen[bytes]
-
 _ANSWER_S = 5.0
 _STOP_TIMEOUT_S = 15.0
 _STATES = {
@@ -41,7 +39,7 @@ class NodeProcesses:
     """Nodes of this package, each a process that ends with this one; a context manager that ends them."""
 
     def __init__(self) -> None:
-        self._running: dict[str, NodeProcess] = {}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(
         self,
@@ -56,16 +54,15 @@ class NodeProcesses:
         Args:
             module: with its `main`, under specvla_ros; the node's name is its last part but `node`.
             parameters: as `name:=value`.
-            params_file: a ROS parameter file.
             remaps: from and to.
-            log: file for what it says; None: its errors on the terminal.
+            log: file for its output; None: its errors on the terminal.
         """
         arguments = [part for parameter in parameters for part in ("-p", parameter)]
         arguments += ["--params-file", str(params_file)] if params_file is not None else []
         arguments += [part for source, target in remaps for part in ("-r", f"{source}:={target}")]
         arguments += ["--log-level", "error"] if log is None else []
         # A demo that is killed must not leave a policy behind on the topics of the next one.
-        end_with = f"from specvla_ros.lab.jobs.processes import end_with_parent; end_with_parent({os.getpid()})"
+        end_with = f"from specvla_ros.lab.jobs.workers import end_with_parent; end_with_parent({os.getpid()})"
         code = f"{end_with}; from specvla_ros.{module} import main; main()"
         with log.open("wb") if log is not None else nullcontext() as said:
             self._running[module.removesuffix(".node").rpartition(".")[2]] = subprocess.Popen(
@@ -80,7 +77,6 @@ class NodeProcesses:
         return self._running[name].poll()
 
     def send(self, name: str, number: signal.Signals) -> None:
-        """Sends a signal to a node."""
         self._running[name].send_signal(number)
 
     def ended(self, names: Iterable[str]) -> str:
@@ -104,10 +100,10 @@ class NodeProcesses:
 
 
 class LifecycleClient:
-    """Requests transitions, and looks at the node's state rather than wait for an answer.
+    """Requests transitions, and polls the node's state rather than wait for an answer.
 
     A service's answer is lost when the server has not yet discovered the client's end of the answer's topic, which
-    happens on a loaded machine: what counts is the state that the node is in.
+    happens on a loaded machine.
 
     Args:
         node: the client's own node; nobody else may spin it meanwhile.
@@ -122,11 +118,7 @@ class LifecycleClient:
         self._change: Client = node.create_client(ChangeState, f"{name}/change_state")
 
     def activate(self, alive: Callable[[], bool], timeout_s: float) -> None:
-        """Configures and activates the node.
-
-        Args:
-            alive: whether its process runs.
-            timeout_s: limit for all of it.
+        """Configures and activates the node within `timeout_s`; `alive` says whether its process runs.
 
         Raises:
             UserError: it does not come up, or refuses.
@@ -161,20 +153,19 @@ class LifecycleClient:
         )
 
     def _how_far(self, seen: int) -> str:
-        """What is known of a node that did not come up, from the last state that it answered."""
         if seen:
             return f"it was last heard to be {_STATES.get(seen, f'in state {seen}')}"
         there = self._get.service_is_ready()
         return "it never answered, though it offers its services" if there else "nobody offers its services"
 
     def _state(self) -> int:
-        """The node's state; 0, unknown, when it does not answer."""
-        if not self._get.wait_for_service(timeout_sec=0.5):
-            return int(State.PRIMARY_STATE_UNKNOWN)
-        future = self._get.call_async(GetState.Request())
-        rclpy.spin_until_future_complete(self._node, future, timeout_sec=1.0)
-        if not future.done():
-            self._get.remove_pending_request(future)
-            return int(State.PRIMARY_STATE_UNKNOWN)
-        answer = future.result()
-        return int(answer.current_state.id) if answer is not None else int(State.PRIMARY_STATE_UNKNOWN)
+        """The node's state; unknown, 0, when it does not answer."""
+        answer = None
+        if self._get.wait_for_service(timeout_sec=0.5):
+            future = self._get.call_async(GetState.Request())
+            rclpy.spin_until_future_complete(self._node, future, timeout_sec=1.0)
+            if future.done():
+                answer = future.result()
+            else:
+                self._get.remove_pending_request(future)
+        return int(answer.current_state.id if answer is not None else State.PRIMARY_STATE_UNKNOWN)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo saw: episodes, latencies and films. Needs no ROS beyond the messages it is handed."""
+"""The demo's record: episodes, latencies and films. Needs no ROS beyond the messages it is handed."""
 
 import shutil
 from collections import deque
@@ -31,15 +31,14 @@ def thinking_s(action: VlaAction) -> float:
 
 
 def first_values(action: VlaAction) -> list[float]:
-    """Of the action that is due first, where the answer holds several."""
+    """The first action's values, where the answer holds several."""
     return list(action.values[: len(action.names)])
 
 
 class DemoRecord:
-    """Collects what comes over the topics.
+    """Collects the topics' messages, for films and a report in `out`; those of an earlier demo are replaced.
 
     Args:
-        out: directory of the films and the report; those of an earlier demo are replaced.
         policy: checkpoint directory, for its action statistics.
         commanded: whether the robot takes motion commands, and not the policy's actions.
     """
@@ -47,12 +46,12 @@ class DemoRecord:
     def __init__(self, out: Path, policy: Path, commanded: bool) -> None:
         self._directory = RunDirectory(out, "demo")
         self._directory.begin()
-        self._out = out = self._directory.path
-        shutil.rmtree(out / "films", ignore_errors=True)
-        (out / RECORDING_FILE).unlink(missing_ok=True)
+        self._out, self._films = self._directory.path, self._directory.path / "films"
+        shutil.rmtree(self._films, ignore_errors=True)
+        (self._out / RECORDING_FILE).unlink(missing_ok=True)
         self._policy, self._commanded = policy, commanded
         self._statistics = select_statistics(read_config(policy).norm_stats, "")
-        (out / "films").mkdir(parents=True, exist_ok=True)
+        self._films.mkdir(parents=True, exist_ok=True)
         self.episodes: list[EpisodeResult] = []
         self.episode: SimEpisode | None = None
         self.action: VlaAction | None = None
@@ -64,32 +63,28 @@ class DemoRecord:
         self._filmed: set[str] = set()
 
     def on_action(self, action: VlaAction) -> None:
-        """Takes an action of the policy."""
         self.action = action
         self.recent.append((action.header.stamp.sec + action.header.stamp.nanosec * 1e-9, thinking_s(action)))
         self._actions.append(action)
 
     def on_stats(self, stats: DecodeStats) -> None:
-        """Takes how the action was decoded."""
         self.stats = stats
 
     def on_reasoning(self, reasoning: Reasoning) -> None:
-        """Takes what the policy wrote before an action."""
         self.text = reasoning.text
 
     def on_image(self, image: np.ndarray) -> None:
-        """Takes a picture, RGB uint8: the first episode of each task is filmed."""
+        """Takes an image, RGB uint8: the first episode of each task is filmed."""
         episode = self.episode
         if episode is None or episode.state != SimEpisode.RUNNING:
             return
         if self._film is None and episode.task not in self._filmed:
             self._filmed.add(episode.task)
-            self._film = Film(self._out / "films" / f"{episode.task}-{episode.seed}.mp4", FILM_HZ)
+            self._film = Film(self._films / f"{episode.task}-{episode.seed}.mp4", FILM_HZ)
         if self._film is not None:
             self._film.add(image, episode.instruction)
 
     def on_episode(self, episode: SimEpisode) -> None:
-        """Takes the news of an episode."""
         before, self.episode = self.episode, episode
         if before is not None and (before.episode, before.state) == (episode.episode, episode.state):
             return
@@ -120,11 +115,7 @@ class DemoRecord:
         return (len(self.recent) - 1) / (self.recent[-1][0] - self.recent[0][0])
 
     def finish(self, context: Mapping[str, Any]) -> SimulateSummary:
-        """Writes summary.json and report.html.
-
-        Args:
-            context: what the demo was; its `settings` are completed here.
-        """
+        """Writes summary.json and report.html; the `settings` of the context are completed here."""
         self._end_film()
         context = {
             **context,
@@ -133,10 +124,9 @@ class DemoRecord:
             **head(),
         }
         summary = summarise_episodes(self.episodes, context=context)
-        films = sorted((self._out / "films").glob("*.mp4"))
         with self._directory.reporting_errors():
             self._directory.write_json(SUMMARY_FILE, summary.as_json())
-            write_simulate_report(self._out / REPORT_FILE, summary, films)
+            write_simulate_report(self._out / REPORT_FILE, summary, sorted(self._films.glob("*.mp4")))
         return summary
 
     def _end_film(self) -> None:

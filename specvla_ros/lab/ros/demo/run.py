@@ -19,15 +19,13 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.paired import Rate
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings
 from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary
-from specvla_ros.lab.ros.demo.operator import Operator
+from specvla_ros.lab.ros.demo.operator import CLEAR_KEY, STOP_KEY, Operator, TypedLine, picture
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.ros.demo.record import DemoRecord
-from specvla_ros.lab.ros.demo.terminal import CLEAR_KEY, STOP_KEY, TypedLine, picture
+from specvla_ros.lab.ros.sim_robot.episodes import ACTIONS
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC, JOINTS_TOPIC, WRIST_TOPIC
-from specvla_ros.lab.ros.sim_robot.parameters import ACTIONS
 from specvla_ros.lab.simulation import require_gl
 from specvla_ros.lab.simulation.arms import Arm
-from specvla_ros.lab.simulation.rollout import EpisodeResult
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
 from specvla_ros.models.families.openvla.prompt import normalise_instruction
@@ -39,8 +37,7 @@ from specvla_ros.settings.profiles import merge_parameters, write_parameters
 PARAMETERS_FILE, ROBOT_FILE, BLACK_BOX = "parameters.yaml", "robot.yaml", "black_box"
 DRIVER_LOG, GUARD_LOG = "driver.log", "guard.log"
 _CONFIGURE_TIMEOUT_S = 120.0
-# Often enough for somebody who watches, and for what is counted at the demo's end.
-_DIAGNOSTICS_PERIOD_S = 0.25
+_DIAGNOSTICS_PERIOD_S = 0.25  # often enough for a watcher, and for the counts at the demo's end
 _SILENCE_S = 60.0  # limit without news of an episode
 _CLOCK = "realtime"
 _CAMERA = image_remappings("image", IMAGE_TOPIC)
@@ -50,15 +47,11 @@ _FURTHER, _STATE = (WRIST_TOPIC,), [("state", JOINTS_TOPIC)]
 
 @dataclass(frozen=True)
 class DemoRobot:
-    """A simulated arm, moved by a policy's actions or, as arms are that are sold, by commands.
-
-    Args:
-        arm: which one.
-        interface: `action`: the simulator follows actions itself; else what driver and guard send it, one of the
-            simulated robot's `command`.
-    """
+    """A simulated arm, moved by a policy's actions or, as commercial arms are, by commands."""
 
     arm: Arm
+    # `action`: the simulator follows actions itself; else the commands of driver and guard, one of the simulated
+    # robot's `command`.
     interface: str = ACTIONS
 
     @property
@@ -68,21 +61,19 @@ class DemoRobot:
 
     @property
     def topics(self) -> RobotTopics:
-        """The simulated robot's."""
         commands = {name: f"/sim_robot/command/{name}" for name in (self.interface, "gripper")}
         return RobotTopics("/sim_robot/tool_pose", "/joint_states", "/instruction", commands)
 
     def parameters(self) -> dict[str, Any]:
         """Of driver and guard, by name: the simulated arms' limits, and this one's workspace and gripper."""
         config = Path(get_package_share_directory("specvla_ros"), "config", "robots", "simulated.yaml")
-        gripper = self.arm.gripper
         return {
             **merge_parameters([config], {}, node="driver"),
             "output": self.interface,
             "limits.workspace_min": self.arm.low,
             "limits.workspace_max": self.arm.high,
-            "gripper.open_value": gripper.open[0],
-            "gripper.closed_value": gripper.closed[0],
+            "gripper.open_value": self.arm.gripper.open[0],
+            "gripper.closed_value": self.arm.gripper.closed[0],
             "diagnostics_period_s": _DIAGNOSTICS_PERIOD_S,
             "use_sim_time": True,
         }
@@ -103,11 +94,9 @@ def run_demo(
 
     Args:
         out: directory of the results; films and report in it are made anew.
-        policy: checkpoint directory.
-        robot: the arm, and what moves it.
         tasks: names; none: all.
         episodes: number per task.
-        seed: seed of the first start.
+        seed: of the first start.
         parameters: of the policy node, by name; written to parameters.yaml in `out`.
         shown: where Rerun shows it; None: nowhere.
 
@@ -128,13 +117,17 @@ def run_demo(
     given = {**parameters, "checkpoint": str(policy), "use_sim_time": True}
     write_parameters(out / PARAMETERS_FILE, given, ["Of the policy node in `specvla demo`."])
     console = Console()
-    console.print(_introduction(robot))
+    between = "guard ⇄ driver ⇄ " if robot.commanded else ""
+    nodes_between = f"sim_robot ({robot.arm.name}) ⇄ ROS 2 topics ⇄ {between}an OpenVLA policy"
+    console.print(f"[bold]specvla demo[/bold]: {nodes_between}, trained for this table")
     rclpy.init(args=[])
     operator = Operator(record, robot.commanded)
     finished = False
     try:
         with NodeProcesses() as nodes:
-            _start(nodes, out, robot, chosen, episodes, seed, shown, senses)
+            nodes.start("ros.policy.node", params_file=out / PARAMETERS_FILE, remaps=senses)
+            world = {"tasks": f"[{', '.join(chosen)}]", "episodes": episodes, "seed": seed}
+            _start_robot(nodes, out, robot, world, shown)
             _bring_up(nodes, operator, out, robot)
             finished = _show(console, record, operator, nodes, robot, taught)
     except (KeyboardInterrupt, ExternalShutdownException):
@@ -151,14 +144,8 @@ def run_demo(
     return 0 if finished and summary.success.successes else 1
 
 
-def _introduction(robot: DemoRobot) -> str:
-    between = "guard ⇄ driver ⇄ " if robot.commanded else ""
-    arm = f"sim_robot ({robot.arm.name})"
-    return f"[bold]specvla demo[/bold]: {arm} ⇄ ROS 2 topics ⇄ {between}an OpenVLA policy, trained for this table"
-
-
 def _senses(policy: Path, config: OpenVLAConfig) -> Remaps:
-    """Remaps of what the policy is asked with to what the simulated robot publishes."""
+    """Remaps of the policy's inputs to the simulated robot's topics."""
     further = config.cameras[1:]
     if len(further) > len(_FURTHER):
         robot = 1 + len(_FURTHER)
@@ -169,28 +156,12 @@ def _senses(policy: Path, config: OpenVLAConfig) -> Remaps:
     return [*remaps, *(_STATE if config.state_dims else ())]
 
 
-def _start(
-    nodes: NodeProcesses,
-    out: Path,
-    robot: DemoRobot,
-    tasks: list[str],
-    episodes: int,
-    seed: int,
-    shown: RerunSettings | None,
-    senses: Remaps,
+def _start_robot(
+    nodes: NodeProcesses, out: Path, robot: DemoRobot, world: Mapping[str, Any], shown: RerunSettings | None
 ) -> None:
-    """Starts all that may run before the policy can act."""
-    nodes.start("ros.policy.node", params_file=out / PARAMETERS_FILE, remaps=senses)
-    names = ", ".join(tasks)
-    nodes.start(
-        "lab.ros.sim_robot.node",
-        f"robot:={robot.arm.name}",
-        f"command:={robot.interface}",
-        f"clock:={_CLOCK}",
-        f"tasks:=[{names}]",
-        f"episodes:={episodes}",
-        f"seed:={seed}",
-    )
+    """Starts the other nodes that may run before the policy can act; `world`: parameters of the simulated robot."""
+    world = {"robot": robot.arm.name, "command": robot.interface, "clock": _CLOCK, **world}
+    nodes.start("lab.ros.sim_robot.node", *(f"{name}:={value}" for name, value in world.items()))
     limits = {}
     if robot.commanded:
         limits = robot.parameters()
@@ -204,7 +175,7 @@ def _start(
 
 
 def _bring_up(nodes: NodeProcesses, operator: Operator, out: Path, robot: DemoRobot) -> None:
-    """Policy and driver to their active states; then the guard, whose commands are what the arm begins with."""
+    """Activates driver and policy, then starts the guard: the arm begins with its commands."""
     if robot.commanded:
         driver = LifecycleClient(operator, "/driver", f"{out / DRIVER_LOG} says why")
         driver.activate(lambda: nodes.exit_code("driver") is None, _CONFIGURE_TIMEOUT_S)
@@ -225,7 +196,7 @@ def _show(
     robot: DemoRobot,
     taught: tuple[str, ...],
 ) -> bool:
-    """Shows what happens until the robot has had its episodes; False when a process ended early or nothing happens."""
+    """Shows the demo until the robot has had its episodes; False when a process ended early or nothing happens."""
     others = ("policy", "driver", "guard") if robot.commanded else ("policy",)
     motion = operator.motion if robot.commanded else None
     with TypedLine() as typed, Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
@@ -238,15 +209,20 @@ def _show(
             if line:
                 operator.instruct(line)
                 warning = _unknown_instruction(line, taught)
-            if motion is not None:
-                _obey(typed.take_pressed(), operator)
+            pressed = typed.take_pressed()
+            if motion is not None and STOP_KEY in pressed:
+                operator.stop()
+            elif motion is not None and CLEAR_KEY in pressed:
+                operator.clear_stop()
             if record.episode is not news:
                 deadline = time.monotonic() + _SILENCE_S
                 if _begins(record.episode, news) and (stopped := operator.begin_episode()):
                     console.print(f"a new start: the operator clears the stop ({stopped})", markup=False)
             if not console.is_terminal:  # a log has no live view
                 if len(record.episodes) > finished:
-                    console.print(_sentence(record.episodes[-1]))
+                    last = record.episodes[-1]
+                    how = "done" if last.succeeded else "not done"
+                    console.print(f"{last.instruction}: {how} after {last.time_s:.1f} s")
                 if motion is not None and motion.guard.partition(":")[0] != state:
                     state = motion.guard.partition(":")[0]
                     console.print(f"guard: {motion.guard}", markup=False)
@@ -257,8 +233,7 @@ def _show(
         rclpy.spin_once(operator, timeout_sec=0.1)
     code = nodes.exit_code("sim_robot")
     if code is None:
-        ended = nodes.ended(others)
-        why = f"the {ended} ended" if ended else f"nothing happened for {_SILENCE_S:g} s"
+        why = f"the {ended} ended" if (ended := nodes.ended(others)) else f"nothing happened for {_SILENCE_S:g} s"
         console.print(f"[red]{why}; what was seen so far is kept[/red]")
     return code == 0
 
@@ -269,36 +244,21 @@ def _begins(episode: SimEpisode | None, before: SimEpisode | None) -> bool:
     return before is None or (before.episode, before.state) != (episode.episode, SimEpisode.RUNNING)
 
 
-def _obey(pressed: str, operator: Operator) -> None:
-    if STOP_KEY in pressed:
-        operator.stop()
-    elif CLEAR_KEY in pressed:
-        operator.clear_stop()
-
-
 def _unknown_instruction(line: str, taught: tuple[str, ...]) -> str:
-    """A warning; empty when the policy was taught this, or does not say what it was taught."""
+    """A warning; empty when the policy was taught this, or does not list what it was taught."""
     if not taught or normalise_instruction(line) in taught:
         return ""
     return f"the policy was never taught “{line}”; it knows: {'; '.join(taught)}"
 
 
-def _sentence(result: EpisodeResult) -> str:
-    return f"{result.instruction}: {'done' if result.succeeded else 'not done'} after {result.time_s:.1f} s"
-
-
 def _context(
     robot: DemoRobot, parameters: Mapping[str, Any], operator: Operator, shown: RerunSettings | None
 ) -> dict[str, Any]:
-    """What the demo was, for its report."""
+    """The demo's settings, for its report."""
     processes = ["policy", "robot", "operator", *(["driver", "guard"] if robot.commanded else [])]
+    engine = {"mode": parameters["decode.mode"]}
     context: dict[str, Any] = {
-        "settings": {
-            "robot": robot.arm.name,
-            "interface": robot.interface,
-            "clock": _CLOCK,
-            "engine": {"mode": parameters["decode.mode"]},
-        },
+        "settings": {"robot": robot.arm.name, "interface": robot.interface, "clock": _CLOCK, "engine": engine},
         "over": f"ROS 2 topics, a process each: {', '.join(processes)}",
     }
     if robot.commanded:

@@ -1,13 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the simulated robot keeps about its episodes. No ROS here."""
+"""The simulated robot's parameters and the state of its episodes. No ROS here."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from specvla_ros.lab.simulation.tasks import TASKS, Task
+from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation.arms import ARMS, TABLE_ARM
+from specvla_ros.lab.simulation.commanded_arm import COMMANDS
+from specvla_ros.lab.simulation.robot import IMAGE_SIZE
+from specvla_ros.lab.simulation.rollout import Clock
+from specvla_ros.lab.simulation.tasks import TASKS, Task, choose_tasks
 from specvla_ros.models.families.openvla.prompt import normalise_instruction
+from specvla_ros.settings.parameter import parameter
+
+ALL_TASKS = ("all",)
+ACTIONS = "action"
+
+
+@dataclass(frozen=True)
+class SimRobotParameters:
+    """Every parameter of the simulated robot."""
+
+    robot: str = parameter(
+        TABLE_ARM.name,
+        "The arm at the table; panda and ur5e need the models in requirements/robots.txt.",
+        choices=tuple(arm.name for arm in ARMS),
+    )
+    command: str = parameter(
+        ACTIONS,
+        "What moves the arm: actions, as the policy publishes them; or motion commands on ~/command/…, as arms take "
+        "them that are sold.",
+        choices=(ACTIONS, *COMMANDS),
+    )
+    record: str = parameter("", "File for what the arm really did, one row per control step; empty: none.")
+    tasks: tuple[str, ...] = parameter(ALL_TASKS, "Names of the tasks, in their order in each round; [all]: every one.")
+    episodes: int = parameter(3, "Episodes of each task; 0: without an end.", minimum=0, maximum=1_000_000)
+    seed: int = parameter(0, "Of the first round's starts; each round's is one higher.", minimum=0, maximum=2**31 - 1)
+    clock: str = parameter(
+        Clock.REALTIME.value,
+        "How the world's time passes while the policy decides: not at all (lockstep), or as it does (realtime).",
+        choices=tuple(clock.value for clock in Clock),
+    )
+    real_time_factor: float = parameter(
+        1.0, "Speed of the world against the wall clock, in realtime.", minimum=0.1, maximum=10.0
+    )
+    camera_rate_hz: float = parameter(
+        20.0,
+        "Images per simulated second, in realtime; rounded to whole control steps.",
+        unit="Hz",
+        minimum=0.5,
+        maximum=20.0,
+    )
+    image_size: int = parameter(IMAGE_SIZE, "Height and width of the images.", unit="pixels", minimum=16, maximum=640)
+    action_timeout_s: float = parameter(
+        5.0,
+        "Lockstep: wall time after which an image counts as unanswered; the robot then holds still for one control "
+        "step and a new image is sent.",
+        unit="s",
+        minimum=0.05,
+        maximum=3600.0,
+    )
+    policy_lost_after_s: float = parameter(
+        30.0,
+        "Wall time without an action that was taken, after which the episode is aborted; it starts again when "
+        "actions come.",
+        unit="s",
+        minimum=0.1,
+        maximum=3600.0,
+    )
+    pause_between_s: float = parameter(
+        0.5, "Wall time between two episodes, so that a watcher sees the end.", unit="s", minimum=0.0, maximum=10.0
+    )
+    wait_for_policy_s: float = parameter(
+        0.0,
+        "How long to wait before the first episode until a policy listens to the images, wall time; 0: for ever.",
+        unit="s",
+        minimum=0.0,
+        maximum=86_400.0,
+    )
+    exit_when_done: bool = parameter(True, "End after the last episode; otherwise the world stands still.")
+
+    def __post_init__(self) -> None:
+        if self.commanded and self.lockstep:
+            raise UserError(f"clock: lockstep waits for actions, and command is {self.command}; set clock to realtime")
+
+    @property
+    def commanded(self) -> bool:
+        """Whether motion commands, not actions, move the arm."""
+        return self.command != ACTIONS
+
+    @property
+    def lockstep(self) -> bool:
+        return self.clock == Clock.LOCKSTEP.value
+
+    def chosen_tasks(self) -> tuple[Task, ...]:
+        """The tasks by their names; raises UserError for a name that is no task's."""
+        return choose_tasks([] if self.tasks == ALL_TASKS else list(self.tasks))
 
 
 class EpisodeState(IntEnum):
@@ -21,29 +111,16 @@ class EpisodeState(IntEnum):
 
 @dataclass(frozen=True)
 class Start:
-    """One episode to be run.
+    """One episode to be run."""
 
-    Args:
-        index: number of the episode, from 0.
-        task: task whose instruction the policy gets at the start.
-        seed: seed of the world.
-    """
-
-    index: int
-    task: Task
-    seed: int
+    index: int  # number of the episode, from 0
+    task: Task  # whose instruction the policy gets at the start
+    seed: int  # of the world
 
 
 def episode_starts(tasks: Sequence[Task], rounds: int, seed: int) -> Iterator[Start]:
-    """All tasks with the first seed, then all with the next one.
-
-    Args:
-        tasks: tasks of a round, in their order.
-        rounds: episodes of each task; 0: without an end.
-        seed: seed of the first round.
-    """
-    rounds_to_run = range(rounds) if rounds else itertools.count()
-    for number in rounds_to_run:
+    """All tasks with the first seed, then all with the next one; 0 rounds: without an end."""
+    for number in range(rounds) if rounds else itertools.count():
         for position, task in enumerate(tasks):
             yield Start(number * len(tasks) + position, task, seed + number)
 
@@ -56,19 +133,12 @@ def task_of(instruction: str) -> Task | None:
 
 @dataclass
 class Episode:
-    """The episode that is running, or the one that ran last.
-
-    Args:
-        start: how it began.
-        task: task that is judged now.
-        began_ns: stamp of its start; nothing older than this can be an answer to one of its images.
-        steps_per_action: number of control steps in the time of an action.
-    """
+    """The episode that is running, or the one that ran last."""
 
     start: Start
-    task: Task
-    began_ns: int
-    steps_per_action: int
+    task: Task  # that is judged now
+    began_ns: int  # stamp of its start; nothing older can answer one of its images
+    steps_per_action: int  # control steps in the time of an action
     state: EpisodeState = EpisodeState.RUNNING
     detail: str = ""
     steps: int = 0  # control steps since the start
@@ -78,17 +148,12 @@ class Episode:
     holds: int = 0  # lockstep: images without an answer that could be taken
 
     @property
-    def running(self) -> bool:
-        """Whether it may still succeed."""
-        return self.state is EpisodeState.RUNNING
-
-    @property
     def out_of_time(self) -> bool:
         """Whether the judged task has had its number of steps."""
         return self.steps - self.judged_from >= self.task.max_steps * self.steps_per_action
 
     def summary(self, control_dt: float) -> str:
-        """How it went, for the log; `control_dt` in seconds."""
+        """For the log; `control_dt` in seconds."""
         return (
             f"episode {self.start.index}, {self.task.name}, seed {self.start.seed}: {self.state.name.lower()} after "
             f"{self.steps * control_dt:.2f} s, {self.actions} actions taken, {self.ignored} ignored, {self.holds} holds"
@@ -97,8 +162,7 @@ class Episode:
 
     def judge(self, task: Task) -> None:
         """Another task is judged from now on, with all of its time."""
-        self.task = task
-        self.judged_from = self.steps
+        self.task, self.judged_from = task, self.steps
 
 
 @dataclass
@@ -109,6 +173,5 @@ class Tally:
     succeeded: int = 0
 
     def add(self, state: EpisodeState) -> None:
-        """Counts an episode that is over."""
         self.finished += 1
         self.succeeded += state is EpisodeState.SUCCEEDED

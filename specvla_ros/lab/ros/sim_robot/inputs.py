@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,14 @@ from trajectory_msgs.msg import JointTrajectory as JointTrajectoryMessage
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
-from specvla_ros.lab.simulation.controllers.controller import CommandRefusedError
-from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, Point
-from specvla_ros.lab.simulation.controllers.servo import Twist
+from specvla_ros.lab.simulation.controllers import CommandRefusedError, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.models.families.openvla.prompt import normalise_instruction
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION
 
-# A translation of more than this many times the training data's largest is somebody's error, not a motion.
-_TOO_FAR = 4.0
+_TOO_FAR = 4.0  # in the training data's largest translation: farther is an error, not a motion
 _ECHO_S = 2.0  # limit of the time in which a node's own message comes back to it
 
 
@@ -41,30 +39,21 @@ class ActionRefusedError(ActionIgnoredError):
 
 @dataclass(frozen=True)
 class Expected:
-    """What an action must answer.
+    """What an action must answer."""
 
-    Args:
-        began_ns: stamp of the episode's start.
-        last_taken_ns: stamp of the last action taken in it; 0: none.
-        newest_ns: stamp of the newest image.
-        only_newest: whether nothing but the newest image may be answered.
-        instruction: instruction in force.
-    """
-
-    began_ns: int
-    last_taken_ns: int
-    newest_ns: int
-    only_newest: bool
-    instruction: str
+    began_ns: int  # stamp of the episode's start
+    last_taken_ns: int  # stamp of the last action taken in it; 0: none
+    newest_ns: int  # stamp of the newest image
+    only_newest: bool  # no other image may be answered
+    instruction: str  # in force
 
 
 def check_relevance(stamp_ns: int, instruction: str, expected: Expected) -> None:
-    """Whether an action answers an image of this episode, under the instruction in force, and is news.
+    """Checks that an action answers a new image of this episode, under the instruction in force.
 
     Args:
         stamp_ns: the action's stamp.
-        instruction: instruction that the action follows; empty: its sender does not say.
-        expected: what it must answer.
+        instruction: that the action follows; empty: its sender does not say.
 
     Raises:
         ActionIgnoredError: it does not.
@@ -93,12 +82,8 @@ def robot_values(
 
     Args:
         values: 3 translations, 3 rotations [rad], gripper.
-        action_dt: seconds over which the policy means its displacements.
-        robot_dt: seconds over which the robot spreads an action.
+        action_dt, robot_dt: seconds over which the policy means, and the robot spreads, an action's displacements.
         largest_translation: the training data's largest in `robot_dt`, in the unit of the translations.
-
-    Returns:
-        float64 [7].
 
     Raises:
         ActionRefusedError: not 7 finite values, no usable action_dt, or farther than any policy of this robot moves it.
@@ -123,11 +108,9 @@ def robot_values(
 
 
 class ActionInput:
-    """Lets through what the robot may take, and says why it does not take the rest.
+    """Passes on the actions that the robot may take, and logs why it does not take the others.
 
     Args:
-        node: the node that subscribes.
-        robot: the robot that takes the actions.
         expected: what an action must answer now; None: nothing is expected.
         on_action: called with the values, in the robot's own period, and the stamp [ns].
         on_ignored: called with the stamp of one that is not to be taken; 0: it has no valid one.
@@ -142,11 +125,8 @@ class ActionInput:
         on_action: Callable[[np.ndarray, int], None],
         on_ignored: Callable[[int], None],
     ) -> None:
-        self._logger = node.get_logger()
-        self._robot = robot
-        self._expected = expected
-        self._on_action = on_action
-        self._on_ignored = on_ignored
+        self._logger, self._robot = node.get_logger(), robot
+        self._expected, self._on_action, self._on_ignored = expected, on_action, on_ignored
         self._subscription = node.create_subscription(VlaAction, "/policy/action", self._on_message, ACTION)
 
     @property
@@ -160,7 +140,7 @@ class ActionInput:
             return
         stamp = 0
         try:
-            stamp = _stamp(message)
+            stamp = _action_stamp(message)
             check_relevance(stamp, message.instruction, expected)
             values = robot_values(
                 message.values[: len(message.values) // max(1, message.horizon)],  # of a chunk the first action
@@ -168,17 +148,17 @@ class ActionInput:
                 robot_dt=self._robot.action_dt,
                 largest_translation=self._robot.largest_translation,
             )
-        except ActionRefusedError as why:
-            self._logger.error(f"an action was refused: {why}", throttle_duration_sec=5.0)
-            self._on_ignored(stamp)
         except ActionIgnoredError as why:
-            self._logger.warning(f"an action was ignored: {why}", throttle_duration_sec=5.0)
+            if isinstance(why, ActionRefusedError):
+                self._logger.error(f"an action was refused: {why}", throttle_duration_sec=5.0)
+            else:
+                self._logger.warning(f"an action was ignored: {why}", throttle_duration_sec=5.0)
             self._on_ignored(stamp)
         else:
             self._on_action(values, stamp)
 
 
-def _stamp(message: VlaAction) -> int:
+def _action_stamp(message: VlaAction) -> int:
     try:
         return stamp_ns(message.header)
     except UserError as error:
@@ -186,16 +166,12 @@ def _stamp(message: VlaAction) -> int:
 
 
 class CommandInput:
-    """Hands commands to the arm, and says why it does not take the rest.
+    """Passes commands of one of COMMANDS to the arm, and logs why it refuses the others.
 
     Args:
-        node: the node that subscribes.
-        arm: takes the commands.
-        command: which interface; one of COMMANDS.
         now_s: the robot's clock.
         obeys: whether the arm's controllers are on; a command that comes while they are off is dropped.
-        on_command: called after each that was taken.
-        on_refused: called after each that was not.
+        on_command, on_refused: called after each that was taken, or not.
     """
 
     def __init__(
@@ -209,47 +185,31 @@ class CommandInput:
         on_command: Callable[[], None],
         on_refused: Callable[[], None],
     ) -> None:
-        self._logger = node.get_logger()
-        self._now_s, self._obeys = now_s, obeys
-        self._on_command, self._on_refused = on_command, on_refused
         gripper = arm.gripper
 
-        def listen(kind: Any, name: str, take: Callable[[Any, float], None]) -> Any:
+        def listen(kind: Any, name: str, take: Callable[[Any, float], None], read: Callable[[Any], Any]) -> Any:
             def on_message(message: Any) -> None:
-                self._take(name, lambda: take(message, self._now_s()))
+                if not obeys():
+                    return
+                try:
+                    take(read(message), now_s())
+                except CommandRefusedError as why:
+                    node.get_logger().error(f"a command on {name} was refused: {why}", throttle_duration_sec=5.0)
+                    on_refused()
+                else:
+                    on_command()
 
             return node.create_subscription(kind, f"~/command/{name}", on_message, ACTION)
 
         kind, name, read = _INTERFACES[command]
-        self._motion = listen(kind, name, lambda message, now_s: arm.controller.take(read(message), now_s))
-        self._gripper = [
-            listen(
-                Float64MultiArray,
-                "gripper",
-                lambda message, now_s: gripper.obey(gripper.array, np.array(message.data), now_s),
-            ),
-            listen(
-                JointTrajectoryMessage,
-                "gripper_trajectory",
-                lambda message, now_s: gripper.obey(gripper.trajectory, _trajectory(message), now_s),
-            ),
-        ]
+        self._motion = listen(kind, name, arm.controller.take, read)
+        listen(Float64MultiArray, "gripper", partial(gripper.obey, gripper.array), _array)
+        listen(JointTrajectoryMessage, "gripper_trajectory", partial(gripper.obey, gripper.trajectory), _trajectory)
 
     @property
     def topic(self) -> str:
         """The motion commands' topic, as remapped."""
         return str(self._motion.topic_name)
-
-    def _take(self, name: str, take: Callable[[], None]) -> None:
-        if not self._obeys():
-            return
-        try:
-            take()
-        except CommandRefusedError as why:
-            self._logger.error(f"a command on {name} was refused: {why}", throttle_duration_sec=5.0)
-            self._on_refused()
-        else:
-            self._on_command()
 
 
 def _pose(message: PoseStamped) -> tuple[str, Pose]:
@@ -272,15 +232,14 @@ def _twist(message: TwistStamped) -> Twist:
 
 def _trajectory(message: JointTrajectoryMessage) -> JointTrajectory:
     points = tuple(
-        Point(
-            _seconds(point.time_from_start),
-            np.array(point.positions),
-            np.array(point.velocities),
-            np.array(point.accelerations),
-        )
+        Point(_seconds(point.time_from_start), *map(np.array, (point.positions, point.velocities, point.accelerations)))
         for point in message.points
     )
     return JointTrajectory(_seconds(message.header.stamp), tuple(message.joint_names), points)
+
+
+def _array(message: Float64MultiArray) -> np.ndarray:
+    return np.array(message.data)
 
 
 def _seconds(time: Time | Duration) -> float:
@@ -291,19 +250,15 @@ _INTERFACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "pose": (PoseStamped, "pose", _pose),
     "twist": (TwistStamped, "twist", _twist),
     "joint_trajectory": (JointTrajectoryMessage, "joint_trajectory", _trajectory),
-    "position_array": (Float64MultiArray, "joint_positions", lambda message: np.array(message.data)),
+    "position_array": (Float64MultiArray, "joint_positions", _array),
 }
 
 
 class InstructionTopic:
-    """Publishes instructions, and listens to those of others.
+    """Publishes instructions, and calls `on_other` with those of others that differ from the one in force.
 
-    What it published itself comes back to it. ROS does not say who sent a message, so an echo is known by its text: it
-    comes soon, and in the order of publication.
-
-    Args:
-        node: the node that publishes and subscribes.
-        on_other: called with each instruction of somebody else that differs from the one in force.
+    Its own messages come back to it. ROS does not say who sent a message, so an echo is known by its text: it comes
+    soon, and in the order of publication.
     """
 
     def __init__(self, node: Node, on_other: Callable[[str], None]) -> None:
@@ -311,7 +266,7 @@ class InstructionTopic:
         self._echoes: list[tuple[str, float]] = []
         self.current = ""
         self._publisher = node.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
-        # Volatile, to match publishers that latch and others; what was sent before this node's own is out of date.
+        # Volatile, to match publishers that latch and others; instructions from before this node's own are out of date.
         self._subscription = node.create_subscription(String, "/instruction", self._on_message, ACTION)
 
     def tell(self, text: str) -> None:

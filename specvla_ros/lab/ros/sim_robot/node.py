@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node `sim_robot`: a simulated arm with a camera, which gives a policy tasks and judges what it does."""
+"""The node `sim_robot`: a simulated arm with a camera, which gives a policy tasks and judges the result."""
 
 import sys
 import time
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ from rclpy.clock import Clock, ClockType
 from rclpy.node import Node
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.ros.sim_robot.episodes import Episode, EpisodeState, Start, Tally, episode_starts, task_of
+from specvla_ros.lab.ros.sim_robot.episodes import (
+    Episode,
+    EpisodeState,
+    SimRobotParameters,
+    Start,
+    Tally,
+    episode_starts,
+    task_of,
+)
 from specvla_ros.lab.ros.sim_robot.inputs import ActionInput, CommandInput, Expected, InstructionTopic
 from specvla_ros.lab.ros.sim_robot.outputs import Pace, SimOutputs, is_commanded, policy_listens
-from specvla_ros.lab.ros.sim_robot.parameters import SimRobotParameters
 from specvla_ros.lab.simulation.arms import choose_arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.motion_record import MotionRecorder
@@ -26,10 +34,9 @@ from specvla_ros.ros.spinning import run_node
 
 _EPOCH_NS = 1_000_000_000  # a stamp of 0 is no stamp
 _REPORT_S = 0.25
-_LINGER_S = 0.5  # what was published last must reach its subscribers before this process ends
+_LINGER_S = 0.5  # the last messages must reach their subscribers before this process ends
 _SETTLE_S = 0.5  # a policy that this node has found may need a moment more to find this node
-# As who moves an arm by hand switches its controllers off: what was on its way must not pull it back.
-_CONTROLLERS_OFF_NS = 300_000_000
+_CONTROLLERS_OFF_NS = 300_000_000  # after a reset, so that commands on their way do not pull the arm back
 _SEEK_S = 1.0  # time between two images while the policy is lost
 # A commanded arm catches up with the clock, up to this much, when the executor was late, as after drawing an image.
 _CATCH_UP_S = 0.1
@@ -37,7 +44,7 @@ _POLLS = 4  # of the timer per control step, so that commands are taken between 
 
 
 class Phase(Enum):
-    """What the node is doing."""
+    """The node's phase."""
 
     WAITING = "for a policy, before the first episode"
     RUNNING = "an episode"
@@ -53,9 +60,6 @@ class SimRobot(Node):
     over `action_dt` and a newer one takes its place, so a faster policy does not make a faster arm. Everything happens
     in the executor's thread: the OpenGL context belongs to the thread that made it.
 
-    Args:
-        node_arguments: those of rclpy.node.Node.
-
     Raises:
         UserError: a parameter is wrong, or the machine cannot draw.
     """
@@ -67,11 +71,9 @@ class SimRobot(Node):
             self._chosen = read_parameters(self, SimRobotParameters)
             self._starts = episode_starts(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
             self.robot = TableRobot(self._chosen.image_size, choose_arm(self._chosen.robot))
-            self._record = (
-                MotionRecorder(Path(self._chosen.record).expanduser(), self.robot.world)
-                if self._chosen.record
-                else None
-            )
+            self._record: MotionRecorder | None = None
+            if self._chosen.record:
+                self._record = MotionRecorder(Path(self._chosen.record).expanduser(), self.robot.world)
         except UserError:
             self.destroy_node()
             raise
@@ -98,11 +100,8 @@ class SimRobot(Node):
         self._began_s = self._acted_s = time.monotonic()
         self._period_s = self._control_dt / (1.0 if self._chosen.lockstep else self._chosen.real_time_factor)
         self._next_s = self._began_s
-        steady = Clock(clock_type=ClockType.STEADY_TIME)
-        if self._arm is None:
-            self._timer = self.create_timer(self._period_s, self._on_timer, clock=steady)
-        else:
-            self._timer = self.create_timer(self._period_s / _POLLS, self._poll, clock=steady)
+        polls, tick = (1, self._on_timer) if self._arm is None else (_POLLS, self._poll)
+        self._timer = self.create_timer(self._period_s / polls, tick, clock=Clock(clock_type=ClockType.STEADY_TIME))
 
     def _listen(self) -> ActionInput | CommandInput:
         if self._arm is None:
@@ -121,14 +120,12 @@ class SimRobot(Node):
 
     @property
     def finished(self) -> bool:
-        """Whether the process may end."""
         over = self.phase is Phase.DONE and self._chosen.exit_when_done and time.monotonic() >= self._due_s
         return bool(self.failure) or over
 
     @property
     def now_ns(self) -> int:
-        """The world's time on /clock."""
-        return self._now_ns
+        return self._now_ns  # on /clock
 
     def close(self) -> bool:
         """Frees the OpenGL context, and writes the rest of the record."""
@@ -154,7 +151,7 @@ class SimRobot(Node):
             self._run()
         if self._arm is not None and self.phase not in (Phase.RUNNING, Phase.LOST):
             self._rest()
-        # Also while the world stands still: whoever starts now must learn the time.
+        # Also while the world stands still: a node that starts now must learn the time.
         self._outputs.clock(self._now_ns)
 
     def _wait(self) -> None:
@@ -187,7 +184,7 @@ class SimRobot(Node):
             self._lose_policy(silent_s)
 
     def _rest(self) -> None:
-        """Between episodes a commanded arm obeys on, and neither its clock nor its camera stands still."""
+        """Between episodes a commanded arm still obeys, and its clock and camera run on."""
         self._step()
         if self.episode.steps % self._per_image == 0:
             self._outputs.image(self._now_ns)
@@ -219,7 +216,6 @@ class SimRobot(Node):
         self._due_s = time.monotonic() + (patience_s if self.phase is Phase.RUNNING else min(patience_s, _SEEK_S))
 
     def _step(self) -> None:
-        """Lets one control step pass, and judges."""
         episode = self.episode
         try:
             if self._arm is None:
@@ -236,8 +232,8 @@ class SimRobot(Node):
         self._now_ns += self._step_ns
         self._outputs.clock(self._now_ns)
         self._outputs.joints(self._now_ns)
-        # The next episode puts the arm somewhere else at once, which no robot does: it is out of sight before that, so
-        # that who watches it holds still, and begins anew.
+        # The next episode moves the arm elsewhere at once, which no robot does: its pose is not published before that,
+        # so that the driver holds still, and begins anew.
         if self.phase is not Phase.PAUSED:
             self._outputs.tool_pose(self._now_ns)
         self._note_motion()
@@ -307,7 +303,7 @@ class SimRobot(Node):
 
     def _lose_policy(self, silent_s: float) -> None:
         episode, self.phase = self.episode, Phase.LOST
-        self._last_taken_ns = self._now_ns  # what answers an older image is no sign of life
+        self._last_taken_ns = self._now_ns  # an answer to an older image is no sign of life
         episode.state = EpisodeState.ABORTED
         episode.detail = (
             f"no action was taken for {silent_s:.1f} s ({episode.ignored} ignored in this episode); "
@@ -351,10 +347,15 @@ class SimRobot(Node):
         if self._chosen.lockstep and 0 < self._newest_image_ns == stamp:
             self._hold_and_look()  # no other answer to this image will come
 
-    def _on_command(self) -> None:
-        if self.phase is Phase.LOST:
-            self.get_logger().info("commands come again: the episode starts again")
+    def _starts_again(self, what: str) -> bool:
+        lost = self.phase is Phase.LOST
+        if lost:
+            self.get_logger().info(f"{what} come again: the episode starts again")
             self._begin(self.episode.start)
+        return lost
+
+    def _on_command(self) -> None:
+        if self._starts_again("commands"):
             return
         self.episode.actions += self.phase is Phase.RUNNING
         self._acted_s = time.monotonic()
@@ -363,9 +364,7 @@ class SimRobot(Node):
         self.episode.ignored += self.phase is Phase.RUNNING
 
     def _on_action(self, values: np.ndarray, stamp: int) -> None:
-        if self.phase is Phase.LOST:
-            self.get_logger().info("actions come again: the episode starts again")
-            self._begin(self.episode.start)
+        if self._starts_again("actions"):
             return
         self.robot.take(values, (self._now_ns - stamp) * 1e-9)
         self.episode.actions += 1
@@ -380,13 +379,6 @@ class SimRobot(Node):
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for what a user can mend."""
-    sys.exit(
-        run_node(
-            "sim_robot",
-            SimRobot,
-            close=SimRobot.close,
-            finished=lambda node: node.finished,
-            failure=lambda node: node.failure,
-        )
-    )
+    """Runs the node; the exit code is 2 for an error that a user can mend."""
+    finished, failure = attrgetter("finished"), attrgetter("failure")
+    sys.exit(run_node("sim_robot", SimRobot, close=SimRobot.close, finished=finished, failure=failure))

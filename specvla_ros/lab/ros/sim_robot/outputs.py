@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The topics that the simulated robot publishes: images, clock, joints and episodes; and how fast the world goes."""
+"""The topics that the simulated robot publishes: images, clock, joints and episodes; and the world's speed."""
 
 import io
 from array import array
@@ -18,7 +18,7 @@ from std_msgs.msg import Header
 
 from specvla_ros.control.pose import quaternion
 from specvla_ros.lab.ros.sim_robot.episodes import Episode, Tally
-from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME
+from specvla_ros.lab.simulation.controllers import BASE_FRAME
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.msg import SimEpisode
 from specvla_ros.ros.qos import CLOCK
@@ -34,15 +34,7 @@ class Pace:
         self._simulated_s = 0.0
 
     def step(self, now_s: float, step_s: float) -> float | None:
-        """Counts a step.
-
-        Args:
-            now_s: wall clock.
-            step_s: simulated time that passed.
-
-        Returns:
-            Simulated over wall seconds, once in 5 wall seconds; None in between.
-        """
+        """Counts a step of simulated time; returns simulated over wall seconds once in 5 wall seconds, else None."""
         if self._began_s is None:
             self._began_s = now_s
             return None
@@ -60,28 +52,21 @@ WRIST_TOPIC = "/wrist/image_raw"
 JOINTS_TOPIC = "/joint_states"
 # Reliable, so that subscribers of either kind get it.
 _STREAM = QoSProfile(depth=5, reliability=ReliabilityPolicy.RELIABLE)
-# Latched, for who comes later; and deep enough that an end is not overwritten by the next start.
+# Latched, for late subscribers; and deep enough that an end is not overwritten by the next start.
 _EPISODE = QoSProfile(depth=10, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
-_FRAME_IDS = ("camera", "wrist")  # of each camera's pictures
+_FRAME_IDS = ("camera", "wrist")  # of each camera's images
 _JPEG_QUALITY = 90
 
 
 class SimOutputs:
-    """The robot's cameras, joints and clock, and how its episodes go.
-
-    Args:
-        node: the node that publishes.
-        robot: the robot that is looked at, from this thread.
-    """
+    """Publishes the robot's cameras, joints, clock and episodes. Belongs to the robot's thread."""
 
     def __init__(self, node: Node, robot: TableRobot) -> None:
         self._robot = robot
-        topics = dict(zip(robot.cameras, (IMAGE_TOPIC, WRIST_TOPIC), strict=True))
-        self._raw = {name: node.create_publisher(Image, topic, _STREAM) for name, topic in topics.items()}
-        self._compressed = {
-            name: node.create_publisher(CompressedImage, f"{topic}/compressed", _STREAM)
-            for name, topic in topics.items()
-        }
+        self._raw, self._compressed = {}, {}
+        for name, topic in zip(robot.cameras, (IMAGE_TOPIC, WRIST_TOPIC), strict=True):
+            self._raw[name] = node.create_publisher(Image, topic, _STREAM)
+            self._compressed[name] = node.create_publisher(CompressedImage, f"{topic}/compressed", _STREAM)
         self._tool = node.create_publisher(PoseStamped, "~/tool_pose", _STREAM)
         self._joints = node.create_publisher(JointState, JOINTS_TOPIC, _STREAM)
         self._clock = node.create_publisher(Clock, "/clock", CLOCK)
@@ -89,32 +74,29 @@ class SimOutputs:
 
     @property
     def image_topics(self) -> tuple[str, str]:
-        """The raw and the compressed one of the first camera, as remapped."""
+        """The first camera's raw and compressed topic, as remapped."""
         first = self._robot.cameras[0]
         return self._raw[first].topic_name, self._compressed[first].topic_name
 
     def image(self, now_ns: int) -> None:
-        """Publishes what each camera sees, if anybody wants to know."""
+        """Publishes the image of each camera that has a subscriber."""
         for camera, frame_id in zip(self._robot.cameras, _FRAME_IDS, strict=True):
-            self._image(camera, Header(stamp=_stamp(now_ns), frame_id=frame_id))
-
-    def _image(self, camera: str, header: Header) -> None:
-        raw, compressed = self._raw[camera], self._compressed[camera]
-        wanted = [topic for topic in (raw, compressed) if topic.get_subscription_count() > 0]
-        if not wanted:
-            return
-        picture = self._robot.look(camera)
-        if raw in wanted:
-            raw.publish(_raw(header, picture))
-        if compressed in wanted:
-            compressed.publish(CompressedImage(header=header, format="jpeg", data=array("B", _jpeg(picture))))
+            raw, compressed = self._raw[camera], self._compressed[camera]
+            wanted = [topic for topic in (raw, compressed) if topic.get_subscription_count() > 0]
+            if not wanted:
+                continue
+            header, image = Header(stamp=_stamp(now_ns), frame_id=frame_id), self._robot.look(camera)
+            if raw in wanted:
+                raw.publish(_raw(header, image))
+            if compressed in wanted:
+                compressed.publish(CompressedImage(header=header, format="jpeg", data=array("B", _jpeg(image))))
 
     def clock(self, now_ns: int) -> None:
         """Publishes the time."""
         self._clock.publish(Clock(clock=_stamp(now_ns)))
 
     def tool_pose(self, now_ns: int) -> None:
-        """Publishes where the tool is in the base frame."""
+        """Publishes the tool's pose in the base frame."""
         tool = self._robot.world.tool()
         message = PoseStamped(header=Header(stamp=_stamp(now_ns), frame_id=BASE_FRAME))
         place, turn = message.pose.position, message.pose.orientation
@@ -124,18 +106,12 @@ class SimOutputs:
 
     def joints(self, now_ns: int) -> None:
         """Publishes the arm's and the fingers' state."""
-        positions, velocities = self._robot.world.joint_state()
-        self._joints.publish(
-            JointState(
-                header=Header(stamp=_stamp(now_ns)),
-                name=list(self._robot.world.arm.joint_names),
-                position=positions.tolist(),
-                velocity=velocities.tolist(),
-            )
-        )
+        positions, velocities = map(np.ndarray.tolist, self._robot.world.joint_state())
+        header, names = Header(stamp=_stamp(now_ns)), list(self._robot.world.arm.joint_names)
+        self._joints.publish(JointState(header=header, name=names, position=positions, velocity=velocities))
 
     def episode(self, now_ns: int, episode: Episode, instruction: str, tally: Tally, control_dt: float) -> None:
-        """Publishes how the episode goes, whose steps take `control_dt` seconds."""
+        """Publishes the episode's progress; its steps take `control_dt` seconds."""
         self._episodes.publish(
             SimEpisode(
                 header=Header(stamp=_stamp(now_ns)),
@@ -156,13 +132,13 @@ class SimOutputs:
 
 
 def is_commanded(node: Node, image_topics: Sequence[str], command_topic: str) -> bool:
-    """Whether somebody publishes commands, and somebody listens to the images that a policy needs."""
+    """Whether commands have a publisher, and the images that a policy needs a subscriber."""
     watched = any(node.count_subscribers(topic) for topic in image_topics)
     return watched and node.count_publishers(command_topic) > 0
 
 
 def policy_listens(node: Node, image_topics: Sequence[str], action_topic: str) -> bool:
-    """Whether some node listens to the images and publishes actions: who only watches the images is no policy."""
+    """Whether one node listens to the images and publishes actions: one that only watches the images is no policy."""
     actors = node.get_publishers_info_by_topic(action_topic)
     listeners = [info for topic in image_topics for info in node.get_subscriptions_info_by_topic(topic)]
     acting, listening = ({(info.node_namespace, info.node_name) for info in infos} for infos in (actors, listeners))
@@ -173,14 +149,14 @@ def _stamp(now_ns: int) -> TimeMessage:
     return Time(nanoseconds=now_ns).to_msg()
 
 
-def _raw(header: Header, picture: np.ndarray) -> Image:
-    height, width = picture.shape[:2]
+def _raw(header: Header, image: np.ndarray) -> Image:
+    height, width = image.shape[:2]
     # An array is taken as it is; rclpy would look at each byte of `bytes`.
-    data = array("B", picture.tobytes())
+    data = array("B", image.tobytes())
     return Image(header=header, height=height, width=width, encoding="rgb8", step=3 * width, data=data)
 
 
-def _jpeg(picture: np.ndarray) -> bytes:
+def _jpeg(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
-    PillowImage.fromarray(picture).save(buffer, "JPEG", quality=_JPEG_QUALITY)
+    PillowImage.fromarray(image).save(buffer, "JPEG", quality=_JPEG_QUALITY)
     return buffer.getvalue()

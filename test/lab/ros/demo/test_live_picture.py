@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.console import Console
 
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.ros.demo.operator import TypedLine, picture
 from specvla_ros.lab.ros.demo.record import DemoRecord
-from specvla_ros.lab.ros.demo.terminal import TypedLine, picture
 from specvla_ros.msg import DecodeStats, Reasoning, VlaAction
 
 NAMES = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]

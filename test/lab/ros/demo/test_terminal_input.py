@@ -7,7 +7,7 @@ import termios
 
 import pytest
 
-from specvla_ros.lab.ros.demo.terminal import CLEAR_KEY, STOP_KEY, TypedLine
+from specvla_ros.lab.ros.demo.operator import CLEAR_KEY, STOP_KEY, TypedLine
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from support.poses import apart
 
 from specvla_ros.control.pose import Pose, rotation_matrix
 from specvla_ros.lab.simulation.arms import TABLE_ARM
-from specvla_ros.lab.simulation.controllers.cartesian_pose import CartesianPose
-from specvla_ros.lab.simulation.controllers.controller import (
+from specvla_ros.lab.simulation.controllers import (
     BASE_FRAME,
     CONTROL_DT_S,
     ArmKinematics,
+    CartesianPose,
     CommandRefusedError,
     JointState,
 )

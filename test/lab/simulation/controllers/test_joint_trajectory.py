@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specvla_ros.lab.simulation.controllers.controller import CONTROL_DT_S, CommandRefusedError, JointState
-from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, JointTrajectoryController, Point
+from specvla_ros.lab.simulation.controllers import (
+    CONTROL_DT_S,
+    CommandRefusedError,
+    JointState,
+    JointTrajectory,
+    JointTrajectoryController,
+    Point,
+)
 
 JOINTS = ("a", "b")
 START = JointState(np.array([0.1, -0.2]), np.zeros(2))

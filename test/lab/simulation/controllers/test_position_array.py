@@ -4,8 +4,7 @@
 import numpy as np
 import pytest
 
-from specvla_ros.lab.simulation.controllers.controller import CommandRefusedError, JointState
-from specvla_ros.lab.simulation.controllers.position_array import PositionArray
+from specvla_ros.lab.simulation.controllers import CommandRefusedError, JointState, PositionArray
 
 START = JointState(np.array([0.1, -0.2, 0.3]), np.zeros(3))
 

@@ -8,9 +8,14 @@ from support.poses import apart
 from specvla_ros.control.pose import Pose
 from specvla_ros.lab.simulation.arms import TABLE_ARM
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS, CommandedArm
-from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME, CommandRefusedError, JointState
-from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, Point
-from specvla_ros.lab.simulation.controllers.servo import Twist
+from specvla_ros.lab.simulation.controllers import (
+    BASE_FRAME,
+    CommandRefusedError,
+    JointState,
+    JointTrajectory,
+    Point,
+    Twist,
+)
 from specvla_ros.lab.simulation.tasks import draw_layout
 from specvla_ros.lab.simulation.world import World
 

@@ -10,18 +10,16 @@ from hypothesis import strategies as st
 from support.poses import apart
 
 from specvla_ros.lab.simulation.arms import TABLE_ARM
-from specvla_ros.lab.simulation.controllers.controller import (
+from specvla_ros.lab.simulation.controllers import (
     BASE_FRAME,
+    COMMAND_TIMEOUT_S,
     CONTROL_DT_S,
+    LINEAR_SCALE,
+    ROTATIONAL_SCALE,
     TOOL_FRAME,
     ArmKinematics,
     CommandRefusedError,
     JointState,
-)
-from specvla_ros.lab.simulation.controllers.servo import (
-    COMMAND_TIMEOUT_S,
-    LINEAR_SCALE,
-    ROTATIONAL_SCALE,
     Twist,
     TwistServo,
 )

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for the interfaces by which real arms are moved, with the real ones' rules and their source.
+
+They turn commands into joint references, 100 times per simulated second, which `commanded_arm.JointServo` turns into
+torques.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mujoco
+import numpy as np
+
+from specvla_ros.control.pose import Pose, rotation_vector
+from specvla_ros.lab.simulation.arms import Arm, joint_indices
+
+CONTROL_DT_S = 0.01  # of the controllers: ros2_control's and Servo's common 100 Hz
+BASE_FRAME = "base_link"
+TOOL_FRAME = "tool0"
+
+
+@dataclass(frozen=True)
+class JointState:
+    """Joints, in the order of the arm's `joints`."""
+
+    positions: np.ndarray  # float64 [joints], radians
+    velocities: np.ndarray  # float64 [joints], rad/s
+
+
+class CommandRefusedError(ValueError):
+    """A command that the real interface would not take either; the message says why."""
+
+
+class Controller(Protocol):
+    """Moves an arm as commands say. Times are seconds on the robot's clock."""
+
+    def start(self, measured: JointState) -> None:
+        """Takes the arm over where it is, and forgets all commands."""
+
+    def take(self, command: Any, now_s: float) -> None:
+        """Takes a command.
+
+        Raises:
+            CommandRefusedError: it is not followed.
+        """
+
+    def update(self, measured: JointState, now_s: float) -> JointState:
+        """The joints' reference at the end of the next CONTROL_DT_S."""
+
+
+class ArmKinematics:
+    """The pose and the Jacobian of the tool at given joint positions."""
+
+    def __init__(self, model: mujoco.MjModel, arm: Arm) -> None:
+        self._model, self._data = model, mujoco.MjData(model)
+        self._positions, self._dofs = joint_indices(model, arm.joints)
+        self._site = model.site("pinch").id
+        self._jacobian = np.zeros((6, model.nv))
+        # float64 [joints] each: radians, radians and rad/s
+        self.low, self.high = np.array([model.joint(name).range for name in arm.joints]).T
+        self.speed = np.array(arm.speed)
+
+    def tool(self, positions: np.ndarray) -> Pose:
+        """The tool's pose in the base frame."""
+        self._place(positions)
+        return Pose(self._data.site_xpos[self._site].copy(), self._data.site_xmat[self._site].reshape(3, 3).copy())
+
+    def jacobian(self, positions: np.ndarray) -> np.ndarray:
+        """float64 [6, joints]: the tool's linear and angular velocity in the base frame per joint velocity."""
+        self._place(positions)
+        mujoco.mj_comPos(self._model, self._data)
+        mujoco.mj_jacSite(self._model, self._data, self._jacobian[:3], self._jacobian[3:], self._site)
+        return self._jacobian[:, self._dofs]
+
+    def _place(self, positions: np.ndarray) -> None:
+        self._data.qpos[self._positions] = positions
+        mujoco.mj_kinematics(self._model, self._data)
+
+
+class PositionArray:
+    """Joint positions, by the rules of a forward position controller (ros2_controllers, forward_controllers_base.cpp).
+
+    - The newest array is the joints' reference, in the order of the controller's joints, without interpolation or a
+      timeout: silence holds the last one. The joints' own speed limits and torques soften a leap.
+    - An array that is not all finite is dropped. One of another length is an error; the controller manager then
+      deactivates the real controller, this one drops it.
+    """
+
+    def start(self, measured: JointState) -> None:
+        self._reference = measured.positions.copy()
+
+    def take(self, command: np.ndarray, now_s: float) -> None:
+        if command.shape != self._reference.shape:
+            raise CommandRefusedError(f"it has {command.size} values for {self._reference.size} joints")
+        if not np.isfinite(command).all():
+            raise CommandRefusedError("its values are not all finite")
+        self._reference = command.copy()
+
+    def update(self, measured: JointState, now_s: float) -> JointState:
+        return JointState(self._reference, np.zeros_like(self._reference))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a trajectory; float64 [joints], or [0] where nothing is said."""
+
+    time_s: float  # from the trajectory's start
+    positions: np.ndarray
+    velocities: np.ndarray
+    accelerations: np.ndarray
+
+
+@dataclass(frozen=True)
+class JointTrajectory:
+    """A trajectory as it arrives."""
+
+    stamp_s: float  # when it begins; 0: now
+    joints: tuple[str, ...]  # names of the columns
+    points: tuple[Point, ...]  # in the order of time
+
+
+class JointTrajectoryController:
+    """Joint trajectories, by the rules of joint_trajectory_controller (ros2_controllers, its defaults).
+
+    - A trajectory is refused unless it names each joint of the controller once, has a point, times that increase
+      strictly, as many positions as joints in each point, velocities and accelerations as many or none, no velocity at
+      its end and, with a stamp, an end that has not passed (validate_trajectory_msg). A refused one changes nothing.
+    - A stamp of zero means: from now. The newest trajectory replaces the one before at once.
+    - It begins at the measured state (`interpolate_from_desired_state: false`): linear between points without
+      velocities, cubic with them, quintic with accelerations too (trajectory.cpp, interpolate_between_points). So a
+      stream of single points is followed with a lag: each begins anew at what the arm has reached.
+    - What is commanded is the trajectory one control period ahead (`command_next_`).
+    - After its last point the arm holds that (`cmd_timeout: 0`).
+
+    Values that are not finite are refused here; the real one does not look. Joint limits are the robot's.
+    """
+
+    def __init__(self, joints: tuple[str, ...]) -> None:
+        self._joints = joints
+
+    def start(self, measured: JointState) -> None:
+        self._points: tuple[Point, ...] = (Point(0.0, measured.positions.copy(), np.zeros(0), np.zeros(0)),)
+        self._begun_s = 0.0
+        self._waiting: JointTrajectory | None = None
+
+    def take(self, command: JointTrajectory, now_s: float) -> None:
+        _check(command, self._joints, now_s)
+        order = [command.joints.index(name) for name in self._joints]
+        points = tuple(_ordered(point, order) for point in command.points)
+        self._waiting = JointTrajectory(command.stamp_s, self._joints, points)
+
+    def update(self, measured: JointState, now_s: float) -> JointState:
+        if self._waiting is not None:
+            self._begun_s = self._waiting.stamp_s or now_s
+            before = Point(now_s - self._begun_s, measured.positions, measured.velocities, np.zeros(0))
+            self._points = (before, *self._waiting.points)
+            self._waiting = None
+        time_s = now_s - self._begun_s + CONTROL_DT_S
+        # Points that have passed are dropped but the last, to interpolate from.
+        while len(self._points) > 1 and self._points[1].time_s <= time_s:
+            self._points = self._points[1:]
+        if len(self._points) == 1:
+            last = self._points[0].positions
+            return JointState(last, np.zeros_like(last))
+        return _interpolated(self._points[0], self._points[1], time_s)
+
+
+def _check(command: JointTrajectory, joints: tuple[str, ...], now_s: float) -> None:
+    if sorted(command.joints) != sorted(joints):
+        raise CommandRefusedError(f"its joints are {list(command.joints)}, the controller's {list(joints)}")
+    if not command.points:
+        raise CommandRefusedError("it has no points")
+    before_s = -math.inf
+    for index, point in enumerate(command.points):
+        if index and point.time_s <= before_s:
+            raise CommandRefusedError(f"the time of point {index} is not after that of the point before it")
+        before_s = point.time_s
+        for name in ("positions", "velocities", "accelerations"):
+            values = getattr(point, name)
+            if len(values) != len(joints) and (name == "positions" or len(values)):
+                raise CommandRefusedError(f"point {index} has {len(values)} {name} for {len(joints)} joints")
+            if not np.isfinite(values).all():
+                raise CommandRefusedError(f"the {name} of point {index} are not all finite")
+    if (np.abs(command.points[-1].velocities) > np.finfo(np.float32).eps).any():
+        raise CommandRefusedError("it does not end at rest")
+    if command.stamp_s and command.stamp_s + command.points[-1].time_s < now_s:
+        raise CommandRefusedError("it ended in the past")
+
+
+def _ordered(point: Point, order: list[int]) -> Point:
+    columns = (point.positions, point.velocities, point.accelerations)
+    return Point(point.time_s, *(values[order] if len(values) else values for values in columns))
+
+
+def _interpolated(start: Point, end: Point, time_s: float) -> JointState:
+    duration = end.time_s - start.time_s
+    elapsed = min(max(0.0, time_s - start.time_s), duration)
+    conditions = [start.positions, end.positions]
+    if len(start.velocities) and len(end.velocities):
+        conditions += [start.velocities, end.velocities]
+        if len(end.accelerations):
+            begun = start.accelerations if len(start.accelerations) else np.zeros_like(start.positions)
+            conditions += [begun, end.accelerations]
+    coefficients = _polynomial(conditions, duration)
+    powers = np.arange(len(coefficients))
+    position = (elapsed**powers) @ coefficients
+    velocity = (powers[1:] * elapsed ** powers[:-1]) @ coefficients[1:]
+    return JointState(position, velocity)
+
+
+def _polynomial(conditions: list[np.ndarray], duration: float) -> np.ndarray:
+    """Coefficients [order + 1, joints] from values and derivatives at both ends, in turn."""
+    size = len(conditions)
+    rows = []
+    for derivative in range(size // 2):
+        factors = np.array([math.perm(power, derivative) for power in range(size)], dtype=float)
+        exponents = np.maximum(np.arange(size) - derivative, 0)
+        rows += [factors * 0.0**exponents, factors * duration**exponents]
+    return np.linalg.solve(np.array(rows), np.array(conditions))
+
+
+_GAIN = 20.0  # 1/s
+_MAX_ERROR_M, _MAX_ERROR_RAD = 1.0, 1.0
+_DAMPING = 0.02
+_POSTURE_GAIN = 1.0  # 1/s
+
+
+class CartesianPose:
+    """Poses, by the rules of FZI's cartesian_controllers (cartesian_motion_controller.cpp).
+
+    - The newest target is followed, whatever its stamp; without a new one the arm goes on to it, and stays there.
+    - A NaN and a frame other than the base's are ignored, and the target before stays.
+    - Its gain alone sets the speed, up to the joints' limits: a target far away is no error, and is gone to at once.
+
+    FZI's controller searches with a simulated mass in place of a Jacobian's damped inverse; what a user meets is alike:
+    an error that decays with a time constant, here 1/20 s, and no singular leap.
+    """
+
+    def __init__(self, kinematics: ArmKinematics) -> None:
+        self._kinematics = kinematics
+
+    def start(self, measured: JointState) -> None:
+        self._position = self._posture = measured.positions.copy()
+        self._target = self._kinematics.tool(self._position)
+
+    def take(self, command: tuple[str, Pose], now_s: float) -> None:
+        """`command`: the frame and the pose."""
+        frame, pose = command
+        if not (np.isfinite(pose.position).all() and np.isfinite(pose.rotation).all()):
+            raise CommandRefusedError("its values are not all finite, or its quaternion is zero")
+        if frame != BASE_FRAME:
+            raise CommandRefusedError(f"its frame is '{frame}', not '{BASE_FRAME}'")
+        self._target = pose
+
+    def update(self, measured: JointState, now_s: float) -> JointState:
+        tool, jacobian = self._kinematics.tool(self._position), self._kinematics.jacobian(self._position)
+        way = _shortened(self._target.position - tool.position, _MAX_ERROR_M)
+        turn = _shortened(rotation_vector(self._target.rotation @ tool.rotation.T), _MAX_ERROR_RAD)
+        damped = jacobian.T @ np.linalg.inv(jacobian @ jacobian.T + _DAMPING**2 * np.eye(6))
+        velocity = damped @ (_GAIN * np.concatenate([way, turn]))
+        free = np.eye(len(velocity)) - damped @ jacobian
+        velocity += free @ (_POSTURE_GAIN * (self._posture - self._position))
+        velocity *= min(1.0, float((self._kinematics.speed / np.maximum(np.abs(velocity), 1e-12)).min()))
+        reached = np.clip(self._position + velocity * CONTROL_DT_S, self._kinematics.low, self._kinematics.high)
+        velocity, self._position = (reached - self._position) / CONTROL_DT_S, reached
+        return JointState(reached, velocity)
+
+
+def _shortened(vector: np.ndarray, longest: float) -> np.ndarray:
+    return vector * min(1.0, longest / max(float(np.linalg.norm(vector)), 1e-12))
+
+
+COMMAND_TIMEOUT_S = 0.1
+LINEAR_SCALE, ROTATIONAL_SCALE = 0.4, 0.8  # m/s, rad/s
+_SLOW_CONDITION, _STOP_CONDITION, _LEAVING = 17.0, 30.0, 2.0
+_SINGULARITY_STEP = 0.01
+_JOINT_MARGIN_RAD = 0.1
+_FILTER = 1.5
+_STOPPED_RAD_S = 1e-4
+
+
+@dataclass(frozen=True)
+class Twist:
+    """A velocity of the tool, with the stamp and frame of its header."""
+
+    stamp_s: float
+    frame: str
+    linear: np.ndarray  # float64 [3], m/s
+    angular: np.ndarray  # float64 [3], rad/s
+
+
+class TwistServo:
+    """Twists, by the rules of MoveIt Servo (moveit2, moveit_ros/moveit_servo, main of August 2026).
+
+    - A command counts for as long as the clock is less than `incoming_command_timeout`, 0.1 s, ahead of its stamp, and
+      is applied again in each period meanwhile; then the arm halts (servo_node.cpp, processTwistCommand; smoothHalt).
+      So a stamp in the future counts for longer: Servo does not ask.
+    - It is turned from its frame into the planning frame. An unknown or empty frame and a NaN make it invalid: it is
+      dropped, and nothing is commanded (command.cpp, jointDeltaFromTwist).
+    - With `command_in_type: speed_units`, speeds above `scale.linear` 0.4 m/s and `scale.rotational` 0.8 rad/s are
+      scaled down, direction kept.
+    - Near a singularity (condition number above 17) it slows down, and stands at 30; leaving is allowed to be faster.
+    - Joint velocities are scaled down together to the fastest that each joint allows; when one comes within
+      `joint_limit_margins`, 0.1 rad, of its range and moves on, all joints halt (servo.cpp, getNextJointState).
+    - Positions pass a first-order Butterworth filter of coefficient 1.5 (butterworth_filter.cpp), which makes a halt
+      gradual. Each step counts from the filtered position, so a steady twist moves the tool at 4/7 of its speed
+      (moveit2's issue 2191): a sender of twists must look at where the tool is.
+
+    Collisions are not checked against a planning scene; the arm's own are the simulator's. Servo counts on from the
+    state that it commanded last while it moves, and from the measured one after it stood.
+    """
+
+    def __init__(self, kinematics: ArmKinematics) -> None:
+        self._kinematics = kinematics
+        self._twist: Twist | None = None
+        self._moving = False
+        self._stand_at(np.zeros_like(kinematics.low))
+
+    def start(self, measured: JointState) -> None:
+        self._twist = None
+        self._stand_at(measured.positions)
+
+    def take(self, command: Twist, now_s: float) -> None:
+        self._twist = None  # also one that is refused replaces the one before
+        if command.frame not in (BASE_FRAME, TOOL_FRAME):
+            raise CommandRefusedError(
+                f"its frame '{command.frame}' is not known; the frames are {BASE_FRAME} and {TOOL_FRAME}"
+            )
+        if not (np.isfinite(command.linear).all() and np.isfinite(command.angular).all()):
+            raise CommandRefusedError("its velocities are not all finite")
+        self._twist = command
+
+    def update(self, measured: JointState, now_s: float) -> JointState:
+        if self._twist is not None and now_s - self._twist.stamp_s < COMMAND_TIMEOUT_S:
+            if not self._moving:
+                self._stand_at(measured.positions)
+                self._moving = True
+            return self._filtered(self._position + self._step(self._twist))
+        self._twist = None
+        if not self._moving:
+            return JointState(self._position, np.zeros_like(self._position))
+        halted = self._filtered(self._position)
+        self._moving = bool(np.abs(halted.velocities).max() > _STOPPED_RAD_S)
+        return halted
+
+    def _stand_at(self, positions: np.ndarray) -> None:
+        self._moving = False
+        self._position: np.ndarray = positions.copy()
+        self._raw: np.ndarray = self._position
+
+    def _filtered(self, wanted: np.ndarray) -> JointState:
+        position = (wanted + self._raw - (1.0 - _FILTER) * self._position) / (1.0 + _FILTER)
+        velocity = (position - self._position) / CONTROL_DT_S
+        self._raw, self._position = wanted, position
+        return JointState(position, velocity)
+
+    def _step(self, twist: Twist) -> np.ndarray:
+        """The change of the joints in one period."""
+        displacement = self._displacement(twist)
+        still = np.zeros_like(self._position)
+        if not displacement.any():
+            return still
+        jacobian = self._kinematics.jacobian(self._position)
+        step = np.linalg.pinv(jacobian) @ displacement * self._singularity_scale(jacobian, displacement)
+        speed = np.abs(step) / CONTROL_DT_S
+        step *= min(1.0, float((self._kinematics.speed / np.maximum(speed, 1e-12)).min()))
+        reached = self._position + step
+        low = (step < 0) & (reached < self._kinematics.low + _JOINT_MARGIN_RAD)
+        high = (step > 0) & (reached > self._kinematics.high - _JOINT_MARGIN_RAD)
+        return still if (low | high).any() else step
+
+    def _displacement(self, twist: Twist) -> np.ndarray:
+        linear, angular = _shortened(twist.linear, LINEAR_SCALE), _shortened(twist.angular, ROTATIONAL_SCALE)
+        if twist.frame == TOOL_FRAME:
+            rotation = self._kinematics.tool(self._position).rotation
+            linear, angular = rotation @ linear, rotation @ angular
+        return np.concatenate([linear, angular]) * CONTROL_DT_S
+
+    def _singularity_scale(self, jacobian: np.ndarray, displacement: np.ndarray) -> float:
+        u, sizes, _ = np.linalg.svd(jacobian, full_matrices=False)
+        condition = sizes[0] / max(sizes[-1], 1e-12)
+        if condition <= _SLOW_CONDITION:
+            return 1.0
+        if condition >= _STOP_CONDITION:
+            return 0.0
+        worst = u[:, -1]  # the direction in which it can move least, its sign unknown
+        nearby = self._position + np.linalg.pinv(jacobian) @ (worst * _SINGULARITY_STEP)
+        _, next_sizes, _ = np.linalg.svd(self._kinematics.jacobian(nearby))
+        towards = worst if next_sizes[0] / max(next_sizes[-1], 1e-12) > condition else -worst
+        room = _STOP_CONDITION - _SLOW_CONDITION
+        room *= 1.0 if towards @ displacement > 0 else _LEAVING
+        return float(1.0 - (condition - _SLOW_CONDITION) / room)
