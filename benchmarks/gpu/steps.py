@@ -45,7 +45,7 @@ from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rounded_linear import round_rows, round_weight, rounded_linear
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.evaluation.provenance import cpu_name, git_revision
+from specvla_ros.lab.evaluation.run_directory import cpu_name, git_revision
 from specvla_ros.lab.planning.limits import spec_vla_relaxed
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.settings import DraftSettings

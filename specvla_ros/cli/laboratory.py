@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer  # `doctor` asks here too, without it
 
-_COMMANDS = ("demo", "recordings", "experiments", "training", "plan")
+_COMMANDS = ("experiments", "recordings", "training", "plan")
 
 
 def add_laboratory(app: typer.Typer) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands of the laboratory share."""
+"""Options that several commands share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,15 @@ Emulate = Annotated[
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
 Rerun = Annotated[
-    bool,
-    typer.Option("--rerun", help="Write run.rrd beside the report, for Rerun (requirements/rerun.txt)."),
+    bool, typer.Option("--rerun", help="Write run.rrd beside the report, for Rerun (requirements/rerun.txt).")
 ]
 Viewer = Annotated[
     str, typer.Option(help="Show it in Rerun's viewer meanwhile: spawn opens one; or the address of one that listens.")
 ]
+BagsOrSim = Annotated[
+    list[str], typer.Option("--data", help="Bags or directories of bags; or `sim`: what the policy does at the table.")
+]
+MaxGb = Annotated[float, typer.Option(help="Maximum of disk for features, in GB; they are removed at the end.")]
 Bags = Annotated[list[Path], typer.Option("--data", help="Bags, or directories of bags; again for more.")]
 Results = Annotated[Path, typer.Option("--out", help="Directory of the results; one that was cut short goes on.")]
 
@@ -52,11 +55,7 @@ class SensorOptions:
 
     @property
     def cameras(self) -> dict[str, str]:
-        """Topics of further cameras, by their names.
-
-        Raises:
-            UserError: one is not NAME=TOPIC.
-        """
+        """Topics of further cameras, by their names."""
         parts = {text: text.partition("=") for text in self.camera}
         for text, (name, _, topic) in parts.items():
             if not (name and topic):
@@ -65,25 +64,17 @@ class SensorOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The state's numbers."""
         return tuple(filter(None, self.state_names.split(",")))
 
     def sensors(self, instruction: str = "") -> "Sensors":
-        """The same for `frame_sources`; with an instruction in place of the bags' own."""
+        """The same for `frame_sources`; an instruction replaces the bags' own."""
         from specvla_ros.lab.bags.frames import Sensors
 
         return Sensors(self.cameras, self.state_topic, self.names, instruction)
 
 
 def shown_in(out: Path, rerun: bool, viewer: str) -> "RerunSettings | None":
-    """Where Rerun shows what a command does; None: nowhere.
-
-    Args:
-        rerun: whether a file is written there.
-
-    Raises:
-        UserError: the library is missing.
-    """
+    """Where Rerun shows a run, and whether it writes a file into `out`; None: nowhere."""
     if not rerun and not viewer:
         return None
     from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings, require_rerun

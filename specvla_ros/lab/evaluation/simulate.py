@@ -13,8 +13,15 @@ import numpy as np
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, head
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
+from specvla_ros.lab.evaluation.run_directory import (
+    REPORT_FILE,
+    SUMMARY_FILE,
+    RunDirectory,
+    checkpoint_hashes,
+    head,
+    read_lines,
+    write_line,
+)
 from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
@@ -34,7 +41,7 @@ EPISODES_FILE, FILMS = "episodes.jsonl", "films"
 
 @dataclass(frozen=True)
 class SimulateSettings:
-    """What decides the episodes of a simulation: the same settings give the same episodes."""
+    """The settings that decide the episodes of a simulation."""
 
     policy: Path  # checkpoint directory
     world: str = TABLE  # `table`, or the name of a LIBERO suite
@@ -69,17 +76,16 @@ def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
     """
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid(), host)
-    pace = pace_of(settings.emulate)
+    rollout = partial(Rollout, engine, robot, settings.clock, pace_of(settings.emulate), time_limit=settings.time_limit)
     if job.film is None:
-        return Rollout(engine, robot, settings.clock, pace, time_limit=settings.time_limit).run(job.task, job.seed)
+        return rollout().run(job.task, job.seed)
     how = settings.clock.value + (f", emulated {settings.emulate}" if settings.emulate else "")
     with Film(job.film, 1.0 / robot.control_dt) as film:
 
         def add_picture() -> None:
             film.add(robot.look(), f"{robot.instruction}  [{how}]" + ("  done" if robot.succeeded() else ""))
 
-        rollout = Rollout(engine, robot, settings.clock, pace, add_picture, time_limit=settings.time_limit)
-        return rollout.run(job.task, job.seed)
+        return rollout(add_picture).run(job.task, job.seed)
 
 
 @lru_cache(maxsize=1)
@@ -88,14 +94,10 @@ def _engine_and_robot(
 ) -> tuple[Engine | HostedEngine, SimulatedRobot]:
     """Those of a process: loading takes longer than an episode."""
     robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface)
-    if host is not None:
-        hosted = HostedEngine(host)
-        _check_actions(hosted.target, robot)
-        return hosted, robot
-    policy = policy_of(settings)
-    _check_actions(policy, robot)
-    engine = Engine(policy, settings.engine)
-    engine.warm_up()
+    engine = HostedEngine(host) if host is not None else Engine(policy_of(settings), settings.engine)
+    _check_actions(engine.target, robot)
+    if isinstance(engine, Engine):
+        engine.warm_up()
     return engine, robot
 
 
@@ -105,14 +107,14 @@ def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
 
 
 def pace_of(emulate: str) -> TickTime:
-    """The seconds that ticks count for: those measured, or those of an emulated device."""
+    """The seconds of ticks: measured, or those of an emulated device."""
     return tick_time(read_stage_times(emulate) if emulate else None)
 
 
 def policy_of(settings: SimulateSettings) -> Target:
-    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite.
+    """Loads the policy; without a key, with the action statistics named as the LIBERO suite.
 
-    Of LIBERO-PRO's, which nobody trains with: of the one that it was made from.
+    For LIBERO-PRO's suites, which nobody trains with, it is the suite that they were made from.
     """
     from specvla_ros.lab.simulation.libero import original_of
 
@@ -159,18 +161,17 @@ def simulate(
 ) -> SimulateSummary:
     """Runs episodes and writes episodes.jsonl, summary.json, report.html and films.
 
-    Called again with the same settings it runs what is missing: each episode is written when it ends. `on_episode` is
-    called with each new episode, the number of finished episodes and that of all.
+    Called again with the same settings it runs the missing episodes. `on_episode` is called with each new episode, the
+    number of finished episodes and that of all.
     """
     read_config(settings.policy)
-    if settings.emulate:
-        read_stage_times(settings.emulate)
+    pace_of(settings.emulate)  # an unknown device fails here
     if plan.per_engine and settings.clock is Clock.REALTIME:
         raise UserError(f"--per-engine {plan.per_engine} is of --clock lockstep: in real time each robot has its own")
     if settings.world != TABLE and settings.robot != TABLE_ARM.name:
         raise UserError(f"--robot {settings.robot} stands at the table; {settings.world} has a robot of its own")
     if settings.world == TABLE:
-        choose_arm(settings.robot).model()  # a missing package is said here, and not by a worker
+        choose_arm(settings.robot).model()  # a missing package fails here, and not in a worker
     tasks = tasks_of(settings.world, plan.tasks)
     directory = RunDirectory(out, "simulate")
     out = directory.path
@@ -178,21 +179,19 @@ def simulate(
     done = {(each.task, each.seed): each for each in directory.resume_lines(EPISODES_FILE, episode_of)}
     wanted = [(task, plan.first_seed + i) for i in range(plan.episodes) for task in tasks]
     jobs = []
-    for task, seed in wanted:
-        if (task, seed) not in done:
-            film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
-            jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
+    for task, seed in (each for each in wanted if each not in done):
+        film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
+        jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
     with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
         (out / FILMS).mkdir(exist_ok=True)
         try:
             with directory.append_to(EPISODES_FILE) as lines:
-                gpu = settings.model.device != "cpu"
                 results = run_jobs(
                     run_job,
                     jobs,
                     workers=plan.workers,
                     ray=plan.ray,
-                    gpu=gpu,
+                    gpu=settings.model.device != "cpu",
                     shared=share(partial(host_engine, settings), plan.per_engine),
                     name=job_name,
                 )
@@ -202,7 +201,9 @@ def simulate(
                     on_episode(result, sum(key in done for key in wanted), len(wanted))
         finally:
             finished = [done[key] for key in wanted if key in done]
-            summary = summarise_episodes(finished, context=_context(settings, plan))
+            emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
+            context = {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}
+            summary = summarise_episodes(finished, context=context)
             directory.write_json(SUMMARY_FILE, summary.as_json())
             write_simulate_report(out / REPORT_FILE, summary, sorted((out / FILMS).glob("*.mp4")))
     return summary
@@ -214,12 +215,12 @@ def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
 
 
 def job_name(job: EpisodeJob) -> str:
-    """What an episode is called in messages."""
+    """The name of an episode in messages."""
     return f"{job.task} from seed {job.seed}"
 
 
 def episode_of(raw: dict[str, Any]) -> EpisodeResult:
-    """Of a line of EPISODES_FILE."""
+    """The episode in a line of EPISODES_FILE."""
     return EpisodeResult(**raw | {"latency_s": tuple(raw["latency_s"])})
 
 
@@ -237,8 +238,3 @@ def tasks_of(world: str, names: Sequence[str]) -> list[str]:
         raise UserError(f"there is no task '{unknown[0]}'; the tasks of {world} are: {', '.join(known)}")
     require_libero()
     return list(names) or list(known)
-
-
-def _context(settings: SimulateSettings, plan: SimulatePlan) -> dict[str, object]:
-    emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
-    return {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each mode could reach: the engine's scheduler, driven with the costs of its forwards."""
+"""The limits of each mode: the engine's scheduler, driven with the costs of its forwards."""
 
 import random
 from collections.abc import Callable
@@ -44,8 +44,7 @@ class AcceptanceLengths:
 
     name: str
     probabilities: tuple[float, ...]  # chances of 0, 1, … accepted tokens
-    # Settings that the lengths were reached with.
-    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)
+    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)  # that the lengths were reached with
 
     def __post_init__(self) -> None:
         if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-9:
@@ -53,7 +52,6 @@ class AcceptanceLengths:
 
     @property
     def mean(self) -> float:
-        """Accepted tokens per verification where enough tokens are missing."""
         return sum(length * share for length, share in enumerate(self.probabilities))
 
     def accepted(self, uniform: float) -> int:
@@ -74,11 +72,7 @@ class AcceptanceLengths:
 
 
 def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
-    """The accept lengths that Spec-VLA printed of a suite, as shares of their sum (the rounded rows sum to 100.00).
-
-    Raises:
-        UserError: there is no such suite.
-    """
+    """The accept lengths that Spec-VLA printed for a suite, as shares of their sum (the rounded rows sum to 100.00)."""
     if suite not in SPEC_VLA_RELAXED:
         raise UserError(f"there are no acceptance lengths of '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
     printed = SPEC_VLA_RELAXED[suite]
@@ -117,7 +111,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Tick:
-    """One tick."""
+    """One tick of the engine."""
 
     forward: Forward
     drafting: int = 0  # requests whose drafting is counted: all that verified, also those that were done with it
@@ -136,13 +130,11 @@ class LoopResult:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """What the engine's scheduler did with a frame always waiting; the same on every device."""
+    """The scheduler's work with a frame always waiting; the same on every device."""
 
     ticks: tuple[Tick, ...]  # from the first one
-    # Tick of the admission and tick of the last token, for each action of any robot after the warm-up.
-    actions: tuple[tuple[int, int], ...]
-    # Requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
-    dropped: int
+    actions: tuple[tuple[int, int], ...]  # ticks of admission and last token of each action after the warm-up
+    dropped: int  # requests after the warm-up that a newer one overtook, or that finished in its tick
     in_flight: int  # maximum of requests
 
 
@@ -155,10 +147,7 @@ def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
 def run_loop(
     mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
 ) -> LoopResult:
-    """How often and how late actions come.
-
-    Acceptance is drawn from a seed, so that the same arguments give the same result.
-    """
+    """The rate and latency of actions; acceptance is drawn from a seed: the same arguments give the same result."""
     schedule = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
     ends = list(accumulate(map(seconds, schedule.ticks), initial=0.0))
     count = len(schedule.actions)
@@ -224,10 +213,10 @@ def _frame(observation: Observation) -> tuple[str, int]:
 
 
 def _commit(tokens: int, codec: BinsCodec) -> Commit:
-    """What a verification commits that accepts one token less; which tokens they are does not matter."""
-    rows, ids = tuple(range(tokens)), (codec.action_ids.first,) * tokens
+    """The commit of a verification that accepts one token less; which tokens they are does not matter."""
+    ids, zeros = (codec.action_ids.first,) * tokens, (0,) * tokens
     none = torch.empty(0, dtype=torch.int64)
-    return Commit(rows, ids, bins_off=(0,) * tokens, why=(0,) * tokens, tokens_on_device=none)
+    return Commit(tuple(range(tokens)), ids, bins_off=zeros, why=zeros, tokens_on_device=none)
 
 
 def _forward(batch: Batch, mode: Mode) -> Forward:
@@ -305,14 +294,10 @@ def mode_limit(
     best, expected = run(LIMIT), run(device.efficiency)
     slot_rows = model.prompt_rows + model.action_tokens + (mode.nodes if mode.drafts else 0)
     return ModeLimit(
-        mode,
-        best.action_rate_hz,
-        best.latency_s,
-        expected.action_rate_hz,
-        expected.latency_s,
-        best.ticks_per_action,
-        best.dropped,
-        best.in_flight,
-        float(best.in_flight * slot_rows * model.kv_values * device.value_bytes),
-        model.memory_bytes(weights, device.value_bytes, draft=mode.drafts),
+        mode=mode,
+        derated_rate_hz=expected.action_rate_hz,
+        derated_latency_s=expected.latency_s,
+        kv_bytes=float(best.in_flight * slot_rows * model.kv_values * device.value_bytes),
+        weight_bytes=model.memory_bytes(weights, device.value_bytes, draft=mode.drafts),
+        **vars(best),
     )
