@@ -132,13 +132,8 @@ class Calibration:
         return (self.candidates[0], *_best_by_tolerance(self.candidates[1:], self.chosen.trial).values())
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "chosen": self.chosen.as_json(),
-            "limits": asdict(self.limits),
-            "candidates": [each.as_json() for each in self.candidates],
-            "refused": dict(self.refused),
-            "context": dict(self.context),
-        }
+        chosen, candidates = self.chosen.as_json(), [each.as_json() for each in self.candidates]
+        return vars(self) | {"chosen": chosen, "limits": asdict(self.limits), "candidates": candidates}
 
 
 def collect_frames(
@@ -171,12 +166,8 @@ def calibrate(
     simulation, the largest tolerance first, until one keeps the limit on success, paired with plain decoding start by
     start. Where none does, the fastest exact setting is chosen: strict speculation, or plain decoding.
 
-    Called again with the same `out` it simulates only the episodes that are missing.
-
-    Args:
-        base: the simulation, with the engine's settings that are not tried.
-        frames: images with instructions, of one episode after the other.
-        out: the directory for calibration.json, profile.yaml and report.html.
+    Called again with the same `out` it simulates only the episodes that are missing. `base` holds the engine's settings
+    that are not tried.
     """
     directory = RunDirectory(out, "calibrate")
     directory.check()

@@ -90,13 +90,13 @@ class Certificate:
     def failures(self) -> tuple[str, ...]:
         """Why the setting is not equivalent, in sentences; empty: it is, or is a relaxed one, which need not be."""
         result = self.content["result"]
+        alone, different = sum(result["lost"].values()) + result["gained"], result["differing"] - result["ties"]
         failures = []
         if not result["actions"]:
             failures.append("not one picture was answered with an action")
-        if result["lost"] or result["gained"]:
-            failures.append(f"{sum(result['lost'].values()) + result['gained']} pictures were answered by one alone")
-        if self.content["strict"] and result["differing"] > result["ties"]:
-            different = result["differing"] - result["ties"]
+        if alone:
+            failures.append(f"{alone} pictures were answered by one alone")
+        if self.content["strict"] and different > 0:
             failures.append(f"{different} of {result['actions']} strict answers are others than plain decoding's")
         return tuple(failures)
 
@@ -138,12 +138,7 @@ def certify(
     sensors: Sensors,
     on_frame: Callable[[int], None] = lambda done: None,
 ) -> Certificate:
-    """Compares a setting with plain decoding.
-
-    Args:
-        bags: answered one after the other.
-        sensors: read beside the first camera's images.
-        on_frame: called with the number of images that both have answered.
+    """Compares a setting with plain decoding; `on_frame` is called with the number of images that both have answered.
 
     Raises:
         UserError: a bag cannot be read, or the settings do not fit the policy.
@@ -253,7 +248,7 @@ class _Comparison:
 
 @torch.inference_mode()
 def _margins(policy: Target, observation: Observation, tokens: Sequence[int]) -> np.ndarray:
-    """Between the two largest logits of each place of an answer, float [tokens]: one forward over prompt and answer."""
+    """Between the two largest logits at each place of an answer, float [tokens]: one forward over prompt and answer."""
     decoder, layout = policy.decoder, policy.prompt_layout(observation)
     answer = torch.tensor(tokens, device=decoder.device)
     prompt = policy.prompt_embeddings(observation, layout.ids)
@@ -317,6 +312,5 @@ def _short(value: object) -> str:
 
 
 def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
-    closest = "" if found["closest"] is None else f"{found['closest']:.3g}"
     counts = (str(found[each]) for each in ("frames", "actions", "tokens", "differing", "near_ties"))
-    return (name, *counts, closest, found["digest"][:_DIGITS])
+    return (name, *counts, page.cell(found["closest"], ".3g"), found["digest"][:_DIGITS])

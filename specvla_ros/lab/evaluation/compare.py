@@ -88,7 +88,6 @@ def compare(
 
     Args:
         engines: by the names of their settings; nothing is in flight.
-        frames: images with instructions, of one episode after the other.
         first_epoch: of the first frame; each other instruction begins another.
         in_flight: a frame is begun as soon as there is room for it; otherwise when the one before is answered.
         pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
@@ -146,12 +145,9 @@ def time_settings(
     pace: TickTime | None = None,
     on_frame: Callable[[], None] = lambda: None,
 ) -> dict[str, FrameRun]:
-    """Decodes the frames with each setting, as `compare` does.
+    """Decodes the frames with each setting, as `compare` does, in so many timed rounds after a warm-up.
 
-    Args:
-        frames: images with instructions, of one episode after the other.
-        rounds: timed passes over the frames, after a warm-up.
-        on_frame: called when all settings have answered one more frame.
+    `on_frame` is called when all settings have answered one more frame.
     """
     if not frames:
         raise UserError("there are no frames to try the settings on")
@@ -264,12 +260,8 @@ def sweep(
 ) -> list[SweepRow]:
     """Simulates every setting on the same seeds, and times them side by side on the same frames.
 
-    Called again it runs what is missing; each setting's results lie in a folder of its name.
-
-    Args:
-        base: the simulation, whose engine's settings are replaced.
-        settings: the others are compared with the first.
-        on_episode: called with the setting's name, an episode, the number of finished episodes and that of all.
+    The others are compared with the first. Called again it runs what is missing; each setting's results lie in a folder
+    of its name. `on_episode` is called with that name, an episode, the number of finished episodes and that of all.
     """
     directory = RunDirectory(out, "sweep")
     directory.check()

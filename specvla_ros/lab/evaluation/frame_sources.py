@@ -14,7 +14,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import CAMERA_ALONE, STATE, BagFrame, Sensors, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import CAMERA_ALONE, STATE, Sensors, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
@@ -63,12 +63,7 @@ def frame_source(
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
 ) -> Iterator[Observation]:
-    """Frames to ask a policy about.
-
-    Args:
-        data: bags, or directories of bags; None: the policy's own simulation.
-        seed: of the bags' order, or added to the seed of the simulation's first start.
-        world, tasks, engine: of the simulation, see `simulation_source`.
+    """Frames of bags and directories of bags in random order, or, for None, of `simulation_source`.
 
     Raises:
         UserError: there is no frame, or the sensors are not the policy's.
@@ -107,23 +102,20 @@ def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterato
                 elif frame.instruction:
                     seen = {lead: frame.image} | {name: frame.others[name] for name in others}
                     images = {name: rgb_from_message(message.message()) for name, message in seen.items()}
-                    yield Observation(images, frame.instruction, frame.index + 1, state=_state(policy, frame, sensors))
+                    state = None
+                    if policy.state_dims:
+                        state = read_state(frame.others[STATE].message(), sensors.state_names, policy.state_dims)
+                    yield Observation(images, frame.instruction, frame.index + 1, state=state)
             bag.warn_of_damage()
         if missing:
             _log.warning("bag %s: %d images are left out, the first as %s", path, len(missing), missing[0])
 
 
 def count_frames(path: Path, sensors: Sensors) -> int:
-    """How many frames `frames_in` gives of a bag; no image is decoded for it."""
+    """The number of frames that `frames_in` gives for a bag, without decoding an image."""
     with open_bag(path) as bag:
         found = bag_frames(bag, choose_topics(bag, sensors.topics), sensors.instruction)
         return sum(1 for frame in found if frame.instruction and not frame.missing)
-
-
-def _state(policy: Target, frame: BagFrame, sensors: Sensors) -> np.ndarray | None:
-    if not policy.state_dims:
-        return None
-    return read_state(frame.others[STATE].message(), sensors.state_names, policy.state_dims)
 
 
 def simulation_source(
@@ -163,7 +155,7 @@ def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
 
 @dataclass
 class CollectedAnswers:
-    """A policy's own answers, in which later ones are looked up."""
+    """A policy's own answers, for drafting later ones."""
 
     answers: dict[tuple[int, ...], None] = field(default_factory=dict)  # each different one once, in their order
     frames: int = 0  # that were asked about

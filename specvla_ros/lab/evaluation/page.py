@@ -72,6 +72,11 @@ def verdict(kind: str, text: str, reasons: Sequence[str] = ()) -> str:
     return f"<div class='verdict {kind}'>{escape(text)}<ul>{items}</ul></div>"
 
 
+def cell(value: float | None, form: str) -> str:
+    """A number as of `format`; None is an empty cell."""
+    return "" if value is None else format(value, form)
+
+
 def plot(drawn: "go.Figure", height: int, *, name: str | None = None, **layout: Any) -> str:
     """A plot that can be zoomed; `height` in pixels, `name` the id of its element, for scripts."""
     margin = dict(l=60, r=20, t=60, b=50)

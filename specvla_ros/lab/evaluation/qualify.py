@@ -21,19 +21,18 @@ import plotly.graph_objects as go
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.compare import within_bins
 from specvla_ros.lab.evaluation.paired import Rate, confidence_interval, log_e_values
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, head, write_line
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, head
 from specvla_ros.lab.evaluation.simulate import (
     EPISODES_FILE,
     EpisodeJob,
     SimulateSettings,
     episode_of,
-    job_name,
-    run_job,
+    pace_of,
+    run_episodes,
     tasks_of,
 )
-from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.plans import Criterion, QualifyPlan
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, read_stage_times
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 
 QUALIFY_FILE = "qualify.json"
 REFERENCE = "lockstep"
@@ -86,10 +85,7 @@ class Judgement:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Qualified where both criteria are shown, refused where one is shown not to be met.
-
-        To qualify, both must be wrong for the verdict to be: each has alpha. To refuse one suffices: each has half.
-        """
+        """Qualified where both criteria are shown, each with alpha; refused where one fails, each with half of it."""
         if not self.pairs:
             return Verdict.NOT_TRIED
         most = {name: float(values.max()) for name, values in self.evidence.items()}
@@ -174,8 +170,7 @@ def qualify(
     """
     base = next(iter(candidates.values()))
     for settings in candidates.values():
-        if settings.emulate:
-            read_stage_times(settings.emulate)
+        pace_of(settings.emulate)  # an unknown device fails here
     lockstep = replace(base, clock=Clock.LOCKSTEP, emulate="", engine=replace(base.engine, mode="ar"))
     simulated = {REFERENCE: lockstep, **candidates}
     tasks = tasks_of(base.world, plan.tasks)
@@ -197,14 +192,10 @@ def qualify(
     judgements = {name: Judgement(name, (), criterion) for name in candidates}
 
     def run(name: str, starts: Sequence[tuple[str, int]]) -> None:
-        missing = [start for start in starts if (name, *start) not in done]
-        jobs = [EpisodeJob(simulated[name], *start) for start in missing]
-        with directory.append_to(EPISODES_FILE) as lines:
-            gpu = base.model.device != "cpu"
-            for _, result in run_jobs(run_job, jobs, workers=plan.workers, ray=plan.ray, gpu=gpu, name=job_name):
-                write_line(lines, {_OF: name, **asdict(result)})
-                done[name, result.task, result.seed] = result
-                on_episode(name, sum((name, *start) in done for start in starts), len(starts))
+        jobs = [EpisodeJob(simulated[name], *start) for start in starts if (name, *start) not in done]
+        for result in run_episodes(directory, jobs, plan, **{_OF: name}):
+            done[name, result.task, result.seed] = result
+            on_episode(name, sum((name, *start) in done for start in starts), len(starts))
 
     with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
         try:

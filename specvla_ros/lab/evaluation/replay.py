@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,25 +58,19 @@ class ReplayRun:
     A replay resumes from frames.jsonl: its frames are not decoded again, and the bag of actions is recorded anew from
     them. The engine decodes the newest of them once more before the first frame that is missing, so that it knows the
     last stamp and the last action.
-
-    The arguments are those of `replay`; `start_ns` is the bag time that counts as 0 s.
     """
 
     def __init__(
         self,
         engine: Engine | HostedEngine,
         directory: RunDirectory,
-        *,
-        frames_in_bag: int,
-        start_ns: int,
+        pictures: Pictures,
         meaning: ActionMeaning,
         state_names: Sequence[str],
         shown: RerunSettings | None,
     ) -> None:
-        self._engine = engine
-        self._directory = directory
-        self._columns = ReplayColumns(engine.target.codec.names, start_ns)
-        self._pictures = Pictures(frames_in_bag, start_ns)
+        self._engine, self._directory, self._pictures = engine, directory, pictures
+        self._columns = ReplayColumns(engine.target.codec.names, pictures.start_ns)
         self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
         self._newest: list[Observation] = []  # of the kept frames: that of the newest action, and the newest of all
         bag = directory.path / BAG_DIRECTORY
@@ -108,7 +103,7 @@ class ReplayRun:
         self._add(record, observed, action)
         return True
 
-    def finish(self, *, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]) -> ReplaySummary:
+    def finish(self, thresholds: Thresholds, context: Mapping[str, Any], incomplete: str) -> ReplaySummary:
         """Writes the end of the bag, the report and, when all else is there, the summary."""
         with closing(self._recorder):
             self._lines.close()
@@ -250,10 +245,9 @@ def replay(
     settings it decodes the frames that are missing.
 
     Args:
-        engine: warm, and used by nobody else meanwhile, unless it is shared; without a staleness limit, as a recorded
-            image has no age.
+        engine: warm; without a staleness limit, as a recorded image has no age.
         out_dir: made if missing, refused if it holds a whole replay or other results.
-        state_names: of the state's numbers, in the policy's order; empty: the message's.
+        state_names: in the policy's order; empty: the message's.
         action: the actions' convention, where the dataset is not known.
         shown: where Rerun shows it; None: nowhere.
     """
@@ -273,29 +267,22 @@ def replay(
         content = {name: value for name, value in context["bag"].items() if name != "path"}  # it may have been moved
         deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
         directory.begin(deciding | checkpoint_hashes(policy.directory, engine.settings))
-        ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
         if shown is not None and shown.out:
             context["recording"] = Path(shown.out).name
-        run = ReplayRun(
-            engine,
-            directory,
-            frames_in_bag=chosen.image.count,
-            start_ns=bag.start_ns,
-            meaning=ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME),
-            state_names=state_names,
-            shown=shown,
-        )
+        meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
+        run = ReplayRun(engine, directory, Pictures(chosen.image.count, bag.start_ns), meaning, state_names, shown)
+        finish = partial(run.finish, thresholds or Thresholds(), context)
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:
             # Keep what was replayed; if it cannot even be written, the first error says why.
             with suppress(OSError):
-                run.finish(incomplete=f"{type(error).__name__}: {error}", **ending)
+                finish(f"{type(error).__name__}: {error}")
             if isinstance(error, OSError):
                 raise UserError(f"replaying {bag.path} to {directory.path} failed: {error}{_HINT}") from error
             raise
         with directory.reporting_errors(_HINT):
-            return run.finish(incomplete=incomplete, **ending)
+            return finish(incomplete)
 
 
 def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: str | None) -> None:
@@ -324,7 +311,7 @@ def tell(text: str) -> None:
 
 
 def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:
-    """Checks what can be checked before a policy is loaded, which may take minutes."""
+    """Checks the output and the bag before a policy is loaded, which may take minutes."""
     _open_output(out_dir)
     with open_bag(bag_path) as bag:
         choose_topics(bag, topics)

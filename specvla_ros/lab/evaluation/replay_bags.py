@@ -138,7 +138,6 @@ def replay_bags(
         left_out: what was found beside the bags, for the summary.
         thresholds: limits over the frames of all bags together.
         rerun: name of the file for Rerun in each bag's folder; empty: none.
-        workers, ray, per_engine: as of `EngineSpread`; a worker replays one bag after the other.
         on_bag: called with the name of a finished bag, the number of finished bags and that of all.
 
     Raises:
@@ -189,11 +188,7 @@ def replay_bags(
 
 
 def replay_bag(job: BagJob, host: Host | None = None) -> str:
-    """Replays one bag; returns why not as a whole, empty when it was. The engine is kept for the next one.
-
-    Args:
-        host: an `EngineHost` that several workers share; None: the engine is this process's own.
-    """
+    """Replays one bag; returns why not as a whole, empty when it was. The engine is kept for the next one."""
     settings, topics = job.settings, job.settings.topics
     engine = _engine(settings.policy, settings.model, settings.engine, topics.instruction, host)
     # What is wrong for all bags is said once.

@@ -152,11 +152,8 @@ def _verdict(failures: Sequence[str], thresholds: Thresholds, whole: str) -> str
 
 
 def _frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
-    rows = [
-        ("in the bag", str(summary.frames_in_bag)),
-        ("replayed", str(summary.frames)),
-        ("with an action", str(summary.actions)),
-    ]
+    frames = {"in the bag": summary.frames_in_bag, "replayed": summary.frames, "with an action": summary.actions}
+    rows = [(name, str(count)) for name, count in frames.items()]
     for reason, count in summary.drops.items():
         if count:
             example = summary.drop_examples.get(reason, "")
@@ -181,10 +178,10 @@ def _comparison(summary: ReplaySummary) -> str:
     """The table of the actions beside the recorded ones, or why there is none."""
     if not summary.compared:
         return "<p>The bag has no recorded action of the policy's length to compare with.</p>"
-    rows = []
-    for name, error in summary.mean_abs_error.items():
-        bins = summary.mean_bin_distance.get(name)
-        rows.append((name, _UNITS.get(name, ""), f"{error:.5f}", "" if bins is None else f"{bins:.1f}"))
+    rows = [
+        (name, _UNITS.get(name, ""), f"{error:.5f}", page.cell(summary.mean_bin_distance.get(name), ".1f"))
+        for name, error in summary.mean_abs_error.items()
+    ]
     note = f"Means over {summary.compared} actions. A dimension has 256 bins over its range."
     return f"<p class=note>{note}</p>" + page.table(("dimension", "unit", "mean |error|", "mean bin distance"), rows)
 

@@ -2,7 +2,7 @@
 """`specvla simulate`: a policy acts; success, latency, films."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from specvla_ros.lab.evaluation.run_directory import (
 from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
-from specvla_ros.lab.jobs.workers import Host, share
-from specvla_ros.lab.plans import SimulatePlan
+from specvla_ros.lab.jobs.workers import Host, Shared, share
+from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, TickTime, read_stage_times, tick_time
@@ -69,11 +69,7 @@ class EpisodeJob:
 
 
 def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
-    """Runs one episode; engine and robot are kept for the next one in this process.
-
-    Args:
-        host: an `EngineHost` that several workers share; None: the engine is this process's own.
-    """
+    """Runs one episode; the robot, and the engine where no host has it, are kept for the next one in this process."""
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid(), host)
     rollout = partial(Rollout, engine, robot, settings.clock, pace_of(settings.emulate), time_limit=settings.time_limit)
@@ -185,20 +181,9 @@ def simulate(
     with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
         (out / FILMS).mkdir(exist_ok=True)
         try:
-            with directory.append_to(EPISODES_FILE) as lines:
-                results = run_jobs(
-                    run_job,
-                    jobs,
-                    workers=plan.workers,
-                    ray=plan.ray,
-                    gpu=settings.model.device != "cpu",
-                    shared=share(partial(host_engine, settings), plan.per_engine),
-                    name=job_name,
-                )
-                for _, result in results:
-                    write_line(lines, asdict(result))
-                    done[result.task, result.seed] = result
-                    on_episode(result, sum(key in done for key in wanted), len(wanted))
+            for result in run_episodes(directory, jobs, plan, share(partial(host_engine, settings), plan.per_engine)):
+                done[result.task, result.seed] = result
+                on_episode(result, sum(key in done for key in wanted), len(wanted))
         finally:
             finished = [done[key] for key in wanted if key in done]
             emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
@@ -209,14 +194,21 @@ def simulate(
     return summary
 
 
+def run_episodes(
+    directory: RunDirectory, jobs: Sequence[EpisodeJob], spread: Spread, shared: Shared | None = None, **more: Any
+) -> Iterator[EpisodeResult]:
+    """Runs episodes; each is written to EPISODES_FILE when it ends, with `more` in its line."""
+    gpu = any(job.settings.model.device != "cpu" for job in jobs)
+    how: dict[str, Any] = dict(workers=spread.workers, ray=spread.ray, gpu=gpu, shared=shared)
+    with directory.append_to(EPISODES_FILE) as lines:
+        for _, result in run_jobs(run_job, jobs, name=lambda job: f"{job.task} from seed {job.seed}", **how):
+            write_line(lines, {**more, **asdict(result)})
+            yield result
+
+
 def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
     """The finished episodes of a results directory, by task and seed."""
     return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, episode_of)}
-
-
-def job_name(job: EpisodeJob) -> str:
-    """The name of an episode in messages."""
-    return f"{job.task} from seed {job.seed}"
 
 
 def episode_of(raw: dict[str, Any]) -> EpisodeResult:

@@ -61,20 +61,18 @@ class SimulateSummary:
             "success": self.success.as_json(),
             "listened": self.listened.as_json() if self.listened else None,
             "decode": tally.as_json() | {"tau": tally.tau, "forwards_per_action": tally.forwards_per_action},
-            "context": dict(self.context),
         }
 
 
 def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[str, Any]) -> SimulateSummary:
     """The figures of episodes; tasks in the order of their first episodes."""
     by_task: dict[str, list[EpisodeResult]] = {}
-    for episode in episodes:
-        by_task.setdefault(episode.task, []).append(episode)
-    tasks = {name: _task(name, group) for name, group in by_task.items()}
-    listened = [task.listened for task in tasks.values() if task.listened is not None]
     drops: Counter[str] = Counter()
     for episode in episodes:
+        by_task.setdefault(episode.task, []).append(episode)
         drops.update(episode.drops)
+    tasks = {name: _task(name, group) for name, group in by_task.items()}
+    listened = [task.listened for task in tasks.values() if task.listened is not None]
     world_s = sum(episode.time_s for episode in episodes)
     ages_s = [episode.picture_age_s for episode in episodes if episode.picture_age_s is not None]
     return SimulateSummary(
@@ -187,16 +185,9 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
 
 def _task_row(name: str, summary: SimulateSummary) -> tuple[str, ...]:
     task = summary.tasks[name]
-    return (
-        name,
-        task.instruction,
-        str(task.success),
-        str(task.success.n),
-        str(task.listened or ""),
-        f"{task.steps_to_success:.0f}" if task.steps_to_success is not None else "",
-        f"{task.time_to_success_s:.1f}" if task.time_to_success_s is not None else "",
-        f"{task.roughness:.3f}",
-    )
+    success, listened = (str(task.success), str(task.success.n)), str(task.listened or "")
+    steps, time_s = page.cell(task.steps_to_success, ".0f"), page.cell(task.time_to_success_s, ".1f")
+    return name, task.instruction, *success, listened, steps, time_s, f"{task.roughness:.3f}"
 
 
 def _success_plot(summary: SimulateSummary) -> go.Figure:
@@ -266,12 +257,12 @@ def _decoding(tally: DecodeTally) -> str:
 def _accept_lengths(tally: DecodeTally) -> str:
     positions = sorted({position for position, _ in tally.accepted})
     lengths = range(1 + max(length for _, length in tally.accepted))
-    totals = {at: sum(count for (position, _), count in tally.accepted.items() if position == at) for at in positions}
+    counts = np.array([[tally.accepted[position, length] for position in positions] for length in lengths])
     drawn = page.heatmap(
         [f"from token {position + 1}" for position in positions],
         [f"{length} accepted" for length in lengths],
-        [[tally.accepted[position, length] / totals[position] for position in positions] for length in lengths],
-        [[tally.accepted[position, length] or "" for position in positions] for length in lengths],
+        (counts / counts.sum(axis=0)).tolist(),
+        [[count or "" for count in row] for row in counts.tolist()],
     )
     drawn.update_yaxes(automargin=True)
     return page.plot(drawn, 120 + 30 * len(lengths))

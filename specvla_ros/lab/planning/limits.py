@@ -3,9 +3,10 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -269,6 +270,9 @@ class ModeLimit:
     def oldest_image_s(self) -> float:
         """Age of an action's image when the next action replaces it, derated: latency and a period."""
         return self.derated_latency_s + 1.0 / self.derated_rate_hz
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"oldest_image_s": self.oldest_image_s}
 
     def fits(self, device: Device) -> bool:
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9

@@ -188,18 +188,14 @@ class Plan:
             "device": self.device.as_json(),
             "derated": self.device.efficiency.as_json(),
             "model": asdict(self.model),
-            "acceptance": {
-                "name": self.lengths.name,
-                "probabilities": self.lengths.probabilities,
-                "mean": self.lengths.mean,
-            },
+            "acceptance": {name: getattr(self.lengths, name) for name in ("name", "probabilities", "mean")},
             "ridge_rows": self.ridge_rows,
             "forwards": [asdict(forward) for forward in self.forwards],
-            "modes": [_mode_json(mode) for mode in self.modes],
+            "modes": [mode.as_json() for mode in self.modes],
             "profile": {
                 "parameters": self.profile.parameters,
                 "chunk_rows": self.profile.chunk_rows,
-                "limit": _mode_json(self.profile.limit),
+                "limit": self.profile.limit.as_json(),
                 "reasons": dict(self.profile.reasons),
             },
         }
@@ -230,12 +226,10 @@ def forward_limits(model: cost.ModelCost, device: Device, weights: WeightFormat)
     rows = []
     for name, parts in _forwards(model, device, weights).items():
         read, operations = cost.total_bytes(parts), cost.total_operations(parts)
-        seconds, derated_s = (
-            cost.roofline_seconds(parts, device),
-            cost.roofline_seconds(parts, device, device.efficiency),
-        )
-        reads = math.isclose(read / device.bytes_per_s(), seconds, rel_tol=0.05)
-        rows.append(ForwardLimit(name, read, operations, seconds, derated_s, "reading" if reads else "computing"))
+        limit_s = cost.roofline_seconds(parts, device)
+        derated_s = cost.roofline_seconds(parts, device, device.efficiency)
+        reads = math.isclose(read / device.bytes_per_s(), limit_s, rel_tol=0.05)
+        rows.append(ForwardLimit(name, read, operations, limit_s, derated_s, "reading" if reads else "computing"))
     return tuple(rows)
 
 
@@ -280,10 +274,6 @@ def note(device: Device) -> str:
     return f"Limits from assumed figures of {device.name}: nothing here was measured, and no such device ran."
 
 
-def _mode_json(limit: ModeLimit) -> dict[str, Any]:
-    return {**asdict(limit), "oldest_image_s": limit.oldest_image_s}
-
-
 _TABLE_WIDTH = 100  # on a narrower terminal lines wrap: a number that is cut is worse
 
 
@@ -326,13 +316,8 @@ def _reached(efficiency: Efficiency) -> str:
 def _forward_table(plan: Plan) -> Table:
     table = _table("forwards", "forward", ("bytes", "FLOP", "ms", "bound by"))
     for forward in plan.forwards:
-        table.add_row(
-            forward.name,
-            _scaled(forward.bytes),
-            _scaled(forward.operations),
-            _both(forward.seconds * 1e3, forward.derated_seconds * 1e3),
-            forward.bound_by,
-        )
+        ms = _both(forward.seconds * 1e3, forward.derated_seconds * 1e3)
+        table.add_row(forward.name, _scaled(forward.bytes), _scaled(forward.operations), ms, forward.bound_by)
     return table
 
 
@@ -372,7 +357,6 @@ def _short(value: float) -> str:
 
 def _scaled(value: float) -> str:
     """Three significant digits with the prefix that leaves one to three before the point."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if value >= size:
-            return f"{_short(value / size)} {prefix}"
-    return f"{_short(value / 1e3)} k"
+    known = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+    prefix, size = next((each for each in known if value >= each[1]), known[-1])
+    return f"{_short(value / size)} {prefix}"
