@@ -13,7 +13,17 @@ from rich.console import Console
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_policy
 from specvla_ros.cli.terminal import print_table, progress
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import Emulate, Rerun, Results, Robot, SensorOptions, Viewer, World, shown_in
+from specvla_ros.lab.cli.options import (
+    Emulate,
+    Rerun,
+    Results,
+    Robot,
+    SensorOptions,
+    Viewer,
+    World,
+    shown_in,
+    simulation,
+)
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import CalibratePlan, Criterion, Limits, QualifyPlan, SimulatePlan
 from specvla_ros.settings.parameter import parameter, values_of
@@ -120,29 +130,24 @@ def simulate(
     emulate: Emulate = "",
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
-    from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.lab.evaluation.simulate import simulate as run
     from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
-    from specvla_ros.models.checkpoint import leave_a_core
 
     driven = acting.follow != "simulator"
     if acting.interface is not None and not driven:
         raise UserError(
             f"--interface {acting.interface} is of the arms of --follow driver and --follow plain: give one"
         )
-    settings = SimulateSettings(
-        policy=chosen.checkpoint,
-        world=world,
+    settings = simulation(
+        chosen,
+        world,
         robot=robot,
         follow=acting.follow if driven else "",
         interface=acting.interface or "pose",
         clock=Clock(acting.clock),
         emulate=emulate,
-        engine=chosen.engine,
         time_limit=acting.time_limit,
-        model=chosen.model,
     )
-    leave_a_core()
     with progress("episodes") as advance:
         successes: list[bool] = []
 
@@ -192,10 +197,7 @@ def compare(
 
 
 @app.command("robot-model")
-def robot_model(
-    robot: Robot,
-    out: Annotated[Path, typer.Option(help="The MJCF file to write.")],
-) -> None:
+def robot_model(robot: Robot, out: Annotated[Path, typer.Option(help="The MJCF file to write.")]) -> None:
     """Write the kinematics of an arm that can stand at the table, for the driver's `joints.model`."""
     from specvla_ros.lab.simulation.arms import choose_arm
 
@@ -278,13 +280,10 @@ def calibrate(
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
     from specvla_ros.lab.evaluation import calibrate as calibration
-    from specvla_ros.lab.evaluation.simulate import TABLE, SimulateSettings, policy_of
-    from specvla_ros.models.checkpoint import leave_a_core
+    from specvla_ros.lab.evaluation.simulate import TABLE, policy_of
     from specvla_ros.speculation.settings import Tolerance
 
     simulated = world != "none"
-    where = world if simulated else TABLE
-    base = SimulateSettings(chosen.checkpoint, where, engine=chosen.engine, model=chosen.model)
     plan = CalibratePlan(
         tolerances=tuple(map(Tolerance.parse, tolerance or _TOLERANCES)),
         nodes=tuple(nodes or _NODES),
@@ -292,7 +291,7 @@ def calibrate(
         episodes=acting if simulated else None,
         emulate=emulate,
     )
-    leave_a_core()
+    base = simulation(chosen, world if simulated else TABLE)
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
         images = calibration.collect_frames(loaded, base, data, plan, frames, sensors.sensors())
@@ -336,20 +335,17 @@ def qualify(
     """
     from specvla_ros.lab.evaluation import qualify as run
     from specvla_ros.lab.evaluation.qualify import Judgement, Verdict
-    from specvla_ros.lab.evaluation.simulate import SimulateSettings
-    from specvla_ros.models.checkpoint import leave_a_core
 
     devices = emulate or []
     if bins and len(devices) > 1:
         raise UserError("give several devices or several tolerances: both at once have no order from safe to bold")
     if len(set(devices)) < len(devices) or (bins and sorted(set(bins)) != bins):
         raise UserError("give each device once, and tolerances from the smallest to the largest")
-    base = SimulateSettings(chosen.checkpoint, world, robot, engine=chosen.engine, model=chosen.model)
+    base = simulation(chosen, world, robot=robot)
     if bins:
         candidates = run.tolerance_candidates(base, devices[0] if devices else "", bins)
     else:
         candidates = run.device_candidates(base, devices)
-    leave_a_core()
     with progress("episodes") as advance:
         latest = ""
 

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +13,10 @@ from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import parameter
 
 if TYPE_CHECKING:
+    from specvla_ros.cli.options import PolicyOptions
     from specvla_ros.lab.bags.frames import Sensors
     from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
+    from specvla_ros.lab.evaluation.simulate import SimulateSettings
 
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
 _ROBOTS = "table, our own; panda or ur5e: pip install --no-deps -r requirements/robots.txt"
@@ -23,8 +25,7 @@ Robots = Annotated[
     list[str] | None, typer.Option("--robot", help=f"An arm; again for more. {_ROBOTS}. Default: table.")
 ]
 Emulate = Annotated[
-    str,
-    typer.Option(help=f"Count the times of a device: {', '.join(known_devices())} or a JSON file. An emulation."),
+    str, typer.Option(help=f"Count the times of a device: {', '.join(known_devices())} or a JSON file. An emulation.")
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
 Rerun = Annotated[
@@ -71,6 +72,15 @@ class SensorOptions:
         from specvla_ros.lab.bags.frames import Sensors
 
         return Sensors(self.cameras, self.state_topic, self.names, instruction)
+
+
+def simulation(chosen: "PolicyOptions", world: str, **settings: Any) -> "SimulateSettings":
+    """The policy's simulation; leaves a core to other processes."""
+    from specvla_ros.lab.evaluation.simulate import SimulateSettings
+    from specvla_ros.models.checkpoint import leave_a_core
+
+    leave_a_core()
+    return SimulateSettings(chosen.checkpoint, world, engine=chosen.engine, model=chosen.model, **settings)
 
 
 def shown_in(out: Path, rerun: bool, viewer: str) -> "RerunSettings | None":

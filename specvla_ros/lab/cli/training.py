@@ -28,8 +28,7 @@ def collect(
     task: Tasks = None,
     noise: Annotated[float, typer.Option(help="Injected into what the expert does (DART); 0: none.", min=0.0)] = 1.0,
     policy: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint that acts while the expert says what it should have done (DAgger)."),
+        Path | None, typer.Option(help="Checkpoint that acts while the expert says what it should have done (DAgger).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the first start; default: far from those of `simulate`.")] = None,
     all_sensors: Annotated[

@@ -270,12 +270,7 @@ def _try_on_frames(
 
 
 def _try_in_simulation(
-    candidate: Candidate,
-    plain: Trial,
-    base: SimulateSettings,
-    plan: CalibratePlan,
-    out: Path,
-    on_progress: OnProgress,
+    candidate: Candidate, plain: Trial, base: SimulateSettings, plan: CalibratePlan, out: Path, on_progress: OnProgress
 ) -> Candidate:
     assert plan.episodes is not None
     episodes = []
