@@ -70,15 +70,13 @@ _SMI = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a step is asked for.
+    """The task of a step.
 
     Args:
-        device: cpu or cuda.
         size: name of the shapes.
-        dtype: of weights and activations.
-        short: as few repetitions as show that it runs.
-        file: where its figures go.
-        found: those that are there already.
+        short: the fewest repetitions that show that it runs.
+        file: for its figures.
+        found: figures that are there already.
         fake: the device is not there, see test/support/gpu_dry_run.py.
     """
 
@@ -512,11 +510,7 @@ def check(device: str, dtype: torch.dtype) -> None:
 
 
 def main(*, fake: bool = False) -> None:
-    """Runs one step.
-
-    Args:
-        fake: the device is not there, see test/support/gpu_dry_run.py.
-    """
+    """Runs one step; `fake`: the device is not there, see test/support/gpu_dry_run.py."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
