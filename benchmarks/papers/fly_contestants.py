@@ -144,7 +144,7 @@ class Generate:
 
 
 def our_settings(draft: Path, *, tokens: int, longest_prompt: int, lengths: Sequence[int]) -> dict[str, EngineSettings]:
-    """This engine's settings by the row's name, plain decoding first; `lengths` are those of the drafted chains (K)."""
+    """The settings of this engine by the row's name, plain decoding first; `lengths`: K of the drafted chains."""
     sizes: dict[str, Any] = {"max_reasoning_tokens": tokens, "max_text_tokens": longest_prompt}
 
     def chain(k: int, *, lookup: int = 0, **others: Any) -> EngineSettings:

@@ -3,7 +3,6 @@
 
 import json
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -38,27 +37,26 @@ _BINS = (1, 3, 5, 9, 15)
 UNDECIDED = 4  # the exit code; 1 is refused, as of every result that breaks a limit
 
 
-class DemoInterface(str, Enum):
+@dataclass(frozen=True)
+class Moving:
     """What moves the demo's arm."""
 
-    ACTION = "action"
-    POSE = "pose"
+    interface: str | None = parameter(
+        None,
+        "What moves the arm: the policy's actions as they come (action), or what driver and guard make of them (pose). "
+        "Default: action for the table's arm, pose for the others.",
+        choices=("action", "pose"),
+    )
 
 
 @app.command()
 @takes_policy(publishes=True)
 def demo(
     chosen: PolicyOptions,
+    moving: Moving,
     plan: Annotated[SimulatePlan, Taken(fixed=_WATCHED, defaults={"episodes": 3})],
     out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
     robot: Robot = "table",
-    interface: Annotated[
-        DemoInterface | None,
-        typer.Option(
-            help="What moves the arm: the policy's actions as they come (action), or what driver and guard make of "
-            "them (pose). Default: action for the table's arm, pose for the others."
-        ),
-    ] = None,
     rerun: Rerun = False,
     viewer: Viewer = "",
 ) -> None:
@@ -80,11 +78,11 @@ def demo(
     if chosen.model.device == "auto":
         parameters["device"] = "cpu"  # enough for the nano policy, and a GPU may be busy
     arm = choose_arm(robot or TABLE_ARM.name)
-    interface = interface or (DemoInterface.ACTION if arm is TABLE_ARM else DemoInterface.POSE)
+    interface = moving.interface or ("action" if arm is TABLE_ARM else "pose")
     exit_code = run_demo(
         out,
         chosen.checkpoint,
-        robot=DemoRobot(arm, interface.value),
+        robot=DemoRobot(arm, interface),
         tasks=list(plan.tasks),
         episodes=plan.episodes,
         seed=plan.first_seed,

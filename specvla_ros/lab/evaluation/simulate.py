@@ -28,8 +28,10 @@ from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, Shared, share
 from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
-from specvla_ros.lab.simulation.robot import SimulatedRobot
+from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
+from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, TickTime, read_stage_times, tick_time
+from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
@@ -112,26 +114,20 @@ def policy_of(settings: SimulateSettings) -> Target:
 
     For LIBERO-PRO's suites, which nobody trains with, it is the suite that they were made from.
     """
-    from specvla_ros.lab.simulation.libero import original_of
-
     key = settings.model.unnorm_key or ("" if settings.world == TABLE else original_of(settings.world))
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
 def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interface: str = "pose") -> SimulatedRobot:
     """The robot of a world; see `SimulateSettings`."""
-    if world == TABLE:
-        arm = choose_arm(robot)
-        if follow:
-            from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
-
-            return DrivenRobot(arm, interface, Follow(follow))
-        from specvla_ros.lab.simulation.robot import TableRobot
-
+    if world != TABLE:
+        return LiberoRobot()
+    arm = choose_arm(robot)
+    if not follow:
         return TableRobot(arm=arm)
-    from specvla_ros.lab.simulation.libero import LiberoRobot
+    from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
 
-    return LiberoRobot()
+    return DrivenRobot(arm, interface, Follow(follow))
 
 
 def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
@@ -219,11 +215,7 @@ def episode_of(raw: dict[str, Any]) -> EpisodeResult:
 def tasks_of(world: str, names: Sequence[str]) -> list[str]:
     """The tasks of a world: those named, or all."""
     if world == TABLE:
-        from specvla_ros.lab.simulation.tasks import choose_tasks
-
         return [task.name for task in choose_tasks(list(names))]
-    from specvla_ros.lab.simulation.libero import require_libero, suite_tasks
-
     known = suite_tasks(world)
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -19,6 +19,7 @@ from specvla_ros.engine.tally import DecodeTally, percentiles
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.paired import PairedComparison, Rate
 from specvla_ros.lab.simulation.rollout import EpisodeResult
+from specvla_ros.lab.simulation.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,6 @@ def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[st
 
 
 def _task(name: str, episodes: Sequence[EpisodeResult]) -> TaskSummary:
-    from specvla_ros.lab.simulation.tasks import TASKS
-
     done = [episode for episode in episodes if episode.succeeded]
     named = next((known.cube for known in TASKS if known.name == name), None)
     listened = Rate(sum(episode.acted_on == named for episode in episodes), len(episodes)) if named else None
