@@ -129,16 +129,6 @@ class LoopResult:
     in_flight: int  # maximum of requests
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    """The scheduler's work with a frame always waiting; the same on every device."""
-
-    ticks: tuple[Tick, ...]  # from the first one
-    actions: tuple[tuple[int, int], ...]  # ticks of admission and last token of each action after the warm-up
-    dropped: int  # requests after the warm-up that a newer one overtook, or that finished in its tick
-    in_flight: int  # maximum of requests
-
-
 def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
     """A prompt in nearly equal chunks, the longer ones first."""
     chunks = min(chunks, prompt_rows)
@@ -149,21 +139,27 @@ def run_loop(
     mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
 ) -> LoopResult:
     """The rate and latency of actions; acceptance is drawn from a seed: the same arguments give the same result."""
-    schedule = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
-    ends = list(accumulate(map(seconds, schedule.ticks), initial=0.0))
-    count = len(schedule.actions)
+    ticks, actions, dropped, in_flight = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
+    ends = list(accumulate(map(seconds, ticks), initial=0.0))
     return LoopResult(
-        action_rate_hz=count / (ends[-1] - ends[_WARM_UP_TICKS]) / mode.robots,
-        latency_s=sum(ends[last + 1] - ends[first] for first, last in schedule.actions) / count,
-        ticks_per_action=sum(last + 1 - first for first, last in schedule.actions) / count,
-        dropped=schedule.dropped / (schedule.dropped + count),
-        in_flight=schedule.in_flight,
+        action_rate_hz=len(actions) / (ends[-1] - ends[_WARM_UP_TICKS]) / mode.robots,
+        latency_s=sum(ends[last + 1] - ends[first] for first, last in actions) / len(actions),
+        ticks_per_action=sum(last + 1 - first for first, last in actions) / len(actions),
+        dropped=dropped / (dropped + len(actions)),
+        in_flight=in_flight,
     )
 
 
 @lru_cache(maxsize=128)
-def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths) -> _Schedule:
-    """Drives the engine's scheduler with a runner that only counts."""
+def _run_scheduler(
+    mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths
+) -> tuple[list[Tick], list[tuple[int, int]], int, int]:
+    """Drives the engine's scheduler with a runner that only counts; the result is the same on every device.
+
+    Returns:
+        all ticks; after the warm-up the ticks of admission and last token of each action, and the number of requests
+        that a newer one overtook, or that finished in its tick; the maximum of requests in flight.
+    """
     settings = EngineSettings(
         mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks, streams=mode.robots
     )
@@ -206,7 +202,7 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
             followed = {robot: (robot, stamp) for robot, stamp in answered}  # of two at the same moment one
             actions += [(admitted[frame], number) for frame in followed.values()]
             dropped += len(outcomes) - len(followed)
-    return _Schedule(tuple(ticks), tuple(actions), dropped, in_flight)
+    return ticks, actions, dropped, in_flight
 
 
 def _frame(observation: Observation) -> tuple[str, int]:
@@ -252,18 +248,13 @@ MODES = (
 
 
 @dataclass(frozen=True)
-class ModeLimit:
-    """One row of the table."""
+class ModeLimit(LoopResult):
+    """One row of the table: the loop at the limit."""
 
     mode: Mode
-    action_rate_hz: float  # mean, at the limit
-    latency_s: float  # mean, at the limit
     derated_rate_hz: float  # the same at the efficiency to expect
     derated_latency_s: float  # the same at the efficiency to expect
-    ticks_per_action: float  # forwards from a frame's admission to its action, mean
-    dropped: float  # share of the admitted frames that a newer one overtakes
-    in_flight: int  # maximum of requests
-    kv_bytes: float  # memory of the slots for them
+    kv_bytes: float  # memory of the slots for the requests in flight
     weight_bytes: float  # memory of all weights, with the draft head's where there is one
 
     @property
