@@ -67,9 +67,7 @@ class Criterion:
     both qualifying a candidate that does not meet the other two, and refusing one that does.
     """
 
-    margin: float = parameter(
-        0.1, "Success may be less than this below lockstep's, as a share.", minimum=0.01, maximum=0.99
-    )
+    margin: float = parameter(0.1, "Share by which success may be below lockstep's.", minimum=0.01, maximum=0.99)
     success: float = parameter(0.5, "And must be above this share of all starts.", minimum=0.01, maximum=0.99)
     alpha: float = parameter(0.05, "Probability of a wrong verdict.", minimum=1e-6, maximum=0.5)
 

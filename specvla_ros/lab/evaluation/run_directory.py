@@ -25,8 +25,8 @@ from specvla_ros.speculation.settings import DRAFT_FOLDER
 T = TypeVar("T")
 
 SETTINGS_FILE, SUMMARY_FILE, REPORT_FILE = "settings.json", "summary.json", "report.html"
-_RESULTS = (SUMMARY_FILE, REPORT_FILE, "frames.jsonl", "episodes.jsonl")
-_RESULTS += ("sweep.json", "calibration.json", "qualify.json")
+_OF_COMMANDS = ("frames.jsonl", "episodes.jsonl", "sweep.json", "calibration.json", "qualify.json")
+_RESULTS = (SUMMARY_FILE, REPORT_FILE, *_OF_COMMANDS)
 
 
 class RunDirectory:
