@@ -193,7 +193,7 @@ def qualify(
 
     def run(name: str, starts: Sequence[tuple[str, int]]) -> None:
         jobs = [EpisodeJob(simulated[name], *start) for start in starts if (name, *start) not in done]
-        for result in run_episodes(directory, jobs, plan, **{_OF: name}):
+        for result in run_episodes(directory, jobs, plan, more={_OF: name}):
             done[name, result.task, result.seed] = result
             on_episode(name, sum((name, *start) in done for start in starts), len(starts))
 

@@ -2,7 +2,7 @@
 """`specvla simulate`: a policy acts; success, latency, films."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -191,14 +191,18 @@ def simulate(
 
 
 def run_episodes(
-    directory: RunDirectory, jobs: Sequence[EpisodeJob], spread: Spread, shared: Shared | None = None, **more: Any
+    directory: RunDirectory,
+    jobs: Sequence[EpisodeJob],
+    spread: Spread,
+    shared: Shared | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> Iterator[EpisodeResult]:
     """Runs episodes; each is written to EPISODES_FILE when it ends, with `more` in its line."""
     gpu = any(job.settings.model.device != "cpu" for job in jobs)
     how: dict[str, Any] = dict(workers=spread.workers, ray=spread.ray, gpu=gpu, shared=shared)
     with directory.append_to(EPISODES_FILE) as lines:
         for _, result in run_jobs(run_job, jobs, name=lambda job: f"{job.task} from seed {job.seed}", **how):
-            write_line(lines, {**more, **asdict(result)})
+            write_line(lines, {**(more or {}), **asdict(result)})
             yield result
 
 
