@@ -28,13 +28,10 @@ _DECK = 200
 
 
 def trace_lengths(name: str, nodes: int) -> AcceptanceLengths:
-    """The accept lengths that a name stands for.
+    """The accept lengths of a trace.
 
     Those of the nano policy are what its forwards accepted, cut where an answer ended; a run cuts them there once more.
-
-    Args:
-        name: of the trace.
-        nodes: of a tree, the root included; only those of chunks were recorded by it.
+    Those of chunks were recorded by the nodes of a tree, the root included.
 
     Raises:
         UserError: the name is unknown, or nothing was recorded with such trees.
@@ -72,12 +69,7 @@ def _of_chunks(policy: str, nodes: int) -> AcceptanceLengths:
 
 
 def trace_drafts(name: str, nodes: int) -> DraftSettings:
-    """What drafts in a run that follows a trace: the draft head, or the answer before.
-
-    Args:
-        name: of the trace.
-        nodes: of a tree, the root included.
-    """
+    """The drafter in a run that follows a trace: the draft head, or the answer before."""
     settings = DraftSettings(nodes=nodes)
     return adjusted(settings, head=NO_HEAD, temporal=True) if name.startswith("chunks:") else settings
 
@@ -93,9 +85,6 @@ class Trace:
 
     The trace is a shuffled deck of the distribution's quantiles, dealt over and over: every so many trees have its mean
     exactly, so that short runs and different modes get the same lengths.
-
-    Args:
-        lengths: distribution of the accept lengths.
     """
 
     def __init__(self, lengths: AcceptanceLengths) -> None:

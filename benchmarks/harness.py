@@ -19,9 +19,9 @@ from rich.markdown import Markdown
 from benchmarks.random_policy import SIZES
 from benchmarks.results_page import ROOT, section, weights_digest
 from specvla_kernels.graph_capture import capture_on
-from specvla_ros.lab.evaluation.provenance import cpu_name, git_revision
+from specvla_ros.lab.evaluation.run_directory import cpu_name, git_revision
+from specvla_ros.lab.planning.cost import stage_times
 from specvla_ros.lab.planning.device import read_device
-from specvla_ros.lab.planning.stage_times import stage_times
 from specvla_ros.models.checkpoint import DTYPES
 
 Sizes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")]
@@ -47,13 +47,7 @@ def dtype_on(device: str, dtype: str) -> torch.dtype:
 
 
 def result_head(context: typer.Context, dtype: torch.dtype | None = None, **versions: str) -> dict[str, Any]:
-    """Which benchmark runs, how, when, at which revision and on what.
-
-    Args:
-        context: the running command.
-        dtype: of weights and activations, where that is one of the options.
-        versions: of other libraries than torch that matter.
-    """
+    """The benchmark, its command, date, revision and hardware, with `versions` of other libraries than torch."""
     module = (context.info_name or "").rpartition(" ")[2]
     options = {option.name: context.params[option.name] for option in context.command.params if option.name}
     head = {
@@ -68,12 +62,7 @@ def result_head(context: typer.Context, dtype: torch.dtype | None = None, **vers
 
 
 def kept_before(out: Path | None, figures: str) -> dict[str, Any] | None:
-    """What the figures in a file that is about to be written over are held against; None: there is none.
-
-    Args:
-        out: the file. What it is held against itself is kept; if that is nothing, its own figures are.
-        figures: their name in it.
-    """
+    """The reference for a file that is about to be overwritten: the reference in it, or else its own figures."""
     if out is None or not out.exists():
         return None
     old = json.loads(out.read_text(encoding="utf-8"))
@@ -81,11 +70,7 @@ def kept_before(out: Path | None, figures: str) -> dict[str, Any] | None:
 
 
 def of_weights(policy: Path) -> dict[str, str]:
-    """Whose figures they are.
-
-    Args:
-        policy: checkpoint directory.
-    """
+    """The digest of the weights that the figures are of."""
     return {"policy_weights": weights_digest(policy)}
 
 
@@ -99,7 +84,7 @@ def command(module: str, options: Mapping[str, object]) -> str:
 
     Args:
         module: of the script, with its package.
-        options: values by name; what is true, empty or None is its default and left out; false becomes `--no-…`.
+        options: values by name; true, empty and None are defaults and left out; false becomes `--no-…`.
     """
     words = [f"python -m {module}" if module.startswith("benchmarks.") else f"PYTHONPATH=test python -m {module}"]
     for name, value in options.items():
@@ -158,14 +143,8 @@ def synchronise(device: str) -> None:
 class ColdTimer:
     """Times calls whose operands lie in memory, not in a cache.
 
-    Before each call a buffer larger than the caches is overwritten, so that the bound by bytes holds.
-
-    On a GPU a call is captured in a CUDA graph and timed between two events while the GPU is busy: what Python needs to
-    launch it is not counted.
-
-    Args:
-        device: cpu or cuda.
-        repeats: timed calls of each contestant.
+    Before each call a buffer larger than the caches is overwritten, so that the bound by bytes holds. On a GPU a call
+    is captured in a CUDA graph and timed between two events while the GPU is busy: Python's launch is not counted.
     """
 
     def __init__(self, device: str, repeats: int) -> None:

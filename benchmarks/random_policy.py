@@ -142,11 +142,9 @@ class RandomPolicy(OpenVLATarget):
 def random_policy(
     directory: Path, size: Size, *, prompt_rows: int, tokens: int, vision: bool, dtype: torch.dtype, device: str
 ) -> RandomPolicy:
-    """A random policy whose draft head is written to a directory, for the engine to load as it does a real one.
+    """A random policy whose draft head is written to a directory, for the engine to load like a real one.
 
     Args:
-        directory: where the draft head is written.
-        size: shapes of decoder and vision towers.
         prompt_rows: rows of the prompt; with vision, the image's patches and the text.
         tokens: tokens of an action.
         vision: whether every frame goes through the image processor and the vision towers.
@@ -169,11 +167,7 @@ def random_policy(
 
 @torch.no_grad()
 def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
-    """The same policy with quantised matrices in the decoder's layers; everything else is shared.
-
-    Raises:
-        UserError: the device, the dtype or what is installed does not allow it, or a matrix's shape.
-    """
+    """The same policy with quantised matrices in the decoder's layers; everything else is shared."""
     check_quantization(quantization, policy.decoder.device, policy.decoder.dtype)
     given = policy.model
     with torch.device("meta"):

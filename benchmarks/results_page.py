@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks import results_readme
 from benchmarks.results_tables import VIEWS, Result, faults_by_kind, interval, points, rate
+from specvla_ros.lab.planning.cost import stage_times
 from specvla_ros.lab.planning.device import read_device
-from specvla_ros.lab.planning.stage_times import stage_times
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"

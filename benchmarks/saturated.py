@@ -32,14 +32,7 @@ _WARM = 12  # actions until a pipeline is full and knows how many requests it sh
 
 
 def make_engine(target: Target, settings: EngineSettings, trace: Trace | None = None, *, graphs: bool = True) -> Engine:
-    """A warm engine, as every benchmark of decoding modes uses it.
-
-    Args:
-        target: the policy.
-        settings: the mode and what belongs to it.
-        trace: accept lengths where random weights would accept nothing; it is not read before the engine is warm.
-        graphs: whether it captures CUDA graphs.
-    """
+    """A warm engine; with `trace`, accept lengths where random weights would accept nothing, once it is warm."""
     engine = Engine(target, settings)
     if graphs:
         engine.warm_up()
@@ -52,19 +45,17 @@ def make_engine(target: Target, settings: EngineSettings, trace: Trace | None = 
 
 
 class Saturated:
-    """An engine with a frame always waiting: whenever it has room the next one is admitted, taken at that moment.
+    """An engine with a frame always waiting: whenever it has room the next one is admitted.
 
-    Its pictures have just been prepared then, on a thread of their own, as a camera's callback does it.
+    Its images have just been prepared then, on a thread of their own, as a camera's callback does it.
 
     Args:
-        engine: a warm one.
-        frames: the observations.
         now: the clock, in seconds.
-        after_tick: called with what each tick computed, before the clock is read for its outcomes.
+        after_tick: called with each tick's work, before the clock is read for its outcomes.
 
     Attributes:
-        admitted_s: when each frame was admitted, by its stamp and in order.
-        prepared_s: seconds that its pictures took before, by its stamp.
+        admitted_s: admission time of each frame, by its stamp and in order.
+        prepared_s: seconds spent before on its images, by its stamp.
         waiting: the next frame; None when there is none left.
     """
 
@@ -126,18 +117,7 @@ def compete(contestants: Mapping[Any, Contestant], *, actions: int, repeats: int
 
 
 class EngineTurns:
-    """One decoding mode as a contestant. An engine and its memory live for a turn.
-
-    Args:
-        policy: the target, with random weights.
-        settings: the mode.
-        lengths: accept lengths of the trace.
-        graphs: whether CUDA graphs are captured.
-        keep: one engine lives for all turns.
-
-    Attributes:
-        tokens: those of the last action.
-    """
+    """One decoding mode as a contestant. An engine and its memory live for a turn; with `keep`, for all turns."""
 
     def __init__(
         self,
@@ -240,10 +220,7 @@ def mode_settings(
     """One mode's settings, with room for as many requests as it can use.
 
     Args:
-        mode: the decoding mode.
-        lengths: accept lengths of the trace.
         tokens: tokens of an action; plain pipelining has a stage for each.
-        draft: what drafts, and the trees' size.
         chunks: forwards over which a prompt is spread.
         in_order: whether no frame overtakes another.
     """
@@ -261,11 +238,7 @@ def mode_settings(
 
 @dataclass
 class GpuMemory:
-    """Peaks of one contestant on a GPU where others keep theirs: the shared weights, and what it allocates itself.
-
-    Args:
-        model: the weights.
-    """
+    """Peaks of one contestant on a GPU where others keep theirs: the shared weights, and its own allocations."""
 
     model: nn.Module
 

@@ -45,7 +45,7 @@ from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rounded_linear import round_rows, round_weight, rounded_linear
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.evaluation.provenance import cpu_name, git_revision
+from specvla_ros.lab.evaluation.run_directory import cpu_name, git_revision
 from specvla_ros.lab.planning.limits import spec_vla_relaxed
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.settings import DraftSettings
@@ -70,15 +70,13 @@ _SMI = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a step is asked for.
+    """The task of a step.
 
     Args:
-        device: cpu or cuda.
         size: name of the shapes.
-        dtype: of weights and activations.
-        short: as few repetitions as show that it runs.
-        file: where its figures go.
-        found: those that are there already.
+        short: the fewest repetitions that show that it runs.
+        file: for its figures.
+        found: figures that are there already.
         fake: the device is not there, see test/support/gpu_dry_run.py.
     """
 
@@ -512,11 +510,7 @@ def check(device: str, dtype: torch.dtype) -> None:
 
 
 def main(*, fake: bool = False) -> None:
-    """Runs one step.
-
-    Args:
-        fake: the device is not there, see test/support/gpu_dry_run.py.
-    """
+    """Runs one step; `fake`: the device is not there, see test/support/gpu_dry_run.py."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import Out, finish, of_devices, result_head
-from benchmarks.papers.published import published
+from benchmarks.papers.published import full_pipeline, published
 from benchmarks.results_page import RESULTS
-from specvla_ros.lab.planning.cost import OPENVLA_7B, Forward, ModelCost, Part, forward_parts, full_pipeline, model_cost
+from specvla_ros.lab.planning.cost import OPENVLA_7B, Forward, ModelCost, Part, forward_parts, model_cost
 from specvla_ros.lab.planning.device import Device, read_device
 from specvla_ros.lab.planning.limits import AcceptanceLengths, Mode, ModeLimit, mode_limit
 from specvla_ros.models.settings import WeightFormat

@@ -64,10 +64,10 @@ class Answered:
     """One contestant's answer to one prompt.
 
     Args:
-        run: what it took; the seconds are the median over the turns.
+        run: its seconds are the median over the turns.
         surprise: negative log-likelihood of the answer under the target, nats.
-        as_plain: tokens that stand where plain decoding has the same.
-        right: whether the answer holds what it should; None: nothing is known of it.
+        as_plain: tokens that equal plain decoding's at the same position.
+        right: whether the answer is correct; None: unknown.
     """
 
     run: Run
@@ -149,10 +149,10 @@ def answers_to(
     repeats: int,
     file: Path,
 ) -> dict[str, Answered]:
-    """All contestants' answers to one prompt; from the file if they are there, else they are there afterwards.
+    """All contestants' answers to one prompt, from the file where they are there; else they are added to it.
 
     Raises:
-        UserError: one that must be plain decoding's is not.
+        UserError: an answer that must be plain decoding's is not.
     """
     if file.exists():
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -177,10 +177,10 @@ def judge(
     ids: Sequence[int],
     runs: Mapping[str, Sequence[Run]],
 ) -> dict[str, Answered]:
-    """What the answers are worth beside plain decoding's.
+    """The worth of the answers beside plain decoding's.
 
     Raises:
-        UserError: one that must be plain decoding's is not.
+        UserError: an answer that must be plain decoding's is not.
     """
     plain = runs[PLAIN][0].tokens
     _, margins = score(target, ids, plain)
@@ -200,13 +200,10 @@ def judge(
 
 
 def check_same(name: str, answer: Sequence[int], plain: Sequence[int], margins: Sequence[float]) -> None:
-    """Whether an answer is plain decoding's up to a tie; after one, both may go on as they do.
+    """Checks that an answer is plain decoding's up to a tie, after which the two may differ.
 
     Args:
-        name: whose it is.
-        answer: its tokens.
-        plain: plain decoding's.
-        margins: of the target's two best logits at each of these.
+        margins: of the target's two best logits at each token of `plain`.
 
     Raises:
         UserError: it is not.
@@ -235,14 +232,10 @@ def score(target: TextTarget, prompt: Sequence[int], answer: Sequence[int]) -> t
 
 
 def summarise(answered: Sequence[Mapping[str, Answered]], is_ours: Mapping[str, bool]) -> list[dict[str, Any]]:
-    """The rows of the result, over all prompts.
+    """The rows of the result, over all prompts; both arguments are by contestant.
 
     τ is FLy's mean accepted length: tokens that one verification commits, the target's own counted (its 15.59 of
     K = 15 without a window can be nothing else).
-
-    Args:
-        answered: by prompt and contestant.
-        is_ours: by contestant, whether it is this engine.
     """
     plain = _perplexity(each[PLAIN] for each in answered)
     rows = []

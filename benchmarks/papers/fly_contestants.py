@@ -113,11 +113,7 @@ class Counted:
 class Generate:
     """transformers' own generate, greedy; every forward of it verifies what was drafted, the prompt's too.
 
-    Args:
-        target: the model.
-        options: of generate.
-        draft: the draft model; None: none.
-        k: tokens that it drafts, always as many: no schedule, and no threshold of confidence that ends a draft.
+    The draft model drafts always k tokens: no schedule, and no threshold of confidence that ends a draft.
     """
 
     target: Counted
@@ -148,14 +144,7 @@ class Generate:
 
 
 def our_settings(draft: Path, *, tokens: int, longest_prompt: int, lengths: Sequence[int]) -> dict[str, EngineSettings]:
-    """How this engine decodes, by the row's name; the first is plain decoding.
-
-    Args:
-        draft: the draft model's directory.
-        tokens: of the longest answer.
-        longest_prompt: in tokens.
-        lengths: of the draft model's chains (K).
-    """
+    """The settings of this engine by the row's name, plain decoding first; `lengths`: K of the drafted chains."""
     sizes: dict[str, Any] = {"max_reasoning_tokens": tokens, "max_text_tokens": longest_prompt}
 
     def chain(k: int, *, lookup: int = 0, **others: Any) -> EngineSettings:

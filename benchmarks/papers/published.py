@@ -13,7 +13,6 @@ from specvla_ros.lab.planning.cost import (
     ModelCost,
     Part,
     forward_parts,
-    full_pipeline,
     model_cost,
     roofline_seconds,
     vision_part,
@@ -60,6 +59,13 @@ class Figure:
             "emulated": seconds * 1e3 if self.unit == "ms" else 1.0 / seconds,
             "error_percent": (seconds / self.published_s - 1.0) * 100,
         }
+
+
+def full_pipeline(prompt_rows: int, tokens: int) -> Forward:
+    """ActionFlow's tick: the newest frame's image and prompt, and a token of each of the `tokens` - 1 older frames."""
+    others = tokens - 1
+    prefix_rows = others * prompt_rows + sum(range(others))
+    return Forward(prompt_rows, image=True, trees=others, nodes=others, prefix_rows=prefix_rows)
 
 
 def published() -> tuple[Figure, ...]:

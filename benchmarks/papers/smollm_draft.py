@@ -36,14 +36,7 @@ from specvla_ros.lab.plans import check_settings
 from specvla_ros.lab.training.batched_forward import decoder_hidden
 from specvla_ros.lab.training.dataset import shuffled
 from specvla_ros.lab.training.train_policy import precision
-from specvla_ros.lab.training.trainer import (
-    STATE_DIRECTORY,
-    Progress,
-    Trainer,
-    begin_or_resume,
-    warm_up,
-    write_json,
-)
+from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 from specvla_ros.models.weights import save_weights
@@ -84,11 +77,7 @@ class Validation:
 
 
 def first_layers(decoder: PackedDecoder, layers: int) -> PackedDecoder:
-    """A decoder of a decoder's first layers, with copies of its weights.
-
-    Raises:
-        UserError: it has no more than these.
-    """
+    """A decoder of a decoder's first layers, with copies of its weights; a UserError where it has no more layers."""
     config = decoder.config
     if layers >= config.num_hidden_layers:
         raise UserError(f"the target has {config.num_hidden_layers} layers: a draft of it has fewer, not {layers}")
@@ -103,13 +92,7 @@ def first_layers(decoder: PackedDecoder, layers: int) -> PackedDecoder:
 
 
 def write_first_layers(out: Path, directory: Path, draft: PackedDecoder) -> None:
-    """Writes the directory that `draft.model` takes; the weights last, so that one without them is none.
-
-    Args:
-        out: made if it is missing.
-        directory: the target's, whose tokenizer and config it takes.
-        draft: its first layers.
-    """
+    """Writes the directory that `draft.model` takes; the weights last, so that one without them is incomplete."""
     out.mkdir(parents=True, exist_ok=True)
     for name in _COPIED:
         if (directory / name).exists():

@@ -22,9 +22,9 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.compare import Setting, sweep
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.lab.evaluation.sweep import Setting, sweep
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.target import Target

@@ -19,12 +19,7 @@ from torch import Tensor
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import ActionIds
-from specvla_ros.models.config import (
-    DECODERS,
-    check_directory,
-    read_checkpoint_json,
-    read_decoder_shape,
-)
+from specvla_ros.models.config import DECODERS, check_directory, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
@@ -36,11 +31,10 @@ from specvla_ros.models.weights import Progress, check_weights, load_weights
 
 @dataclass(frozen=True)
 class TextCodec:
-    """All of an answer is text; an action of it has no dimensions. See `Codec`.
+    """A codec whose answers are text; an action has no dimensions. See `Codec`.
 
     Args:
         end_ids: the token ids that end an answer, and belong to it.
-        vocab_size: ids of the model.
         max_text: length of the longest answer in tokens.
     """
 
@@ -70,11 +64,7 @@ class TextCodec:
         return self.max_text
 
     def with_text(self, max_text: int) -> "TextCodec":
-        """The codec for answers of up to `max_text` tokens.
-
-        Raises:
-            UserError: it is 0.
-        """
+        """The codec for answers of up to `max_text` tokens; a UserError where it is 0."""
         if not max_text:
             raise UserError("a language model answers with text alone: set decode.max_reasoning_tokens to its length")
         return replace(self, max_text=max_text)
@@ -157,11 +147,7 @@ class TextTarget:
         return pixel_values.new_zeros(0, self.decoder.config.hidden_size)
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:
-        """The instruction's ids, with what the tokenizer adds in front.
-
-        Raises:
-            UserError: it is empty.
-        """
+        """The instruction's ids, with the tokenizer's prefix; a UserError where it is empty."""
         ids = observation.prompt_ids
         ids = tuple(self.tokenizer.encode(observation.instruction).ids if ids is None else ids)
         if not ids:
@@ -195,36 +181,23 @@ class TextTarget:
 
 
 def text_observation(prompt: str, *, stamp_ns: int, prompt_ids: Sequence[int] | None = None) -> Observation:
-    """What a language model is asked.
-
-    Args:
-        prompt: the text that it goes on from.
-        stamp_ns: of the question, nanoseconds, greater than 0.
-        prompt_ids: the prompt as token ids, in its place.
-    """
+    """A prompt for a language model, as text or as token ids; the stamp is greater than 0."""
     ids = None if prompt_ids is None else tuple(prompt_ids)
     return Observation(np.zeros((1, 1, 3), np.uint8), prompt, stamp_ns, prompt_ids=ids)
 
 
 def load_text(
-    directory: Path,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress | None,
-    **options: Any,
+    directory: Path, *, device: torch.device, dtype: torch.dtype, progress: Progress | None, **options: Any
 ) -> TextTarget:
     """Loads a language model from a Hugging Face directory.
 
     Args:
         directory: holds config.json, safetensors weights and tokenizer.json.
-        device: where the weights go.
-        dtype: precision of the weights.
-        progress: called with what is being done and the fraction of the tensors read.
-        options: of policies, as they are where nobody sets them.
+        progress: called with the current step and the fraction of the tensors read.
+        options: of policies, at their defaults.
 
     Raises:
-        UserError: anything about the directory or an argument that does not fit.
+        UserError: the directory or an argument does not fit.
     """
     refuse_options(directory, options)
     check_directory(directory)

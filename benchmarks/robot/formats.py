@@ -21,7 +21,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.lab.evaluation.calibration import deviation
+from specvla_ros.lab.evaluation.compare import deviation
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes, summarise_episodes

@@ -53,12 +53,7 @@ _NS = 1e-9
 
 
 class Fleet:
-    """Robots whose pictures come by a clock, and what each has been answered.
-
-    Args:
-        robots: how many.
-        frames: of one policy acting alone, in order.
-    """
+    """Robots whose images come by a clock, and their answers; `frames` are of one policy acting alone, in order."""
 
     def __init__(self, robots: int, frames: Sequence[Observation]) -> None:
         self.robots = [f"robot_{i}" for i in range(robots)]
@@ -122,13 +117,13 @@ def _age_at(answers: Sequence[tuple[float, float]], from_s: float, to_s: float) 
 def serve(
     fleet: Fleet, engines: Sequence[Engine], sharing: str, seconds: float, spent: Callable[[TickWork, float], float]
 ) -> dict[str, float]:
-    """Lets a fleet be served for a while; the first fifth is not counted.
+    """Serves a fleet for a while; the first fifth is not counted.
 
     Args:
         engines: one, or one for each robot.
         sharing: of SHARING.
         seconds: by the device's clock.
-        spent: seconds that a tick takes there, of what it computed and what it took here.
+        spent: from a tick's work and its seconds here to its seconds there.
     """
     of = dict(zip(fleet.robots, engines, strict=False)) if sharing == EACH else dict.fromkeys(fleet.robots, engines[0])
     waiting: dict[str, Observation] = {}  # in turns: by robot, the longest waiting first

@@ -53,12 +53,7 @@ def main(
         result_head(context)
         | of_weights(policy)
         | of_devices(DEVICES)
-        | {
-            "policy": policy.name,
-            "first_seed": seed,
-            "episodes_per_task": episodes,
-            "results": results,
-        }
+        | {"policy": policy.name, "first_seed": seed, "episodes_per_task": episodes, "results": results}
     )
     finish(result, out)
 

@@ -20,8 +20,8 @@ from benchmarks.results_page import RESULTS
 from benchmarks.speculation.text_policy import LONGEST_TEXT
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.compare import Setting, SweepRow, sweep
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.lab.evaluation.sweep import Setting, SweepRow, sweep
 from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 

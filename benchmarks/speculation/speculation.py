@@ -16,8 +16,8 @@ from benchmarks.harness import Episodes, Out, Seed, Work, Workers, finish, of_we
 from benchmarks.results_page import RESULTS
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.compare import Setting, SweepRow, sweep
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.lab.evaluation.sweep import Setting, SweepRow, sweep
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, Tolerance, adjusted

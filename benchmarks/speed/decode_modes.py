@@ -134,7 +134,6 @@ class Run:
 
     Args:
         lengths: accept lengths of the trace.
-        draft: what drafts.
         tokens: tokens of an answer.
         actions: timed in each turn.
         repeats: turns of each contestant.
@@ -164,13 +163,7 @@ class Run:
         return rows
 
     def quantized(self, policy: RandomPolicy, formats: Sequence[str], modes: Sequence[str]) -> dict[str, Any]:
-        """Figures by format and mode, the first format `none`; or why a format cannot run here.
-
-        Args:
-            policy: with weights as they are.
-            formats: of the decoder's layers, `none` not among them.
-            modes: those compared, plain decoding among them.
-        """
+        """Figures by format and mode, the first format `none`; or why a format cannot run here."""
         policies, skipped = {UNQUANTISED: policy}, {}
         for name in formats:
             try:

@@ -48,9 +48,6 @@ class Case:
     """One row of the tables.
 
     Args:
-        name: the kernel or stage.
-        batch: what it is done on.
-        rows: of that.
         parts: bytes and operations of its steps, one after the other.
         calls: the contestants, or why one cannot run here.
     """
@@ -63,12 +60,7 @@ class Case:
 
 
 def _with_and_without_kernels(call: Callable[[], object], x: Tensor) -> Calls:
-    """The same call on the Triton kernels, where they run, and on their PyTorch references.
-
-    Args:
-        call: of the public operators, which choose between the two.
-        x: any of its operands.
-    """
+    """The same call on the Triton kernels, where they run, and on their PyTorch references."""
 
     def on_references() -> object:
         found, kernel_device.HAS_TRITON = kernel_device.HAS_TRITON, False
@@ -85,12 +77,7 @@ def _why_no_kernels(x: Tensor) -> str:
 
 
 def _compiled(call: Callable[..., object], *operands: object) -> Callable[[], object] | str:
-    """A reference compiled by torch.compile.
-
-    Args:
-        call: the reference.
-        operands: what it is given.
-    """
+    """A reference compiled by torch.compile."""
     if not any(isinstance(operand, Tensor) and operand.is_cuda for operand in operands):
         return "compiled on a GPU only"
     fused = torch.compile(call, dynamic=False)
@@ -102,7 +89,6 @@ class Batch:
     """One packed batch, ready for a forward.
 
     Args:
-        name: for tables.
         packed: embeddings, layout, wanted rows.
         pairs: of a row and a row that it attends to.
         key_rows: rows of the KV cache that are read, each once.
@@ -339,10 +325,7 @@ def stage_cases(decoder: PackedDecoder, draft_head: EagleHead, batch: Batch, cac
     )
     layers = [_times(part, len(decoder.layers)) for part in (first, attended, second)]
     yield case(
-        "attention half, one layer",
-        lambda: layer.attention(x, *rotation, layout, keys[0], values[0]),
-        first,
-        attended,
+        "attention half, one layer", lambda: layer.attention(x, *rotation, layout, keys[0], values[0]), first, attended
     )
     yield case("MLP half, one layer", lambda: layer.mlp(x), second)
     yield case("output head", lambda: decoder.logits(wanted), head)

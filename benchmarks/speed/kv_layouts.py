@@ -47,13 +47,7 @@ def main(
 
 
 class Slots:
-    """Ours: a frame keeps its slot from its prefill to its action; nothing moves.
-
-    Args:
-        decoder: the target.
-        prompt_rows: rows of every frame's prompt.
-        stages: ticks of a frame, and its tokens.
-    """
+    """Ours: a frame keeps its slot from its prefill to its action; nothing moves. It has as many ticks as tokens."""
 
     def __init__(self, decoder: PackedDecoder, prompt_rows: int, stages: int) -> None:
         rows = prompt_rows + stages

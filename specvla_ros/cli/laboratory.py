@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_laboratory(app: typer.Typer) -> None:
     """Adds the laboratory's commands."""
-    for name in ("demo", "recordings", "experiments", "training", "plan"):
+    for name in ("experiments", "recordings", "training", "plan"):
         app.add_typer(import_module(f"specvla_ros.lab.cli.{name}").app)
 
 

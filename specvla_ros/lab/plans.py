@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the laboratory's commands run: their plans, whose parameters are the commands' options. Needs no torch."""
+"""The plans of the laboratory's commands; their parameters are the commands' options. Needs no torch."""
 
 import math
 from dataclasses import asdict, dataclass, field, fields
@@ -45,14 +45,13 @@ class SimulatePlan(EngineSpread):
 
     tasks: tuple[str, ...] = parameter((), _TASKS, name="task")
     episodes: int = parameter(20, "Per task.", minimum=1)
-    # the same seeds make two settings comparable pair by pair
-    first_seed: int = parameter(0, _SEED, minimum=0, name="seed")
+    first_seed: int = parameter(0, _SEED, minimum=0, name="seed")  # the same makes two settings comparable in pairs
     films: int = parameter(1, "Episodes per task that are filmed.", minimum=0)
 
 
 @dataclass(frozen=True)
 class QualifyPlan(Spread):
-    """Which pairs are drawn, how many at most, and where they run."""
+    """The pairs to draw, and where they run."""
 
     tasks: tuple[str, ...] = parameter((), _TASKS, name="task")
     pairs: int = parameter(400, "Pairs of episodes at most, per candidate.", minimum=1)
@@ -62,18 +61,13 @@ class QualifyPlan(Spread):
 
 @dataclass(frozen=True)
 class Criterion:
-    """What a candidate must show to qualify.
+    """The criterion by which a candidate qualifies.
 
-    Args:
-        margin: its success must be less than this below the reference's.
-        success: and above this share of all starts, so that a policy that never works is not said to work as well.
-        alpha: probability of a wrong verdict, whenever one stops: of qualifying what does not meet the two, and of
-            refusing what does.
+    `success` is there so that a policy that never works does not qualify. `alpha` holds whenever one stops: it bounds
+    both qualifying a candidate that does not meet the other two, and refusing one that does.
     """
 
-    margin: float = parameter(
-        0.1, "Success may be less than this below lockstep's, as a share.", minimum=0.01, maximum=0.99
-    )
+    margin: float = parameter(0.1, "Share by which success may be below lockstep's.", minimum=0.01, maximum=0.99)
     success: float = parameter(0.5, "And must be above this share of all starts.", minimum=0.01, maximum=0.99)
     alpha: float = parameter(0.05, "Probability of a wrong verdict.", minimum=1e-6, maximum=0.5)
 
@@ -87,9 +81,8 @@ class Criterion:
 class Limits:
     """What a calibrated setting may lose against plain decoding."""
 
-    loss_points: float = parameter(
-        2.0, "Success that may be lost, in points, at 95 % confidence.", name="max_loss"
-    )  # by the lower end of the paired interval
+    # by the lower end of the paired interval
+    loss_points: float = parameter(2.0, "Success that may be lost, in points, at 95 % confidence.", name="max_loss")
     p95_mm: float = parameter(5.0, "Deviation from plain decoding, 95th percentile, in mm.", name="max_mm")
     p95_deg: float = parameter(3.0, "The same of the rotation, in degrees.", name="max_deg")
     gripper_share: float = 0.01  # share of actions with another gripper command
@@ -107,8 +100,7 @@ class CalibratePlan:
     tolerances: tuple[Tolerance, ...]  # to try beside strict acceptance
     nodes: tuple[int, ...]  # sizes of the draft tree to try
     limits: Limits = field(default_factory=Limits)
-    # the episodes in simulation that success is judged by; None: deviation alone decides
-    episodes: SimulatePlan | None = None
+    episodes: SimulatePlan | None = None  # that success is judged by; None: deviation alone decides
     emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
 
 
@@ -116,7 +108,6 @@ class CalibratePlan:
 class Thresholds:
     """Limits of a replay; None: not checked."""
 
-    # of the image in this process to its action
     max_p95_latency_s: float | None = parameter(None, "Limit: 95 % of the frames answer in time.")
     max_drop_fraction: float | None = parameter(None, "Limit: frames without an action, 0 to 1.")
     # mean over frames and dimensions, so that metres, radians and gripper weigh the same
@@ -153,8 +144,7 @@ class PolicyTraining:
 
     steps: int = parameter(10000, "Optimiser steps.", minimum=1)
     batch_size: int = parameter(32, "Images, over all processes.", minimum=1)
-    # after a warm-up; it falls to 0 along a cosine
-    learning_rate: float = parameter(1.5e-3, "At its peak.")
+    learning_rate: float = parameter(1.5e-3, "At its peak.")  # after a warm-up; it falls to 0 along a cosine
     seed: int = parameter(0, "Of weights, order and augmentation.")
     # each validation also saves the state to resume from
     validate_every: int = parameter(500, "Steps between validations.", minimum=1)
@@ -177,8 +167,7 @@ class DraftTraining:
 
     epochs: int = parameter(20, "Passes over the features.", minimum=1)
     batch_size: int = parameter(16, "Answers, over all processes.", minimum=1)
-    # after a warm-up; then it falls to 0
-    learning_rate: float = parameter(5e-5, "At its peak; 5e-5 suits 7 B targets.")
+    learning_rate: float = parameter(5e-5, "At its peak; 5e-5 suits 7 B targets.")  # after a warm-up; it falls to 0
     # training-time test; 1 as in EAGLE and Spec-VLA
     own_steps: int = parameter(
         1, "Tokens deep that the head learns from its own features; 1: from the target's.", minimum=1
@@ -199,11 +188,7 @@ class DraftTraining:
 
 
 def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
-    """Refuses settings out of range.
-
-    Args:
-        positive: names of the whole numbers that must be at least 1.
-    """
+    """Raises a UserError for a setting out of range; those named in `positive` must be at least 1."""
     for name in positive:
         if getattr(settings, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
@@ -213,7 +198,7 @@ def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What a new draft head is made of, and what it must give."""
+    """How a new draft head is made, and what it must give."""
 
     training: DraftTraining = field(default_factory=DraftTraining)
     frames: int = parameter(20000, "Images at most that the target is asked about.", minimum=1)

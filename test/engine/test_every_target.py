@@ -23,7 +23,7 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_q
 from benchmarks.papers.text_target import TextCodec
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.lab.evaluation.compare import collect_answers
+from specvla_ros.lab.evaluation.frame_sources import collect_answers
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.pi0_fast.target import Pi0FastTarget

@@ -13,7 +13,7 @@ from support.random_chunks import any_chunks
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action
-from specvla_ros.lab.evaluation.compare import collect_answers
+from specvla_ros.lab.evaluation.frame_sources import collect_answers
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.chunk_shift import (
     ANSWERS_FILE,

@@ -5,22 +5,18 @@ from pathlib import Path
 
 from specvla_ros.errors import UserError
 
+# ROS parameter file of a bundled policy that is not best decoded by default.
 DECODING_FILE = "decoding.yaml"
-"""Of a bundled policy that is best decoded otherwise than by default: a ROS parameter file."""
 _NANO = "nano"
 
 
 def nano_policy() -> Path:
-    """Checkpoint directory of the nano policy, whose answers are single actions in bins."""
+    """Checkpoint directory of the nano policy, which answers with single actions in bins."""
     return bundled_policy(_NANO)
 
 
 def bundled_policy(name: str) -> Path:
-    """Checkpoint directory of a policy that comes with the package.
-
-    Raises:
-        UserError: its weights are not there.
-    """
+    """Checkpoint directory of a policy that comes with the package; a UserError where its weights are missing."""
     directory = _folder() / name
     if not (directory / "model.safetensors").exists():
         raise UserError(f"the {name} policy is not in {directory}: name a checkpoint with --policy")
@@ -28,18 +24,15 @@ def bundled_policy(name: str) -> Path:
 
 
 def bundled_names() -> tuple[str, ...]:
-    """Of all that are there."""
+    """Names of the policies that come with the package."""
     return tuple(sorted(path.parent.name for path in _folder().glob("*/model.safetensors")))
 
 
 def find_policy(given: Path | None) -> tuple[Path, Path | None]:
-    """The checkpoint that a user means, and how it is best decoded.
+    """The directory of the checkpoint that a user means, and a parameter file for its best decoding.
 
     Args:
         given: a checkpoint's directory, or the name of a bundled policy where there is no such directory; None: nano.
-
-    Returns:
-        its directory, and a parameter file; None: as by default.
     """
     if given is not None and (given.exists() or str(given) not in bundled_names()):
         return given, None

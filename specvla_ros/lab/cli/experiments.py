@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that simulate, compare and tune: `simulate` to `qualify`."""
+"""The commands that let a policy act in simulation: `demo` over ROS, `simulate` to `qualify` in process."""
 
 import json
 from dataclasses import dataclass, replace
@@ -12,18 +12,84 @@ from rich.console import Console
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_policy
 from specvla_ros.cli.terminal import print_table, progress
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import Emulate, Results, Robot, SensorOptions, World
+from specvla_ros.lab.cli.options import (
+    Emulate,
+    Rerun,
+    Results,
+    Robot,
+    SensorOptions,
+    Viewer,
+    World,
+    shown_in,
+    simulation,
+)
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import CalibratePlan, Criterion, Limits, QualifyPlan, SimulatePlan
-from specvla_ros.settings.parameter import parameter
+from specvla_ros.settings.parameter import parameter, values_of
 
 app = typer.Typer()
 
 _TOLERANCES = ("0.5mm,0.3deg", "1mm,0.6deg", "2mm,1.1deg", "3mm,1.7deg", "5mm,3deg")
 _NODES = (8, 16, 32, 50)
 _ACTING_ALONE = {"films": 0, "per_engine": 0}  # of episodes that are compared
+_WATCHED = {"films": 0, "per_engine": 0, "workers": 0, "ray": ""}  # of the demo, in this process
 _BINS = (1, 3, 5, 9, 15)
 UNDECIDED = 4  # the exit code; 1 is refused, as of every result that breaks a limit
+
+
+@dataclass(frozen=True)
+class Moving:
+    """What moves the demo's arm."""
+
+    interface: str | None = parameter(
+        None,
+        "What moves the arm: the policy's actions as they come (action), or what driver and guard make of them (pose). "
+        "Default: action for the table's arm, pose for the others.",
+        choices=("action", "pose"),
+    )
+
+
+@app.command()
+@takes_policy(publishes=True)
+def demo(
+    chosen: PolicyOptions,
+    moving: Moving,
+    plan: Annotated[SimulatePlan, Taken(fixed=_WATCHED, defaults={"episodes": 3})],
+    out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
+    robot: Robot = "table",
+    rerun: Rerun = False,
+    viewer: Viewer = "",
+) -> None:
+    """Watch a trained policy drive a simulated arm over ROS 2 topics; type another instruction while it runs.
+
+    An arm that is commanded, as arms are that are sold, has a driver and a guard before it: Esc stops it, Ctrl-R clears
+    the stop.
+    """
+    try:
+        from specvla_ros.lab.ros.demo.run import DemoRobot, run_demo
+        from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+    except ImportError as error:
+        raise UserError(
+            f"the demo needs ROS 2 and this package's messages ({error}). A pip wheel brings neither: build from the "
+            "repository with `make build` or colcon; `specvla doctor` says what is there"
+        ) from None
+    parameters = values_of(chosen.model) | values_of(chosen.engine) | values_of(chosen.action)
+    del parameters["max_image_age_s"]  # the node's own default differs from that of recorded images
+    if chosen.model.device == "auto":
+        parameters["device"] = "cpu"  # enough for the nano policy, and a GPU may be busy
+    arm = choose_arm(robot or TABLE_ARM.name)
+    interface = moving.interface or ("action" if arm is TABLE_ARM else "pose")
+    exit_code = run_demo(
+        out,
+        chosen.checkpoint,
+        robot=DemoRobot(arm, interface),
+        tasks=list(plan.tasks),
+        episodes=plan.episodes,
+        seed=plan.first_seed,
+        parameters=parameters,
+        shown=shown_in(out, rerun, viewer),
+    )
+    raise typer.Exit(exit_code)
 
 
 @dataclass(frozen=True)
@@ -62,29 +128,24 @@ def simulate(
     emulate: Emulate = "",
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
-    from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.lab.evaluation.simulate import simulate as run
     from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
-    from specvla_ros.models.checkpoint import leave_a_core
 
     driven = acting.follow != "simulator"
     if acting.interface is not None and not driven:
         raise UserError(
             f"--interface {acting.interface} is of the arms of --follow driver and --follow plain: give one"
         )
-    settings = SimulateSettings(
-        policy=chosen.checkpoint,
-        world=world,
+    settings = simulation(
+        chosen,
+        world,
         robot=robot,
         follow=acting.follow if driven else "",
         interface=acting.interface or "pose",
         clock=Clock(acting.clock),
         emulate=emulate,
-        engine=chosen.engine,
         time_limit=acting.time_limit,
-        model=chosen.model,
     )
-    leave_a_core()
     with progress("episodes") as advance:
         successes: list[bool] = []
 
@@ -98,12 +159,10 @@ def simulate(
         numbers = ("" if v is None else f"{v:.1f}" for v in (each.steps_to_success, each.time_to_success_s))
         rows.append((name, str(each.success), str(each.listened or ""), *numbers))
     print_table(("task", "success", "moved what it names", "steps", "time [s]"), rows)
-    latency = summary.latency_s
+    latency, tally, console = summary.latency_s, summary.decode, Console()
     times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
     emulated = f" (emulated: {emulate})" if emulate else ""
-    console = Console()
     console.print(f"success {summary.success}, {summary.action_rate_hz:.1f} actions/s{times}{emulated}")
-    tally = summary.decode
     if tally.accepted:
         console.print(f"{tally.forwards_per_action:.2f} forwards per action, τ {tally.tau:.2f}")
     console.print(f"see {out / 'report.html'}")
@@ -136,10 +195,7 @@ def compare(
 
 
 @app.command("robot-model")
-def robot_model(
-    robot: Robot,
-    out: Annotated[Path, typer.Option(help="The MJCF file to write.")],
-) -> None:
+def robot_model(robot: Robot, out: Annotated[Path, typer.Option(help="The MJCF file to write.")]) -> None:
     """Write the kinematics of an arm that can stand at the table, for the driver's `joints.model`."""
     from specvla_ros.lab.simulation.arms import choose_arm
 
@@ -148,9 +204,8 @@ def robot_model(
         out.write_text(arm.kinematics())
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}") from None
-    typer.echo(
-        f"{out}: joints {' '.join(arm.joints)}; tool pinch; speeds {' '.join(f'{each:g}' for each in arm.speed)}"
-    )
+    speeds = " ".join(f"{each:g}" for each in arm.speed)
+    typer.echo(f"{out}: joints {' '.join(arm.joints)}; tool pinch; speeds {speeds}")
 
 
 @app.command()
@@ -165,9 +220,9 @@ def sweep(
     ] = None,
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
+    from specvla_ros.lab.evaluation.compare import relaxation_settings
+    from specvla_ros.lab.evaluation.compare import sweep as run
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
-    from specvla_ros.lab.evaluation.sweep import relaxation_settings
-    from specvla_ros.lab.evaluation.sweep import sweep as run
     from specvla_ros.models.checkpoint import leave_a_core
 
     base = SimulateSettings(policy=chosen.checkpoint, world=world, model=chosen.model)
@@ -223,15 +278,10 @@ def calibrate(
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
     from specvla_ros.lab.evaluation import calibrate as calibration
-    from specvla_ros.lab.evaluation.calibration import CALIBRATION_HEAD, calibration_row
-    from specvla_ros.lab.evaluation.simulate import TABLE, SimulateSettings, policy_of
-    from specvla_ros.models.checkpoint import leave_a_core
+    from specvla_ros.lab.evaluation.simulate import TABLE, policy_of
     from specvla_ros.speculation.settings import Tolerance
 
     simulated = world != "none"
-    base = SimulateSettings(
-        policy=chosen.checkpoint, world=world if simulated else TABLE, engine=chosen.engine, model=chosen.model
-    )
     plan = CalibratePlan(
         tolerances=tuple(map(Tolerance.parse, tolerance or _TOLERANCES)),
         nodes=tuple(nodes or _NODES),
@@ -239,14 +289,15 @@ def calibrate(
         episodes=acting if simulated else None,
         emulate=emulate,
     )
-    leave_a_core()
+    base = simulation(chosen, world if simulated else TABLE)
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
         images = calibration.collect_frames(loaded, base, data, plan, frames, sensors.sensors())
         found = calibration.calibrate(
             loaded, base, images, plan, out, lambda stage, done, wanted: advance(done, wanted, stage)
         )
-    print_table(CALIBRATION_HEAD[:-1], [calibration_row(each, found)[:-1] for each in found.shortlist])
+    rows = [calibration.calibration_row(each, found)[:-1] for each in found.shortlist]
+    print_table(calibration.CALIBRATION_HEAD[:-1], rows)
     console = Console()
     for each in found.shortlist:
         if each.refusals:
@@ -282,39 +333,29 @@ def qualify(
     """
     from specvla_ros.lab.evaluation import qualify as run
     from specvla_ros.lab.evaluation.qualify import Judgement, Verdict
-    from specvla_ros.lab.evaluation.simulate import SimulateSettings
-    from specvla_ros.models.checkpoint import leave_a_core
 
     devices = emulate or []
     if bins and len(devices) > 1:
         raise UserError("give several devices or several tolerances: both at once have no order from safe to bold")
     if len(set(devices)) < len(devices) or (bins and sorted(set(bins)) != bins):
         raise UserError("give each device once, and tolerances from the smallest to the largest")
-    base = SimulateSettings(
-        policy=chosen.checkpoint, world=world, robot=robot, engine=chosen.engine, model=chosen.model
-    )
-    candidates = (
-        run.tolerance_candidates(base, devices[0] if devices else "", bins)
-        if bins
-        else run.device_candidates(base, devices)
-    )
-    leave_a_core()
+    base = simulation(chosen, world, robot=robot)
+    if bins:
+        candidates = run.tolerance_candidates(base, devices[0] if devices else "", bins)
+    else:
+        candidates = run.device_candidates(base, devices)
     with progress("episodes") as advance:
         latest = ""
 
         def look(judgement: Judgement) -> None:
             nonlocal latest
-            rates = [f"{rate.successes}" for rate in judgement.rates]
-            latest = f", {' and '.join(rates)} of {len(judgement.pairs)} succeeded"
+            reference, candidate = (rate.successes for rate in judgement.rates)
+            latest = f", {reference} and {candidate} of {len(judgement.pairs)} succeeded"
 
-        def show(name: str, done: int, wanted: int) -> None:
-            advance(done, wanted, f"{name}{latest}")
-
-        found = run.qualify(candidates, plan, criterion, out, look, show)
+        found = run.qualify(
+            candidates, plan, criterion, out, look, lambda name, done, wanted: advance(done, wanted, f"{name}{latest}")
+        )
     for judgement in found:
         typer.echo(str(judgement))
     typer.echo(f"see {out / 'report.html'}")
-    if found[0].verdict is Verdict.REFUSED:
-        raise typer.Exit(1)
-    if found[0].verdict is Verdict.UNDECIDED:
-        raise typer.Exit(UNDECIDED)
+    raise typer.Exit({Verdict.REFUSED: 1, Verdict.UNDECIDED: UNDECIDED}.get(found[0].verdict, 0))

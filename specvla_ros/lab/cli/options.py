@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands of the laboratory share."""
+"""Options that several commands share."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +13,10 @@ from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import parameter
 
 if TYPE_CHECKING:
+    from specvla_ros.cli.options import PolicyOptions
     from specvla_ros.lab.bags.frames import Sensors
     from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
+    from specvla_ros.lab.evaluation.simulate import SimulateSettings
 
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
 _ROBOTS = "table, our own; panda or ur5e: pip install --no-deps -r requirements/robots.txt"
@@ -23,17 +25,19 @@ Robots = Annotated[
     list[str] | None, typer.Option("--robot", help=f"An arm; again for more. {_ROBOTS}. Default: table.")
 ]
 Emulate = Annotated[
-    str,
-    typer.Option(help=f"Count the times of a device: {', '.join(known_devices())} or a JSON file. An emulation."),
+    str, typer.Option(help=f"Count the times of a device: {', '.join(known_devices())} or a JSON file. An emulation.")
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
 Rerun = Annotated[
-    bool,
-    typer.Option("--rerun", help="Write run.rrd beside the report, for Rerun (requirements/rerun.txt)."),
+    bool, typer.Option("--rerun", help="Write run.rrd beside the report, for Rerun (requirements/rerun.txt).")
 ]
 Viewer = Annotated[
     str, typer.Option(help="Show it in Rerun's viewer meanwhile: spawn opens one; or the address of one that listens.")
 ]
+BagsOrSim = Annotated[
+    list[str], typer.Option("--data", help="Bags or directories of bags; or `sim`: what the policy does at the table.")
+]
+MaxGb = Annotated[float, typer.Option(help="Maximum of disk for features, in GB; they are removed at the end.")]
 Bags = Annotated[list[Path], typer.Option("--data", help="Bags, or directories of bags; again for more.")]
 Results = Annotated[Path, typer.Option("--out", help="Directory of the results; one that was cut short goes on.")]
 
@@ -52,11 +56,7 @@ class SensorOptions:
 
     @property
     def cameras(self) -> dict[str, str]:
-        """Topics of further cameras, by their names.
-
-        Raises:
-            UserError: one is not NAME=TOPIC.
-        """
+        """Topics of further cameras, by their names."""
         parts = {text: text.partition("=") for text in self.camera}
         for text, (name, _, topic) in parts.items():
             if not (name and topic):
@@ -65,25 +65,26 @@ class SensorOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The state's numbers."""
         return tuple(filter(None, self.state_names.split(",")))
 
     def sensors(self, instruction: str = "") -> "Sensors":
-        """The same for `frame_sources`; with an instruction in place of the bags' own."""
+        """The same for `frame_sources`; an instruction replaces the bags' own."""
         from specvla_ros.lab.bags.frames import Sensors
 
         return Sensors(self.cameras, self.state_topic, self.names, instruction)
 
 
+def simulation(chosen: "PolicyOptions", world: str, **settings: Any) -> "SimulateSettings":
+    """The policy's simulation; leaves a core to other processes."""
+    from specvla_ros.lab.evaluation.simulate import SimulateSettings
+    from specvla_ros.models.checkpoint import leave_a_core
+
+    leave_a_core()
+    return SimulateSettings(chosen.checkpoint, world, engine=chosen.engine, model=chosen.model, **settings)
+
+
 def shown_in(out: Path, rerun: bool, viewer: str) -> "RerunSettings | None":
-    """Where Rerun shows what a command does; None: nowhere.
-
-    Args:
-        rerun: whether a file is written there.
-
-    Raises:
-        UserError: the library is missing.
-    """
+    """Where Rerun shows a run, and whether it writes a file into `out`; None: nowhere."""
     if not rerun and not viewer:
         return None
     from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings, require_rerun

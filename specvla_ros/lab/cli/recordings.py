@@ -84,7 +84,7 @@ def replay(
         if viewer:
             raise UserError("--viewer shows one bag: give one, or --rerun, which writes a recording of each")
         rerun_file = RECORDING_FILE if shown_in(out, rerun, "") else ""
-        _replay_bags(settings, bag, out, thresholds, rerun_file, spread=spread, bar=progress)
+        _replay_bags(settings, bag, out, thresholds, rerun_file, spread, progress)
         return
     if spread != EngineSpread():
         raise UserError("one bag is replayed by one process: --workers, --per-engine and --ray are of several bags")
@@ -111,7 +111,6 @@ def _replay_bags(
     out: Path,
     thresholds: Thresholds,
     rerun: str,
-    *,
     spread: EngineSpread,
     bar: bool,
 ) -> None:
@@ -170,7 +169,6 @@ def certify(
     from specvla_ros.lab.evaluation import certificate
     from specvla_ros.lab.evaluation.frame_sources import find_bags
     from specvla_ros.lab.evaluation.replay import check_senses
-    from specvla_ros.models.checkpoint import leave_a_core
 
     given = certificate.read_certificate(verify) if verify is not None else None
     if given is None and chosen.engine.mode == "ar":
@@ -178,9 +176,7 @@ def certify(
     bags = find_bags(data)
     if given is not None and instruction:
         raise UserError("--verify asks as the certificate says: leave --instruction out")
-    asked = instruction if given is None else given.content["instruction"]
-    seen = sensors.sensors(asked)
-    leave_a_core()
+    seen = sensors.sensors(instruction if given is None else given.content["instruction"])
     policy = chosen.load()
     check_senses(policy, seen.cameras, seen.state_topic)
     settings = chosen.engine if given is None else certificate.settings_of(given)
@@ -206,10 +202,8 @@ def certify(
     failures = found.failures
     if given is None:
         found.write(out)
-        typer.echo(
-            f"the certificate is in {out}, a page beside it; check it: specvla certify --verify {out} with the same "
-            "policy and bags"
-        )
+        check = f"specvla certify --verify {out} with the same policy and bags"
+        typer.echo(f"the certificate is in {out}, a page beside it; check it: {check}")
     else:
         failures += certificate.differences(given, found)
         if not failures:

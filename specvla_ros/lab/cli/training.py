@@ -10,7 +10,7 @@ import typer
 
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
-from specvla_ros.lab.cli.options import Bags, Robots, SensorOptions, Tasks, check_accelerate
+from specvla_ros.lab.cli.options import Bags, BagsOrSim, MaxGb, Robots, SensorOptions, Tasks, check_accelerate
 from specvla_ros.lab.plans import CalibratePlan, DraftTraining, FleetPlan, PolicyTraining, Spread
 
 app = typer.Typer()
@@ -28,8 +28,7 @@ def collect(
     task: Tasks = None,
     noise: Annotated[float, typer.Option(help="Injected into what the expert does (DART); 0: none.", min=0.0)] = 1.0,
     policy: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint that acts while the expert says what it should have done (DAgger)."),
+        Path | None, typer.Option(help="Checkpoint that acts while the expert says what it should have done (DAgger).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the first start; default: far from those of `simulate`.")] = None,
     all_sensors: Annotated[
@@ -56,9 +55,8 @@ def collect(
         )
     typer.echo(f"{result.kept} of {result.wanted} demonstrations in {out}, {result.new} of them new")
     if result.failed:
-        typer.echo(
-            f"{'the simulation diverged' if policy else 'the expert failed'} in {result.failed}, which are not kept"
-        )
+        failure = "the simulation diverged" if policy else "the expert failed"
+        typer.echo(f"{failure} in {result.failed}, which are not kept")
 
 
 @app.command("train-policy")
@@ -107,9 +105,7 @@ def train_policy(
 @takes_policy(decodes=False)
 def train_draft(
     chosen: PolicyOptions,
-    data: Annotated[
-        list[str], typer.Option(help="Bags or directories of bags; or `sim`: what the target does at the table.")
-    ],
+    data: BagsOrSim,
     out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
     settings: DraftTraining,
     sensors: SensorOptions,
@@ -118,9 +114,7 @@ def train_draft(
     max_reasoning_tokens: Annotated[
         int, typer.Option(help="Text at most that the target writes before it acts, in tokens.", min=0)
     ] = 0,
-    max_gb: Annotated[
-        float, typer.Option(help="Maximum of disk for features, in GB; they are removed at the end.")
-    ] = 20.0,
+    max_gb: MaxGb = 20.0,
 ) -> None:
     """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
     check_accelerate()
@@ -155,13 +149,11 @@ def train_draft(
             bar.update(line, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.4f}")
             found = progress.validation
             if found is not None and found.epoch > shown:
-                shown = found.epoch
-                of_places = found.accept_length_by_place
-                places = ", ".join(f"{place}: {length:.2f}" for place, length in of_places)
-                bar.console.print(
-                    f"epoch {found.epoch}: τ {found.tau:.2f} on {found.samples} held-out answers"
-                    + (f"; accept length by place {places}" if len(of_places) <= _SHOWN_PLACES else "")
-                )
+                shown, places = found.epoch, found.accept_length_by_place
+                said = f"epoch {found.epoch}: τ {found.tau:.2f} on {found.samples} held-out answers"
+                if len(places) <= _SHOWN_PLACES:
+                    said += "; accept length by place " + ", ".join(f"{at}: {length:.2f}" for at, length in places)
+                bar.console.print(said)
 
         training.train_draft(policy, shards, out, settings, show)
     parts = ("--policy", chosen.checkpoint, "--mode", "spec", "-p", f"draft.head:={out}", "--out", f"{out}-simulated")
@@ -190,7 +182,7 @@ def fleet_draft(
         typer.Option(help="To calibrate with the new head, as 2mm,1.1deg; again for more. Default: none."),
     ] = None,
     nodes: Annotated[list[int] | None, typer.Option(help="Tree sizes for that; again for more.")] = None,
-    max_gb: Annotated[float, typer.Option(help="Maximum of disk for features, in GB.")] = 20.0,
+    max_gb: MaxGb = 20.0,
 ) -> None:
     """Train a draft head on bags, hold it against the one in use on others, and take or refuse it.
 
@@ -245,9 +237,7 @@ def fleet_draft(
 @takes_policy(decodes=False)
 def collect_answers(
     chosen: PolicyOptions,
-    data: Annotated[
-        list[str], typer.Option(help="Bags or directories of bags; or `sim`: what the policy does at the table.")
-    ],
+    data: BagsOrSim,
     sensors: SensorOptions,
     out: Annotated[
         Path | None, typer.Option(help="The file; by default where draft.chunk_shift finds it, in the checkpoint.")
@@ -258,8 +248,8 @@ def collect_answers(
     """Record a policy's answers, in which draft.chunk_shift looks up how the next ones go on."""
     from itertools import islice
 
-    from specvla_ros.lab.evaluation.compare import collect_answers as collect
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation, frame_source
+    from specvla_ros.lab.evaluation.frame_sources import collect_answers as collect
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE, save_answers
 

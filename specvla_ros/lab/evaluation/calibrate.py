@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`specvla calibrate`: the tolerance and tree for a robot, from evidence."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
+
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import Sensors
-from specvla_ros.lab.evaluation.calibration import (
-    Calibration,
-    Candidate,
-    Trial,
-    best_by_tolerance,
-    deviation,
-    write_calibration_report,
-)
-from specvla_ros.lab.evaluation.compare import FrameRun, time_settings
+from specvla_ros.lab.evaluation import page
+from specvla_ros.lab.evaluation.compare import Deviation, deviation, time_settings
 from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
-from specvla_ros.lab.evaluation.provenance import head
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
+from specvla_ros.lab.evaluation.paired import PairedComparison
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings, pace_of, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
-from specvla_ros.lab.plans import CalibratePlan
+from specvla_ros.lab.plans import CalibratePlan, Limits
 from specvla_ros.lab.simulation.rollout import EpisodeResult, read_stage_times
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
@@ -34,32 +30,110 @@ from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings, Tolerance
 
 CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
+CALIBRATION_HEAD = ("setting", "ms", "speed-up", "forwards", "τ", "mm p95", "deg p95", "gripper", "success", "verdict")
 _PLAIN = "ar"
 _TRIED = ("decode.mode", "draft.", "acceptance.")  # parameters that a trial sets
 
-
-def write_profile(path: Path, calibration: Calibration) -> None:
-    """Writes the file that `params_file:=` and --params-file take; the evidence is in its first lines."""
-    chosen = calibration.chosen
-    comments = [
-        "Chosen by specvla calibrate; the evidence is in calibration.json beside this file.",
-        f"{chosen.trial.name}: {chosen.speed_up:.2f} times as fast as plain decoding, "
-        f"{chosen.forwards_per_action:.2f} forwards per action",
-        f"deviation p95: {chosen.deviation.p95_mm:.2g} mm, {chosen.deviation.p95_deg:.2g} deg, gripper "
-        f"{chosen.deviation.gripper_share:.2%}",
-        f"success against plain decoding: {chosen.success or 'not tried'}",
-    ]
-    emulated = calibration.context.get("emulate")
-    if emulated:
-        comments.append(f"times are those of an emulated {emulated['name']}: none ran")
-    # Tolerances found for rounded weights hold for these alone.
-    quantization = calibration.context.get("policy", {}).get("quantization", "none")
-    model = {"model.quantization": quantization} if quantization != "none" else {}
-    values = {name: value for name, value in values_of(chosen.trial.engine).items() if name.startswith(_TRIED)}
-    write_parameters(path, model | values, comments)
-
-
 OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is done, and how much there is
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting to try."""
+
+    name: str
+    tolerance: Tolerance | None  # of the acceptance; None: exact
+    engine: EngineSettings
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting with what was measured."""
+
+    trial: Trial
+    action_s: float  # mean seconds per action, see FrameRun
+    speed_up: float  # of plain decoding on the same frames, over this
+    tau: float  # tokens committed per verification forward
+    forwards_per_action: float  # prefill included
+    deviation: Deviation  # from plain decoding on the same frames
+    pairs: PairedComparison | None = None  # success in simulation, paired with plain decoding; None: not simulated
+    refusals: tuple[str, ...] = ()  # the limits that it breaks, in words
+
+    def judged(self, limits: Limits, fastest_exact: "Candidate") -> "Candidate":
+        """With the limits that it breaks on the frames; what is exact breaks none."""
+        if self.trial.tolerance is None:
+            return self
+        found = self.deviation
+        checked = (
+            ("{:.2g} mm off at p95, the limit is {:g}", found.p95_mm, limits.p95_mm),
+            ("{:.2g} deg off at p95, the limit is {:g}", found.p95_deg, limits.p95_deg),
+            ("the gripper differs in {:.2%}, the limit is {:.2%}", found.gripper_share, limits.gripper_share),
+            ("no action for {:.2%} of the frames", found.lost_share, 0.0),
+        )
+        reasons = [text.format(value, limit) for text, value, limit in checked if value > limit]
+        if self.speed_up <= fastest_exact.speed_up:
+            reasons.append(f"no faster than {fastest_exact.trial.name}, which is exact")
+        return replace(self, refusals=tuple(reasons))
+
+    def with_success(self, pairs: PairedComparison, limits: Limits) -> "Candidate":
+        """With its success, and the limit on it if it is broken."""
+        _, low, _ = pairs.points
+        reasons = self.refusals
+        if low < -limits.loss_points:
+            reasons += (f"it may lose {-low:.1f} points of success, the limit is {limits.loss_points:g}",)
+        return replace(self, pairs=pairs, refusals=reasons)
+
+    @property
+    def success(self) -> str:
+        """For a table: the difference to plain decoding in points, with its interval; empty without episodes."""
+        return str(self.pairs or "")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.trial.name,
+            "tolerance": str(self.trial.tolerance or "") or None,
+            "draft": asdict(self.trial.engine.draft),
+            "action_s": self.action_s,
+            "speed_up": self.speed_up,
+            "tau": self.tau,
+            "forwards_per_action": self.forwards_per_action,
+            "deviation": asdict(self.deviation),
+            "success_pairs": self.pairs.as_json() if self.pairs else None,
+            "refusals": list(self.refusals),
+        }
+
+
+def _best_by_tolerance(
+    candidates: Iterable[Candidate], chosen: Trial | None = None
+) -> dict[Tolerance | None, Candidate]:
+    """For each tolerance the candidate that was chosen, or the fastest that keeps the limits, or else the fastest."""
+    best: dict[Tolerance | None, Candidate] = {}
+    for candidate in candidates:
+        rivals = best.get(candidate.trial.tolerance, candidate), candidate
+        best[candidate.trial.tolerance] = max(
+            rivals, key=lambda rival: (rival.trial == chosen, not rival.refusals, rival.speed_up)
+        )
+    return best
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The result."""
+
+    candidates: tuple[Candidate, ...]  # everything that was tried; the first is plain decoding
+    chosen: Candidate
+    limits: Limits
+    refused: Mapping[str, str]  # tolerances that do not fit the checkpoint, with the reason
+    context: Mapping[str, Any]
+
+    @property
+    def shortlist(self) -> tuple[Candidate, ...]:
+        """Plain decoding, the fastest strict setting, and of each tolerance the one that was chosen or is fastest."""
+        return (self.candidates[0], *_best_by_tolerance(self.candidates[1:], self.chosen.trial).values())
+
+    def as_json(self) -> dict[str, Any]:
+        chosen, candidates = self.chosen.as_json(), [each.as_json() for each in self.candidates]
+        return vars(self) | {"chosen": chosen, "limits": asdict(self.limits), "candidates": candidates}
 
 
 def collect_frames(
@@ -70,7 +144,7 @@ def collect_frames(
     frames: int,
     sensors: Sensors,
 ) -> list[Observation]:
-    """At most `frames` frames: of bags and directories of bags, or for `sim` and None of what the policy simulates."""
+    """At most `frames` frames of bags and directories of bags; for `sim` and None, of the policy's own simulation."""
     bags = bags_or_simulation(data or [SIMULATION])
     tasks = plan.episodes.tasks if plan.episodes else ()
     source = frame_source(policy, bags, 0, sensors, world=base.world, tasks=tasks, engine=base.engine)
@@ -92,12 +166,8 @@ def calibrate(
     simulation, the largest tolerance first, until one keeps the limit on success, paired with plain decoding start by
     start. Where none does, the fastest exact setting is chosen: strict speculation, or plain decoding.
 
-    Called again with the same `out` it simulates only the episodes that are missing.
-
-    Args:
-        base: the simulation, with the engine's settings that are not tried.
-        frames: images with instructions, of one episode after the other.
-        out: the directory for calibration.json, profile.yaml and report.html.
+    Called again with the same `out` it simulates only the episodes that are missing. `base` holds the engine's settings
+    that are not tried.
     """
     directory = RunDirectory(out, "calibrate")
     directory.check()
@@ -109,7 +179,7 @@ def calibrate(
     exact = [candidate for candidate in candidates if candidate.trial.tolerance is None]
     chosen = fastest_exact = max(exact, key=lambda candidate: candidate.speed_up)
     results = {candidate.trial.name: candidate.judged(plan.limits, fastest_exact) for candidate in candidates}
-    best = best_by_tolerance(results.values())
+    best = _best_by_tolerance(results.values())
     for tolerance in sorted(filter(None, best), reverse=True):
         candidate = best[tolerance]
         if not candidate.refusals and plan.episodes is not None:
@@ -118,18 +188,20 @@ def calibrate(
         if not candidate.refusals:
             chosen = candidate
             break
-    calibration = Calibration(
-        candidates=tuple(results.values()),
-        chosen=chosen,
-        limits=plan.limits,
-        refused=refused,
-        context=_context(policy, base, plan, len(frames)),
-    )
+    context = {
+        "policy": policy.describe(),
+        "world": base.world,
+        "frames": len(frames),
+        "episodes": asdict(plan.episodes) if plan.episodes is not None else None,
+        "emulate": read_stage_times(plan.emulate).as_json() if plan.emulate else None,
+        **head(),
+    }
+    calibration = Calibration(tuple(results.values()), chosen, plan.limits, refused, context)
     directory.begin()
     with directory.reporting_errors():
         directory.write_json(CALIBRATION_FILE, calibration.as_json())
         write_profile(directory.path / PROFILE_FILE, calibration)
-        write_calibration_report(directory.path / REPORT_FILE, calibration)
+        _write_report(directory.path / REPORT_FILE, calibration)
     return calibration
 
 
@@ -179,39 +251,26 @@ def _try_on_frames(
     """Plain decoding, then each group beside it, one group after the other: every engine holds memory of its own."""
     progress = count(1)
     candidates: list[Candidate] = []
-    pace = pace_of(plan.emulate)
     for group in groups:
         runs = time_settings(
             policy,
             {trial.name: trial.engine for trial in (plain, *group)},
             frames,
             rounds=1,
-            pace=pace,
+            pace=pace_of(plan.emulate),
             on_frame=lambda: on_progress("frames", next(progress), len(groups) * len(frames)),
         )
-        tried = group if candidates else (plain, *group)
-        candidates += [_measured(trial, runs[trial.name], runs[_PLAIN]) for trial in tried]
+        exact = runs[_PLAIN]
+        for trial in group if candidates else (plain, *group):
+            run = runs[trial.name]
+            speed_up, off = exact.action_s / run.action_s, deviation(exact.values, run.values)
+            tau, forwards = run.tally.tau, run.tally.forwards_per_action
+            candidates.append(Candidate(trial, run.action_s, speed_up, tau, forwards, off))
     return candidates
 
 
-def _measured(trial: Trial, run: FrameRun, plain: FrameRun) -> Candidate:
-    return Candidate(
-        trial=trial,
-        action_s=run.action_s,
-        speed_up=plain.action_s / run.action_s,
-        tau=run.tally.tau,
-        forwards_per_action=run.tally.forwards_per_action,
-        deviation=deviation(plain.values, run.values),
-    )
-
-
 def _try_in_simulation(
-    candidate: Candidate,
-    plain: Trial,
-    base: SimulateSettings,
-    plan: CalibratePlan,
-    out: Path,
-    on_progress: OnProgress,
+    candidate: Candidate, plain: Trial, base: SimulateSettings, plan: CalibratePlan, out: Path, on_progress: OnProgress
 ) -> Candidate:
     assert plan.episodes is not None
     episodes = []
@@ -226,12 +285,82 @@ def _try_in_simulation(
     return candidate.with_success(compare_episodes(*episodes), plan.limits)
 
 
-def _context(policy: Target, base: SimulateSettings, plan: CalibratePlan, frames: int) -> dict[str, Any]:
-    return {
-        "policy": policy.describe(),
-        "world": base.world,
-        "frames": frames,
-        "episodes": asdict(plan.episodes) if plan.episodes is not None else None,
-        "emulate": read_stage_times(plan.emulate).as_json() if plan.emulate else None,
-        **head(),
-    }
+def write_profile(path: Path, calibration: Calibration) -> None:
+    """Writes the file that `params_file:=` and --params-file take; the evidence is in its first lines."""
+    chosen = calibration.chosen
+    off = chosen.deviation
+    comments = [
+        "Chosen by specvla calibrate; the evidence is in calibration.json beside this file.",
+        f"{chosen.trial.name}: {chosen.speed_up:.2f} times as fast as plain decoding, "
+        f"{chosen.forwards_per_action:.2f} forwards per action",
+        f"deviation p95: {off.p95_mm:.2g} mm, {off.p95_deg:.2g} deg, gripper {off.gripper_share:.2%}",
+        f"success against plain decoding: {chosen.success or 'not tried'}",
+    ]
+    emulated = calibration.context.get("emulate")
+    if emulated:
+        comments.append(f"times are those of an emulated {emulated['name']}: none ran")
+    # Tolerances found for rounded weights hold for these alone.
+    quantization = calibration.context.get("policy", {}).get("quantization", "none")
+    model = {"model.quantization": quantization} if quantization != "none" else {}
+    values = {name: value for name, value in values_of(chosen.trial.engine).items() if name.startswith(_TRIED)}
+    write_parameters(path, model | values, comments)
+
+
+def _write_report(path: Path, calibration: Calibration) -> None:
+    chosen = calibration.chosen
+    success = f", success {chosen.success} points against it" if chosen.pairs else ""
+    verdict = (
+        f"Chosen: {chosen.trial.name}, {chosen.speed_up:.2f} times as fast as plain decoding{success}. "
+        "It is in profile.yaml."
+    )
+    parts = [
+        page.emulation(calibration.context.get("emulate")),
+        page.verdict("passed", verdict),
+        "<h2>Settings tried</h2>",
+        page.plot(_plot(calibration), 380),
+        page.table(CALIBRATION_HEAD, [calibration_row(each, calibration) for each in calibration.candidates]),
+        f"<p class=note>Success: the difference to plain decoding in points, with its 95 % interval. {page.TAU}</p>",
+        *(f"<p class=note>{escape(name)}: {escape(why)}</p>" for name, why in calibration.refused.items()),
+        "<h2>Limits</h2>",
+        page.table(("", ""), page.context_rows(asdict(calibration.limits))),
+        page.provenance(calibration.context),
+    ]
+    page.write_page(path, f"Calibration of {Path(calibration.context['policy']['checkpoint']).name}", parts)
+
+
+def calibration_row(candidate: Candidate, calibration: Calibration) -> tuple[str, ...]:
+    """A candidate's cells under CALIBRATION_HEAD."""
+    found = candidate.deviation
+    return (
+        candidate.trial.name,
+        f"{candidate.action_s * 1e3:.1f}",
+        f"{candidate.speed_up:.2f}",
+        f"{candidate.forwards_per_action:.2f}",
+        f"{candidate.tau:.2f}" if candidate.tau else "",
+        f"{found.p95_mm:.2g}",
+        f"{found.p95_deg:.2g}",
+        f"{found.gripper_share:.1%}",
+        candidate.success,
+        "chosen" if candidate.trial == calibration.chosen.trial else "; ".join(candidate.refusals),
+    )
+
+
+def _plot(calibration: Calibration) -> go.Figure:
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in calibration.candidates:
+        chosen = candidate.trial == calibration.chosen.trial
+        tried = "tried" if candidate.trial.tolerance else "exact"
+        groups.setdefault("chosen" if chosen else "refused" if candidate.refusals else tried, []).append(candidate)
+    colours = {"chosen": page.GREEN, "refused": page.RED, "exact": page.GREY, "tried": page.BLUE}
+    drawn = go.Figure()
+    for kind, members in groups.items():
+        drawn.add_scatter(
+            x=[each.deviation.p95_mm for each in members],
+            y=[each.speed_up for each in members],
+            text=[each.trial.name for each in members],
+            mode="markers",
+            marker=dict(color=colours[kind], size=14 if kind == "chosen" else 9),
+            name=kind,
+        )
+    drawn.update_xaxes(title_text="deviation from plain decoding, p95 [mm]", rangemode="tozero")
+    return drawn.update_yaxes(title_text="times as fast as plain decoding", rangemode="tozero", ticklabelstandoff=8)

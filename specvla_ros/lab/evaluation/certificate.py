@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla certify`: what a setting changes of a policy's answers to recorded pictures, in a file that can be checked.
+"""`specvla certify`: what a setting changes of a policy's answers to recorded images, in a file that can be checked.
 
-Every picture is answered by plain decoding and as the setting says, with as many frames in flight as its mode has.
-Strict settings must give the same tokens, bit for bit; for relaxed ones the file says how far the actions are apart.
+Every image is answered by plain decoding and by the setting, with as many frames in flight as its mode has. Strict
+settings must give the same tokens, bit for bit; for relaxed ones the file says how far the actions are apart.
 """
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ import specvla_ros
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import Sensors, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
-from specvla_ros.lab.evaluation.calibration import deviation
-from specvla_ros.lab.evaluation.compare import compare
-from specvla_ros.lab.evaluation.frame_sources import bag_source
-from specvla_ros.lab.evaluation.page import context_rows, provenance, table, write_page
-from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
+from specvla_ros.lab.evaluation import page
+from specvla_ros.lab.evaluation.compare import compare, deviation
+from specvla_ros.lab.evaluation.frame_sources import frames_in
+from specvla_ros.lab.evaluation.run_directory import checkpoint_hashes, file_hashes, head
 from specvla_ros.models.generation import NO_RULES
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
@@ -44,25 +43,40 @@ _TIES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 0.0625, torc
 _SHOWN = 20  # differences that are listed one by one
 _ROUNDED = ("near_ties", "closest", "margin", "ties")
 _PLAIN, _OWN = "plain", "own"
-_WHAT = ("strict", "instruction", "settings", "policy_files", "draft_files", "bags", "result")
+# The fields that another run must find again, in words.
+_COMPARED = {
+    "strict": "the rule of acceptance",
+    "instruction": "the instruction",
+    "settings": "the settings",
+    "policy_files": "the policy's files",
+    "draft_files": "the draft head's files",
+    "bags": "the bags or what was found in them",
+    "result": "the result",
+}
 
 
 @dataclass
 class Finding:
     """What was found in one bag, or in all."""
 
-    frames: int = 0  # pictures with an instruction
+    frames: int = 0  # images with an instruction
     actions: int = 0  # of them that both answered
     tokens: int = 0  # of those answers
-    lost: dict[str, int] = field(default_factory=dict)  # frames that plain decoding alone answered, by reason
+    lost: Counter[str] = field(default_factory=Counter)  # frames that plain decoding alone answered, by reason
     # frames that plain decoding has no action for, by reason; the setting must have none either
-    unanswered: dict[str, int] = field(default_factory=dict)
+    unanswered: Counter[str] = field(default_factory=Counter)
     gained: int = 0  # of these that the setting acted on
     differing: int = 0  # frames whose tokens differ
     ties: int = 0  # of these whose first different token is one of two that are as good; see `tie`
     near_ties: int = 0  # tokens of plain decoding whose two largest logits are closer than `tie`
     closest: float | None = None  # smallest distance between the two largest logits of any token; None: not looked at
     digest: str = ""  # SHA-256 of all tokens of plain decoding
+
+    def add(self, other: "Finding") -> None:
+        for name in ("frames", "actions", "tokens", "lost", "unanswered", "gained", "differing", "ties", "near_ties"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        known = [each for each in (self.closest, other.closest) if each is not None]
+        self.closest = min(known, default=None)
 
 
 @dataclass(frozen=True)
@@ -75,52 +89,40 @@ class Certificate:
     def failures(self) -> tuple[str, ...]:
         """Why the setting is not equivalent, in sentences; empty: it is, or is a relaxed one, which need not be."""
         result = self.content["result"]
+        alone, different = sum(result["lost"].values()) + result["gained"], result["differing"] - result["ties"]
         failures = []
         if not result["actions"]:
             failures.append("not one picture was answered with an action")
-        if result["lost"] or result["gained"]:
-            failures.append(f"{sum(result['lost'].values()) + result['gained']} pictures were answered by one alone")
-        if self.content["strict"] and result["differing"] > result["ties"]:
-            different = result["differing"] - result["ties"]
+        if alone:
+            failures.append(f"{alone} pictures were answered by one alone")
+        if self.content["strict"] and different > 0:
             failures.append(f"{different} of {result['actions']} strict answers are others than plain decoding's")
         return tuple(failures)
 
     def write(self, path: Path) -> None:
         """Writes the file, as a whole, and beside it a page of the same name that shows it."""
         replace_file(path, json.dumps(self.content, indent=1) + "\n")
-        write_certificate_page(path.with_suffix(".html"), self.content, self.failures)
+        _write_page(path.with_suffix(".html"), self.content, self.failures)
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Reads a file that `Certificate.write` wrote.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Reads a file that `Certificate.write` wrote; a UserError says that it is none."""
     try:
         content = load_json(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    if not isinstance(content, dict) or content.get("certificate") != VERSION or not {*_WHAT} <= content.keys():
+    if not isinstance(content, dict) or content.get("certificate") != VERSION or not {*_COMPARED} <= content.keys():
         raise UserError(f"{path} is no certificate of this version ({VERSION})")
     return Certificate(content)
 
 
 def settings_of(certificate: Certificate) -> EngineSettings:
-    """The setting that a certificate is about.
-
-    Raises:
-        UserError: it names settings that are not known.
-    """
+    """The setting that a certificate is about; a UserError says that it names unknown ones."""
     return with_values(EngineSettings(), dict(certificate.content["settings"]))
 
 
 def count_pictures(bags: Sequence[Path], sensors: Sensors) -> int:
-    """How many there are in bags.
-
-    Raises:
-        UserError: one cannot be read.
-    """
+    """The number of images in bags; a UserError says that one cannot be read."""
     count = 0
     for path in bags:
         with open_bag(path) as bag:
@@ -135,40 +137,33 @@ def certify(
     sensors: Sensors,
     on_frame: Callable[[int], None] = lambda done: None,
 ) -> Certificate:
-    """Compares a setting with plain decoding.
-
-    Args:
-        bags: whose pictures are answered, one bag after the other.
-        sensors: what is read of them beside the first camera's images.
-        on_frame: called with the number of pictures that both have answered.
+    """Compares a setting with plain decoding; `on_frame` is called with the number of images that both have answered.
 
     Raises:
         UserError: a bag cannot be read, or the settings do not fit the policy.
     """
     if len({bag.name for bag in bags}) < len(bags):
         raise UserError("the bags must have different names: a certificate says by their names which they were")
-    total, of_bags, values = Finding(), {}, _Values()
+    comparison, total, of_bags = _Comparison(policy), Finding(), {}
     digest = hashlib.sha256()
-    tie = _TIES[policy.decoder.dtype]
-    margins = _margins if policy.causal_prompt and policy.generation == NO_RULES and policy.head is None else None
+    asked = replace(settings, max_image_age_s=0.0, in_order=True)
     for bag in bags:
-        found, of_bag = Finding(closest=None), hashlib.sha256()
-        asked = replace(settings, max_image_age_s=0.0, in_order=True)
+        found, of_bag = Finding(), hashlib.sha256()
         engines = {
             _PLAIN: Engine(policy, replace(asked, mode="ar", acceptance=AcceptanceSettings())),
             _OWN: Engine(policy, asked),
         }
-        for observation, answers in compare(engines, bag_source(policy, [bag], 0, sensors), in_flight=True):
-            plain, own = answers[_PLAIN].outcome, answers[_OWN].outcome
-            _compare(found, values, policy, observation, (plain, own), tie, margins, bag.name)
+        for observation, answers in compare(engines, frames_in(policy, [bag], sensors), in_flight=True):
+            plain = answers[_PLAIN].outcome
+            comparison.add(found, bag.name, observation, plain, answers[_OWN].outcome)
             if isinstance(plain, Action):
                 for each in (of_bag, digest):
                     each.update(np.asarray((*plain.text_tokens, *plain.tokens), np.int64).tobytes())
             on_frame(total.frames + found.frames)
         found.digest = of_bag.hexdigest()
         files = file_hashes(sorted(path for path in bag.iterdir() if path.is_file()))
-        of_bags[bag.name] = {"files": files} | asdict(found)
-        _add(total, found)
+        of_bags[bag.name] = {"files": files} | vars(found)
+        total.add(found)
     total.digest = digest.hexdigest()
     strict = settings.acceptance.rule == "strict" or not settings.drafts
     defaults = values_of(EngineSettings())
@@ -181,31 +176,18 @@ def certify(
         "instruction": sensors.instruction,
         "settings": {name: value for name, value in values_of(settings).items() if value != defaults[name]},
         **checkpoint_hashes(policy.directory, settings),
-        "tie": tie,
-        "ties_looked_at": margins is not None,
+        "tie": comparison.tie,
+        "ties_looked_at": comparison.has_margins,
         "bags": of_bags,
-        "result": asdict(total) | {"deviation": values.deviation(), "differences": values.differences},
+        "result": vars(total) | {"deviation": comparison.deviation(), "differences": comparison.differences},
     }
     return Certificate(json.loads(json.dumps(content)))
 
 
 def differences(given: Certificate, again: Certificate) -> tuple[str, ...]:
-    """What another run found otherwise, in sentences; empty: nothing.
-
-    Args:
-        again: of the same setting, made anew.
-    """
-    names = {
-        "strict": "the rule of acceptance",
-        "instruction": "the instruction",
-        "settings": "the settings",
-        "policy_files": "the policy's files",
-        "draft_files": "the draft head's files",
-        "bags": "the bags or what was found in them",
-        "result": "the result",
-    }
-    found = (what for what in _WHAT if _exact(given.content[what]) != _exact(again.content[what]))
-    return tuple(f"{names[what]}: other than in the certificate" for what in found)
+    """What another run of the same setting found otherwise, in sentences; empty: nothing."""
+    found = (what for name, what in _COMPARED.items() if _exact(given.content[name]) != _exact(again.content[name]))
+    return tuple(f"{what}: other than in the certificate" for what in found)
 
 
 def _exact(value: Any) -> Any:
@@ -215,69 +197,57 @@ def _exact(value: Any) -> Any:
     return [_exact(each) for each in value] if isinstance(value, list) else value
 
 
-@dataclass
-class _Values:
-    """Actions in the robot's units, side by side, and the first differences."""
+class _Comparison:
+    """Compares answers one by one; keeps the actions in the robot's units, side by side, and the first differences."""
 
-    plain: list[np.ndarray] = field(default_factory=list)
-    own: list[np.ndarray] = field(default_factory=list)
-    differences: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, policy: Target) -> None:
+        self._policy = policy
+        self._plain: list[np.ndarray] = []
+        self._own: list[np.ndarray] = []
+        self.differences: list[dict[str, Any]] = []
+        self.tie = _TIES[policy.decoder.dtype]
+        self.has_margins = policy.causal_prompt and policy.generation == NO_RULES and policy.head is None
 
     def deviation(self) -> dict[str, float] | None:
         """Millimetres, degrees, gripper; None: the policy's actions have no such units."""
-        if not self.plain:
-            return None
         try:
-            return asdict(deviation(self.plain, self.own))
+            return asdict(deviation(self._plain, self._own)) if self._plain else None
         except UserError:
             return None
 
-
-_Margins = Callable[[Target, Observation, Sequence[int]], np.ndarray]
-
-
-def _compare(
-    found: Finding,
-    values: _Values,
-    policy: Target,
-    observation: Observation,
-    outcomes: tuple[Outcome, Outcome],
-    tie: float,
-    margins: _Margins | None,
-    bag: str,
-) -> None:
-    plain, own = outcomes
-    found.frames += 1
-    if not isinstance(plain, Action):
-        _count(found.unanswered, plain.reason)
-        found.gained += isinstance(own, Action)
-        return
-    if not isinstance(own, Action):
-        _count(found.lost, own.reason)
-        return
-    found.actions += 1
-    tokens, others = ((*each.text_tokens, *each.tokens) for each in (plain, own))
-    found.tokens += len(tokens)
-    values.plain.append(plain.values)
-    values.own.append(own.values)
-    distances = margins(policy, observation, tokens) if margins is not None and tokens else np.empty(0)
-    if len(distances):
-        found.near_ties += int((distances < tie).sum())
-        found.closest = min(float(distances.min()), np.inf if found.closest is None else found.closest)
-    if tokens == others and np.array_equal(plain.actions, own.actions):
-        return
-    found.differing += 1
-    place = next((i for i, (one, other) in enumerate(zip(tokens, others, strict=False)) if one != other), len(tokens))
-    margin = float(distances[place]) if place < len(distances) else None
-    found.ties += margin is not None and margin < tie
-    if len(values.differences) < _SHOWN:
-        seen = {"bag": bag, "frame": observation.stamp_ns, "place": place, "margin": margin}
-        values.differences.append(seen)
+    def add(self, found: Finding, bag: str, observation: Observation, plain: Outcome, own: Outcome) -> None:
+        found.frames += 1
+        if not isinstance(plain, Action):
+            found.unanswered[plain.reason.value] += 1
+            found.gained += isinstance(own, Action)
+            return
+        if not isinstance(own, Action):
+            found.lost[own.reason.value] += 1
+            return
+        found.actions += 1
+        tokens, others = ((*each.text_tokens, *each.tokens) for each in (plain, own))
+        found.tokens += len(tokens)
+        self._plain.append(plain.values)
+        self._own.append(own.values)
+        margins = _margins(self._policy, observation, tokens) if self.has_margins and tokens else np.empty(0)
+        if len(margins):
+            found.near_ties += int((margins < self.tie).sum())
+            found.closest = min(float(margins.min()), np.inf if found.closest is None else found.closest)
+        if tokens == others and np.array_equal(plain.actions, own.actions):
+            return
+        found.differing += 1
+        pairs = enumerate(zip(tokens, others, strict=False))
+        place = next((i for i, (one, other) in pairs if one != other), len(tokens))
+        margin = float(margins[place]) if place < len(margins) else None
+        found.ties += margin is not None and margin < self.tie
+        if len(self.differences) < _SHOWN:
+            seen = {"bag": bag, "frame": observation.stamp_ns, "place": place, "margin": margin}
+            self.differences.append(seen)
 
 
 @torch.inference_mode()
 def _margins(policy: Target, observation: Observation, tokens: Sequence[int]) -> np.ndarray:
-    """Between the two largest logits of each place of an answer, float [tokens]: one forward over prompt and answer."""
+    """Between the two largest logits at each place of an answer, float [tokens]: one forward over prompt and answer."""
     decoder, layout = policy.decoder, policy.prompt_layout(observation)
     answer = torch.tensor(tokens, device=decoder.device)
     prompt = policy.prompt_embeddings(observation, layout.ids)
@@ -292,20 +262,6 @@ def _margins(policy: Target, observation: Observation, tokens: Sequence[int]) ->
     largest = packed_forward(decoder, [segment], cache).logits.topk(2, dim=1).values
     margins: np.ndarray = (largest[:, 0] - largest[:, 1]).double().cpu().numpy()
     return margins
-
-
-def _count(counts: dict[str, int], reason: DropReason) -> None:
-    counts[reason.value] = counts.get(reason.value, 0) + 1
-
-
-def _add(total: Finding, found: Finding) -> None:
-    for name in ("frames", "actions", "tokens", "gained", "differing", "ties", "near_ties"):
-        setattr(total, name, getattr(total, name) + getattr(found, name))
-    for counts, more in ((total.lost, found.lost), (total.unanswered, found.unanswered)):
-        for reason, number in more.items():
-            counts[reason] = counts.get(reason, 0) + number
-    known = [each for each in (total.closest, found.closest) if each is not None]
-    total.closest = min(known) if known else None
 
 
 def _code_hash() -> str:
@@ -323,36 +279,31 @@ _DIGITS = 12  # of a digest
 _FOUND = ("bags", "result", "settings")
 
 
-def write_certificate_page(path: Path, content: Mapping[str, Any], failures: Sequence[str]) -> None:
-    """Writes the page."""
+def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str]) -> None:
     result = content["result"]
-    parts = [
-        _verdict(content, failures),
-        "<h2>Bags</h2>",
-        table(_HEAD, [*(_row(name, each) for name, each in content["bags"].items()), _row("all", result)]),
-    ]
-    for title, counts in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
-        if counts:
-            parts += [f"<h2>No action by {title}</h2>", table(("reason", "pictures"), context_rows(counts))]
-    if result["deviation"]:
-        values = {name.replace("_", " "): f"{value:.4g}" for name, value in result["deviation"].items()}
-        parts += ["<h2>How far actions are apart</h2>", table(("", ""), context_rows(values))]
-    if result["differences"]:
-        rows = [tuple(map(_short, each.values())) for each in result["differences"]]
-        parts += ["<h2>The first different answers</h2>", table(tuple(result["differences"][0]), rows)]
-    parts += ["<h2>Setting</h2>", table(("", ""), context_rows(content["settings"]))]
-    parts.append(provenance({name: value for name, value in content.items() if name not in _FOUND}))
-    write_page(path, f"Certificate of {content['policy']['checkpoint']}", parts)
-
-
-def _verdict(content: Mapping[str, Any], failures: Sequence[str]) -> str:
-    result = content["result"]
-    kind = "failed" if failures else "passed" if content["strict"] else ""
-    words = (
+    verdict = (
         f"{result['differing']} of {result['actions']} answers differ from plain decoding's, over {result['tokens']} "
         f"tokens. The setting is {'strict' if content['strict'] else 'relaxed: its answers may differ'}."
     )
-    return f"<p class='verdict {kind}'>{escape(' '.join((words, *(f'{each}.' for each in failures))))}</p>"
+    kind = "failed" if failures else "passed" if content["strict"] else ""
+    rows = [_row(name, each) for name, each in (*content["bags"].items(), ("all", result))]
+    parts = [
+        page.verdict(kind, " ".join((verdict, *(f"{each}." for each in failures)))),
+        "<h2>Bags</h2>",
+        page.table(_HEAD, rows),
+    ]
+    for title, counts in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
+        if counts:
+            parts += [f"<h2>No action by {title}</h2>", page.table(("reason", "pictures"), page.context_rows(counts))]
+    if result["deviation"]:
+        values = {name.replace("_", " "): f"{value:.4g}" for name, value in result["deviation"].items()}
+        parts += ["<h2>How far actions are apart</h2>", page.table(("", ""), page.context_rows(values))]
+    if result["differences"]:
+        found = [tuple(map(_short, each.values())) for each in result["differences"]]
+        parts += ["<h2>The first different answers</h2>", page.table(tuple(result["differences"][0]), found)]
+    parts += ["<h2>Setting</h2>", page.table(("", ""), page.context_rows(content["settings"]))]
+    parts.append(page.provenance({name: value for name, value in content.items() if name not in _FOUND}))
+    page.write_page(path, f"Certificate of {content['policy']['checkpoint']}", parts)
 
 
 def _short(value: object) -> str:
@@ -360,6 +311,5 @@ def _short(value: object) -> str:
 
 
 def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
-    closest = "" if found["closest"] is None else f"{found['closest']:.3g}"
     counts = (str(found[each]) for each in ("frames", "actions", "tokens", "differing", "near_ties"))
-    return (name, *counts, closest, found["digest"][:_DIGITS])
+    return (name, *counts, page.cell(found["closest"], ".3g"), found["digest"][:_DIGITS])

@@ -1,22 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames as one setting or several answer them: the same frames in the same order, the settings taking turns."""
+"""Settings side by side: on the same frames, and, for `specvla sweep`, on the same simulated episodes."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, Drop, Outcome
+from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import DecodeTally
+from specvla_ros.engine.tally import DecodeTally, percentiles
 from specvla_ros.errors import UserError
-from specvla_ros.lab.evaluation.frame_sources import lossless
-from specvla_ros.lab.simulation.rollout import TickTime, tick_time
+from specvla_ros.lab.evaluation import page
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.evaluation.paired import PairedComparison
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
+from specvla_ros.lab.evaluation.simulate import SimulateSettings, policy_of, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary, compare_episodes
+from specvla_ros.lab.plans import SimulatePlan
+from specvla_ros.lab.simulation.rollout import EpisodeResult, TickTime, tick_time
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
+
+SWEEP_FILE = "sweep.json"
+_TIMED_FRAMES = 64
+_ACTION_DIM = 7
+_OPEN = 0.5  # a gripper value beyond is one command, below it the other
 
 
 @dataclass(frozen=True)
@@ -24,11 +39,11 @@ class Answer:
     """How a setting answered a frame."""
 
     outcome: Outcome
-    seconds: float  # of the ticks since the answer before; of one frame in flight its decoding time
+    seconds: float  # of the ticks since the answer before; with one frame in flight, its decoding time
 
 
 class _Side:
-    """One setting's engine and the answers that it has not handed out yet, by their frames' stamps."""
+    """One setting's engine and its answers that are not handed out yet, by their frames' stamps."""
 
     def __init__(self, engine: Engine, pace: TickTime) -> None:
         self.engine = engine
@@ -73,7 +88,6 @@ def compare(
 
     Args:
         engines: by the names of their settings; nothing is in flight.
-        frames: images with instructions, of one episode after the other.
         first_epoch: of the first frame; each other instruction begins another.
         in_flight: a frame is begun as soon as there is room for it; otherwise when the one before is answered.
         pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
@@ -131,12 +145,9 @@ def time_settings(
     pace: TickTime | None = None,
     on_frame: Callable[[], None] = lambda: None,
 ) -> dict[str, FrameRun]:
-    """Decodes the frames with each setting, as of `compare`.
+    """Decodes the frames with each setting, as `compare` does, in so many timed rounds after a warm-up.
 
-    Args:
-        frames: images with instructions, of one episode after the other.
-        rounds: timed passes over the frames, after a warm-up.
-        on_frame: called when all settings have answered one more frame.
+    `on_frame` is called when all settings have answered one more frame.
     """
     if not frames:
         raise UserError("there are no frames to try the settings on")
@@ -156,41 +167,176 @@ def time_settings(
     return runs
 
 
-@dataclass
-class CollectedAnswers:
-    """A policy's own answers, in which later ones are looked up."""
+@dataclass(frozen=True)
+class Deviation:
+    """How far one setting's actions are from another's, over frames."""
 
-    answers: dict[tuple[int, ...], None] = field(default_factory=dict)  # each different one once, in their order
-    frames: int = 0  # that were asked about
-    dropped: Counter[str] = field(default_factory=Counter)  # frames without an action, by reason
+    p95_mm: float = 0.0  # distance between the two displacements
+    largest_mm: float = 0.0
+    p95_deg: float = 0.0  # length of the difference of roll, pitch, yaw
+    largest_deg: float = 0.0
+    gripper_share: float = 0.0  # share of frames with another gripper command
+    lost_share: float = 0.0  # share of frames for which one of the two had no action
 
 
-def collect_answers(
-    policy: Target, frames: Iterable[Observation], on_frame: Callable[[int], None] | None = None
-) -> CollectedAnswers:
-    """Has a policy answer frames one after the other; its drafts change nothing.
-
-    Raises:
-        UserError: it answers with single actions, or not one frame with actions.
-    """
-    if policy.codec.horizon < 2:
+def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Deviation:
+    """The deviation of actions, frame by frame: float64 [7] in metres, radians, gripper in [0, 1]; NaN: no action."""
+    first, second = np.array(plain), np.array(other)
+    if first.shape[1] != _ACTION_DIM:
         raise UserError(
-            "earlier answers are looked up for policies that answer with several actions; this one gives a single one: "
-            "set draft.temporal in their place"
+            f"the policy's actions have {first.shape[1]} values: their deviation in mm and degrees is not known, only "
+            "that of x y z roll pitch yaw gripper"
         )
-    engine = Engine(policy, lossless(policy, EngineSettings()))
-    found = CollectedAnswers()
-    for frame in frames:
-        if frame.stamp_ns <= engine.mailbox.last_stamp_ns:  # another bag or episode
-            engine.reset()
-        outcome = engine.act(frame)
-        found.frames += 1
-        if isinstance(outcome, Drop):
-            found.dropped[outcome.reason.value] += 1
-        else:
-            found.answers[outcome.tokens] = None
-        if on_frame is not None:
-            on_frame(found.frames)
-    if not found.answers:
-        raise UserError(f"the policy answered none of {found.frames} images with actions: {dict(found.dropped)}")
-    return found
+    both = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
+    if not both.any():
+        return Deviation(lost_share=1.0)
+    difference = (second - first)[both]
+    mm = 1e3 * np.linalg.norm(difference[:, :3], axis=1)
+    degrees = np.degrees(np.linalg.norm(difference[:, 3:6], axis=1))
+    flipped = (first[both, 6] > _OPEN) != (second[both, 6] > _OPEN)
+    return Deviation(
+        p95_mm=percentiles(mm)["p95"],
+        largest_mm=float(mm.max()),
+        p95_deg=percentiles(degrees)["p95"],
+        largest_deg=float(degrees.max()),
+        gripper_share=float(flipped.mean()),
+        lost_share=float(1 - both.mean()),
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a sweep."""
+
+    name: str
+    engine: EngineSettings
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """The results of one setting of a sweep."""
+
+    setting: Setting
+    summary: SimulateSummary
+    against_first: PairedComparison  # its episodes paired with those of the sweep's first setting
+    action_s: float  # mean seconds per action on the frames that all settings share
+    speed_up: float  # the first setting's `action_s` over this one's
+
+    def as_json(self) -> dict[str, Any]:
+        """For sweep.json; accept lengths and their positions are those of Spec-VLA's tables 2 and 3."""
+        tally = self.summary.decode
+        return {
+            "name": self.setting.name,
+            "success": self.summary.success.as_json(),
+            "against_first": self.against_first.as_json(),
+            "tau": tally.tau,
+            "forwards_per_action": tally.forwards_per_action,
+            "share_by_accept_length": tally.by_length(),
+            "accept_length_by_place": tally.by_place(),
+            "largest_bins_off": max((bins for _, bins in tally.bins_off), default=0),
+            "action_s": self.action_s,
+            "speed_up": self.speed_up,
+        }
+
+
+def within_bins(engine: EngineSettings, r: int) -> EngineSettings:
+    """The same settings with one tolerance in bins for every dimension."""
+    return replace(engine, acceptance=replace(engine.acceptance, rule="bin_distance", bins=(r,)))
+
+
+def relaxation_settings(spec: EngineSettings, bins: Sequence[int]) -> list[Setting]:
+    """Plain decoding, then speculation as given: strict, and with each tolerance in bins (Spec-VLA, figure 4)."""
+    strict = replace(spec, acceptance=replace(spec.acceptance, rule="strict"))
+    relaxed = [Setting(f"r{r}", within_bins(spec, r)) for r in bins]
+    return [Setting("ar", replace(spec, mode="ar")), Setting("strict", strict), *relaxed]
+
+
+def sweep(
+    base: SimulateSettings,
+    settings: Sequence[Setting],
+    plan: SimulatePlan,
+    out: Path,
+    on_episode: Callable[[str, EpisodeResult, int, int], None] = lambda name, result, done, wanted: None,
+) -> list[SweepRow]:
+    """Simulates every setting on the same seeds, and times them side by side on the same frames.
+
+    The others are compared with the first. Called again it runs what is missing; each setting's results lie in a folder
+    of its name. `on_episode` is called with that name, an episode, the number of finished episodes and that of all.
+    """
+    directory = RunDirectory(out, "sweep")
+    directory.check()
+    engines = {setting.name: setting.engine for setting in settings}
+    summaries = {
+        name: simulate(replace(base, engine=engine), plan, out / name, partial(on_episode, name))
+        for name, engine in engines.items()
+    }
+    policy = policy_of(base)
+    source = simulation_source(policy, plan.first_seed, world=base.world, tasks=plan.tasks, engine=base.engine)
+    runs = time_settings(policy, engines, list(islice(source, _TIMED_FRAMES)))
+    first = settings[0].name
+    rows = [
+        SweepRow(
+            setting=setting,
+            summary=summaries[setting.name],
+            against_first=compare_episodes(read_episodes(out / first), read_episodes(out / setting.name)),
+            action_s=runs[setting.name].action_s,
+            speed_up=runs[first].action_s / runs[setting.name].action_s,
+        )
+        for setting in settings
+    ]
+    directory.begin()
+    with directory.reporting_errors():
+        directory.write_json(SWEEP_FILE, {"rows": [row.as_json() for row in rows], "context": summaries[first].context})
+        _write_sweep_report(directory.path / REPORT_FILE, rows)
+    return rows
+
+
+def _write_sweep_report(path: Path, rows: Sequence[SweepRow]) -> None:
+    tallies = {row.setting.name: row.summary.decode for row in rows[1:]}
+    lengths = range(1 + max((length for tally in tallies.values() for length in tally.by_length()), default=0))
+    positions = sorted({position for tally in tallies.values() for position in tally.by_place()})
+    shares, means = [], []
+    for name, tally in tallies.items():
+        by_length, by_place = tally.by_length(), tally.by_place()
+        shares.append((name, *(f"{by_length.get(length, 0):.0%}" for length in lengths)))
+        means.append((name, *(f"{by_place[each]:.2f}" if each in by_place else "" for each in positions)))
+    parts = [
+        "<h2>Success, forwards and speed</h2>",
+        page.table(
+            ("", "success", "difference", "forwards per action", "τ", "ms", "speed-up"),
+            [_sweep_row(row, first=row is rows[0]) for row in rows],
+        ),
+        "<p class=note>The difference to the first row is paired, in points, with a 95 % interval (Agresti and Min). "
+        f"Times were taken on the same frames, the settings taking turns. {page.TAU}</p>",
+        page.plot(_sweep_plot(rows), 380, showlegend=False),
+        "<h2>Verification forwards by accept length</h2>",
+        page.table(("", *map(str, lengths)), shares),
+        "<h2>Mean accept length by the first drafted token</h2>",
+        page.table(("", *(str(position + 1) for position in positions)), means),
+        page.provenance(rows[0].summary.context),
+    ]
+    page.write_page(path, f"{len(rows)} settings on the same {rows[0].summary.success.n} episodes", parts)
+
+
+def _sweep_row(row: SweepRow, *, first: bool) -> tuple[str, ...]:
+    tally = row.summary.decode
+    return (
+        row.setting.name,
+        str(row.summary.success),
+        "" if first else str(row.against_first),
+        f"{tally.forwards_per_action:.2f}",
+        f"{tally.tau:.2f}",
+        f"{row.action_s * 1e3:.1f}",
+        f"{row.speed_up:.2f}",
+    )
+
+
+def _sweep_plot(rows: Sequence[SweepRow]) -> go.Figure:
+    names = [row.setting.name for row in rows]
+    rates = page.rate_trace([row.summary.success for row in rows])
+    marker = dict(color=page.BLUE, size=9)
+    drawn = page.subplots(cols=2, subplot_titles=("success", f"times as fast as {names[0]}"))
+    drawn.add_scatter(x=names, **rates, mode="lines+markers", marker=marker, row=1, col=1)
+    drawn.add_bar(x=names, y=[row.speed_up for row in rows], marker_color=page.GREY, row=1, col=2)
+    drawn.update_yaxes(range=[0, 1.02], tickformat=".0%", col=1)
+    return drawn.update_yaxes(rangemode="tozero", col=2)

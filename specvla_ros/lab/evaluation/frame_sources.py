@@ -2,17 +2,19 @@
 """Frames to decode: from bags, or from what the policy itself does in simulation."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import CAMERA_ALONE, STATE, BagFrame, Sensors, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import CAMERA_ALONE, STATE, Sensors, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
@@ -38,11 +40,10 @@ def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
             raise UserError(f"--data {directory} does not exist; `specvla collect --out {directory}` records some")
         children = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
         bags += [path for path in (directory, *children) if (path / "metadata.yaml").exists()]
-    if not bags:
-        raise UserError(
-            f"no bags in {', '.join(map(str, directories))}; `specvla collect --out {directories[0]}` records some"
-        )
-    return tuple(bags)
+    if bags:
+        return tuple(bags)
+    named = ", ".join(map(str, directories))
+    raise UserError(f"no bags in {named}; `specvla collect --out {directories[0]}` records some")
 
 
 def bags_or_simulation(data: Sequence[str]) -> list[Path] | None:
@@ -62,16 +63,10 @@ def frame_source(
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
 ) -> Iterator[Observation]:
-    """Frames to ask a policy about; without one it is refused.
-
-    Args:
-        policy: whose cameras and state are wanted.
-        data: bags, or directories of bags; None: what the policy does in simulation.
-        seed: of the bags' order, or behind how many starts the simulation's first is.
-        world, tasks, engine: of the simulation, see `simulation_source`.
+    """Frames of bags and directories of bags in random order, or, for None, of `simulation_source`.
 
     Raises:
-        UserError: there is none, or the sensors are not the policy's.
+        UserError: there is no frame, or the sensors are not the policy's.
     """
     if data is None:
         if sensors != CAMERA_ALONE:
@@ -79,25 +74,20 @@ def frame_source(
         source = simulation_source(policy, FRAME_FIRST_SEED + seed, world=world, tasks=tasks, engine=engine)
     else:
         check_senses(policy, sensors.cameras, sensors.state_topic)
-        source = bag_source(policy, find_bags(data), seed, sensors)
+        source = frames_in(policy, shuffled(find_bags(data), seed), sensors)
     first = next(source, None)
     if first is None:
         raise UserError("the data hold no image with an instruction: nothing to ask the target about")
     return chain([first], source)
 
 
-def bag_source(policy: Target, bags: Sequence[Path], seed: int, sensors: Sensors) -> Iterator[Observation]:
-    """The frames of bags as `frames_in` gives them, bags in random order."""
-    return frames_in(policy, shuffled(bags, seed), sensors)
-
-
 def shuffled(bags: Sequence[Path], seed: int) -> list[Path]:
-    """Bags in the order in which `bag_source` reads them."""
+    """Bags in random order."""
     return [bags[i] for i in np.random.default_rng(seed).permutation(len(bags))]
 
 
 def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterator[Observation]:
-    """Every image of every bag with the instruction in force and what else the policy looks at, bag after bag.
+    """Every image of every bag with the instruction in force and the policy's other sensors, bag after bag.
 
     An image whose other sensors did not come in time is left out, and counted in a warning.
     """
@@ -112,23 +102,20 @@ def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterato
                 elif frame.instruction:
                     seen = {lead: frame.image} | {name: frame.others[name] for name in others}
                     images = {name: rgb_from_message(message.message()) for name, message in seen.items()}
-                    yield Observation(images, frame.instruction, frame.index + 1, state=_state(policy, frame, sensors))
+                    state = None
+                    if policy.state_dims:
+                        state = read_state(frame.others[STATE].message(), sensors.state_names, policy.state_dims)
+                    yield Observation(images, frame.instruction, frame.index + 1, state=state)
             bag.warn_of_damage()
         if missing:
             _log.warning("bag %s: %d images are left out, the first as %s", path, len(missing), missing[0])
 
 
 def count_frames(path: Path, sensors: Sensors) -> int:
-    """How many frames `frames_in` gives of a bag; no image is decoded for it."""
+    """The number of frames that `frames_in` gives for a bag, without decoding an image."""
     with open_bag(path) as bag:
         found = bag_frames(bag, choose_topics(bag, sensors.topics), sensors.instruction)
         return sum(1 for frame in found if frame.instruction and not frame.missing)
-
-
-def _state(policy: Target, frame: BagFrame, sensors: Sensors) -> np.ndarray | None:
-    if not policy.state_dims:
-        return None
-    return read_state(frame.others[STATE].message(), sensors.state_names, policy.state_dims)
 
 
 def simulation_source(
@@ -139,22 +126,17 @@ def simulation_source(
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
 ) -> Iterator[Observation]:
-    """What the policy sees while the policy drives a simulated arm by its own choices, task after task, without end.
+    """What the policy sees while it drives a simulated arm, task after task, without end.
 
     Args:
         first_seed: of the first episode's start; the others follow.
         world: `table`, or the name of a LIBERO suite.
-        engine: settings of which prompt and text lengths are taken.
+        engine: gives the lengths of prompt and text.
     """
     names = tasks_of(world, tasks)
     seen: list[Observation] = []
-    rollout = Rollout(
-        Engine(policy, lossless(policy, engine or EngineSettings())),
-        make_robot(world),
-        Clock.LOCKSTEP,
-        tick_time(None),
-        on_look=seen.append,
-    )
+    decoder = Engine(policy, lossless(policy, engine or EngineSettings()))
+    rollout = Rollout(decoder, make_robot(world), Clock.LOCKSTEP, tick_time(None), on_look=seen.append)
     for episode in count():
         rollout.run(names[episode % len(names)], first_seed + episode)
         yield from seen
@@ -162,10 +144,49 @@ def simulation_source(
 
 
 def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
-    """Settings of plain decoding; of long answers what gives the same tokens sooner, without any training."""
+    """Settings that give plain decoding's tokens; for long answers they draft, without training, to be faster."""
     codec = policy.codec.with_text(engine.max_reasoning_tokens)
     if codec.max_tokens <= _LONG_ANSWER:
         return replace(engine, mode="ar")
     chunks = codec.horizon > 1
     drafts = adjusted(DraftSettings(nodes=48, head=NO_HEAD), chunk_shift=chunks, temporal=not chunks)
     return replace(engine, mode="spec", draft=drafts, acceptance=AcceptanceSettings())
+
+
+@dataclass
+class CollectedAnswers:
+    """A policy's own answers, for drafting later ones."""
+
+    answers: dict[tuple[int, ...], None] = field(default_factory=dict)  # each different one once, in their order
+    frames: int = 0  # that were asked about
+    dropped: Counter[str] = field(default_factory=Counter)  # frames without an action, by reason
+
+
+def collect_answers(
+    policy: Target, frames: Iterable[Observation], on_frame: Callable[[int], None] = lambda done: None
+) -> CollectedAnswers:
+    """Has a policy answer frames one after the other; its drafts change nothing.
+
+    Raises:
+        UserError: it answers with single actions, or not one frame with actions.
+    """
+    if policy.codec.horizon < 2:
+        raise UserError(
+            "earlier answers are looked up for policies that answer with several actions; this one gives a single one: "
+            "set draft.temporal in their place"
+        )
+    engine = Engine(policy, lossless(policy, EngineSettings()))
+    found = CollectedAnswers()
+    for frame in frames:
+        if frame.stamp_ns <= engine.mailbox.last_stamp_ns:  # another bag or episode
+            engine.reset()
+        outcome = engine.act(frame)
+        found.frames += 1
+        if isinstance(outcome, Drop):
+            found.dropped[outcome.reason.value] += 1
+        else:
+            found.answers[outcome.tokens] = None
+        on_frame(found.frames)
+    if not found.answers:
+        raise UserError(f"the policy answered none of {found.frames} images with actions: {dict(found.dropped)}")
+    return found

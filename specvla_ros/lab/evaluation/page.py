@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a robot has no Plotly: what is not drawn does not need it
     import plotly.graph_objects as go
 
 INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
+TAU = "τ: tokens committed per verification forward (accept length + 1)."
 _NUMBER = re.compile(r"[-+]?[0-9.]+%?")
 _LONG_CELL = 40  # characters; longer ones are text, which may wrap
 _STYLE = """
@@ -34,7 +35,7 @@ figure { display: inline-block; margin: 0 1rem 1rem 0; } figure video { max-widt
 
 
 def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
-    """Writes a page with a title in plain text, which is also its heading, and parts in HTML, one after the other."""
+    """Writes a page: a title in plain text, which is also its heading, and parts in HTML."""
     from plotly.offline import get_plotlyjs
 
     head = (
@@ -63,10 +64,23 @@ def _row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
     return f"<tr>{''.join(html)}</tr>"
 
 
+def verdict(kind: str, text: str, reasons: Sequence[str] = ()) -> str:
+    """The box at a page's top; `kind`: passed, failed or empty. Reasons become a list under the text."""
+    if not reasons:
+        return f"<p class='verdict {kind}'>{escape(text)}</p>"
+    items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
+    return f"<div class='verdict {kind}'>{escape(text)}<ul>{items}</ul></div>"
+
+
+def cell(value: float | None, form: str) -> str:
+    """A number as of `format`; None is an empty cell."""
+    return "" if value is None else format(value, form)
+
+
 def plot(drawn: "go.Figure", height: int, *, name: str | None = None, **layout: Any) -> str:
     """A plot that can be zoomed; `height` in pixels, `name` the id of its element, for scripts."""
-    common = dict(template="plotly_white", height=height, margin=dict(l=60, r=20, t=60, b=50))
-    drawn.update_layout(**common | layout)
+    margin = dict(l=60, r=20, t=60, b=50)
+    drawn.update_layout(template="plotly_white", height=height, margin=margin, **layout)
     # Markers on an axis are drawn whole.
     drawn.update_traces(cliponaxis=False, selector=lambda trace: trace.type in ("scatter", "bar"))
     options = {"displaylogo": False, "responsive": True}
@@ -85,27 +99,15 @@ def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]
     """Shares from 0 to 1 as shades of one colour, with a text in each cell."""
     import plotly.graph_objects as go
 
-    return go.Figure(
-        go.Heatmap(
-            x=x,
-            y=y,
-            z=shares,
-            text=text,
-            texttemplate="%{text}",
-            colorscale=[[0, "#ffffff"], [1, BLUE]],
-            zmin=0,
-            zmax=1,
-            showscale=False,
-        )
-    )
+    shades = dict(colorscale=[[0, "#ffffff"], [1, BLUE]], zmin=0, zmax=1, showscale=False)
+    return go.Figure(go.Heatmap(x=x, y=y, z=shares, text=text, texttemplate="%{text}", **shades))
 
 
 def rate_trace(rates: Sequence[Rate]) -> dict[str, Any]:
     """The arguments of a Plotly trace for success rates with error bars."""
-    values = [rate.value for rate in rates]
     above = [rate.interval[1] - rate.value for rate in rates]
     below = [rate.value - rate.interval[0] for rate in rates]
-    return {"y": values, "error_y": dict(array=above, arrayminus=below)}
+    return {"y": [rate.value for rate in rates], "error_y": dict(array=above, arrayminus=below)}
 
 
 def emulation(device: Mapping[str, Any] | None) -> str:

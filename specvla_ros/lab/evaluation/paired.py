@@ -20,7 +20,7 @@ Z_95 = 1.959963984540054  # standard deviations of a normal distribution on eith
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a success rate (Wilson 1927): honest at 0, at 1 and for few episodes, even none."""
+    """95 % confidence interval of a success rate (Wilson 1927); it holds at 0, at 1 and for few episodes, even none."""
     if n == 0:
         return 0.0, 1.0
     rate, z2 = successes / n, Z_95**2
@@ -86,7 +86,7 @@ class PairedComparison:
 
     @staticmethod
     def from_pairs(pairs: Sequence[tuple[bool, bool]]) -> "PairedComparison":
-        """From whether the first and whether the second setting succeeded, pair by pair."""
+        """From the success of the first and the second setting, pair by pair."""
         only_first = sum(first and not second for first, second in pairs)
         only_second = sum(second and not first for first, second in pairs)
         return PairedComparison(
@@ -115,15 +115,12 @@ _HALVINGS = 30  # of an interval; beyond what is shown of a bound
 
 
 def log_e_values(values: Sequence[float] | np.ndarray, mean: float, low: float) -> np.ndarray:
-    """Natural logarithms of the evidence against a mean of at most `mean`, after each value.
+    """Natural logarithms of the evidence against a mean of at most `mean`, after each value: float64 [..., n].
 
     Args:
-        values: float [..., n], none below `low`, each drawn alike and whatever the ones before were.
+        values: float [..., n], none below `low`, each drawn alike whatever the ones before were.
         mean: of the null hypothesis, above `low`.
-        low: the smallest value that there may be.
-
-    Returns:
-        float64 [..., n].
+        low: the smallest possible value.
     """
     shares = (np.asarray(values, dtype=np.float64) - low) / (mean - low)
     won = np.log1p(_FRACTIONS * (shares[..., None] - 1.0)).cumsum(axis=-2)
@@ -132,12 +129,7 @@ def log_e_values(values: Sequence[float] | np.ndarray, mean: float, low: float) 
 
 
 def lower_bound(values: Sequence[float] | np.ndarray, low: float, high: float, alpha: float) -> float:
-    """What the mean is above, wrongly so at any time with a probability of at most alpha.
-
-    Args:
-        values: float [n], from `low` to `high`, as of `log_e_values`.
-        low: the smallest value that there may be.
-    """
+    """A bound below the mean of values from `low` to `high`, ever wrong with a probability of at most alpha."""
     # The evidence falls as the mean of the null hypothesis rises: each gambler's does.
     below, above = low, high
     for _ in range(_HALVINGS if len(values) else 0):
@@ -150,6 +142,6 @@ def lower_bound(values: Sequence[float] | np.ndarray, low: float, high: float, a
 def confidence_interval(
     values: Sequence[float] | np.ndarray, low: float, high: float, alpha: float
 ) -> tuple[float, float]:
-    """What holds the mean, at all times together with a probability of at least 1 - alpha; as `lower_bound`."""
+    """An interval that holds the mean at all times together with a probability of at least 1 - alpha."""
     mirrored = -np.asarray(values, dtype=np.float64)
     return lower_bound(values, low, high, alpha / 2), -lower_bound(mirrored, -high, -low, alpha / 2)

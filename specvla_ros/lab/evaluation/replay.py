@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,18 @@ from specvla_ros.errors import UserError, missing_package
 from specvla_ros.lab.bags.frames import STATE, BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import BagRecorder
-from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.lab.evaluation.replay_page import Pictures, write_replay_report
 from specvla_ros.lab.evaluation.replay_summary import FrameRecord, ReplayColumns, ReplaySummary, compare, summarise
 from specvla_ros.lab.evaluation.rerun_recording import RerunRecording, RerunSettings
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
+from specvla_ros.lab.evaluation.run_directory import (
+    REPORT_FILE,
+    SUMMARY_FILE,
+    RunDirectory,
+    checkpoint_hashes,
+    file_hashes,
+    head,
+    write_line,
+)
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.plans import Thresholds
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
@@ -45,36 +53,24 @@ _HINT = "; the frames so far are kept, and the same command goes on"
 
 
 class ReplayRun:
-    """Answers the frames of a bag, from the first one, and writes what comes of it.
+    """Answers the frames of a bag, from the first one, and writes the results.
 
-    frames.jsonl is what a replay is resumed from: its frames are not decoded again, and the bag of actions is recorded
-    anew from them. The engine decodes the newest of them once more before the first frame that is missing, so that it
-    knows the last stamp and the last action.
-
-    Args:
-        engine: warm, and used by nobody else meanwhile.
-        directory: of the results; begun.
-        start_ns: bag time that counts as 0 s.
-        meaning: of the actions' numbers.
-        state_names: of the state's numbers, in the policy's order; empty: the message's.
-        shown: where Rerun shows it; None: nowhere.
+    A replay resumes from frames.jsonl: its frames are not decoded again, and the bag of actions is recorded anew from
+    them. The engine decodes the newest of them once more before the first frame that is missing, so that it knows the
+    last stamp and the last action.
     """
 
     def __init__(
         self,
         engine: Engine | HostedEngine,
         directory: RunDirectory,
-        *,
-        frames_in_bag: int,
-        start_ns: int,
+        pictures: Pictures,
         meaning: ActionMeaning,
         state_names: Sequence[str],
         shown: RerunSettings | None,
     ) -> None:
-        self._engine = engine
-        self._directory = directory
-        self._columns = ReplayColumns(engine.target.codec.names, start_ns)
-        self._pictures = Pictures(frames_in_bag, start_ns)
+        self._engine, self._directory, self._pictures = engine, directory, pictures
+        self._columns = ReplayColumns(engine.target.codec.names, pictures.start_ns)
         self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
         self._newest: list[Observation] = []  # of the kept frames: that of the newest action, and the newest of all
         bag = directory.path / BAG_DIRECTORY
@@ -107,16 +103,13 @@ class ReplayRun:
         self._add(record, observed, action)
         return True
 
-    def finish(self, *, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]) -> ReplaySummary:
+    def finish(self, thresholds: Thresholds, context: Mapping[str, Any], incomplete: str) -> ReplaySummary:
         """Writes the end of the bag, the report and, when all else is there, the summary."""
         with closing(self._recorder):
             self._lines.close()
         if self._shown is not None and (lost := self._shown.close()):
             tell(lost)
-        in_bag = self._pictures.frames
-        summary = summarise(
-            self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
-        )
+        summary = summarise(self._columns, self._pictures.frames, thresholds, incomplete, context)
         try:
             write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
         except ModuleNotFoundError as error:  # a robot has no Plotly
@@ -163,29 +156,21 @@ class ReplayRun:
             self._shown.add_image(observed.stamp_ns, image)
         if action is None or record.seq is None or record.publish_s is None:
             return
-        drop_counts = self._columns.drops.by_name()
-        latency_s = record.total_s + record.publish_s
-        self._recorder.record(
-            action,
-            seq=record.seq,
-            time_ns=record.time_ns,
-            publish_s=record.publish_s,
-            latency_s=latency_s,
-            drop_counts=drop_counts,
+        counts, stamp = self._columns.drops.by_name(), action.observation.stamp_ns
+        published: dict[str, Any] = dict(
+            seq=record.seq, publish_s=record.publish_s, latency_s=record.total_s + record.publish_s
         )
+        self._recorder.record(action, time_ns=record.time_ns, drop_counts=counts, **published)
         if self._shown is not None:
-            fields = vla_action_fields(
-                action, self._meaning, seq=record.seq, publish_s=record.publish_s, latency_s=latency_s
-            )
-            self._shown.add_action(action.observation.stamp_ns, SimpleNamespace(**fields))
-            stats = decode_stats_fields(action, seq=record.seq, drop_counts=drop_counts)
-            self._shown.add_stats(action.observation.stamp_ns, SimpleNamespace(**stats))
+            self._shown.add_action(stamp, SimpleNamespace(**vla_action_fields(action, self._meaning, **published)))
+            stats = decode_stats_fields(action, seq=record.seq, drop_counts=counts)
+            self._shown.add_stats(stamp, SimpleNamespace(**stats))
 
 
 def _observe(
     frame: BagFrame, received_ns: int, policy: PolicyFacts, state_names: Sequence[str]
 ) -> Observation | FrameRecord:
-    """What the node does with images and state, without ROS: the checks before the engine, in the same order."""
+    """Checks images and state as the node does, in the same order, without ROS."""
     lead, *others = policy.cameras
     try:
         message = frame.image.message()
@@ -199,12 +184,10 @@ def _observe(
         return _dropped(frame, received_ns, DropReason.BAD_STAMP, str(error))
     if frame.missing:
         return _dropped(frame, received_ns, DropReason.INCOMPLETE, frame.missing, stamp)
-    state = None
-    if policy.state_dims:
-        try:
-            state = read_state(frame.others[STATE].message(), state_names, policy.state_dims)
-        except UserError as error:
-            return _dropped(frame, received_ns, DropReason.INCOMPLETE, f"the state was refused: {error}", stamp)
+    try:
+        state = read_state(frame.others[STATE].message(), state_names, policy.state_dims) if policy.state_dims else None
+    except UserError as error:
+        return _dropped(frame, received_ns, DropReason.INCOMPLETE, f"the state was refused: {error}", stamp)
     if not frame.epoch:
         return _dropped(frame, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction", stamp)
     return Observation(
@@ -222,13 +205,12 @@ def _dropped(
     frame: BagFrame, received_ns: int, reason: DropReason, detail: str, stamp: int | None = None
 ) -> FrameRecord:
     total_s = (time.monotonic_ns() - received_ns) * _NS
-    return FrameRecord.from_frame(
-        frame, stamp_ns=stamp, total_s=total_s, drop={"reason": reason.value, "detail": detail}
-    )
+    drop = {"reason": reason.value, "detail": detail}
+    return FrameRecord.from_frame(frame, stamp_ns=stamp, total_s=total_s, drop=drop)
 
 
 def _action(record: FrameRecord, observation: Observation, names: tuple[str, ...]) -> Action | None:
-    """The action that a line of frames.jsonl is of; None: that frame was dropped."""
+    """The action in a line of frames.jsonl; None: the frame was dropped."""
     if record.values is None or record.tokens is None or record.timings is None or record.decode is None:
         return None
     decode: dict[str, Any] = {each.name: record.decode[each.name] for each in fields(DecodeRecord)}
@@ -258,17 +240,16 @@ def replay(
 ) -> ReplaySummary:
     """Decodes an action for every image of a bag and writes frames.jsonl, summary.json, report.html and actions_bag/.
 
-    Each frame is written at once. When the bag turns out to be cut off, when Ctrl-C ends the replay, or when something
-    fails, summary and report are still written, and `failures` of the summary says what is missing. Called again with
-    the same settings it decodes the frames that are missing.
+    Each frame is written at once. When the bag is cut off, when Ctrl-C ends the replay, or when something fails,
+    summary and report are still written, and `failures` of the summary says what is missing. Called again with the same
+    settings it decodes the frames that are missing.
 
     Args:
-        engine: warm, and used by nobody else meanwhile, unless it is shared; without a staleness limit, as a recorded
-            image has no age.
-        out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
-        state_names: of the state's numbers, in the policy's order; empty: the message's.
-        action: how the actions are meant, where the dataset is not known.
-        shown: where Rerun shows it, from the first frame on; None: nowhere.
+        engine: warm; without a staleness limit, as a recorded image has no age.
+        out_dir: made if missing, refused if it holds a whole replay or other results.
+        state_names: in the policy's order; empty: the message's.
+        action: the actions' convention, where the dataset is not known.
+        shown: where Rerun shows it; None: nowhere.
     """
     directory = _open_output(out_dir)
     policy = engine.target
@@ -279,49 +260,33 @@ def replay(
             tell(chosen.note)
         instruction = topics.instruction
         convention = action.convention(policy.unnorm_key, policy.codec.dt_s)
-        meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
         if instruction is not None:
             engine.check_instruction(instruction)
         engine.reset()
-        context = _context(bag, chosen, engine, instruction=instruction, convention=convention)
+        context = _context(bag, chosen, engine, instruction, convention)
         content = {name: value for name, value in context["bag"].items() if name != "path"}  # it may have been moved
         deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
         directory.begin(deciding | checkpoint_hashes(policy.directory, engine.settings))
-        ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
         if shown is not None and shown.out:
             context["recording"] = Path(shown.out).name
-        run = ReplayRun(
-            engine,
-            directory,
-            frames_in_bag=chosen.image.count,
-            start_ns=bag.start_ns,
-            meaning=meaning,
-            state_names=state_names,
-            shown=shown,
-        )
+        meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
+        run = ReplayRun(engine, directory, Pictures(chosen.image.count, bag.start_ns), meaning, state_names, shown)
+        finish = partial(run.finish, thresholds or Thresholds(), context)
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:
-            # What was replayed is worth keeping; if it cannot even be written, the first error says why.
+            # Keep what was replayed; if it cannot even be written, the first error says why.
             with suppress(OSError):
-                run.finish(incomplete=f"{type(error).__name__}: {error}", **ending)
+                finish(f"{type(error).__name__}: {error}")
             if isinstance(error, OSError):
                 raise UserError(f"replaying {bag.path} to {directory.path} failed: {error}{_HINT}") from error
             raise
         with directory.reporting_errors(_HINT):
-            return run.finish(incomplete=incomplete, **ending)
+            return finish(incomplete)
 
 
 def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: str | None) -> None:
-    """Whether the topics are those that the policy looks at.
-
-    Args:
-        cameras: topics of further cameras, by the policy's names.
-        state_topic: of the robot's state; empty or None: none.
-
-    Raises:
-        UserError: a camera's or the state's topic is missing, or is of none that the policy has.
-    """
+    """Raises a UserError where the topics of further cameras and of the state do not fit the policy's sensors."""
     lead, *others = policy.cameras
     missing = [name for name in others if name not in cameras]
     if missing:
@@ -341,12 +306,12 @@ def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: s
 
 
 def tell(text: str) -> None:
-    """Says something beside the results, on stderr."""
+    """Prints a note on stderr."""
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:
-    """Checks what can be checked before a policy is loaded, which may take minutes."""
+    """Checks the output and the bag before a policy is loaded, which may take minutes."""
     _open_output(out_dir)
     with open_bag(bag_path) as bag:
         choose_topics(bag, topics)
@@ -354,8 +319,7 @@ def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice 
 
 def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str | None, *, progress: bool) -> str:
     """Replays frame by frame; returns why not all of them, empty when all."""
-    total = topics.image.count
-    played = 0
+    total, played = topics.image.count, 0
     with deferred_interruption() as interrupted, progress_bar(shown=progress) as bar:
         task = bar.add_task("replaying", total=total)
         try:
@@ -383,12 +347,7 @@ def _open_output(out_dir: str | Path) -> RunDirectory:
 
 
 def _context(
-    bag: Bag,
-    topics: ReplayTopics,
-    engine: Engine | HostedEngine,
-    *,
-    instruction: str | None,
-    convention: ActionConvention,
+    bag: Bag, topics: ReplayTopics, engine: Engine | HostedEngine, instruction: str | None, convention: ActionConvention
 ) -> dict[str, Any]:
     return {
         "bag": {

@@ -15,12 +15,20 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.reader import BAG_SUFFIXES, open_bag
-from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.lab.evaluation.replay import FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
 from specvla_ros.lab.evaluation.replay_page import write_bags_report
 from specvla_ros.lab.evaluation.replay_summary import BagRow, BagsSummary, FrameRecord, ReplayColumns, summarise
 from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE, RunDirectory, read_lines
+from specvla_ros.lab.evaluation.run_directory import (
+    REPORT_FILE,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    RunDirectory,
+    checkpoint_hashes,
+    file_hashes,
+    head,
+    read_lines,
+)
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, share
@@ -33,7 +41,7 @@ _COMMAND = "replay"
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """What decides the actions: the same settings give the same for the same bag."""
+    """The settings that decide a bag's actions."""
 
     policy: Path  # checkpoint directory
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -57,13 +65,13 @@ class BagJob:
 
 
 def find_bags(given: Sequence[Path]) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """The bags that a user means, by name and sorted, and what lies beside them in a folder of bags.
+    """The bags that a user gives, by name and sorted, and what else lies in a folder of bags.
 
     Args:
         given: bags (a directory with an .mcap or .db3 file or a metadata.yaml, or such a file), or folders of bags.
 
     Raises:
-        UserError: one does not exist, there are no bags, or two have the same name.
+        UserError: one does not exist, or two have the same name.
     """
     bags: list[Path] = []
     left_out: list[str] = []
@@ -130,12 +138,10 @@ def replay_bags(
         left_out: what was found beside the bags, for the summary.
         thresholds: limits over the frames of all bags together.
         rerun: name of the file for Rerun in each bag's folder; empty: none.
-        workers: as of `run_jobs`; each replays one bag after the other.
-        per_engine: workers whose frames one engine packs into its forwards; 0: each has its own.
-        on_bag: called with the name of a bag that has ended, how many have, and how many there are.
+        on_bag: called with the name of a finished bag, the number of finished bags and that of all.
 
     Raises:
-        UserError: the policy, or what it is asked with, is wrong for all bags.
+        UserError: the policy, or a setting, is wrong for all bags.
     """
     directory = RunDirectory(out_dir, _COMMAND)
     hashes = checkpoint_hashes(settings.policy, settings.engine)
@@ -150,18 +156,17 @@ def replay_bags(
                 why[name] = "not replayed: the run ended before"
         except UserError as error:
             why[name] = str(error)
-    gpu = settings.model.device != "cpu"
-    shared = share(partial(host_engine, settings), per_engine)
     results = run_jobs(
         replay_bag,
         jobs,
         workers=workers,
         ray=ray,
-        gpu=gpu,
-        shared=shared,
-        name=_job_name,
+        gpu=settings.model.device != "cpu",
+        shared=share(partial(host_engine, settings), per_engine),
+        name=lambda job: job.out.name,
         lost=lambda _, why: why,
     )
+    summarised = partial(_summarise, settings, directory, bags, why, left_out, thresholds or Thresholds())
     done = len(bags) - len(jobs)
     try:
         for job, reason in results:
@@ -173,29 +178,28 @@ def replay_bags(
     except BaseException:
         with suppress(OSError):  # the first error says why
             if resumed or any((directory.path / name).exists() for name in bags):
-                _summarise(settings, directory, bags, why, left_out, thresholds or Thresholds())
+                summarised()
             else:  # what is wrong for every bag leaves nothing behind
                 (directory.path / SETTINGS_FILE).unlink()
                 directory.path.rmdir()
         raise
     with directory.reporting_errors("; the bags so far are kept, and the same command goes on"):
-        return _summarise(settings, directory, bags, why, left_out, thresholds or Thresholds())
+        return summarised()
 
 
 def replay_bag(job: BagJob, host: Host | None = None) -> str:
-    """Replays one bag; returns why not as a whole, empty when it was. The engine is kept for the next one.
-
-    Args:
-        host: an `EngineHost` that several workers share; None: the engine is this process's own.
-    """
-    settings = job.settings
-    engine = _engine(settings, host)
+    """Replays one bag; returns why not as a whole, empty when it was. The engine is kept for the next one."""
+    settings, topics = job.settings, job.settings.topics
+    engine = _engine(settings.policy, settings.model, settings.engine, topics.instruction, host)
+    # What is wrong for all bags is said once.
+    check_senses(engine.target, topics.cameras, topics.state_topic)
+    settings.action.convention(engine.target.unnorm_key, engine.target.codec.dt_s)
     try:
         summary = replay(
             engine,
             job.bag,
             job.out,
-            topics=settings.topics,
+            topics=topics,
             state_names=settings.state_names,
             action=settings.action,
             shown=RerunSettings(job.rerun) if job.rerun else None,
@@ -211,18 +215,8 @@ def host_engine(settings: ReplaySettings, workers: int) -> EngineHost:
     return EngineHost(load_target(settings.policy, **vars(settings.model)), settings.engine, workers)
 
 
-def _engine(settings: ReplaySettings, host: Host | None) -> Engine | HostedEngine:
-    """With all checked that does not depend on the bag: what is wrong for all of them is said once."""
-    topics = settings.topics
-    engine = _engine_of(settings.policy, settings.model, settings.engine, topics.instruction, host)
-    policy = engine.target
-    check_senses(policy, topics.cameras, topics.state_topic)
-    settings.action.convention(policy.unnorm_key, policy.codec.dt_s)
-    return engine
-
-
 @lru_cache(maxsize=1)
-def _engine_of(
+def _engine(
     directory: Path, model: ModelSettings, settings: EngineSettings, instruction: str | None, host: Host | None
 ) -> Engine | HostedEngine:
     engine = HostedEngine(host) if host is not None else Engine(load_target(directory, **vars(model)), settings)
@@ -233,16 +227,8 @@ def _engine_of(
     return engine
 
 
-def _job_name(job: BagJob) -> str:
-    return job.out.name
-
-
 def _is_replayed(bag: Path, out: Path, hashes: Mapping[str, Any]) -> bool:
-    """Whether a folder holds the whole replay of this bag.
-
-    Raises:
-        UserError: the bag cannot be read, or the folder holds something else.
-    """
+    """Whether a folder holds the whole replay of this bag; a UserError where it holds something else."""
     with open_bag(bag) as opened:
         files = file_hashes(opened.files)
     directory = RunDirectory(out, _COMMAND)
@@ -264,7 +250,7 @@ def _summarise(
     left_out: Sequence[str],
     thresholds: Thresholds,
 ) -> BagsSummary:
-    """Summary and report, from what lies in the folders of the bags."""
+    """Summary and report, from the results in the bags' folders."""
     rows: list[BagRow] = []
     together: ReplayColumns | None = None
     context: dict[str, Any] = {"settings": settings.as_json(), "policy": {"checkpoint": str(settings.policy)}, **head()}
@@ -284,16 +270,9 @@ def _summarise(
         of_bag = {key: found[key] for key in ("bag", "policy", "hardware")}
         context["policy"] = found["policy"]
         incomplete = why.get(name) or found["incomplete"]
-        alone = summarise(
-            columns,
-            frames_in_bag=found["frames_in_bag"],
-            thresholds=Thresholds(),
-            incomplete=incomplete,
-            context=of_bag,
-        )
+        alone = summarise(columns, found["frames_in_bag"], Thresholds(), incomplete, of_bag)
         rows.append(BagRow(name, str(bag), incomplete, alone))
-    columns = together or ReplayColumns((), 0)
-    total = summarise(columns, frames_in_bag=in_bags, thresholds=thresholds, incomplete="", context=context)
+    total = summarise(together or ReplayColumns((), 0), in_bags, thresholds, "", context)
     summary = BagsSummary(tuple(rows), total, tuple(left_out))
     try:
         write_bags_report(directory.path / REPORT_FILE, summary)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a replay: figures, limits, latencies and actions beside the recorded ones, of one bag or of many."""
+"""The pages of a replay, of one bag or of many: limits, latencies, and actions beside the recorded ones."""
 
 import base64
 import io
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -14,20 +15,7 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
-from specvla_ros.lab.evaluation.page import (
-    AMBER,
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    RED,
-    plot,
-    provenance,
-    recording,
-    subplots,
-    table,
-    write_page,
-)
+from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.replay_summary import (
     LATENCY_INTERVAL,
     RATE_INTERVAL,
@@ -39,9 +27,10 @@ from specvla_ros.lab.evaluation.replay_summary import (
     ReplaySummary,
 )
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE
+from specvla_ros.lab.plans import Thresholds
 
 _UNITS = {"x": "m", "y": "m", "z": "m", "roll": "rad", "pitch": "rad", "yaw": "rad"}
-_STAGE_COLOURS = dict(zip(STAGES, (GREY, AMBER, BLUE, GREEN), strict=True))
+_STAGE_COLOURS = dict(zip(STAGES, (page.GREY, page.AMBER, page.BLUE, page.GREEN), strict=True))
 _PLOT_COLUMNS = 2
 _MAX_PICTURES = 300
 _PICTURE_SIZE = (240, 240)  # pixels at most
@@ -101,7 +90,7 @@ _SCRUBBER = """
 
 @dataclass
 class Pictures:
-    """Small camera pictures of a replay with what was asked and answered, evenly spaced over the bag."""
+    """Small camera images of a replay with instruction and action, evenly spaced over the bag."""
 
     frames: int
     start_ns: int  # bag time that counts as 0 s
@@ -132,43 +121,39 @@ def _jpeg(image: np.ndarray) -> str:
 
 
 def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColumns, pictures: Pictures) -> None:
-    """Writes the page."""
+    """Writes the page of one bag."""
     parts = [
-        f"<p class=note>{escape(summary.context['policy']['checkpoint'])}, {escape(summary.context['date'])}</p>",
-        _verdict(summary),
+        _checkpoint(summary),
+        _verdict(summary.failures, summary.thresholds, "The whole bag was replayed"),
         "<h2>Frames</h2>",
-        table(("", "frames"), frame_rows(summary)),
+        page.table(("", "frames"), _frame_rows(summary)),
         _drop_plot(columns) if columns.dropped else "",
         "<h2>Latency</h2>",
-        f"<p class=note>Measured {escape(LATENCY_INTERVAL)}</p>",
-        table(("stage", "p50 ms", "p95 ms", "p99 ms", "mean ms", "max ms"), latency_rows(summary)),
-        f"<p>{summary.action_rate_hz:.2f} {escape(RATE_INTERVAL)}.</p>",
+        _latency(summary),
         _latency_plot(columns) if columns.frame else "",
         "<h2>Actions</h2>",
-        comparison(summary),
+        _comparison(summary),
         _actions(columns, pictures),
-        recording(summary.context.get("recording")),
-        provenance(summary.context),
+        page.recording(summary.context.get("recording")),
+        page.provenance(summary.context),
     ]
-    write_page(path, f"Replay of {Path(summary.context['bag']['path']).name}", parts)
+    page.write_page(path, f"Replay of {Path(summary.context['bag']['path']).name}", parts)
 
 
-def _verdict(summary: ReplaySummary) -> str:
-    if not summary.failures:
-        limits = [limit for limit in vars(summary.thresholds).values() if limit is not None]
-        kept = "all limits kept" if limits else "no limits were set"
-        return f"<p class='verdict passed'>The whole bag was replayed; {kept}.</p>"
-    reasons = "".join(f"<li>{escape(failure)}</li>" for failure in summary.failures)
-    return f"<div class='verdict failed'>The replay failed:<ul>{reasons}</ul></div>"
+def _checkpoint(summary: ReplaySummary) -> str:
+    return f"<p class=note>{escape(summary.context['policy']['checkpoint'])}, {escape(summary.context['date'])}</p>"
 
 
-def frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
-    """What became of the frames, for a table of two columns."""
-    rows = [
-        ("in the bag", str(summary.frames_in_bag)),
-        ("replayed", str(summary.frames)),
-        ("with an action", str(summary.actions)),
-    ]
+def _verdict(failures: Sequence[str], thresholds: Thresholds, whole: str) -> str:
+    if failures:
+        return page.verdict("failed", "The replay failed:", failures)
+    limited = any(limit is not None for limit in vars(thresholds).values())
+    return page.verdict("passed", f"{whole}; {'all limits kept' if limited else 'no limits were set'}.")
+
+
+def _frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
+    frames = {"in the bag": summary.frames_in_bag, "replayed": summary.frames, "with an action": summary.actions}
+    rows = [(name, str(count)) for name, count in frames.items()]
     for reason, count in summary.drops.items():
         if count:
             example = summary.drop_examples.get(reason, "")
@@ -176,28 +161,29 @@ def frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
     return rows
 
 
-def latency_rows(summary: ReplaySummary) -> list[tuple[str, ...]]:
-    """The latency of each stage in ms, for a table of six columns."""
+def _latency(summary: ReplaySummary) -> str:
+    """The latency of each stage, and the rate."""
     statistics = ("p50", "p95", "p99", "mean", "max")
-    return [
+    rows = [
         (stage, *(f"{seconds[name] * 1e3:.2f}" for name in statistics)) for stage, seconds in summary.latency_s.items()
     ]
+    return (
+        f"<p class=note>Measured {escape(LATENCY_INTERVAL)}</p>"
+        + page.table(("stage", *(f"{name} ms" for name in statistics)), rows)
+        + f"<p>{summary.action_rate_hz:.2f} {escape(RATE_INTERVAL)}.</p>"
+    )
 
 
-def _one_decimal(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
-def comparison(summary: ReplaySummary) -> str:
+def _comparison(summary: ReplaySummary) -> str:
     """The table of the actions beside the recorded ones, or why there is none."""
     if not summary.compared:
         return "<p>The bag has no recorded action of the policy's length to compare with.</p>"
     rows = [
-        (name, _UNITS.get(name, ""), f"{error:.5f}", _one_decimal(summary.mean_bin_distance.get(name)))
+        (name, _UNITS.get(name, ""), f"{error:.5f}", page.cell(summary.mean_bin_distance.get(name), ".1f"))
         for name, error in summary.mean_abs_error.items()
     ]
     note = f"Means over {summary.compared} actions. A dimension has 256 bins over its range."
-    return f"<p class=note>{note}</p>" + table(("dimension", "unit", "mean |error|", "mean bin distance"), rows)
+    return f"<p class=note>{note}</p>" + page.table(("dimension", "unit", "mean |error|", "mean bin distance"), rows)
 
 
 def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
@@ -206,12 +192,11 @@ def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
         return drawn
     # No text of a bag may end the script element.
     frames, names = (json.dumps(each).replace("<", "\\u003c") for each in (pictures.shown, columns.names))
-    note = (
-        f"Pictures of {len(pictures.shown)} of {columns.frames} frames. Move the slider, or the pointer over the plots."
-    )
+    shown = len(pictures.shown)
+    note = f"Pictures of {shown} of {columns.frames} frames. Move the slider, or the pointer over the plots."
     return (
         f"{_SCRUBBER_STYLE}<p class=note>{note}</p><div class=scrubber><div><img id=picture alt='camera picture'>"
-        f"<input id=slider type=range min=0 max={len(pictures.shown) - 1} value=0 aria-label=frame><p id=caption></p>"
+        f"<input id=slider type=range min=0 max={shown - 1} value=0 aria-label=frame><p id=caption></p>"
         f"<table id=numbers data-names='{escape(names)}'><thead><tr><th><th>decoded<th>recorded</thead><tbody></tbody>"
         f"</table></div><div>{drawn}</div></div><script id=frames type='application/json'>{frames}</script>{_SCRUBBER}"
     )
@@ -219,45 +204,39 @@ def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
 
 def _drop_plot(columns: ReplayColumns) -> str:
     counts = Counter(reason.value for _, reason in columns.dropped)
-    drawn = subplots(cols=2, column_widths=[0.32, 0.68], subplot_titles=("dropped frames", "which"))
-    drawn.add_bar(x=list(counts.values()), y=list(counts), orientation="h", marker_color=RED, row=1, col=1)
-    drawn.add_scatter(
-        x=[frame for frame, _ in columns.dropped],
-        y=[reason.value for _, reason in columns.dropped],
-        mode="markers",
-        marker=dict(color=RED, symbol="x"),
-        row=1,
-        col=2,
-    )
+    drawn = page.subplots(cols=2, column_widths=[0.32, 0.68], subplot_titles=("dropped frames", "which"))
+    drawn.add_bar(x=list(counts.values()), y=list(counts), orientation="h", marker_color=page.RED, row=1, col=1)
+    frames, reasons = zip(*((frame, reason.value) for frame, reason in columns.dropped), strict=True)
+    drawn.add_scatter(x=frames, y=reasons, mode="markers", marker=dict(color=page.RED, symbol="x"), row=1, col=2)
     drawn.update_xaxes(title_text="frames", col=1)
     drawn.update_xaxes(title_text="frame", range=[-0.5, columns.frames - 0.5], col=2)
     drawn.update_yaxes(automargin=True)
-    return plot(drawn, 180 + 40 * len(counts), showlegend=False)
+    return page.plot(drawn, 180 + 40 * len(counts), showlegend=False)
 
 
 def _latency_plot(columns: ReplayColumns) -> str:
     total_ms, *stages_ms = np.array(columns.latency_s).T * 1e3
-    drawn = subplots(cols=2, column_widths=[0.68, 0.32], subplot_titles=("by frame", "distribution of the total"))
+    drawn = page.subplots(cols=2, column_widths=[0.68, 0.32], subplot_titles=("by frame", "distribution of the total"))
     for stage, milliseconds in zip(STAGES, stages_ms, strict=True):
         line = dict(width=0.5, color=_STAGE_COLOURS[stage])
         drawn.add_scatter(x=columns.frame, y=milliseconds, name=stage, stackgroup="stages", line=line, row=1, col=1)
-    drawn.add_scatter(x=columns.frame, y=total_ms, name="total", line=dict(width=1, color=INK), row=1, col=1)
-    drawn.add_histogram(x=total_ms, name="total", marker_color=GREY, showlegend=False, row=1, col=2)
+    drawn.add_scatter(x=columns.frame, y=total_ms, name="total", line=dict(width=1, color=page.INK), row=1, col=1)
+    drawn.add_histogram(x=total_ms, name="total", marker_color=page.GREY, showlegend=False, row=1, col=2)
     drawn.update_xaxes(title_text="frame", col=1)
     drawn.update_xaxes(title_text="latency [ms]", col=2)
     drawn.update_yaxes(title_text="latency [ms]", rangemode="tozero", col=1)
     drawn.update_yaxes(title_text="frames", col=2)
-    return plot(drawn, 380)
+    return page.plot(drawn, 380)
 
 
 def _action_plot(columns: ReplayColumns) -> str:
-    """Each dimension over the bag's time, beside the recorded action where there is one."""
-    series = [("decoded", BLUE, np.array(columns.values))]
+    """Each dimension over the bag's time, decoded and recorded."""
+    series = [("decoded", page.BLUE, np.array(columns.values))]
     if columns.compared.any():
-        series.append(("recorded", RED, np.array(columns.recorded)))
+        series.append(("recorded", page.RED, np.array(columns.recorded)))
     rows = -(-len(columns.names) // _PLOT_COLUMNS)
     titles = [f"{name} [{_UNITS[name]}]" if name in _UNITS else name for name in columns.names]
-    drawn = subplots(rows, _PLOT_COLUMNS, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.07)
+    drawn = page.subplots(rows, _PLOT_COLUMNS, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.07)
     mode = "lines+markers" if len(columns.frame) < 200 else "lines"  # a single point is invisible as a line
     for dimension in range(len(columns.names)):
         row, col = divmod(dimension, _PLOT_COLUMNS)
@@ -276,42 +255,31 @@ def _action_plot(columns: ReplayColumns) -> str:
             )
     drawn.update_xaxes(title_text="bag time [s]", row=rows)
     drawn.update_yaxes(exponentformat="power")
-    return plot(drawn, 80 + 190 * rows, name="actions", legend=dict(orientation="h", y=1.06, x=0))
+    return page.plot(drawn, 80 + 190 * rows, name="actions", legend=dict(orientation="h", y=1.06, x=0))
 
 
 BAGS_HEAD = ("bag", "frames", "actions", "p50 ms", "p95 ms", "actions/s", "bins off", "replay")
 
 
 def write_bags_report(path: Path, summary: BagsSummary) -> None:
-    """Writes the page."""
+    """Writes the page of many bags."""
     total = summary.total
     parts = [
-        f"<p class=note>{escape(total.context['policy']['checkpoint'])}, {escape(total.context['date'])}</p>",
-        _bags_verdict(summary),
+        _checkpoint(total),
+        _verdict(summary.failures, total.thresholds, f"All of {len(summary.rows)} bags were replayed as a whole"),
         "<h2>Bags</h2>",
-        table(BAGS_HEAD, [bag_cells(row) for row in summary.rows]),
+        page.table(BAGS_HEAD, [bag_cells(row) for row in summary.rows]),
         _links(path.parent, summary),
         _bags_plot(summary) if total.actions else "",
         "<h2>Frames of all bags</h2>",
-        table(("", "frames"), frame_rows(total)),
+        page.table(("", "frames"), _frame_rows(total)),
         "<h2>Latency over all bags</h2>",
-        f"<p class=note>Measured {escape(LATENCY_INTERVAL)}</p>",
-        table(("stage", "p50 ms", "p95 ms", "p99 ms", "mean ms", "max ms"), latency_rows(total)),
-        f"<p>{total.action_rate_hz:.2f} {escape(RATE_INTERVAL)}.</p>",
+        _latency(total),
         "<h2>Actions beside the recorded ones</h2>",
-        comparison(total),
-        provenance(total.context),
+        _comparison(total),
+        page.provenance(total.context),
     ]
-    write_page(path, f"Replay of {len(summary.rows)} bags", parts)
-
-
-def _bags_verdict(summary: BagsSummary) -> str:
-    if summary.failures:
-        reasons = "".join(f"<li>{escape(failure)}</li>" for failure in summary.failures)
-        return f"<div class='verdict failed'>The replay failed:<ul>{reasons}</ul></div>"
-    limits = [limit for limit in vars(summary.total.thresholds).values() if limit is not None]
-    kept = "all limits kept" if limits else "no limits were set"
-    return f"<p class='verdict passed'>All of {len(summary.rows)} bags were replayed as a whole; {kept}.</p>"
+    page.write_page(path, f"Replay of {len(summary.rows)} bags", parts)
 
 
 def bag_cells(row: BagRow) -> tuple[str, ...]:
@@ -335,21 +303,20 @@ def bag_cells(row: BagRow) -> tuple[str, ...]:
 def _links(directory: Path, summary: BagsSummary) -> str:
     there = [row.name for row in summary.rows if (directory / row.name / REPORT_FILE).exists()]
     pages = ", ".join(f"<a href='{quote(name)}/{REPORT_FILE}'>{escape(name)}</a>" for name in there)
+    text = f"<p>Reports of single bags: {pages}.</p>" if pages else ""
     beside = ", ".join(map(escape, summary.left_out))
-    return (f"<p>Reports of single bags: {pages}.</p>" if pages else "") + (
-        f"<p class=note>Beside the bags, and no bags: {beside}.</p>" if beside else ""
-    )
+    return text + (f"<p class=note>Beside the bags, and no bags: {beside}.</p>" if beside else "")
 
 
 def _bags_plot(summary: BagsSummary) -> str:
     rows = [(row.name, row.summary) for row in summary.rows if row.summary is not None and row.summary.actions]
     names = [name for name, _ in rows]
-    drawn = subplots(2, 1, subplot_titles=("latency: p50 and p95", "frames without an action"), shared_xaxes=True)
-    for statistic, colour in (("p50", GREY), ("p95", BLUE)):
+    drawn = page.subplots(2, 1, subplot_titles=("latency: p50 and p95", "frames without an action"), shared_xaxes=True)
+    for statistic, colour in (("p50", page.GREY), ("p95", page.BLUE)):
         latency_ms = [found.latency_s["total"][statistic] * 1e3 for _, found in rows]
         drawn.add_bar(x=names, y=latency_ms, name=statistic, marker_color=colour, row=1, col=1)
     dropped = [found.frames - found.actions for _, found in rows]
-    drawn.add_bar(x=names, y=dropped, name="no action", marker_color=RED, row=2, col=1)
+    drawn.add_bar(x=names, y=dropped, name="no action", marker_color=page.RED, row=2, col=1)
     drawn.update_yaxes(title_text="latency [ms]", rangemode="tozero", row=1)
     drawn.update_yaxes(title_text="frames", rangemode="tozero", row=2)
-    return plot(drawn.update_xaxes(automargin=True), 520)
+    return page.plot(drawn.update_xaxes(automargin=True), 520)

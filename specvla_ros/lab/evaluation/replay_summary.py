@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay found: each frame's result, the figures over all of them, and which limits they break."""
+"""The results of a replay: each frame's, the figures over all frames, and the limits that they break."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from specvla_ros.models.codecs.codec import Codec
 
 @dataclass(frozen=True)
 class FrameRecord:
-    """How one frame ended: a line of frames.jsonl, in the units of VlaAction.msg and DecodeStats.msg."""
+    """The result of one frame: a line of frames.jsonl, in the units of VlaAction.msg and DecodeStats.msg."""
 
     frame: int  # index of the image in the bag
     time_ns: int  # bag time of the image
@@ -41,11 +41,10 @@ class FrameRecord:
 
     @staticmethod
     def from_frame(frame: BagFrame, *, stamp_ns: int | None, total_s: float, **ending: Any) -> "FrameRecord":
-        """The record of a frame of a bag with the fields that its ending fills."""
+        """The record of a frame of a bag; `ending` are the fields of an action or a drop."""
         recorded: list[float | None] | None = None
         if frame.recorded is not None:  # JSON has no NaN
             recorded = [value if math.isfinite(value) else None for value in frame.recorded]
-        known = {"seq": None, "drop": None} | ending
         return FrameRecord(
             frame=frame.index,
             time_ns=frame.image.time_ns,
@@ -54,19 +53,19 @@ class FrameRecord:
             instruction=frame.instruction,
             total_s=total_s,
             recorded=recorded,
-            **known,
+            **{"seq": None, "drop": None} | ending,
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The line, without what only actions have where there is none."""
+        """The line, without an action's fields where there is none."""
         required = {each.name for each in fields(self) if each.default is MISSING}
         return {name: value for name, value in vars(self).items() if value is not None or name in required}
 
 
 def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
-    """An action beside the recorded one: error and, of a policy that writes bins, bin_distance of its FrameRecord.
+    """The fields `error` and, for a policy that writes bins, `bin_distance`: a chunk's first action, and the recorded.
 
-    Empty where the recorded one is missing, not finite or of another length. Of a chunk the first action counts.
+    Empty where the recorded one is missing, not finite or of another length.
     """
     if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
         return {}
@@ -88,7 +87,7 @@ RATE_INTERVAL = "actions per second of decoding, frame after frame, without read
 
 @dataclass
 class ReplayColumns:
-    """The numbers of every frame, column by column, as summary and report need them."""
+    """The numbers of every frame, column by column."""
 
     names: tuple[str, ...]
     start_ns: int  # bag time that counts as 0 s
@@ -96,7 +95,7 @@ class ReplayColumns:
     drops: DropCounter = field(default_factory=DropCounter)
     examples: dict[DropReason, str] = field(default_factory=dict)  # the first detail of each reason
     dropped: list[tuple[int, DropReason]] = field(default_factory=list)  # frame index and reason of each dropped frame
-    # index of each action's frame. The columns below have one row per action, too
+    # index of each action's frame; the columns below have one row per action, too
     frame: list[int] = field(default_factory=list)
     time_s: list[float] = field(default_factory=list)  # bag time of the image
     latency_s: list[tuple[float, ...]] = field(default_factory=list)  # total, then one per stage
@@ -155,29 +154,31 @@ class ReplaySummary:
     context: Mapping[str, Any]
 
     @property
+    def silent(self) -> bool:
+        """Whether there were frames, and none gave an action."""
+        return self.frames > 0 and not self.actions
+
+    @property
     def failures(self) -> tuple[str, ...]:
         """Why the replay counts as failed, in sentences; empty: it does not."""
         failures = [self.incomplete] if self.incomplete else []
-        faults = self.drops[DropReason.ENGINE_FAULT.value]
-        if faults:
-            example = self.drop_examples[DropReason.ENGINE_FAULT.value]
-            failures.append(
-                f"{faults} of {self.frames} frames ended in a fault of the engine, the first one: {example}"
-            )
-        if self.frames and not self.actions:
+        fault = DropReason.ENGINE_FAULT.value
+        if self.drops[fault]:
+            of_frames = f"{self.drops[fault]} of {self.frames} frames ended in a fault of the engine"
+            failures.append(f"{of_frames}, the first one: {self.drop_examples[fault]}")
+        if self.silent:
             failures.append(f"not one of {self.frames} frames gave an action: {_drops_in_words(self)}")
         return (*failures, *_exceeded(self))
 
     def as_json(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("thresholds", "context")}
-        own["failures"] = self.failures
         intervals = {"latency_interval": LATENCY_INTERVAL, "action_rate_interval": RATE_INTERVAL}
-        return {**own, **intervals, "thresholds": asdict(self.thresholds), **self.context}
+        return own | {"failures": self.failures, **intervals, "thresholds": asdict(self.thresholds), **self.context}
 
 
 @dataclass(frozen=True)
 class BagRow:
-    """What became of a bag."""
+    """The result of one bag."""
 
     name: str
     path: str
@@ -186,22 +187,15 @@ class BagRow:
     summary: ReplaySummary | None = None
 
     @property
-    def silent(self) -> bool:
-        """Whether its frames gave no action at all."""
-        return self.summary is not None and bool(self.summary.frames) and not self.summary.actions
-
-    @property
     def passed(self) -> bool:
-        """Whether it gave what it should; limits are over all bags."""
+        """Whether it was replayed as a whole, with actions; limits are over all bags."""
         return not self.why and self.summary is not None and not self.summary.failures
 
     def as_json(self) -> dict[str, Any]:
-        """Without what the summary of all says once."""
-        row: dict[str, Any] = {"path": self.path, "why": self.why}
-        if self.summary is None:
-            return row
-        found = self.summary.as_json()
+        """Without what the summary of all bags holds once."""
+        found = {} if self.summary is None else self.summary.as_json()
         same = ("thresholds", "incomplete", "names", "latency_interval", "action_rate_interval")
+        row: dict[str, Any] = {"path": self.path, "why": self.why}
         return row | {name: value for name, value in found.items() if name not in same}
 
 
@@ -216,12 +210,13 @@ class BagsSummary:
     @property
     def failures(self) -> tuple[str, ...]:
         """Why the replay counts as failed, in sentences; empty: it does not."""
-        why = {row.name: row.why for row in self.rows if row.why}
-        if self.total.actions:  # else all together says it
-            why |= {row.name: "not one of its frames gave an action" for row in self.rows if row.silent and not row.why}
         by_reason: dict[str, list[str]] = {}
-        for name, reason in why.items():
-            by_reason.setdefault(reason, []).append(name)
+        for row in self.rows:
+            if row.why:
+                by_reason.setdefault(row.why, []).append(row.name)
+        if self.total.actions:  # otherwise `total` has this failure itself
+            silent = [row.name for row in self.rows if not row.why and row.summary and row.summary.silent]
+            by_reason |= {"not one of its frames gave an action": silent} if silent else {}
         return (*(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()), *self.total.failures)
 
     def as_json(self) -> dict[str, Any]:
@@ -230,12 +225,7 @@ class BagsSummary:
 
 
 def summarise(
-    columns: ReplayColumns,
-    *,
-    frames_in_bag: int,
-    thresholds: Thresholds,
-    incomplete: str,
-    context: Mapping[str, Any],
+    columns: ReplayColumns, frames_in_bag: int, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]
 ) -> ReplaySummary:
     """The summary of the frames."""
     compared = columns.compared
@@ -270,19 +260,17 @@ def _per_dimension(names: tuple[str, ...], rows: np.ndarray) -> dict[str, float]
 def _exceeded(summary: ReplaySummary) -> list[str]:
     limits = summary.thresholds
     failures = []
-    p95_s = summary.latency_s.get("total", {}).get("p95")
-    if limits.max_p95_latency_s is not None and p95_s is not None and p95_s > limits.max_p95_latency_s:
-        failures.append(f"the p95 latency is {p95_s:.4f} s, the limit is {limits.max_p95_latency_s:g} s")
+    limit, p95_s = limits.max_p95_latency_s, summary.latency_s.get("total", {}).get("p95")
+    if limit is not None and p95_s is not None and p95_s > limit:
+        failures.append(f"the p95 latency is {p95_s:.4f} s, the limit is {limit:g} s")
     fraction = 1 - summary.actions / summary.frames if summary.frames else 0.0
-    if limits.max_drop_fraction is not None and fraction > limits.max_drop_fraction:
-        failures.append(
-            f"{fraction:.1%} of the frames gave no action, the limit is {limits.max_drop_fraction:.1%}: "
-            + _drops_in_words(summary)
-        )
-    if limits.min_action_rate_hz is not None and summary.action_rate_hz < limits.min_action_rate_hz:
-        failures.append(
-            f"the action rate is {summary.action_rate_hz:.2f} Hz, the limit is {limits.min_action_rate_hz:g} Hz"
-        )
+    limit = limits.max_drop_fraction
+    if limit is not None and fraction > limit:
+        drops = _drops_in_words(summary)
+        failures.append(f"{fraction:.1%} of the frames gave no action, the limit is {limit:.1%}: {drops}")
+    limit, rate = limits.min_action_rate_hz, summary.action_rate_hz
+    if limit is not None and rate < limit:
+        failures.append(f"the action rate is {rate:.2f} Hz, the limit is {limit:g} Hz")
     limit = limits.max_bin_distance
     if limit is not None and not summary.mean_bin_distance:
         why = "this policy does not answer in bins"

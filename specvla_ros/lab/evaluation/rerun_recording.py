@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as Rerun shows it: camera, instruction, actions and speeds against limits, latency by stage, drafts.
+"""A run in Rerun: camera, instruction, actions and speeds against limits, latency by stage, drafts. Needs no ROS.
 
-Needs no ROS. The library, `rerun-sdk`, is optional and imported here alone.
+The library, `rerun-sdk`, is optional and imported here alone.
 """
 
 import re
@@ -25,7 +25,7 @@ _TIMELINE = "stamp"  # the image's, for it and for all that answers it; a comman
 _STAGES = ("receive_s", "wait_s", "vision_s", "prefill_s", "decode_s", "publish_s", "latency_s")
 _CURVES = ("action", "speed/linear", "speed/angular", "latency", "decoding", "dropped")
 _JPEG_QUALITY = 80
-_FLUSH_S = 5.0  # a viewer that hangs must not hold up who shows something
+_FLUSH_S = 5.0  # a viewer that hangs must not hold up the run
 _WINDOW_S, _SHORTEST_S = 0.1, 0.04
 _FIGURE = re.compile(r"[-+]?[0-9.]+")
 
@@ -42,11 +42,7 @@ class RerunSettings:
     )
 
     def check(self) -> None:
-        """Whether there is anywhere to show it.
-
-        Raises:
-            UserError: there is not.
-        """
+        """Raises a UserError where there is nowhere to show it."""
         if not self.out and not self.viewer:
             raise UserError(
                 "say where to show it: set 'out' to a file such as run.rrd, or 'viewer' to a viewer's address"
@@ -56,11 +52,7 @@ class RerunSettings:
 
 
 def require_rerun() -> None:
-    """Refuses to show anything where the library is missing.
-
-    Raises:
-        UserError: it is.
-    """
+    """Raises a UserError where the library is missing."""
     try:
         import rerun.blueprint  # noqa: F401
     except ModuleNotFoundError as error:
@@ -96,20 +88,19 @@ class RerunRecording:
         self._texts: dict[str, str] = {}
 
     def add_image(self, stamp_ns: int, rgb: np.ndarray) -> None:
-        """Shows a picture, RGB uint8 [height, width, 3]."""
+        """Shows an image, RGB uint8 [height, width, 3]."""
         self._at(stamp_ns)
-        picture = self._rerun.Image(np.ascontiguousarray(rgb)).compress(jpeg_quality=_JPEG_QUALITY)
-        self._stream.log("camera", picture)
+        self._stream.log("camera", self._rerun.Image(np.ascontiguousarray(rgb)).compress(jpeg_quality=_JPEG_QUALITY))
 
     def add_action(self, stamp_ns: int, action: Any) -> None:
-        """Shows an action: a VlaAction, or what has its fields."""
+        """Shows an action: a VlaAction, or an object with its fields."""
         self._at(stamp_ns)
         if self._is_new("instruction", action.instruction):
             self._stream.log("instruction", self._rerun.TextDocument(action.instruction))
         self.add_curves(stamp_ns, action_curves(action))
 
     def add_stats(self, stamp_ns: int, stats: Any) -> None:
-        """Shows how an action was decoded: a DecodeStats, or what has its fields."""
+        """Shows how an action was decoded: a DecodeStats, or an object with its fields."""
         self.add_curves(stamp_ns, decoding_curves(stats))
 
     def add_curves(self, stamp_ns: int, values: Mapping[str, float]) -> None:
@@ -119,13 +110,13 @@ class RerunRecording:
             self._stream.log(path, self._rerun.Scalars(value))
 
     def add_state(self, stamp_ns: int, path: str, text: str) -> None:
-        """Adds a line to a log when it says something else than the one before, figures apart."""
+        """Adds a line to a log when it differs from the one before in more than its numbers."""
         if self._is_new(path, _FIGURE.sub("", text)):
             self._at(stamp_ns)
             self._stream.log(path, self._rerun.TextLog(text))
 
     def close(self) -> str:
-        """Writes out what is held back; returns what of it got lost, in words, or nothing."""
+        """Writes out what is held back; returns in words what got lost, or nothing."""
         try:
             self._stream.flush(timeout_sec=_FLUSH_S)
         except (OSError, RuntimeError) as error:  # a viewer that was closed, or never listened
@@ -143,7 +134,7 @@ class RerunRecording:
 
 
 def action_curves(action: Any) -> dict[str, float]:
-    """An action's first values by their names, the speed that they ask for, and the latency by stage."""
+    """An action's first values by their names, the speed that they command, and the latency by stage."""
     first = dict(zip(action.names, map(float, action.values), strict=False))
     curves = {f"action/{name}": value for name, value in first.items()}
     if action.reference == Reference.DELTA.value and action.action_dt > 0:
@@ -154,7 +145,7 @@ def action_curves(action: Any) -> dict[str, float]:
 
 
 def decoding_curves(stats: Any) -> dict[str, float]:
-    """How many tokens were drafted and accepted, and which frames were dropped."""
+    """The tokens drafted and accepted, and the frames dropped."""
     figures = {
         "drafted": sum(stats.tree_nodes) - len(stats.tree_nodes),  # without the roots
         "accepted": sum(stats.accept_lengths),
@@ -169,21 +160,18 @@ def decoding_curves(stats: Any) -> dict[str, float]:
 
 
 def speed_curves(who: str, linear: float, angular: float) -> dict[str, float]:
-    """Speeds of a tool, m/s and rad/s, that somebody commands or that limit it."""
+    """A tool's commanded speeds or limits, m/s and rad/s."""
     return {f"speed/linear/{who}": linear, f"speed/angular/{who}": angular}
 
 
 class PoseSpeed:
-    """How fast poses move that are commanded one after the other.
-
-    Over a tenth of a second: two neighbours' stamps are as far apart as the clock that they come from ticks.
-    """
+    """The speed of commanded poses, over a tenth of a second: the clock may tick too coarsely for two neighbours."""
 
     def __init__(self) -> None:
         self._poses: deque[tuple[int, Pose]] = deque()
 
     def add(self, stamp_ns: int, pose: Pose) -> tuple[float, float] | None:
-        """Takes the next pose; returns m/s and rad/s, or None while there is too little to tell."""
+        """Takes the next pose; returns m/s and rad/s, or None while there are too few poses."""
         poses = self._poses
         if poses and not 0 <= stamp_ns - poses[-1][0] < _WINDOW_S * 1e9:
             poses.clear()  # silence, or another clock

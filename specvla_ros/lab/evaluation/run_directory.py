@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a command's results: refused when it holds other results, resumed, its files never half written."""
+"""The directory of a command's results, and the files, versions and hardware that they were made with."""
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+import torch
+
+import specvla_ros
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.planning.measure import cpu_name
 from specvla_ros.settings.json_file import load_json, replace_file
+from specvla_ros.speculation.settings import DRAFT_FOLDER
 
 T = TypeVar("T")
 
 SETTINGS_FILE, SUMMARY_FILE, REPORT_FILE = "settings.json", "summary.json", "report.html"
-_RESULTS = (
-    SUMMARY_FILE,
-    REPORT_FILE,
-    "frames.jsonl",
-    "episodes.jsonl",
-    "sweep.json",
-    "calibration.json",
-    "qualify.json",
-)
+_OF_COMMANDS = ("frames.jsonl", "episodes.jsonl", "sweep.json", "calibration.json", "qualify.json")
+_RESULTS = (SUMMARY_FILE, REPORT_FILE, *_OF_COMMANDS)
 
 
 class RunDirectory:
-    """Where one command writes its results.
+    """Where one command writes its results; a file is never half written.
 
     settings.json holds the command and the settings that decide its results. The same command with the same settings
     resumes; anything else is refused. Files that no command writes are left alone.
@@ -51,9 +55,9 @@ class RunDirectory:
             raise UserError(f"{self.path} holds results of {owner}; give another directory with --out, or remove it")
 
     def begin(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Makes the directory, or takes up the run that it holds; returns whether an earlier run is resumed.
+        """Makes the directory, or resumes the run that it holds; returns whether it resumes.
 
-        Without settings, which decide the results, any earlier results of the command are replaced.
+        Without settings, which decide the results, earlier results of the command are replaced.
         """
         self.check()
         described = json.loads(json.dumps({"command": self._command, **(settings or {})}))
@@ -76,16 +80,13 @@ class RunDirectory:
         return True
 
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a JSON file as a whole."""
         replace_file(self.path / name, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
     def read_json(self, name: str) -> Any:
         """The content of a JSON file; None: there is none."""
         path = self.path / name
-        if not path.exists():
-            return None
         try:
-            return load_json(path)
+            return load_json(path) if path.exists() else None
         except UserError as error:
             raise UserError(f"{error}; or remove that directory") from None
 
@@ -136,14 +137,11 @@ def write_line(lines: TextIO, value: Any) -> None:
 
 
 def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
-    """The values of a JSON Lines file; none: it does not exist.
+    """The values of a JSON Lines file that may not exist, without a last line that a killed process cut off.
 
-    A last line that is cut off, as a killed process leaves it, is left out. `parse` raises KeyError, TypeError or
-    ValueError where a line's JSON is damaged.
+    `parse` raises KeyError, TypeError or ValueError where a line's JSON is damaged.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     values: list[T] = []
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -155,3 +153,70 @@ def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
                 break
             raise UserError(f"{path}, line {number} is damaged ({error}); remove the line or the directory") from None
     return values
+
+
+def head() -> dict[str, Any]:
+    """When, with which software and on which machine a result was made."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "software": {
+            "specvla_ros": specvla_ros.__version__,
+            # Built with links, as `make` and colcon do, the package's files lie elsewhere than their repository.
+            "git_revision": git_revision(Path(specvla_ros.__file__).resolve().parent.parent),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "hardware": {
+            "cpu": cpu_name(),
+            "cpu_cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "system": platform.platform(),
+        },
+    }
+
+
+def checkpoint_hashes(checkpoint: Path, engine: EngineSettings) -> dict[str, dict[str, str]]:
+    """SHA-256 of the files that decide the tokens, weights and settings of target and draft head, by path.
+
+    Links to folders are not followed.
+    """
+    draft = engine.draft.head_directory(checkpoint)
+    return {
+        "policy_files": _weight_hashes(checkpoint, without=(checkpoint / DRAFT_FOLDER, draft)),
+        "draft_files": _weight_hashes(draft) if draft is not None and engine.mode != "ar" else {},
+    }
+
+
+def _weight_hashes(folder: Path, without: Sequence[Path | None] = ()) -> dict[str, str]:
+    suffixes = (".json", ".safetensors", ".bin", ".pt", ".pkl", ".npz")
+    found = [path for path in sorted(folder.rglob("*")) if path.suffix in suffixes or path.name == "config.yaml"]
+    return file_hashes([path for path in found if path.is_file() and not set(path.parents) & set(without)], folder)
+
+
+def file_hashes(files: Sequence[Path], root: Path | None = None) -> dict[str, str]:
+    """SHA-256 of each file, by its name, or by its path from a folder above all of them."""
+    hashes = {}
+    for file in files:
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+        hashes[file.relative_to(root).as_posix() if root else file.name] = digest.hexdigest()
+    return hashes
+
+
+def git_revision(repository: Path) -> str | None:
+    """The commit that is checked out, `-dirty` when files differ from it; None when this is no repository's root."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(repository), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # Installed, the package may lie inside somebody else's repository.
+        if Path(git("rev-parse", "--show-toplevel")) != repository.resolve():
+            return None
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -2,7 +2,7 @@
 """`specvla simulate`: a policy acts; success, latency, films."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,16 +13,25 @@ import numpy as np
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, head
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
+from specvla_ros.lab.evaluation.run_directory import (
+    REPORT_FILE,
+    SUMMARY_FILE,
+    RunDirectory,
+    checkpoint_hashes,
+    head,
+    read_lines,
+    write_line,
+)
 from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
-from specvla_ros.lab.jobs.workers import Host, share
-from specvla_ros.lab.plans import SimulatePlan
+from specvla_ros.lab.jobs.workers import Host, Shared, share
+from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
-from specvla_ros.lab.simulation.robot import SimulatedRobot
+from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
+from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, TickTime, read_stage_times, tick_time
+from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
@@ -34,7 +43,7 @@ EPISODES_FILE, FILMS = "episodes.jsonl", "films"
 
 @dataclass(frozen=True)
 class SimulateSettings:
-    """What decides the episodes of a simulation: the same settings give the same episodes."""
+    """The settings that decide the episodes of a simulation."""
 
     policy: Path  # checkpoint directory
     world: str = TABLE  # `table`, or the name of a LIBERO suite
@@ -62,24 +71,19 @@ class EpisodeJob:
 
 
 def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
-    """Runs one episode; engine and robot are kept for the next one in this process.
-
-    Args:
-        host: an `EngineHost` that several workers share; None: the engine is this process's own.
-    """
+    """Runs one episode; the robot, and the engine where no host has it, are kept for the next one in this process."""
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid(), host)
-    pace = pace_of(settings.emulate)
+    rollout = partial(Rollout, engine, robot, settings.clock, pace_of(settings.emulate), time_limit=settings.time_limit)
     if job.film is None:
-        return Rollout(engine, robot, settings.clock, pace, time_limit=settings.time_limit).run(job.task, job.seed)
+        return rollout().run(job.task, job.seed)
     how = settings.clock.value + (f", emulated {settings.emulate}" if settings.emulate else "")
     with Film(job.film, 1.0 / robot.control_dt) as film:
 
         def add_picture() -> None:
             film.add(robot.look(), f"{robot.instruction}  [{how}]" + ("  done" if robot.succeeded() else ""))
 
-        rollout = Rollout(engine, robot, settings.clock, pace, add_picture, time_limit=settings.time_limit)
-        return rollout.run(job.task, job.seed)
+        return rollout(add_picture).run(job.task, job.seed)
 
 
 @lru_cache(maxsize=1)
@@ -88,14 +92,10 @@ def _engine_and_robot(
 ) -> tuple[Engine | HostedEngine, SimulatedRobot]:
     """Those of a process: loading takes longer than an episode."""
     robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface)
-    if host is not None:
-        hosted = HostedEngine(host)
-        _check_actions(hosted.target, robot)
-        return hosted, robot
-    policy = policy_of(settings)
-    _check_actions(policy, robot)
-    engine = Engine(policy, settings.engine)
-    engine.warm_up()
+    engine = HostedEngine(host) if host is not None else Engine(policy_of(settings), settings.engine)
+    _check_actions(engine.target, robot)
+    if isinstance(engine, Engine):
+        engine.warm_up()
     return engine, robot
 
 
@@ -105,35 +105,29 @@ def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
 
 
 def pace_of(emulate: str) -> TickTime:
-    """The seconds that ticks count for: those measured, or those of an emulated device."""
+    """The seconds of ticks: measured, or those of an emulated device."""
     return tick_time(read_stage_times(emulate) if emulate else None)
 
 
 def policy_of(settings: SimulateSettings) -> Target:
-    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite.
+    """Loads the policy; without a key, with the action statistics named as the LIBERO suite.
 
-    Of LIBERO-PRO's, which nobody trains with: of the one that it was made from.
+    For LIBERO-PRO's suites, which nobody trains with, it is the suite that they were made from.
     """
-    from specvla_ros.lab.simulation.libero import original_of
-
     key = settings.model.unnorm_key or ("" if settings.world == TABLE else original_of(settings.world))
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
 def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interface: str = "pose") -> SimulatedRobot:
     """The robot of a world; see `SimulateSettings`."""
-    if world == TABLE:
-        arm = choose_arm(robot)
-        if follow:
-            from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
-
-            return DrivenRobot(arm, interface, Follow(follow))
-        from specvla_ros.lab.simulation.robot import TableRobot
-
+    if world != TABLE:
+        return LiberoRobot()
+    arm = choose_arm(robot)
+    if not follow:
         return TableRobot(arm=arm)
-    from specvla_ros.lab.simulation.libero import LiberoRobot
+    from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
 
-    return LiberoRobot()
+    return DrivenRobot(arm, interface, Follow(follow))
 
 
 def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
@@ -159,18 +153,17 @@ def simulate(
 ) -> SimulateSummary:
     """Runs episodes and writes episodes.jsonl, summary.json, report.html and films.
 
-    Called again with the same settings it runs what is missing: each episode is written when it ends. `on_episode` is
-    called with each new episode, the number of finished episodes and that of all.
+    Called again with the same settings it runs the missing episodes. `on_episode` is called with each new episode, the
+    number of finished episodes and that of all.
     """
     read_config(settings.policy)
-    if settings.emulate:
-        read_stage_times(settings.emulate)
+    pace_of(settings.emulate)  # an unknown device fails here
     if plan.per_engine and settings.clock is Clock.REALTIME:
         raise UserError(f"--per-engine {plan.per_engine} is of --clock lockstep: in real time each robot has its own")
     if settings.world != TABLE and settings.robot != TABLE_ARM.name:
         raise UserError(f"--robot {settings.robot} stands at the table; {settings.world} has a robot of its own")
     if settings.world == TABLE:
-        choose_arm(settings.robot).model()  # a missing package is said here, and not by a worker
+        choose_arm(settings.robot).model()  # a missing package fails here, and not in a worker
     tasks = tasks_of(settings.world, plan.tasks)
     directory = RunDirectory(out, "simulate")
     out = directory.path
@@ -178,34 +171,39 @@ def simulate(
     done = {(each.task, each.seed): each for each in directory.resume_lines(EPISODES_FILE, episode_of)}
     wanted = [(task, plan.first_seed + i) for i in range(plan.episodes) for task in tasks]
     jobs = []
-    for task, seed in wanted:
-        if (task, seed) not in done:
-            film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
-            jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
+    for task, seed in (each for each in wanted if each not in done):
+        film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
+        jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
     with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
         (out / FILMS).mkdir(exist_ok=True)
         try:
-            with directory.append_to(EPISODES_FILE) as lines:
-                gpu = settings.model.device != "cpu"
-                results = run_jobs(
-                    run_job,
-                    jobs,
-                    workers=plan.workers,
-                    ray=plan.ray,
-                    gpu=gpu,
-                    shared=share(partial(host_engine, settings), plan.per_engine),
-                    name=job_name,
-                )
-                for _, result in results:
-                    write_line(lines, asdict(result))
-                    done[result.task, result.seed] = result
-                    on_episode(result, sum(key in done for key in wanted), len(wanted))
+            for result in run_episodes(directory, jobs, plan, share(partial(host_engine, settings), plan.per_engine)):
+                done[result.task, result.seed] = result
+                on_episode(result, sum(key in done for key in wanted), len(wanted))
         finally:
             finished = [done[key] for key in wanted if key in done]
-            summary = summarise_episodes(finished, context=_context(settings, plan))
+            emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
+            context = {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}
+            summary = summarise_episodes(finished, context=context)
             directory.write_json(SUMMARY_FILE, summary.as_json())
             write_simulate_report(out / REPORT_FILE, summary, sorted((out / FILMS).glob("*.mp4")))
     return summary
+
+
+def run_episodes(
+    directory: RunDirectory,
+    jobs: Sequence[EpisodeJob],
+    spread: Spread,
+    shared: Shared | None = None,
+    more: Mapping[str, str] | None = None,
+) -> Iterator[EpisodeResult]:
+    """Runs episodes; each is written to EPISODES_FILE when it ends, with `more` in its line."""
+    gpu = any(job.settings.model.device != "cpu" for job in jobs)
+    how: dict[str, Any] = dict(workers=spread.workers, ray=spread.ray, gpu=gpu, shared=shared)
+    with directory.append_to(EPISODES_FILE) as lines:
+        for _, result in run_jobs(run_job, jobs, name=lambda job: f"{job.task} from seed {job.seed}", **how):
+            write_line(lines, {**(more or {}), **asdict(result)})
+            yield result
 
 
 def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
@@ -213,32 +211,18 @@ def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
     return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, episode_of)}
 
 
-def job_name(job: EpisodeJob) -> str:
-    """What an episode is called in messages."""
-    return f"{job.task} from seed {job.seed}"
-
-
 def episode_of(raw: dict[str, Any]) -> EpisodeResult:
-    """Of a line of EPISODES_FILE."""
+    """The episode in a line of EPISODES_FILE."""
     return EpisodeResult(**raw | {"latency_s": tuple(raw["latency_s"])})
 
 
 def tasks_of(world: str, names: Sequence[str]) -> list[str]:
     """The tasks of a world: those named, or all."""
     if world == TABLE:
-        from specvla_ros.lab.simulation.tasks import choose_tasks
-
         return [task.name for task in choose_tasks(list(names))]
-    from specvla_ros.lab.simulation.libero import require_libero, suite_tasks
-
     known = suite_tasks(world)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(f"there is no task '{unknown[0]}'; the tasks of {world} are: {', '.join(known)}")
     require_libero()
     return list(names) or list(known)
-
-
-def _context(settings: SimulateSettings, plan: SimulatePlan) -> dict[str, object]:
-    emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
-    return {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated episodes: their figures, their films and their page."""
+"""Simulated episodes: figures, films and page."""
 
 import base64
 from collections import Counter
@@ -16,19 +16,10 @@ import plotly.graph_objects as go
 from PIL import Image, ImageDraw
 
 from specvla_ros.engine.tally import DecodeTally, percentiles
-from specvla_ros.lab.evaluation.page import (
-    BLUE,
-    emulation,
-    heatmap,
-    plot,
-    provenance,
-    rate_trace,
-    recording,
-    table,
-    write_page,
-)
+from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.paired import PairedComparison, Rate
 from specvla_ros.lab.simulation.rollout import EpisodeResult
+from specvla_ros.lab.simulation.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -71,28 +62,25 @@ class SimulateSummary:
             "success": self.success.as_json(),
             "listened": self.listened.as_json() if self.listened else None,
             "decode": tally.as_json() | {"tau": tally.tau, "forwards_per_action": tally.forwards_per_action},
-            "context": dict(self.context),
         }
 
 
 def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[str, Any]) -> SimulateSummary:
     """The figures of episodes; tasks in the order of their first episodes."""
     by_task: dict[str, list[EpisodeResult]] = {}
-    for episode in episodes:
-        by_task.setdefault(episode.task, []).append(episode)
-    tasks = {name: _task(name, group) for name, group in by_task.items()}
-    listened = [task.listened for task in tasks.values() if task.listened is not None]
-    latency = [seconds for episode in episodes for seconds in episode.latency_s]
     drops: Counter[str] = Counter()
     for episode in episodes:
+        by_task.setdefault(episode.task, []).append(episode)
         drops.update(episode.drops)
+    tasks = {name: _task(name, group) for name, group in by_task.items()}
+    listened = [task.listened for task in tasks.values() if task.listened is not None]
     world_s = sum(episode.time_s for episode in episodes)
     ages_s = [episode.picture_age_s for episode in episodes if episode.picture_age_s is not None]
     return SimulateSummary(
         tasks=tasks,
         success=Rate(sum(episode.succeeded for episode in episodes), len(episodes)),
         listened=Rate(sum(rate.successes for rate in listened), sum(rate.n for rate in listened)) if listened else None,
-        latency_s=percentiles(latency),
+        latency_s=percentiles([seconds for episode in episodes for seconds in episode.latency_s]),
         picture_age_s=float(np.mean(ages_s)) if ages_s else None,
         action_rate_hz=sum(episode.steps for episode in episodes) / world_s if world_s else 0.0,
         drops=dict(drops),
@@ -103,7 +91,7 @@ def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[st
 
 def _task(name: str, episodes: Sequence[EpisodeResult]) -> TaskSummary:
     done = [episode for episode in episodes if episode.succeeded]
-    named = _named_cube(name)
+    named = next((known.cube for known in TASKS if known.name == name), None)
     listened = Rate(sum(episode.acted_on == named for episode in episodes), len(episodes)) if named else None
     return TaskSummary(
         instruction=episodes[0].instruction,
@@ -117,19 +105,12 @@ def _task(name: str, episodes: Sequence[EpisodeResult]) -> TaskSummary:
     )
 
 
-def _named_cube(task: str) -> str | None:
-    from specvla_ros.lab.simulation.tasks import TASKS
-
-    return next((known.cube for known in TASKS if known.name == task), None)
-
-
 def compare_episodes(
     first: Mapping[tuple[str, int], EpisodeResult], second: Mapping[tuple[str, int], EpisodeResult]
 ) -> PairedComparison:
     """Compares the episodes that both have; see `read_episodes`."""
-    return PairedComparison.from_pairs(
-        [(first[key].succeeded, second[key].succeeded) for key in first if key in second]
-    )
+    pairs = [(first[key].succeeded, second[key].succeeded) for key in first if key in second]
+    return PairedComparison.from_pairs(pairs)
 
 
 _CAPTION_HEIGHT = 22  # pixels
@@ -137,9 +118,9 @@ _EMBEDDED_BYTES = 4 << 20  # of films, so that the report stays one file that a 
 
 
 class Film:
-    """Writes an MP4 file (H.264) that browsers play; also a context manager. The file is complete once closed.
+    """Writes an MP4 file (H.264) that browsers play; as a context manager too. The file is complete once closed.
 
-    Pictures are enlarged by a whole factor, `scale`, so that small ones can be seen.
+    Images are enlarged by a whole factor, `scale`, so that small ones can be seen.
     """
 
     def __init__(self, path: Path, rate_hz: float, scale: int = 2) -> None:
@@ -149,7 +130,7 @@ class Film:
         self._stream: av.VideoStream | None = None
 
     def add(self, image: np.ndarray, caption: str = "") -> None:
-        """Adds a picture, RGB uint8 [height, width, 3], all of one size, with a line of text under it."""
+        """Adds an image, RGB uint8 [height, width, 3], all of one size, with a line of text under it."""
         picture = Image.fromarray(image)
         picture = picture.resize((picture.width * self._scale, picture.height * self._scale), Image.Resampling.NEAREST)
         height = picture.height + _CAPTION_HEIGHT
@@ -160,13 +141,11 @@ class Film:
             self._stream = self._container.add_stream("libx264", rate=self._rate)
             self._stream.width, self._stream.height = framed.size
             self._stream.pix_fmt = "yuv420p"
-        for packet in self._stream.encode(av.VideoFrame.from_image(framed)):
-            self._container.mux(packet)
+        self._container.mux(self._stream.encode(av.VideoFrame.from_image(framed)))
 
     def close(self) -> None:
         if self._stream is not None:
-            for packet in self._stream.encode():
-                self._container.mux(packet)
+            self._container.mux(self._stream.encode())
         self._container.close()
 
     def __enter__(self) -> "Film":
@@ -180,63 +159,54 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
     """Writes the page; small films (MP4 files that exist) are put into it, others are linked."""
     settings = summary.context["settings"]
     listened = f"; the named thing was the one moved in {summary.listened}" if summary.listened else ""
+    success = f"Success {summary.success} over {summary.success.n} episodes, with the 95 % Wilson interval{listened}."
     parts = [
-        emulation(summary.context.get("emulation")),
-        f"<p class=verdict>Success {escape(str(summary.success))} over {summary.success.n} episodes, with the 95 % "
-        f"Wilson interval{escape(listened)}.</p>",
+        page.emulation(summary.context.get("emulation")),
+        page.verdict("", success),
         "<h2>Tasks</h2>",
-        table(
+        page.table(
             ("task", "instruction", "success", "episodes", "moved what it names", "steps", "time s", "roughness"),
             [_task_row(name, summary) for name in summary.tasks],
         ),
-        plot(_success_plot(summary), 320) if summary.tasks else "",
+        page.plot(_success_plot(summary), 320) if summary.tasks else "",
         _acted_on(summary),
         "<h2>Latency</h2>",
         _latency(summary),
         _refused(summary.context.get("refused")),
         _decoding(summary.decode),
         _films(path, films),
-        recording(summary.context.get("recording")),
-        provenance(summary.context),
+        page.recording(summary.context.get("recording")),
+        page.provenance(summary.context),
     ]
     title = f"{settings['world']}: {Path(settings['policy']).name}, {settings['engine']['mode']}, {settings['clock']}"
-    write_page(path, title, parts)
+    page.write_page(path, title, parts)
 
 
 def _task_row(name: str, summary: SimulateSummary) -> tuple[str, ...]:
     task = summary.tasks[name]
-    return (
-        name,
-        task.instruction,
-        str(task.success),
-        str(task.success.n),
-        str(task.listened or ""),
-        f"{task.steps_to_success:.0f}" if task.steps_to_success is not None else "",
-        f"{task.time_to_success_s:.1f}" if task.time_to_success_s is not None else "",
-        f"{task.roughness:.3f}",
-    )
+    success, listened = (str(task.success), str(task.success.n)), str(task.listened or "")
+    steps, time_s = page.cell(task.steps_to_success, ".0f"), page.cell(task.time_to_success_s, ".1f")
+    return name, task.instruction, *success, listened, steps, time_s, f"{task.roughness:.3f}"
 
 
 def _success_plot(summary: SimulateSummary) -> go.Figure:
     drawn = go.Figure()
-    rates = rate_trace([task.success for task in summary.tasks.values()])
-    drawn.add_bar(x=list(summary.tasks), **rates, marker_color=BLUE)
+    rates = page.rate_trace([task.success for task in summary.tasks.values()])
+    drawn.add_bar(x=list(summary.tasks), **rates, marker_color=page.BLUE)
     return drawn.update_yaxes(title_text="success rate", range=[0, 1.05])
 
 
 def _acted_on(summary: SimulateSummary) -> str:
-    """Which thing was moved under which instruction: what the policy listens to."""
+    """The thing that was moved, by instruction."""
     tasks = {task.instruction: task.acted_on for task in summary.tasks.values() if task.acted_on}
     if not tasks:
         return ""
     things = sorted({thing for counts in tasks.values() for thing in counts})
-    shares = [[counts.get(thing, 0) / sum(counts.values()) for thing in things] for counts in tasks.values()]
-    drawn = heatmap(
-        things, list(tasks), shares, [[counts.get(thing, 0) for thing in things] for counts in tasks.values()]
-    )
+    rows = [[counts.get(thing, 0) for thing in things] for counts in tasks.values()]
+    drawn = page.heatmap(things, list(tasks), [[count / sum(row) for count in row] for row in rows], rows)
     drawn.update_yaxes(autorange="reversed", automargin=True)
     note = "The same seeds show every instruction the same scenes: only the words can tell the policy what to move."
-    return f"<h2>What was moved, by instruction</h2><p class=note>{note}</p>" + plot(drawn, 120 + 40 * len(tasks))
+    return f"<h2>What was moved, by instruction</h2><p class=note>{note}</p>" + page.plot(drawn, 120 + 40 * len(tasks))
 
 
 def _latency(summary: SimulateSummary) -> str:
@@ -250,7 +220,7 @@ def _latency(summary: SimulateSummary) -> str:
     drops = "".join(f"; {count} × {escape(reason)}" for reason, count in summary.drops.items())
     return (
         f"<p class=note>Time {escape(summary.context.get('latency', usual))}.</p>"
-        + table(("p50 ms", "p95 ms", "p99 ms", "mean ms"), [row])
+        + page.table(("p50 ms", "p95 ms", "p99 ms", "mean ms"), [row])
         + f"<p>{summary.action_rate_hz:.2f} actions per second of world time{drops}.{followed}</p>"
     )
 
@@ -263,38 +233,38 @@ def _refused(refused: Mapping[str, Mapping[str, int]] | None) -> str:
         "Actions that the driver did not follow; commands that the guard did not let through, and conditions for which "
         "it held the arm. After an episode the world is set back, the arm too: both wait, and begin anew where it is."
     )
-    return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + table(("who", "refused", "times"), rows)
+    return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + page.table(("who", "refused", "times"), rows)
 
 
 def _decoding(tally: DecodeTally) -> str:
-    """Forwards, accept lengths and how far relaxed tokens lie from the target's; empty for plain decoding."""
+    """Forwards, accept lengths, and the distance of relaxed tokens to the target's; empty for plain decoding."""
     if not any(length for _, length in tally.accepted):
         return ""
     accepted = sum(length * count for (_, length), count in tally.accepted.items()) / tally.accepted.total()
     row = (f"{tally.forwards_per_action:.2f}", f"{tally.tau:.2f}", f"{accepted:.2f}")
     parts = [
         "<h2>Decoding</h2>",
-        table(("forwards per action", "tokens per verification forward (τ)", "accept length, mean"), [row]),
+        page.table(("forwards per action", "tokens per verification forward (τ)", "accept length, mean"), [row]),
         _accept_lengths(tally),
     ]
     if any(bins for _, bins in tally.bins_off):
         parts.append("<p class=note>Tokens that are not the target's own choice, by their distance to it.</p>")
-        parts.append(plot(_distance(tally), 300))
+        parts.append(page.plot(_distance(tally), 300))
     return "".join(parts)
 
 
 def _accept_lengths(tally: DecodeTally) -> str:
     positions = sorted({position for position, _ in tally.accepted})
     lengths = range(1 + max(length for _, length in tally.accepted))
-    totals = {at: sum(count for (position, _), count in tally.accepted.items() if position == at) for at in positions}
-    drawn = heatmap(
+    counts = np.array([[tally.accepted[position, length] for position in positions] for length in lengths])
+    drawn = page.heatmap(
         [f"from token {position + 1}" for position in positions],
         [f"{length} accepted" for length in lengths],
-        [[tally.accepted[position, length] / totals[position] for position in positions] for length in lengths],
-        [[tally.accepted[position, length] or "" for position in positions] for length in lengths],
+        (counts / counts.sum(axis=0)).tolist(),
+        [[count or "" for count in row] for row in counts.tolist()],
     )
     drawn.update_yaxes(automargin=True)
-    return plot(drawn, 120 + 30 * len(lengths))
+    return page.plot(drawn, 120 + 30 * len(lengths))
 
 
 def _distance(tally: DecodeTally) -> go.Figure:

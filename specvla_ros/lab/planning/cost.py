@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward costs: bytes, operations and seconds, from a checkpoint's shapes."""
+"""The cost of a forward in bytes, operations and seconds, from a checkpoint's shapes, and the ticks of a device."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency
 from specvla_ros.models.config import DecoderShape, VisionTowerConfig
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.settings import WeightFormat
+
+if TYPE_CHECKING:  # the engine imports torch
+    from specvla_ros.engine.tally import TickWork
 
 # Hugging Face openvla/openvla-7b, config.json: Llama-2-7B with a vocabulary padded to 32064, DINOv2 ViT-L/14 with four
 # registers and SigLIP SoViT-400m/14 at 224 pixels; the towers' shapes are timm's for the names given there.
@@ -25,20 +29,20 @@ OPENVLA_7B = OpenVLAConfig(
     vicuna=False,
 )
 
-
 # BOS, "In: What action should the robot take to …?\nOut:" with an instruction of about ten words, and the space token:
 # with OpenVLA-7B's 256 patches a prompt of 290 rows.
 _TEXT_TOKENS = 34
 _ACTION_TOKENS = 7  # where the checkpoint's statistics do not say
+_COMMITTED = 3  # tokens of an answer that are committed, in the mean
+_MAX_ROWS = 4096  # more than any forward has
+_STEPS = 20
 
 
 def arithmetic_of(weights: WeightFormat) -> Arithmetic:
-    """What products with the decoder's matrices are computed in."""
-    return {
-        WeightFormat.W8A8: Arithmetic.INT8,
-        WeightFormat.W8A8_HADAMARD: Arithmetic.INT8,
-        WeightFormat.FP8: Arithmetic.FP8,
-    }.get(weights, Arithmetic.DENSE)
+    """The number format of products with the decoder's matrices."""
+    if weights in (WeightFormat.W8A8, WeightFormat.W8A8_HADAMARD):
+        return Arithmetic.INT8
+    return Arithmetic.FP8 if weights is WeightFormat.FP8 else Arithmetic.DENSE
 
 
 def weight_bytes(weights: WeightFormat, dtype_bytes: int) -> float:
@@ -74,7 +78,7 @@ class ModelCost:
 
 
 def model_cost(config: OpenVLAConfig) -> ModelCost:
-    """Counts from the shapes that config.json names."""
+    """Counts from the shapes in config.json."""
     llama = config.llama
     layer = _layer_values(llama)
     width = sum(tower.embed_dim for tower in config.towers)
@@ -86,11 +90,10 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
         decoder_values=llama.num_hidden_layers * layer,
         head_values=llama.vocab_size * llama.hidden_size,
         embedding_values=0 if llama.tie_word_embeddings else llama.vocab_size * llama.hidden_size,
-        vision_values=sum(_tower_values(tower) for tower in config.towers) + projector,
+        vision_values=sum(map(_tower_values, config.towers)) + projector,
         decoder_layers=llama.num_hidden_layers,
         vision_layers=sum(tower.depth - 1 for tower in config.towers),
-        vision_operations=sum(_tower_operations(tower) for tower in config.towers)
-        + 2 * projector * config.image_tokens,
+        vision_operations=sum(map(_tower_operations, config.towers)) + 2 * projector * config.image_tokens,
         pictures=len(config.cameras),
         kv_values=llama.num_hidden_layers * kv_values,
         pair_operations=llama.num_hidden_layers * 4 * llama.num_attention_heads * llama.head_dim,
@@ -127,13 +130,9 @@ def _tower_operations(tower: VisionTowerConfig) -> int:
     return 2 * _tower_values(tower) * tokens + attention
 
 
-_MAX_ROWS = 4096  # more than any forward has
-_STEPS = 20
-
-
 @dataclass(frozen=True)
 class Forward:
-    """What goes through the model together."""
+    """The rows that go through the model together."""
 
     prompt_rows: int = 0  # rows of the newest frame's prompt in this forward: all, a chunk, or none
     prompt_before: int = 0  # rows of that prompt that earlier forwards computed
@@ -149,13 +148,6 @@ class Forward:
         return self.prompt_rows + self.nodes
 
 
-def full_pipeline(prompt_rows: int, tokens: int) -> Forward:
-    """ActionFlow's tick: the newest frame's image and prompt, and a token of each of the `tokens` - 1 older frames."""
-    others = tokens - 1
-    prefix_rows = others * prompt_rows + sum(range(others))
-    return Forward(prompt_rows, image=True, trees=others, nodes=others, prefix_rows=prefix_rows)
-
-
 @dataclass(frozen=True)
 class Part:
     """A share of a forward whose reading and computing may overlap."""
@@ -168,7 +160,7 @@ class Part:
     layers: int = 0  # of the model that it runs through, one after the other
 
     def seconds(self, device: Device, efficiency: Efficiency = LIMIT) -> float:
-        """Time on a device of which that much is reached."""
+        """Time on a device at an efficiency."""
         if not self.rows:
             return 0.0
         reading_s = self.bytes / (device.bytes_per_s() * efficiency.bandwidth)
@@ -200,7 +192,7 @@ def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dty
 
 
 def vision_part(model: ModelCost, dtype_bytes: int) -> Part:
-    """Towers and projector, over the pictures of one prompt, one after the other."""
+    """Towers and projector, over the images of one prompt, one after the other."""
     read, n = float(model.vision_values * dtype_bytes), model.pictures
     return Part("vision", n * read, n * model.vision_operations, model.prompt_rows, layers=n * model.vision_layers)
 
@@ -244,18 +236,14 @@ def total_operations(parts: Sequence[Part]) -> float:
 
 
 def roofline_seconds(parts: Sequence[Part], device: Device, efficiency: Efficiency = LIMIT) -> float:
-    """Time of parts that run one after the other: more than the larger of all reading and all computing.
-
-    Args:
-        efficiency: what is reached of the device; by default all, which is the shortest time.
-    """
+    """Time of parts that run one after the other; by default at the limit."""
     return sum(part.seconds(device, efficiency) for part in parts)
 
 
 def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficiency: Efficiency = LIMIT) -> float:
-    """Rows from which on the decoder's matrices are bound by computing: below it, a row more costs nothing.
+    """Rows from which the decoder's matrices are bound by computing: below, one more row costs nothing.
 
-    Of measured rates: the rows up to which a product takes no more than a tenth longer than with one row. One row
+    With measured rates: the rows up to which a product takes no more than a tenth longer than with one row. One row
     rarely reaches the bandwidth of a plain read, and measured times scatter.
     """
     arithmetic = arithmetic_of(weights)
@@ -280,3 +268,99 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficien
         if crossing < size:
             break
     return rows
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """OpenVLA-7B, not quantised, on a device that is not present. Results with it are emulation, and are named so."""
+
+    device: Device
+    model: ModelCost
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def source(self) -> str:
+        shares = self.device.efficiency
+        rows = self.model.prompt_rows
+        return (
+            f"derived: OpenVLA-7B's bytes and operations in {self.device.dtype}, at {shares.bandwidth:.0%} of the "
+            f"device's bandwidth, {shares.compute(rows):.0%} of its matrix rate with {rows} rows, and "
+            f"{shares.layer_s * 1e6:.0f} µs more per layer; nothing was measured here"
+        )
+
+    def tick_s(self, work: "TickWork") -> float:
+        image_s = work.images * self._reached_s(vision_part(self.model, self.device.value_bytes))
+        return image_s + self._forward_s(self._forward(work)) + self._drafting_s(work)
+
+    def as_json(self) -> dict[str, Any]:
+        """Name, source and efficiency, and the times of the stages alone [s]."""
+        rows = self.model.prompt_rows
+        prompt_s = self._forward_s(Forward(rows))
+        return {
+            "name": self.name,
+            "source": self.source,
+            "efficiency": self.device.efficiency.as_json(),
+            "vision_s": self._reached_s(vision_part(self.model, self.device.value_bytes)),
+            "prefill_s": prompt_s,
+            "decode_s": self._forward_s(self._trees(1, 1)),
+            "node_s": (self._forward_s(Forward(rows, trees=1, nodes=16)) - prompt_s) / 16,  # beside a prompt
+            "head_s": self._head_s(1, 1),
+            "head_prompt_s": self._head_prompt_s(),
+        }
+
+    def _forward(self, work: "TickWork") -> Forward:
+        """The packed forward of a tick; a chunk without its image counts as the prompt's last."""
+        rows = round(work.prompts * self.model.prompt_rows)
+        return replace(
+            self._trees(work.trees, work.nodes),
+            prompt_rows=rows,
+            prompt_before=max(0, self.model.prompt_rows - rows) if rows and not work.images else 0,
+            prompt_ends=not work.images or work.prompts >= 1,
+        )
+
+    def _trees(self, trees: int, nodes: int) -> Forward:
+        return Forward(trees=trees, nodes=nodes, prefix_rows=trees * (self.model.prompt_rows + _COMMITTED))
+
+    def _forward_s(self, forward: Forward) -> float:
+        parts = forward_parts(forward, self.model, WeightFormat.NONE, self.device.value_bytes)
+        return sum(map(self._reached_s, parts))
+
+    def _drafting_s(self, work: "TickWork") -> float:
+        drafting = work.drafting
+        if drafting.model_forwards:
+            raise UserError(f"{self.name} has no stage times of a draft model: leave draft.model out of an emulation")
+        seconds = drafting.head_forwards * self._head_s(work.trees, work.nodes)
+        seconds += work.head_prompts * self._head_prompt_s()
+        if drafting.self_forwards:
+            # Each reads all weights; the first also reads prompts, which is bound by computing where they are long.
+            seconds += self._forward_s(self._trees(work.trees, max(1, drafting.self_rows)))
+            seconds += (drafting.self_forwards - 1) * self._forward_s(self._trees(work.trees, 1))
+        return seconds
+
+    def _head_s(self, trees: int, nodes: int) -> float:
+        prefix = self._trees(trees, nodes).prefix_rows
+        part = draft_part(self.model, self.device.value_bytes, steps=1, rows=max(1, nodes), prefix_rows=prefix)
+        return self._reached_s(part)
+
+    def _head_prompt_s(self) -> float:
+        """The time that a prompt's rows add to a forward of the head, which reads its weights anyway."""
+        part = draft_prompt_part(self.model, self.device.value_bytes)
+        return max(0.0, self._reached_s(part) - self._reached_s(replace(part, operations=0.0)))
+
+    def _reached_s(self, part: Part) -> float:
+        return part.seconds(self.device, self.device.efficiency)
+
+
+def stage_times(device: Device) -> StageTimes:
+    """OpenVLA-7B on a device; a UserError where it does not fit in memory."""
+    model = model_cost(OPENVLA_7B)
+    needed_gb = model.memory_bytes(WeightFormat.NONE, device.value_bytes, draft=False) / 1e9
+    if needed_gb > device.memory_gb:
+        raise UserError(
+            f"{device.name} has {device.memory_gb:g} GB of memory, but OpenVLA-7B takes {needed_gb:.1f} GB in "
+            f"{device.dtype}: it cannot be emulated"
+        )
+    return StageTimes(device, model)

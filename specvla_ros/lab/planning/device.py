@@ -31,20 +31,15 @@ class Arithmetic(str, Enum):
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What software reaches of a device's figures.
+    """The shares of a device's figures that software reaches; each can be compared with published measurements."""
 
-    Three kinds of number, so that each can be held against what was published. `bandwidth`: the share of the bandwidth
-    at which weights stream. `compute_by_rows`: the share of the matrix rate, by rows of the left matrix; it grows with
-    them, since tiles and units are filled better. `layer_s`: what a layer takes whatever its size, in launches, norms,
-    attention's and the layout's small kernels.
-    """
-
-    bandwidth: float  # share of 1
-    compute_by_rows: Mapping[int, float]  # shares of 1; in between on a straight line, beyond the ends constant
-    layer_s: float  # of every transformer layer in every forward [s]
+    bandwidth: float  # share of the bandwidth at which weights stream
+    # Share of the matrix rate by rows of the left matrix: it grows with them, since tiles and units are filled better.
+    compute_by_rows: Mapping[int, float]  # linear in between, constant beyond the ends
+    layer_s: float  # of every transformer layer in every forward [s]: launches, norms, small kernels
 
     def compute(self, rows: int) -> float:
-        """The share of the matrix rate that products with so many rows reach."""
+        """The share of the matrix rate at a number of rows."""
         if len(self.compute_by_rows) == 1:
             return next(iter(self.compute_by_rows.values()))
         known = sorted(self.compute_by_rows.items())
@@ -66,7 +61,7 @@ MEASURED = Efficiency(1.0, {1: 1.0}, 130e-6)
 
 @dataclass(frozen=True)
 class Device:
-    """A device: its figures, and what software reaches of them."""
+    """A device's figures, and what software reaches of them."""
 
     name: str
     kind: str  # `assumed` (data sheets) or `measured` (`specvla bench --measure`)
@@ -107,10 +102,8 @@ class Device:
 
     def as_json(self) -> dict[str, Any]:
         """What `read_device` reads."""
-        figures = asdict(self)
-        figures["tflops_by_rows"] = {str(rows): rate for rows, rate in self.tflops_by_rows.items()}
-        figures["efficiency"] = self.efficiency.as_json()
-        return figures
+        by_rows = {str(rows): rate for rows, rate in self.tflops_by_rows.items()}
+        return asdict(self) | {"tflops_by_rows": by_rows, "efficiency": self.efficiency.as_json()}
 
 
 def known_devices() -> list[str]:
@@ -139,12 +132,11 @@ def _parse(raw: Any, path: Path) -> Device:
     missing = [name for name in _REQUIRED if name not in raw]
     if missing:
         raise UserError(f"{path} lacks the field '{missing[0]}'; it needs {', '.join(_REQUIRED)}")
-    if raw["kind"] not in _KINDS:
-        raise UserError(f"{path}: kind is '{raw['kind']}', but it must be one of: {', '.join(_KINDS)}")
-    if raw["dtype"] not in _BYTES:
-        raise UserError(f"{path}: dtype is '{raw['dtype']}', but it must be one of: {', '.join(_BYTES)}")
+    for field_name, known in (("kind", _KINDS), ("dtype", _BYTES)):
+        if raw[field_name] not in known:
+            raise UserError(f"{path}: {field_name} is '{raw[field_name]}', but it must be one of: {', '.join(known)}")
     by_rows, sources = raw.get("tflops_by_rows") or {}, raw["sources"]
-    if not isinstance(by_rows, dict) or not all(str(rows).isdigit() and int(rows) > 0 for rows in by_rows):
+    if not _is_by_rows(by_rows):
         raise UserError(f"{path}: tflops_by_rows must be an object of rates by rows, such as {{'256': 40.0}}")
     if not isinstance(sources, dict):
         raise UserError(f"{path}: sources must be an object that says where each figure comes from")
@@ -153,18 +145,22 @@ def _parse(raw: Any, path: Path) -> Device:
             f"{path}: stage_times are no longer read; they follow from the device's figures and its efficiency, "
             f"{_EFFICIENCY_FORM}"
         )
-    optional = {name: raw[name] for name in ("int8_tops", "fp8_tflops") if raw.get(name) is not None}
+    figures = ["bandwidth_gb_s", "dense_tflops", "memory_gb"]
+    figures += [name for name in ("int8_tops", "fp8_tflops") if raw.get(name) is not None]
     return Device(
         name=str(raw["name"]),
         kind=raw["kind"],
         dtype=raw["dtype"],
-        **{name: _figure(raw[name], name, path) for name in ("bandwidth_gb_s", "dense_tflops", "memory_gb")},
-        **{name: _figure(value, name, path) for name, value in optional.items()},
+        **{name: _figure(raw[name], name, path) for name in figures},
         tflops_by_rows={int(rows): _figure(rate, f"tflops_by_rows[{rows}]", path) for rows, rate in by_rows.items()},
         sources={str(name): str(source) for name, source in sources.items()},
         capability=str(raw.get("capability", "")),
         efficiency=_efficiency(raw, path),
     )
+
+
+def _is_by_rows(value: Any) -> bool:
+    return isinstance(value, dict) and all(str(rows).isdigit() and int(rows) > 0 for rows in value)
 
 
 def _efficiency(raw: Mapping[str, Any], path: Path) -> Efficiency:
@@ -174,7 +170,7 @@ def _efficiency(raw: Mapping[str, Any], path: Path) -> Efficiency:
     if not isinstance(found, dict) or set(found) != {"bandwidth", "compute_by_rows", "layer_us"}:
         raise UserError(f"{path}: efficiency must be {_EFFICIENCY_FORM}, or the name of one of the package's devices")
     shares = found["compute_by_rows"]
-    if not isinstance(shares, dict) or not shares or not all(str(r).isdigit() and int(r) > 0 for r in shares):
+    if not shares or not _is_by_rows(shares):
         raise UserError(f"{path}: efficiency.compute_by_rows must be an object of shares by rows")
     by_rows = {int(rows): _share(share, f"compute_by_rows[{rows}]", path) for rows, share in shares.items()}
     if any(share * few > before * many for (few, before), (many, share) in pairwise(sorted(by_rows.items()))):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each mode could reach: the engine's scheduler, driven with the costs of its forwards."""
+"""The limits of each mode: the engine's scheduler, driven with the costs of its forwards."""
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,8 +46,7 @@ class AcceptanceLengths:
 
     name: str
     probabilities: tuple[float, ...]  # chances of 0, 1, … accepted tokens
-    # Settings that the lengths were reached with.
-    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)
+    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)  # that the lengths were reached with
 
     def __post_init__(self) -> None:
         if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-9:
@@ -54,7 +54,6 @@ class AcceptanceLengths:
 
     @property
     def mean(self) -> float:
-        """Accepted tokens per verification where enough tokens are missing."""
         return sum(length * share for length, share in enumerate(self.probabilities))
 
     def accepted(self, uniform: float) -> int:
@@ -75,11 +74,7 @@ class AcceptanceLengths:
 
 
 def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
-    """The accept lengths that Spec-VLA printed of a suite, as shares of their sum (the rounded rows sum to 100.00).
-
-    Raises:
-        UserError: there is no such suite.
-    """
+    """The accept lengths that Spec-VLA printed for a suite, as shares of their sum (the rounded rows sum to 100.00)."""
     if suite not in SPEC_VLA_RELAXED:
         raise UserError(f"there are no acceptance lengths of '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
     printed = SPEC_VLA_RELAXED[suite]
@@ -118,7 +113,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Tick:
-    """One tick."""
+    """One tick of the engine."""
 
     forward: Forward
     drafting: int = 0  # requests whose drafting is counted: all that verified, also those that were done with it
@@ -135,18 +130,6 @@ class LoopResult:
     in_flight: int  # maximum of requests
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    """What the engine's scheduler did with a frame always waiting; the same on every device."""
-
-    ticks: tuple[Tick, ...]  # from the first one
-    # Tick of the admission and tick of the last token, for each action of any robot after the warm-up.
-    actions: tuple[tuple[int, int], ...]
-    # Requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
-    dropped: int
-    in_flight: int  # maximum of requests
-
-
 def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
     """A prompt in nearly equal chunks, the longer ones first."""
     chunks = min(chunks, prompt_rows)
@@ -156,25 +139,28 @@ def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
 def run_loop(
     mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
 ) -> LoopResult:
-    """How often and how late actions come.
-
-    Acceptance is drawn from a seed, so that the same arguments give the same result.
-    """
-    schedule = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
-    ends = list(accumulate(map(seconds, schedule.ticks), initial=0.0))
-    count = len(schedule.actions)
+    """The rate and latency of actions; acceptance is drawn from a seed: the same arguments give the same result."""
+    ticks, actions, dropped, in_flight = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
+    ends = list(accumulate(map(seconds, ticks), initial=0.0))
     return LoopResult(
-        action_rate_hz=count / (ends[-1] - ends[_WARM_UP_TICKS]) / mode.robots,
-        latency_s=sum(ends[last + 1] - ends[first] for first, last in schedule.actions) / count,
-        ticks_per_action=sum(last + 1 - first for first, last in schedule.actions) / count,
-        dropped=schedule.dropped / (schedule.dropped + count),
-        in_flight=schedule.in_flight,
+        action_rate_hz=len(actions) / (ends[-1] - ends[_WARM_UP_TICKS]) / mode.robots,
+        latency_s=sum(ends[last + 1] - ends[first] for first, last in actions) / len(actions),
+        ticks_per_action=sum(last + 1 - first for first, last in actions) / len(actions),
+        dropped=dropped / (dropped + len(actions)),
+        in_flight=in_flight,
     )
 
 
 @lru_cache(maxsize=128)
-def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths) -> _Schedule:
-    """Drives the engine's scheduler with a runner that only counts."""
+def _run_scheduler(
+    mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths
+) -> tuple[list[Tick], list[tuple[int, int]], int, int]:
+    """Drives the engine's scheduler with a runner that only counts; the result is the same on every device.
+
+    Returns:
+        all ticks; after the warm-up the ticks of admission and last token of each action, and the number of requests
+        that a newer one overtook, or that finished in its tick; the maximum of requests in flight.
+    """
     settings = EngineSettings(
         mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks, streams=mode.robots
     )
@@ -217,7 +203,7 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
             followed = {robot: (robot, stamp) for robot, stamp in answered}  # of two at the same moment one
             actions += [(admitted[frame], number) for frame in followed.values()]
             dropped += len(outcomes) - len(followed)
-    return _Schedule(tuple(ticks), tuple(actions), dropped, in_flight)
+    return ticks, actions, dropped, in_flight
 
 
 def _frame(observation: Observation) -> tuple[str, int]:
@@ -225,10 +211,10 @@ def _frame(observation: Observation) -> tuple[str, int]:
 
 
 def _commit(tokens: int, codec: BinsCodec) -> Commit:
-    """What a verification commits that accepts one token less; which tokens they are does not matter."""
-    rows, ids = tuple(range(tokens)), (codec.action_ids.first,) * tokens
+    """The commit of a verification that accepts one token less; which tokens they are does not matter."""
+    ids, zeros = (codec.action_ids.first,) * tokens, (0,) * tokens
     none = torch.empty(0, dtype=torch.int64)
-    return Commit(rows, ids, bins_off=(0,) * tokens, why=(0,) * tokens, tokens_on_device=none)
+    return Commit(tuple(range(tokens)), ids, bins_off=zeros, why=zeros, tokens_on_device=none)
 
 
 def _forward(batch: Batch, mode: Mode) -> Forward:
@@ -263,24 +249,22 @@ MODES = (
 
 
 @dataclass(frozen=True)
-class ModeLimit:
-    """One row of the table."""
+class ModeLimit(LoopResult):
+    """One row of the table: the loop at the limit."""
 
     mode: Mode
-    action_rate_hz: float  # mean, at the limit
-    latency_s: float  # mean, at the limit
     derated_rate_hz: float  # the same at the efficiency to expect
     derated_latency_s: float  # the same at the efficiency to expect
-    ticks_per_action: float  # forwards from a frame's admission to its action, mean
-    dropped: float  # share of the admitted frames that a newer one overtakes
-    in_flight: int  # maximum of requests
-    kv_bytes: float  # memory of the slots for them
+    kv_bytes: float  # memory of the slots for the requests in flight
     weight_bytes: float  # memory of all weights, with the draft head's where there is one
 
     @property
     def oldest_image_s(self) -> float:
         """Age of an action's image when the next action replaces it, derated: latency and a period."""
         return self.derated_latency_s + 1.0 / self.derated_rate_hz
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"oldest_image_s": self.oldest_image_s}
 
     def fits(self, device: Device) -> bool:
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
@@ -306,14 +290,10 @@ def mode_limit(
     best, expected = run(LIMIT), run(device.efficiency)
     slot_rows = model.prompt_rows + model.action_tokens + (mode.nodes if mode.drafts else 0)
     return ModeLimit(
-        mode,
-        best.action_rate_hz,
-        best.latency_s,
-        expected.action_rate_hz,
-        expected.latency_s,
-        best.ticks_per_action,
-        best.dropped,
-        best.in_flight,
-        float(best.in_flight * slot_rows * model.kv_values * device.value_bytes),
-        model.memory_bytes(weights, device.value_bytes, draft=mode.drafts),
+        mode=mode,
+        derated_rate_hz=expected.action_rate_hz,
+        derated_latency_s=expected.latency_s,
+        kv_bytes=float(best.in_flight * slot_rows * model.kv_values * device.value_bytes),
+        weight_bytes=model.memory_bytes(weights, device.value_bytes, draft=mode.drafts),
+        **vars(best),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the device at hand: bandwidth, and the rate of matrix products in a checkpoint's shapes."""
+"""Measures this device: bandwidth, and the rate of matrix products in a checkpoint's shapes."""
 
 import os
 import platform
@@ -32,8 +32,8 @@ def measure_device(
 
     Args:
         llama: shapes of the matrices; as many layers as it has, or as fill the buffer of the bandwidth test.
-        device: cpu or cuda; empty: the first GPU, or this CPU if there is none, as the engine does.
-        dtype: None: bfloat16 on a GPU, float32 on a CPU, as the engine does.
+        device: cpu or cuda; empty: as the engine, the first GPU, or this CPU.
+        dtype: None: as the engine, bfloat16 on a GPU and float32 on a CPU.
         more_rows: of the left matrix, beside `ROWS`.
     """
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()
@@ -47,14 +47,19 @@ def measure_device(
     for rows in (*ROWS, *more_rows):
         on_step(f"matrix products of {rows} rows")
         by_rows[rows] = _tflops(layers, rows)
-    where = f"{_name(cuda)}, torch {torch.__version__}, {date.today().isoformat()}"
+    name = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
+    where = f"{name}, torch {torch.__version__}, {date.today().isoformat()}"
+    if cuda:
+        memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Device(
-        name=_name(cuda),
+        name=name,
         kind="measured",
         dtype=str(dtype).removeprefix("torch."),
         bandwidth_gb_s=max(reading, copying),
         dense_tflops=max(by_rows.values()),
-        memory_gb=_memory_bytes(cuda) / 1e9,
+        memory_gb=memory_bytes / 1e9,
         tflops_by_rows=by_rows,
         sources={
             "bandwidth_gb_s": f"measured: reading {reading:.4g}, copying {copying:.4g} (both ways counted), the larger "
@@ -75,7 +80,7 @@ def measure_device(
 def _bandwidths(device: torch.device, dtype: torch.dtype, size: int) -> tuple[float, float]:
     source = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
     target = torch.zeros_like(source)
-    reading_s = _median_s(lambda: source.sum(), device)
+    reading_s = _median_s(source.sum, device)
     copying_s = _median_s(lambda: target.copy_(source), device)
     return size / reading_s / 1e9, 2 * size / copying_s / 1e9
 
@@ -116,21 +121,14 @@ def _tflops(layers: list[list[Tensor]], rows: int) -> float:
 def _median_s(work: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(_WARM_UPS + _TURNS):
-        _finish(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
         work()
-        _finish(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
     return statistics.median(times[_WARM_UPS:])
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _name(cuda: bool) -> str:
-    return torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def cpu_name() -> str:
@@ -141,9 +139,3 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "hardware"))]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _memory_bytes(cuda: bool) -> int:
-    if cuda:
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla plan`: what a policy could reach on a device, with which parameters, and the tables that show it."""
+"""`specvla plan`: what a policy could reach on a device, with which parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.planning.cost import (
-    OPENVLA_7B,
-    Forward,
-    ModelCost,
-    Part,
-    draft_part,
-    draft_prompt_part,
-    forward_parts,
-    model_cost,
-    ridge_rows,
-    roofline_seconds,
-    total_bytes,
-    total_operations,
-)
+from specvla_ros.lab.planning import cost
 from specvla_ros.lab.planning.device import Device, Efficiency
 from specvla_ros.lab.planning.limits import (
     MODES,
@@ -64,14 +51,14 @@ _DRAFT_REASONS = {"draft.head": "the folder `draft` of the checkpoint; `specvla 
 class Profile:
     """Parameters for the policy node."""
 
-    settings: EngineSettings  # of the engine
+    settings: EngineSettings
     chunk_rows: int  # of the longest chunk, such that it fills tiles of the matrix products together with the trees
     limit: ModeLimit  # what the mode reaches with these parameters
     reasons: Mapping[str, str]  # in words, by what they explain
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Values by full name: those that the figures rest on, and what else is not a default."""
+        """Values by full name: those that the figures rest on, and all that differ from the default."""
         defaults = values_of(EngineSettings())
         values = values_of(self.settings)
         return {name: value for name, value in values.items() if name in _PLANNED or value != defaults[name]}
@@ -81,14 +68,14 @@ class Profile:
 
 
 def choose(
-    model: ModelCost,
+    model: cost.ModelCost,
     device: Device,
     weights: WeightFormat,
     limits: Sequence[ModeLimit],
     lengths: AcceptanceLengths,
 ) -> Profile:
-    """The profile whose actions answer the freshest images, of the modes that find room (of all, if none does)."""
-    ridge = ridge_rows(model, device, weights, device.efficiency)
+    """The profile whose actions answer the freshest images, of the modes that fit in memory (of all, if none does)."""
+    ridge = cost.ridge_rows(model, device, weights, device.efficiency)
     fitting = [limit for limit in limits if limit.fits(device)]
     best = min(fitting or limits, key=lambda limit: limit.oldest_image_s)
     pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
@@ -143,7 +130,7 @@ def _nodes(free_rows: float, *, packed: bool) -> int:
 
 
 def _fill_tiles(chunk: int, nodes: int, *, max_rows: int) -> int:
-    """The longest chunk that takes no more tiles than this one, beside so many nodes."""
+    """The longest chunk that takes no more tiles than this one, beside the nodes."""
     tile = min((size for size in _TILES if size >= chunk + nodes), default=chunk + nodes)
     return min(tile - nodes, max_rows)
 
@@ -157,7 +144,7 @@ def _acceptance_reason(lengths: AcceptanceLengths) -> str:
     )
 
 
-def _chunk_reason(model: ModelCost, ridge: float, chunks: int) -> str:
+def _chunk_reason(model: cost.ModelCost, ridge: float, chunks: int) -> str:
     crossing = f"a prompt of {model.prompt_rows} rows, computing and reading balance at {ridge:.0f}, derated"
     return f"whole ({crossing})" if chunks == 1 else crossing
 
@@ -186,7 +173,7 @@ class Plan:
     checkpoint: str  # directory, or OpenVLA-7B
     weights: WeightFormat
     device: Device
-    model: ModelCost
+    model: cost.ModelCost
     lengths: AcceptanceLengths
     ridge_rows: float
     forwards: tuple[ForwardLimit, ...]
@@ -201,34 +188,25 @@ class Plan:
             "device": self.device.as_json(),
             "derated": self.device.efficiency.as_json(),
             "model": asdict(self.model),
-            "acceptance": {
-                "name": self.lengths.name,
-                "probabilities": self.lengths.probabilities,
-                "mean": self.lengths.mean,
-            },
+            "acceptance": {name: getattr(self.lengths, name) for name in ("name", "probabilities", "mean")},
             "ridge_rows": self.ridge_rows,
             "forwards": [asdict(forward) for forward in self.forwards],
-            "modes": [_mode_json(mode) for mode in self.modes],
+            "modes": [mode.as_json() for mode in self.modes],
             "profile": {
                 "parameters": self.profile.parameters,
                 "chunk_rows": self.profile.chunk_rows,
-                "limit": _mode_json(self.profile.limit),
+                "limit": self.profile.limit.as_json(),
                 "reasons": dict(self.profile.reasons),
             },
         }
 
 
 def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = None, robots: int = 1) -> Plan:
-    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second.
-
-    Args:
-        checkpoint: the directory; None: OpenVLA-7B.
-        robots: whose frames share the forwards; rates are of each.
-    """
-    model = model_cost(OPENVLA_7B if checkpoint is None else read_config(checkpoint))
+    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second."""
+    model = cost.model_cost(cost.OPENVLA_7B if checkpoint is None else read_config(checkpoint))
     lengths = spec_vla_relaxed(_SUITE)
     modes = [replace(mode, robots=robots) for mode in MODES]
-    ridge = ridge_rows(model, device, weights)
+    ridge = cost.ridge_rows(model, device, weights)
     limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in modes)
     return Plan(
         checkpoint="OpenVLA-7B" if checkpoint is None else str(checkpoint),
@@ -243,31 +221,24 @@ def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = N
     )
 
 
-def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> tuple[ForwardLimit, ...]:
+def forward_limits(model: cost.ModelCost, device: Device, weights: WeightFormat) -> tuple[ForwardLimit, ...]:
     """The forwards that the modes are made of."""
     rows = []
     for name, parts in _forwards(model, device, weights).items():
-        reading_s = total_bytes(parts) / device.bytes_per_s()
-        seconds = roofline_seconds(parts, device)
-        rows.append(
-            ForwardLimit(
-                name,
-                total_bytes(parts),
-                total_operations(parts),
-                seconds,
-                roofline_seconds(parts, device, device.efficiency),
-                "reading" if math.isclose(reading_s, seconds, rel_tol=0.05) else "computing",
-            )
-        )
+        read, operations = cost.total_bytes(parts), cost.total_operations(parts)
+        limit_s = cost.roofline_seconds(parts, device)
+        derated_s = cost.roofline_seconds(parts, device, device.efficiency)
+        reads = math.isclose(read / device.bytes_per_s(), limit_s, rel_tol=0.05)
+        rows.append(ForwardLimit(name, read, operations, limit_s, derated_s, "reading" if reads else "computing"))
     return tuple(rows)
 
 
-def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mapping[str, tuple[Part, ...]]:
+def _forwards(model: cost.ModelCost, device: Device, weights: WeightFormat) -> Mapping[str, tuple[cost.Part, ...]]:
     prompt = model.prompt_rows
     prefix = prompt + 3  # rows that a request has on average after its prompt
 
-    def packed(trees: int, nodes: int, prompt_rows: int = 0, before: int = 0) -> tuple[Part, ...]:
-        forward = Forward(
+    def packed(trees: int, nodes: int, prompt_rows: int = 0, before: int = 0) -> tuple[cost.Part, ...]:
+        forward = cost.Forward(
             prompt_rows=prompt_rows,
             prompt_before=before,
             image=bool(prompt_rows) and not before,
@@ -276,7 +247,7 @@ def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mappin
             nodes=trees * nodes,
             prefix_rows=trees * prefix,
         )
-        return forward_parts(forward, model, weights, device.value_bytes)
+        return cost.forward_parts(forward, model, weights, device.value_bytes)
 
     first, *others = chunk_rows(prompt, 2)
     pending = model.action_tokens - 1
@@ -290,21 +261,17 @@ def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mappin
         f"chunk of {sum(others)} + 2x16": packed(2, 16, sum(others), first),
         "verify, 3x16": packed(3, 16),
         f"draft head, {DraftSettings.depth} steps": (
-            draft_part(model, device.value_bytes, steps=DraftSettings.depth, rows=NODES, prefix_rows=prefix),
+            cost.draft_part(model, device.value_bytes, steps=DraftSettings.depth, rows=NODES, prefix_rows=prefix),
         ),
-        "draft head, prompt": (draft_prompt_part(model, device.value_bytes),),
+        "draft head, prompt": (cost.draft_prompt_part(model, device.value_bytes),),
     }
 
 
 def note(device: Device) -> str:
-    """What these numbers are."""
+    """Says that the numbers are computed, not measured."""
     if device.kind == "measured":
         return f"Limits from rates measured on {device.name}: computed, no policy ran; a real engine is slower."
     return f"Limits from assumed figures of {device.name}: nothing here was measured, and no such device ran."
-
-
-def _mode_json(limit: ModeLimit) -> dict[str, Any]:
-    return {**asdict(limit), "oldest_image_s": limit.oldest_image_s}
 
 
 _TABLE_WIDTH = 100  # on a narrower terminal lines wrap: a number that is cut is worse
@@ -330,22 +297,18 @@ def _summary(plan: Plan) -> str:
     rates = [f"{device.bandwidth_gb_s:g} GB/s", f"{device.dense_tflops:g} TFLOP/s {device.dtype}"]
     rates += [f"{device.int8_tops:g} TOP/s int8"] if device.int8_tops else []
     rates += [f"{device.fp8_tflops:g} TFLOP/s fp8"] if device.fp8_tflops else []
-    return "\n".join(
-        (
-            f"{plan.checkpoint}, weights {plan.weights.value}: {model.decoder_values / 1e9:.4g} G decoder weights, "
-            f"{kv_kib:g} KiB of keys and values per token, a prompt of {model.prompt_rows} rows",
-            f"{device.name}: {', '.join(rates)}, {device.memory_gb:g} GB; reading and computing balance at "
-            f"{plan.ridge_rows:.0f} rows",
-            f"in brackets: {_reached(device.efficiency)}",
-        )
+    return (
+        f"{plan.checkpoint}, weights {plan.weights.value}: {model.decoder_values / 1e9:.4g} G decoder weights, "
+        f"{kv_kib:g} KiB of keys and values per token, a prompt of {model.prompt_rows} rows\n"
+        f"{device.name}: {', '.join(rates)}, {device.memory_gb:g} GB; reading and computing balance at "
+        f"{plan.ridge_rows:.0f} rows\nin brackets: {_reached(device.efficiency)}"
     )
 
 
 def _reached(efficiency: Efficiency) -> str:
     by_rows = sorted(efficiency.compute_by_rows.items())
-    shares = [f"{share:.0%} of the matrix rate with {rows} rows" for rows, share in by_rows]
-    if len(by_rows) == 1:
-        shares = [f"{by_rows[0][1]:.0%} of the matrix rate"]
+    at = " with {} rows" if len(by_rows) > 1 else ""
+    shares = [f"{share:.0%} of the matrix rate" + at.format(rows) for rows, share in by_rows]
     layer = f"{efficiency.layer_s * 1e6:.0f} µs more per layer"
     return ", ".join((f"{efficiency.bandwidth:.0%} of the bandwidth", *shares, layer))
 
@@ -353,13 +316,8 @@ def _reached(efficiency: Efficiency) -> str:
 def _forward_table(plan: Plan) -> Table:
     table = _table("forwards", "forward", ("bytes", "FLOP", "ms", "bound by"))
     for forward in plan.forwards:
-        table.add_row(
-            forward.name,
-            _scaled(forward.bytes),
-            _scaled(forward.operations),
-            _both(forward.seconds * 1e3, forward.derated_seconds * 1e3),
-            forward.bound_by,
-        )
+        ms = _both(forward.seconds * 1e3, forward.derated_seconds * 1e3)
+        table.add_row(forward.name, _scaled(forward.bytes), _scaled(forward.operations), ms, forward.bound_by)
     return table
 
 
@@ -399,7 +357,6 @@ def _short(value: float) -> str:
 
 def _scaled(value: float) -> str:
     """Three significant digits with the prefix that leaves one to three before the point."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if value >= size:
-            return f"{_short(value / size)} {prefix}"
-    return f"{_short(value / 1e3)} k"
+    known = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+    prefix, size = next((each for each in known if value >= each[1]), known[-1])
+    return f"{_short(value / size)} {prefix}"

@@ -17,8 +17,8 @@ from specvla_ros.engine.tally import DecodeTally, TickWork
 from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
+from specvla_ros.lab.planning.cost import StageTimes, stage_times
 from specvla_ros.lab.planning.device import read_device
-from specvla_ros.lab.planning.stage_times import StageTimes, stage_times
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.models.codecs.codec import Codec

@@ -19,8 +19,7 @@ from specvla_ros.lab.evaluation.certificate import certify
 from specvla_ros.lab.evaluation.compare import FrameRun, time_settings
 from specvla_ros.lab.evaluation.frame_sources import find_bags, frames_in, shuffled
 from specvla_ros.lab.evaluation.page import provenance, table, write_page
-from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, file_hashes, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import FleetPlan
 from specvla_ros.lab.training.train_draft import DraftValidation, check_frames, collect_features, train_draft

@@ -18,8 +18,8 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
 from specvla_ros.lab.evaluation.frame_sources import SIMULATION, count_frames, find_bags, frame_source, shuffled
-from specvla_ros.lab.evaluation.provenance import file_hashes
 from specvla_ros.lab.evaluation.replay import check_senses
+from specvla_ros.lab.evaluation.run_directory import file_hashes
 from specvla_ros.lab.plans import DraftTraining
 from specvla_ros.lab.training.batched_forward import draft_features
 from specvla_ros.lab.training.draft_features import MIN_FRAMES, Asked, FeatureStore, Sample, shuffled_samples

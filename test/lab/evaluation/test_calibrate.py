@@ -15,8 +15,16 @@ from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import Sensors
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.lab.evaluation.calibrate import PROFILE_FILE, calibrate, collect_frames, write_profile
-from specvla_ros.lab.evaluation.calibration import Calibration, Candidate, Deviation, Trial, deviation
+from specvla_ros.lab.evaluation.calibrate import (
+    PROFILE_FILE,
+    Calibration,
+    Candidate,
+    Trial,
+    calibrate,
+    collect_frames,
+    write_profile,
+)
+from specvla_ros.lab.evaluation.compare import Deviation, deviation
 from specvla_ros.lab.evaluation.paired import PairedComparison, Rate, paired_difference
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import CalibratePlan, Limits, SimulatePlan

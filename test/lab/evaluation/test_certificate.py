@@ -74,7 +74,7 @@ def test_the_two_largest_logits_are_the_plain_decoders(policy: OpenVLATarget, re
         return result
 
     engine.runner.run = watched  # type: ignore[method-assign]
-    for frame in certificate.bag_source(policy, recorded[:1], 0, ALONE):
+    for frame in certificate.frames_in(policy, recorded[:1], ALONE):
         engine.act(frame)
     assert closest == pytest.approx(min(margins), abs=1e-5)
 

@@ -10,7 +10,7 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_starvla, write_qwen_vl
 import specvla_ros
 from specvla_ros import EngineSettings
 from specvla_ros.lab.bundled.policies import bundled_policy
-from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, head
+from specvla_ros.lab.evaluation.run_directory import checkpoint_hashes, head
 from specvla_ros.models.checkpoint import load_target
 
 

@@ -13,7 +13,7 @@ import specvla_ros.lab.planning
 from specvla_ros import EngineSettings, UserError
 from specvla_ros.cli.app import app
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.lab.evaluation import qualify as module
+from specvla_ros.lab.evaluation import simulate
 from specvla_ros.lab.evaluation.qualify import (
     REFERENCE,
     Judgement,
@@ -87,7 +87,7 @@ def test_candidates_are_judged_in_order_until_one_fails_and_each_episode_runs_on
             raise KeyboardInterrupt
         return EpisodeResult(job.task, job.seed, "lift", of != "l4" or job.seed % 2 == 0, 5, 1.0)
 
-    monkeypatch.setattr(module, "run_job", made_up)
+    monkeypatch.setattr(simulate, "run_job", made_up)
     base = SimulateSettings(policy=nano_policy(), engine=EngineSettings("spec"))
     candidates = device_candidates(base, ["rtx5090", "l4", "orin"])
     assert {each.clock for each in candidates.values()} == {Clock.REALTIME}

@@ -8,9 +8,9 @@ from support.gl import needs_gl
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.lab.evaluation import sweep as sweep_module
+from specvla_ros.lab.evaluation import compare as sweep_module
+from specvla_ros.lab.evaluation.compare import SWEEP_FILE, relaxation_settings, sweep
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
-from specvla_ros.lab.evaluation.sweep import SWEEP_FILE, relaxation_settings, sweep
 from specvla_ros.lab.plans import SimulatePlan
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 

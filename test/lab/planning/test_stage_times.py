@@ -7,9 +7,16 @@ from hypothesis import strategies as st
 
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
-from specvla_ros.lab.planning.cost import OPENVLA_7B, Forward, WeightFormat, forward_parts, model_cost, roofline_seconds
+from specvla_ros.lab.planning.cost import (
+    OPENVLA_7B,
+    Forward,
+    WeightFormat,
+    forward_parts,
+    model_cost,
+    roofline_seconds,
+    stage_times,
+)
 from specvla_ros.lab.planning.device import known_devices, read_device
-from specvla_ros.lab.planning.stage_times import stage_times
 from specvla_ros.speculation.drafters.registry import DraftWork
 
 ROWS, LAYERS, WIDTH, VOCABULARY = 290, 32, 4096, 32064  # Llama 2 7B as OpenVLA has it

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from specvla_ros.lab.evaluation.provenance import head
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, head
 from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
 from specvla_ros.lab.simulation.rollout import EpisodeResult
 from specvla_ros.models.codecs.statistics import select_statistics
