@@ -22,17 +22,11 @@ from specvla_ros.engine.outcome import Action
 
 @dataclass(frozen=True)
 class ActionMeaning:
-    """What the numbers of a policy's actions mean: the part of its messages that is the same in all of them.
+    """What the numbers of a policy's actions mean: the part of its messages that is the same in all of them."""
 
-    Args:
-        convention: how they are to be read; its units scale what is published to metres and radians.
-        unnorm_key: dataset whose statistics scaled them; empty: the policy has no choice.
-        base_frame: name of the robot's base frame, the header's frame_id.
-    """
-
-    convention: ActionConvention
-    unnorm_key: str
-    base_frame: str
+    convention: ActionConvention  # how they are to be read; its units scale what is published to metres and radians
+    unnorm_key: str  # dataset whose statistics scaled them; empty: the policy has no choice
+    base_frame: str  # name of the robot's base frame, the header's frame_id
 
     def metric(self, action: Action) -> np.ndarray:
         """float64 [horizon, dims]: translations in metres, rotations in radians, everything else as it is."""

@@ -13,28 +13,18 @@ _REMEMBERED = 64  # of each sensor: half a second of a state at 125 Hz
 
 @dataclass(frozen=True)
 class Matched:
-    """What belongs together.
+    """What belongs together."""
 
-    Args:
-        lead: of the leading sensor.
-        others: of the others, by name.
-    """
-
-    lead: Any
-    others: dict[str, Any]
+    lead: Any  # of the leading sensor
+    others: dict[str, Any]  # of the others, by name
 
 
 @dataclass(frozen=True)
 class Unmatched:
-    """A sample of the leading sensor that went without the others.
+    """A sample of the leading sensor that went without the others."""
 
-    Args:
-        lead: the sample.
-        why: whose sample was missing, in words.
-    """
-
-    lead: Any
-    why: str
+    lead: Any  # the sample
+    why: str  # whose sample was missing, in words
 
 
 class Synchronizer:

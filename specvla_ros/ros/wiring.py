@@ -49,11 +49,7 @@ class RobotTopics:
 
     @property
     def _inputs(self) -> Remaps:
-        return [
-            ("action", "policy/action"),
-            ("tool_pose", self.tool_pose),
-            ("joint_states", self.joint_states),
-        ]
+        return [("action", "policy/action"), ("tool_pose", self.tool_pose), ("joint_states", self.joint_states)]
 
     @property
     def _sent(self) -> Remaps:

@@ -26,18 +26,18 @@ from specvla_ros.control.follower import ActionFollower, ActionRefusedError
 from specvla_ros.control.gripper import Gripper, GripperLimits, GripperSettings
 from specvla_ros.control.guard.commands import (
     Command,
+    GripperCommand,
     Instant,
     JointCommand,
     JointPositions,
     Sent,
     SentJoints,
-    SentPose,
     SentTwist,
     Stamp,
     ToolPose,
     TwistCommand,
 )
-from specvla_ros.control.guard.guard import Cause, GripperCommand, Guard, Refusal, State
+from specvla_ros.control.guard.guard import Cause, Guard, Refusal, State
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
@@ -520,7 +520,7 @@ def _sent_command(sent: Sent, scene: Scene) -> Any:
     """What the arm's controller takes, from the guard; as ros/guard/messages.py writes it."""
     if isinstance(sent, SentTwist):
         return Twist(scene.time.clocks.s, BASE_FRAME, sent.velocity[:3], sent.velocity[3:])
-    if isinstance(sent, SentPose):
+    if isinstance(sent, Pose):
         return BASE_FRAME, Pose(sent.position, sent.rotation)
     assert isinstance(sent, SentJoints)
     if scene.setup.output == "position_array":

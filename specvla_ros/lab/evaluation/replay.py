@@ -14,8 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from specvla_ros.cli.terminal import deferred_interruption, progress_bar
-from specvla_ros.control.convention import ActionConvention
-from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.control.convention import ActionConvention, ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.errors import UserError, missing_package

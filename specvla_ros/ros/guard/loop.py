@@ -17,17 +17,11 @@ _STOP_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """How the loop ran since the last look.
+    """How the loop ran since the last look."""
 
-    Args:
-        ticks: how many.
-        late_s: float64 [ticks], from when a tick was due to when it began.
-        took_s: float64 [ticks], how long it took.
-    """
-
-    ticks: int
-    late_s: np.ndarray
-    took_s: np.ndarray
+    ticks: int  # how many
+    late_s: np.ndarray  # float64 [ticks], from when a tick was due to when it began
+    took_s: np.ndarray  # float64 [ticks], how long it took
 
 
 class SteadyLoop:

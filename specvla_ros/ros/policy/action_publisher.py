@@ -22,17 +22,11 @@ _NS = 1e-9
 
 @dataclass(frozen=True)
 class Published:
-    """An action that went out.
+    """An action that went out."""
 
-    Args:
-        seq: number since activation.
-        latency_s: image's stamp to publication, on the node's clock.
-        action_dt: seconds over which the displacements are meant.
-    """
-
-    seq: int
-    latency_s: float
-    action_dt: float
+    seq: int  # number since activation
+    latency_s: float  # image's stamp to publication, on the node's clock
+    action_dt: float  # seconds over which the displacements are meant
 
 
 class ActionPublisher:

@@ -19,13 +19,7 @@ from specvla_ros.ros.policy.inputs import Instruction
 
 # These are how a queue of length one works, or were asked for: no faults.
 _NORMAL = frozenset(
-    {
-        DropReason.SUPERSEDED,
-        DropReason.OVERTAKEN,
-        DropReason.EPOCH_CHANGED,
-        DropReason.MODE_CHANGED,
-        DropReason.PAUSED,
-    }
+    {DropReason.SUPERSEDED, DropReason.OVERTAKEN, DropReason.EPOCH_CHANGED, DropReason.MODE_CHANGED, DropReason.PAUSED}
 )
 _INPUT_FAULTS = (
     DropReason.BAD_INSTRUCTION,
@@ -36,12 +30,7 @@ _INPUT_FAULTS = (
     DropReason.OUT_OF_ORDER,
     DropReason.STALE,
 )
-_INFERENCE_FAULTS = (
-    DropReason.ENGINE_FAULT,
-    DropReason.NOT_FINITE,
-    DropReason.NOT_AN_ACTION,
-    DropReason.TOO_OLD,
-)
+_INFERENCE_FAULTS = (DropReason.ENGINE_FAULT, DropReason.NOT_FINITE, DropReason.NOT_AN_ACTION, DropReason.TOO_OLD)
 
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
 _STAMPS = 51  # of the newest images, whose gaps show losses

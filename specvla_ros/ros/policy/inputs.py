@@ -58,21 +58,13 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True)
 class Frame:
-    """An image that could be read.
+    """An image that could be read."""
 
-    Args:
-        rgb: uint8 [height, width, 3].
-        stamp_ns: the image's stamp, in ROS time.
-        frame_id: the camera's frame.
-        arrived_ns: the message's arrival on the node's clock.
-        received_ns: the same moment as `time.monotonic_ns()`.
-    """
-
-    rgb: np.ndarray
-    stamp_ns: int
-    frame_id: str
-    arrived_ns: int
-    received_ns: int
+    rgb: np.ndarray  # uint8 [height, width, 3]
+    stamp_ns: int  # the image's stamp, in ROS time
+    frame_id: str  # the camera's frame
+    arrived_ns: int  # the message's arrival on the node's clock
+    received_ns: int  # the same moment as `time.monotonic_ns()`
 
     @property
     def age_s(self) -> float:
@@ -199,30 +191,19 @@ def declared_overrides(node: Node, topic: str = "image") -> list[str]:
 
 @dataclass(frozen=True)
 class Senses:
-    """What a policy looks at.
+    """What a policy looks at."""
 
-    Args:
-        cameras: their names; the first leads.
-        state_dims: numbers of the robot's state; 0: none.
-    """
-
-    cameras: tuple[str, ...] = (ONLY_CAMERA,)
-    state_dims: int = 0
+    cameras: tuple[str, ...] = (ONLY_CAMERA,)  # their names; the first leads
+    state_dims: int = 0  # numbers of the robot's state; 0: none
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Images and state that belong together.
+    """Images and state that belong together."""
 
-    Args:
-        lead: of the first camera, whose stamp is the observation's.
-        images: uint8 [height, width, 3] by camera.
-        state: float64 [dims]; None: the policy reads none.
-    """
-
-    lead: Frame
-    images: Mapping[str, np.ndarray]
-    state: np.ndarray | None = None
+    lead: Frame  # of the first camera, whose stamp is the observation's
+    images: Mapping[str, np.ndarray]  # uint8 [height, width, 3] by camera
+    state: np.ndarray | None = None  # float64 [dims]; None: the policy reads none
 
 
 def image_topic(camera: str, cameras: Sequence[str]) -> str:
@@ -321,15 +302,10 @@ class ObservationInput:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the robot shall do.
+    """What the robot shall do."""
 
-    Args:
-        text: the user's words; empty: none came yet.
-        problem: why the policy cannot follow it; empty: it can.
-    """
-
-    text: str = ""
-    problem: str = ""
+    text: str = ""  # the user's words; empty: none came yet
+    problem: str = ""  # why the policy cannot follow it; empty: it can
 
 
 class InstructionInput:

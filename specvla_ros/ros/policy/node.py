@@ -140,10 +140,7 @@ class PolicyNode(ManagedNode):
         self._chosen.check()
         self._diagnostics.set_period(self._chosen.diagnostics_period_s)
         self._thread = InferenceThread(
-            self._load,
-            on_progress=self._on_progress,
-            on_outcome=self._on_outcome,
-            on_fault=self._on_fault,
+            self._load, on_progress=self._on_progress, on_outcome=self._on_outcome, on_fault=self._on_fault
         )
         description = self._wait_loaded(self._thread)
         self._policy = _as_loaded(self._thread, self._target)

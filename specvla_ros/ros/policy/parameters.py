@@ -4,7 +4,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.messages.synchronizer import TOLERANCE_S

@@ -43,12 +43,7 @@ from specvla_ros.ros.policy.inputs import (
     Senses,
     declared_overrides,
 )
-from specvla_ros.ros.policy.parameters import (
-    READ_IN_ACTIVATE,
-    PolicyParameters,
-    RobotParameters,
-    SharedParameters,
-)
+from specvla_ros.ros.policy.parameters import READ_IN_ACTIVATE, PolicyParameters, RobotParameters, SharedParameters
 from specvla_ros.ros.qos import LATCHED_STATE
 from specvla_ros.settings.parameter import walk
 
@@ -61,21 +56,13 @@ _GRAPH_PERIOD_S = 1.0
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy in memory, and what its robots must know of it.
+    """A policy in memory, and what its robots must know of it."""
 
-    Args:
-        thread: runs its engine.
-        senses: what it looks at.
-        tokenizer: ids to words; None: it has none.
-        unnorm_key: of its action statistics.
-        dt_s: seconds over which one of its actions is meant; None: its checkpoint does not say.
-    """
-
-    thread: InferenceThread
-    senses: Senses
-    tokenizer: Tokenizer | None
-    unnorm_key: str
-    dt_s: float | None
+    thread: InferenceThread  # runs its engine
+    senses: Senses  # what it looks at
+    tokenizer: Tokenizer | None  # ids to words; None: it has none
+    unnorm_key: str  # of its action statistics
+    dt_s: float | None  # seconds over which one of its actions is meant; None: its checkpoint does not say
 
 
 class RobotPart:

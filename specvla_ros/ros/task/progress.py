@@ -14,16 +14,11 @@ class Progress:
 
     Two clocks: the node's, which may be simulated and counts the task's time, and a steady one, which tells silence
     and rates apart from a clock that stands still.
-
-    Args:
-        time_limit_s: seconds, on the node's clock.
-        began_s: the task's beginning on the node's clock.
-        steady_s: the same moment on the steady clock.
     """
 
-    time_limit_s: float
-    began_s: float
-    steady_s: float
+    time_limit_s: float  # seconds, on the node's clock
+    began_s: float  # the task's beginning on the node's clock
+    steady_s: float  # the same moment on the steady clock
     actions: int = 0
     latency_s: float = math.nan
     _arrivals_s: deque[float] = field(default_factory=deque)

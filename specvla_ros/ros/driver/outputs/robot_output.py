@@ -28,23 +28,14 @@ ROBOT_OUTPUTS = Registry(
 
 @dataclass(frozen=True)
 class OutputContext:
-    """What an output is made with.
+    """What an output is made with."""
 
-    Args:
-        node: of the publishers.
-        base_frame: frame of the targets.
-        period_s: of the control loop.
-        joints: names of the arm's joints, in the order of the commands; empty: none are named.
-        solver: inverse kinematics; None: no model of the robot is given.
-        publishers: that were made.
-    """
-
-    node: LifecycleNode
-    base_frame: str
-    period_s: float
-    joints: tuple[str, ...] = ()
-    solver: JointSolver | None = None
-    publishers: list[Any] = field(default_factory=list)
+    node: LifecycleNode  # of the publishers
+    base_frame: str  # frame of the targets
+    period_s: float  # of the control loop
+    joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none are named
+    solver: JointSolver | None = None  # inverse kinematics; None: no model of the robot is given
+    publishers: list[Any] = field(default_factory=list)  # that were made
 
     def create_publisher(self, kind: type, topic: str) -> Any:
         """A publisher that is silent while the driver is not active."""
