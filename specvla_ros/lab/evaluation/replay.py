@@ -28,9 +28,8 @@ from specvla_ros.lab.evaluation.rerun_recording import RerunRecording, RerunSett
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.plans import Thresholds
-from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
+from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, read_state, vla_action_fields
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
-from specvla_ros.messages.state_message import read_state
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
 

@@ -21,8 +21,8 @@ from std_msgs.msg import String
 
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
+from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
-from specvla_ros.messages.state_message import read_state
 from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.ros.parameters import is_given
