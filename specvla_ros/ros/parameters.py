@@ -2,7 +2,8 @@
 """ROS parameters from the tree of settings that declares them."""
 
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +17,29 @@ from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import Declared, hint, preset_values, values_of, walk, with_values
 
 Parameters = TypeVar("Parameters")
+
+
+@contextmanager
+def parameters_declared(
+    node: Node,
+    kind: type[Parameters],
+    *,
+    lifecycle: bool = False,
+    usual: Parameters | None = None,
+    declared_later: Collection[str] = (),
+) -> Iterator[None]:
+    """Declares every parameter of `kind` for the block that makes a node, then warns of names that it does not have.
+
+    UserError, of a parameter or of the block, destroys the node. For the arguments see the functions below.
+    """
+    try:
+        declare_parameters(node, kind, lifecycle=lifecycle, usual=usual)
+        yield
+    except UserError:
+        node.destroy_node()
+        raise
+    for name, note in unknown_parameters(node, declared_later).items():
+        node.get_logger().warning(f"there is no parameter '{name}'; {note}")
 
 
 def declare_parameters(

@@ -58,7 +58,7 @@ from specvla_ros.lab.simulation.motion_record import MotionRecorder
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
 from specvla_ros.lab.simulation.tasks import TASKS, Task, WorldState, draw_layout
 from specvla_ros.lab.simulation.world import World
-from specvla_ros.ros.guard.sources import Senders
+from specvla_ros.ros.guard.node import Senders
 
 CAMERA_S, ENABLE_S = 0.05, 0.1
 IMAGE_DELAY_S = 0.01
@@ -517,7 +517,7 @@ def _rotation(wxyz: tuple[float, float, float, float]) -> np.ndarray:
 
 
 def _sent_command(sent: Sent, scene: Scene) -> Any:
-    """What the arm's controller takes, from the guard; as ros/guard/messages.py writes it."""
+    """What the arm's controller takes, from the guard; as ros/motion_messages.py writes it."""
     if isinstance(sent, SentTwist):
         return Twist(scene.time.clocks.s, BASE_FRAME, sent.velocity[:3], sent.velocity[3:])
     if isinstance(sent, Pose):

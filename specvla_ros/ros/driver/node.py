@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
-from rcl_interfaces.msg import SetParametersResult
-from rclpy.clock import Clock, ClockType
 from rclpy.subscription import Subscription
 from rclpy.time import Time
 from rclpy.timer import Timer
@@ -27,21 +25,13 @@ from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import VlaAction
-from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
 from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic, forward_kinematics
-from specvla_ros.ros.managed_node import ManagedNode
-from specvla_ros.ros.parameters import (
-    check_values,
-    declare_parameters,
-    read_parameters,
-    refuse_fixed,
-    unknown_parameters,
-)
+from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, run_node
+from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
-from specvla_ros.ros.spinning import run_node
 
 _NS = 1e-9
 _WATCH_S = 0.2
@@ -51,25 +41,12 @@ _CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are s
 
 
 class DriverNode(ManagedNode):
-    """Moves the robot as actions say, within limits; without actions, poses or a sound clock it comes to rest.
-
-    Args:
-        node_arguments: those of rclpy.node.Node.
-
-    Raises:
-        UserError: a parameter has the wrong type or is out of range.
-    """
+    """Moves the robot as actions say, within limits; without actions, poses or a sound clock it comes to rest."""
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("driver", **node_arguments)
-        try:
-            declare_parameters(self, DriverParameters, lifecycle=True)
-        except UserError:
-            self.destroy_node()
-            raise
-        for name, hint in unknown_parameters(self).items():
-            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
-        self._chosen = DriverParameters()
+        with parameters_declared(self, DriverParameters, lifecycle=True):
+            self._chosen = DriverParameters()  # read when the node is configured
         self._output_context: OutputContext | None = None
         self._inputs: list[JointInput | PoseSource] = []
         self._subscriptions_made: list[Subscription] = []
@@ -77,7 +54,7 @@ class DriverNode(ManagedNode):
         self._timers_made: list[Timer] = []
         self._holding = False
         self._reset()
-        self.add_on_set_parameters_callback(self._on_set_parameters)
+        self._follow_changes(DriverParameters)
         self._hold_service = self.create_service(SetBool, "~/hold", self._on_hold)
         self._diagnostics = DiagnosticsPublisher(self, self._chosen.diagnostics_period_s, self._statuses)
 
@@ -144,11 +121,9 @@ class DriverNode(ManagedNode):
         self._gripper.reset()
         self._gripper_output.forget()
         self._listen()
-        # On the steady clock: a clock that stands still must not silence the robot's commands.
-        steady = Clock(clock_type=ClockType.STEADY_TIME)
         self._timers_made = [
-            self.create_timer(1.0 / chosen.rate_hz, self._step, clock=steady),
-            self.create_timer(_WATCH_S, self._watch_publishers, clock=steady),
+            self.create_timer(1.0 / chosen.rate_hz, self._step, clock=STEADY),
+            self.create_timer(_WATCH_S, self._watch_publishers, clock=STEADY),
         ]
 
     def _listen(self) -> None:
@@ -205,18 +180,12 @@ class DriverNode(ManagedNode):
         self._last_refusal = what
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
 
-    def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
-        changed = {parameter.name: parameter.value for parameter in parameters}
-        try:
-            check_values(DriverParameters, changed)
-            if self._output_context is not None:  # else they are read when the node is configured
-                refuse_fixed(self, DriverParameters, changed, read_in_activate=(), active=self.active)
-                self._chosen = read_parameters(self, DriverParameters, changed)
-        except UserError as error:
-            return SetParametersResult(successful=False, reason=str(error))
+    def _change(self, changed: Mapping[str, Any]) -> None:
+        if self._output_context is not None:  # else they are read when the node is configured
+            refuse_fixed(self, DriverParameters, changed, read_in_activate=(), active=self.active)
+            self._chosen = read_parameters(self, DriverParameters, changed)
         if self._driver is not None:
             self._driver.follower.set_ages(self._chosen.max_action_age_s, self._chosen.max_future_s)
-        return SetParametersResult(successful=True)
 
     def _on_hold(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         """Comes to rest and follows nothing, until it is told to go on."""

@@ -14,7 +14,7 @@ from diagnostic_msgs.msg import DiagnosticStatus
 from specvla_ros.engine.outcome import DropCounter, DropReason
 from specvla_ros.engine.tally import percentiles
 from specvla_ros.errors import shortened
-from specvla_ros.ros.diagnostics import make_status
+from specvla_ros.ros.node import make_status
 from specvla_ros.ros.policy.inputs import Instruction
 
 # These are how a queue of length one works, or were asked for: no faults.

@@ -19,10 +19,7 @@ from specvla_ros.settings.registry import Registry
 
 ROBOT_OUTPUTS = Registry(
     "specvla_ros.robot_outputs",
-    [
-        f"specvla_ros.ros.driver.outputs.{name}"
-        for name in ("none", "pose", "twist", "joint_trajectory", "position_array")
-    ],
+    [f"specvla_ros.ros.driver.outputs.{name}" for name in ("pose", "twist", "joint_trajectory", "position_array")],
 )
 
 
@@ -30,12 +27,12 @@ ROBOT_OUTPUTS = Registry(
 class OutputContext:
     """What an output is made with."""
 
-    node: LifecycleNode  # of the publishers
-    base_frame: str  # frame of the targets
+    node: LifecycleNode
+    base_frame: str  # of the targets
     period_s: float  # of the control loop
     joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none are named
     solver: JointSolver | None = None  # inverse kinematics; None: no model of the robot is given
-    publishers: list[Any] = field(default_factory=list)  # that were made
+    publishers: list[Any] = field(default_factory=list)
 
     def create_publisher(self, kind: type, topic: str) -> Any:
         """A publisher that is silent while the driver is not active."""
@@ -43,16 +40,11 @@ class OutputContext:
         return self.publishers[-1]
 
     def close(self) -> None:
-        """Destroys every publisher that was made."""
         while self.publishers:
             self.node.destroy_lifecycle_publisher(self.publishers.pop())
 
     def require_solver(self, output: str) -> JointSolver:
-        """The inverse kinematics.
-
-        Raises:
-            UserError: there is no model to compute it with.
-        """
+        """The inverse kinematics; raises UserError where there is no model to compute it with."""
         if self.solver is None:
             raise UserError(
                 f"output: {output} needs the robot's kinematics; set joints.model to its MJCF or URDF, joints.names, "
@@ -84,3 +76,14 @@ class RobotOutput(Protocol):
         Raises:
             UnreachableError: the robot cannot follow; nothing is sent.
         """
+
+
+@ROBOT_OUTPUTS.register("none", order=0)
+class DryRun(RobotOutput):
+    """A dry run: everything is computed and reported, and nothing is sent."""
+
+    def __init__(self, context: OutputContext) -> None:
+        pass
+
+    def send(self, target: Target, now: Time) -> None:
+        pass
