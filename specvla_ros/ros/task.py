@@ -408,5 +408,5 @@ def _problem(instruction: str, time_limit_s: float) -> str:
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    """Runs the node."""
     sys.exit(run_node("task", TaskNode, close=TaskNode.close))

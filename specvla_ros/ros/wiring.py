@@ -13,28 +13,20 @@ Remaps = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class RobotTopics:
-    """A robot's topics, and the names by which the nodes between it and a policy know them.
-
-    Args:
-        tool_pose: its tool's measured pose.
-        joint_states: its joints.
-        instruction: what it is told to do.
-        commands: where the guard sends to, by a name of COMMANDS; what is not named stays on `guard/…`.
-    """
+    """A robot's topics, and the names by which the nodes between it and a policy know them."""
 
     tool_pose: str = "tool_pose"
     joint_states: str = "joint_states"
     instruction: str = "instruction"
+    # Where the guard sends to, by a name of COMMANDS; what is not named stays on `guard/…`.
     commands: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def driver(self) -> Remaps:
-        """Of the driver."""
         return [*self._inputs, ("guard_passing", "guard/passing")]
 
     @property
     def guard(self) -> Remaps:
-        """Of the guard."""
         return [
             *self._inputs,
             ("instruction", self.instruction),
@@ -57,16 +49,12 @@ class RobotTopics:
 
 
 def image_remappings(name: str, topic: str) -> Remaps:
-    """Of a camera's raw topic and the compressed one below it."""
+    """Those of a camera's raw topic and the compressed one below it."""
     return [(name, topic), (f"{name}/compressed", f"{topic}/compressed")]
 
 
 def sensor_remappings(text: str) -> Remaps:
-    """Those of `sensor_topics`: NAME=TOPIC of further cameras and of the state, comma-separated.
-
-    Raises:
-        UserError: it is written otherwise.
-    """
+    """Those of `sensor_topics`: NAME=TOPIC of further cameras and of the state, comma-separated."""
     remappings: Remaps = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, topic = (each.strip() for each in part.partition("="))

@@ -28,7 +28,7 @@ from specvla_ros.msg import VlaAction
 from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
-from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic, forward_kinematics
+from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic
 from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
@@ -115,7 +115,7 @@ class DriverNode(ManagedNode):
                 pose_timeout_s=chosen.tool_pose_timeout_s,
                 pose_source=chosen.tool_pose_source,
                 start_output=lambda: self._output.start(self._joints),
-                say=self._say,
+                say=self.get_logger().error,
             )
             self._driver.holding = self._holding
         self._gripper.reset()
@@ -134,8 +134,6 @@ class DriverNode(ManagedNode):
             self._pose_source = PoseTopic(self, chosen.base_frame, self._on_pose, self._on_bad)
         elif chosen.tool_pose_source == "tf":
             self._pose_source = PoseFromTf(self, chosen.base_frame, chosen.tool_frame, self._on_pose, self._on_bad)
-        elif self._solver is not None:
-            self._kinematics = forward_kinematics(self._solver, self._on_pose, self._on_bad)
         if self._pose_source is not None:
             self._inputs.append(self._pose_source)
         self._subscriptions_made = [
@@ -169,11 +167,14 @@ class DriverNode(ManagedNode):
 
     def _on_joints(self, stamp_s: float, positions: Mapping[str, float]) -> None:
         self._joints = positions
-        if self._chosen.tool_pose_source == "joint_states":
-            self._kinematics(stamp_s, positions)
-
-    def _say(self, reason: str) -> None:
-        self.get_logger().error(reason)
+        if self._chosen.tool_pose_source != "joint_states" or self._solver is None:
+            return
+        try:
+            pose = self._solver.pose_of(positions)
+        except UserError as error:
+            self._on_bad(str(error))
+        else:
+            self._on_pose(stamp_s, pose)
 
     def _on_bad(self, what: str) -> None:
         self._refusals["bad_state"] += 1
@@ -221,11 +222,7 @@ class DriverNode(ManagedNode):
             self._driver.passing(message.data, self._now_s())
 
     def _read(self, message: VlaAction) -> StampedAction:
-        """The action that a message holds.
-
-        Raises:
-            ValueError: it cannot be one of this robot's.
-        """
+        """The action that a message holds; raises ValueError where it cannot be one of this robot's."""
         action = stamped_action(message, Time.from_msg(message.header.stamp).nanoseconds * _NS)
         convention = action.convention
         if self._convention is not None and convention != self._convention:
@@ -336,5 +333,5 @@ def _words(convention: ActionConvention) -> str:
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    """Runs the node."""
     sys.exit(run_node("driver", DriverNode, close=DriverNode.close))

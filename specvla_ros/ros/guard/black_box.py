@@ -101,7 +101,7 @@ class BlackBox:
 
 @dataclass(frozen=True)
 class Topic:
-    """A recorded topic."""
+    """Of a recording."""
 
     name: str
     msgtype: str
@@ -117,11 +117,7 @@ class Stop:
 
 
 class Ring:
-    """The messages of the last minutes.
-
-    Args:
-        seconds: how much of the past is kept.
-    """
+    """The messages of the last seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._ns = int(seconds * 1e9)
@@ -130,7 +126,6 @@ class Ring:
         self.topics: dict[int, Topic] = {}
 
     def add(self, time_ns: int, channel: int, raw: bytes) -> None:
-        """The newest message; the oldest go."""
         self._messages.append((time_ns, channel, raw))
         self._bytes += len(raw) + HEAD.size
         while self._bytes > _LARGEST_BYTES or time_ns - self._messages[0][0] > self._ns:
@@ -142,14 +137,7 @@ class Ring:
 
 
 class Recorder:
-    """Reads from the guard until it is gone.
-
-    Args:
-        guard: the socket to it.
-        directory: where files are written.
-        seconds: how much of the past is kept.
-        files: how many files are kept.
-    """
+    """Reads from the guard's socket until the guard is gone; see `BlackBox`."""
 
     def __init__(self, guard: socket.socket, directory: Path, seconds: float, files: int) -> None:
         self._guard, self._directory, self._files = guard, directory, files
@@ -242,12 +230,7 @@ class Recorder:
 
 
 def write_mcap(path: Path, stop: Stop, messages: list[tuple[int, int, bytes]], topics: dict[int, Topic]) -> None:
-    """Writes a recording.
-
-    Raises:
-        OSError: it cannot be written.
-        ModuleNotFoundError: the package mcap is not installed.
-    """
+    """Writes a recording; raises OSError, or ModuleNotFoundError where the package mcap is not installed."""
     from mcap.writer import CompressionType, Writer
 
     with path.open("wb") as file:

@@ -28,23 +28,9 @@ from specvla_ros.control.guard.guard import Guard, Outcome, State
 from specvla_ros.control.guard.settings import GuardParameters, Output
 from specvla_ros.control.pose import Pose
 from specvla_ros.msg import VlaAction
+from specvla_ros.ros import motion_messages as messages
 from specvla_ros.ros.guard.black_box import BlackBox
 from specvla_ros.ros.guard.loop import SteadyLoop, raise_priority
-from specvla_ros.ros.motion_messages import (
-    array_command,
-    array_message,
-    gripper_array,
-    gripper_trajectory,
-    gripper_trajectory_message,
-    joint_positions,
-    pose_message,
-    stamp_of,
-    tool_pose,
-    trajectory_command,
-    trajectory_message,
-    twist_command,
-    twist_message,
-)
 from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, make_status, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, LATCHED_STATE, STATE
@@ -59,14 +45,14 @@ _LEVELS = {
     State.STOPPED: DiagnosticStatus.ERROR,
 }
 _COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
-    Output.POSE: ("pose", PoseStamped, tool_pose),
-    Output.TWIST: ("twist", TwistStamped, twist_command),
-    Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, trajectory_command),
-    Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, array_command),
+    Output.POSE: ("pose", PoseStamped, messages.tool_pose),
+    Output.TWIST: ("twist", TwistStamped, messages.twist_command),
+    Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, messages.trajectory_command),
+    Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, messages.array_command),
 }
 _GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {
-    GripperOutput.ARRAY: ("gripper", Float64MultiArray, gripper_array),
-    GripperOutput.TRAJECTORY: ("gripper_trajectory", JointTrajectory, gripper_trajectory),
+    GripperOutput.ARRAY: ("gripper", Float64MultiArray, messages.gripper_array),
+    GripperOutput.TRAJECTORY: ("gripper_trajectory", JointTrajectory, messages.gripper_trajectory),
 }
 
 
@@ -140,13 +126,19 @@ class GuardNode(Node):
                 guard.gripper(read_gripper(message), now)
 
             self._listen(message_type, f"command/{name}", COMMAND, on_gripper, alone=True)
-        self._listen(PoseStamped, "tool_pose", STATE, lambda m, s, now: guard.tool(tool_pose(m, s), now), alone=True)
-        if kind.of_joints:
-            self._listen(JointState, "joint_states", STATE, lambda m, s, now: guard.joints(joint_positions(m), now))
+
+        def on_tool(message: PoseStamped, sent_ns: int | None, now: Instant) -> None:
+            guard.tool(messages.tool_pose(message, sent_ns), now)
+
+        def on_joints(message: JointState, sent_ns: int | None, now: Instant) -> None:
+            guard.joints(messages.joint_positions(message), now)
 
         def on_action(message: VlaAction, sent_ns: int | None, now: Instant) -> None:
-            guard.action(stamp_of(message.header), message.instruction, now)
+            guard.action(messages.stamp_of(message.header), message.instruction, now)
 
+        self._listen(PoseStamped, "tool_pose", STATE, on_tool, alone=True)
+        if kind.of_joints:
+            self._listen(JointState, "joint_states", STATE, on_joints)
         self._listen(VlaAction, "action", ACTION, on_action, alone=True)
         self._listen(Bool, "~/enable", INSTRUCTION, lambda m, s, now: guard.enable(m.data, now), alone=True)
         self._listen(Empty, "~/stop", DIAGNOSTICS, lambda m, s, now: guard.press_stop("topic", now))
@@ -246,17 +238,17 @@ class GuardNode(Node):
             if gripper.output == GripperOutput.ARRAY.value:
                 self._gripper(Float64MultiArray(data=[outcome.gripper]))
             else:
-                self._gripper(gripper_trajectory_message(outcome.gripper, gripper.joint))
+                self._gripper(messages.gripper_trajectory_message(outcome.gripper, gripper.joint))
 
     def _message(self, sent: Sent, clock_ns: int) -> TwistStamped | PoseStamped | JointTrajectory | Float64MultiArray:
         settings = self._settings
         if isinstance(sent, SentTwist):
-            return twist_message(sent.velocity, clock_ns, settings.base_frame)
+            return messages.twist_message(sent.velocity, clock_ns, settings.base_frame)
         if isinstance(sent, Pose):
-            return pose_message(sent, clock_ns, settings.base_frame)
+            return messages.pose_message(sent, clock_ns, settings.base_frame)
         if settings.kind is Output.POSITION_ARRAY:
-            return array_message(sent.positions)
-        return trajectory_message(settings.joints.names, sent.positions, sent.velocities)
+            return messages.array_message(sent.positions)
+        return messages.trajectory_message(settings.joints.names, sent.positions, sent.velocities)
 
     def _on_fault(self, trace: str) -> None:
         """Zero is right for a twist whatever went wrong; positions are held by who got the last one."""
@@ -264,7 +256,7 @@ class GuardNode(Node):
         what = f"the guard's loop went on after a fault:\n{trace}"
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
         if self._settings.kind is Output.TWIST:
-            self._robot(twist_message(np.zeros(6), self._now().clock_ns, self._settings.base_frame))
+            self._robot(messages.twist_message(np.zeros(6), self._now().clock_ns, self._settings.base_frame))
 
     # Bookkeeping
 
@@ -313,11 +305,11 @@ class GuardNode(Node):
         return {"gate": gate, "loop": self._loop_status(stalls), **self._black_box_status()}
 
     def _loop_status(self, stalls: int) -> DiagnosticStatus:
-        figures, fault = self._loop.take_figures(), self._fault
-        self._fault = ""
-        values: dict[str, object] = {"scheduling": self._scheduling, "ticks": figures.ticks, "stalls": stalls}
-        if figures.ticks:
-            for name, seconds in (("late", figures.late_s), ("took", figures.took_s)):
+        late_s, took_s = self._loop.take_figures()
+        fault, self._fault = self._fault, ""
+        values: dict[str, object] = {"scheduling": self._scheduling, "ticks": len(late_s), "stalls": stalls}
+        if len(late_s):
+            for name, seconds in (("late", late_s), ("took", took_s)):
                 values[f"{name}_p50_ms"] = f"{np.median(seconds) * 1e3:.2f}"
                 values[f"{name}_p99_ms"] = f"{np.percentile(seconds, 99) * 1e3:.2f}"
                 values[f"{name}_max_ms"] = f"{seconds.max() * 1e3:.2f}"

@@ -97,7 +97,7 @@ class DropLedger:
 
 
 def not_loaded_status() -> DiagnosticStatus:
-    """The status of a node without a policy."""
+    """Of a node without a policy."""
     return make_status(DiagnosticStatus.WARN, "no policy loaded; configure the node")
 
 
@@ -140,11 +140,7 @@ class InputHealth:
         self._period_began_s = time.monotonic()
 
     def add_image(self, transport: str) -> None:
-        """Counts an image, whatever becomes of it.
-
-        Args:
-            transport: by which it came, after its camera's name where there are several.
-        """
+        """Counts an image, whatever becomes of it; `transport`: after its camera's name where there are several."""
         self._images[transport] = self._images.get(transport, 0) + 1
         self._last_image_s = time.monotonic()
 
@@ -196,24 +192,17 @@ class InferenceHealth:
         self._period_began_s = time.monotonic()
 
     def add_action(self, latency_s: float, action_dt: float) -> None:
-        """Counts a published action."""
         with self._lock:
             self._actions += 1
             self._latencies_s.append(latency_s)
             self._action_dt = action_dt
 
     def set_fault(self, what: str) -> None:
-        """Notes an exception; it is reported once."""
         with self._lock:
             self._fault = what
 
     def status(self, idle: str, drops: RecentDrops) -> DiagnosticStatus:
-        """For /diagnostics; begins a new period for the rate.
-
-        Args:
-            idle: why no actions are wanted, such as "paused"; empty: they are.
-            drops: since the last call.
-        """
+        """Begins a new period for the rate; `idle`: why no actions are wanted, such as "paused"; empty: they are."""
         with self._lock:
             now_s = time.monotonic()
             elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
@@ -235,11 +224,10 @@ class InferenceHealth:
             return make_status(DiagnosticStatus.OK, "no action in this period", values)
         median_s = latency_s["p50"]
         if median_s > action_dt:
-            return make_status(
-                DiagnosticStatus.WARN,
+            what = (
                 f"the median latency, {median_s:.3f} s, is longer than action_dt, {action_dt:g} s: the time for which "
                 "an action is meant is over when it comes; choose a faster decode.mode or a smaller policy, or let the "
-                "follower take off what the arm has gone meanwhile",
-                values,
+                "follower take off what the arm has gone meanwhile"
             )
+            return make_status(DiagnosticStatus.WARN, what, values)
         return make_status(DiagnosticStatus.OK, "actions are published", values)

@@ -68,7 +68,7 @@ class Frame:
 
     @property
     def age_s(self) -> float:
-        """Age of the image at its arrival [s]."""
+        """At its arrival."""
         return (self.arrived_ns - self.stamp_ns) * _NS
 
 
@@ -85,9 +85,6 @@ class ImageInput:
         on_message: called first, with the transport.
         on_frame: called with each image that could be read.
         on_bad: called with reason and detail for each one that could not.
-
-    Raises:
-        UserError: an override is none.
     """
 
     def __init__(
@@ -115,7 +112,6 @@ class ImageInput:
             self._subscribe(name, self._wanted(name, ReliabilityPolicy.BEST_EFFORT))
 
     def destroy(self) -> None:
-        """Stops listening."""
         for subscription in self._subscriptions.values():
             self._node.destroy_subscription(subscription)
         self._subscriptions = {}
@@ -222,9 +218,6 @@ class ObservationInput:
         on_frames: called with what belongs together.
         on_bad: called with reason and detail for each image that could not be read, and for each of the first camera
             that went without the others.
-
-    Raises:
-        UserError: an override of the images' QoS is none.
     """
 
     def __init__(
@@ -266,7 +259,6 @@ class ObservationInput:
         self._end(self._together.give_up())
 
     def follow_publishers(self) -> None:
-        """See ImageInput."""
         for camera in self._cameras.values():
             camera.follow_publishers()
 
@@ -314,7 +306,6 @@ class InstructionInput:
     A refused instruction stands: the policy then has none to follow, which is safer than going on with the old one.
 
     Args:
-        node: the node that subscribes.
         initial: instruction in force until a message comes; empty: none.
         on_new: called with each instruction that differs from the one before.
     """
@@ -334,7 +325,6 @@ class InstructionInput:
 
     @property
     def current(self) -> Instruction:
-        """The newest instruction."""
         return self._current
 
     def set(self, text: str) -> None:
@@ -354,7 +344,6 @@ class InstructionInput:
             return True
 
     def destroy(self) -> None:
-        """Stops listening."""
         for subscription in self._subscriptions:
             self._node.destroy_subscription(subscription)
         self._subscriptions = []

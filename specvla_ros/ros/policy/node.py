@@ -124,7 +124,10 @@ class PolicyNode(ManagedNode):
             self._load, on_progress=self._on_progress, on_outcome=self._on_outcome, on_fault=self._on_fault
         )
         description = self._wait_loaded(self._thread)
-        self._policy = _as_loaded(self._thread, self._target)
+        target = self._target
+        assert target is not None, "the policy was not loaded"
+        senses = Senses(target.cameras, target.state_dims)
+        self._policy = LoadedPolicy(self._thread, senses, target.tokenizer, target.unnorm_key, target.codec.dt_s)
         if self._own is not None:
             self._own.configure(self._policy, self._chosen.robot)
         self._model_status = loaded_status(description)
@@ -148,7 +151,6 @@ class PolicyNode(ManagedNode):
         return thread.wait_loaded()
 
     def _start(self) -> None:
-        """Listens to images and lets actions out."""
         if self._own is not None:
             self._own.activate(read_parameters(self, PolicyParameters).robot)
         for robot in self.robots:
@@ -156,7 +158,6 @@ class PolicyNode(ManagedNode):
                 robot.trigger_activate()
 
     def _stop(self) -> None:
-        """Publishes nothing more, and drops what is in flight."""
         for robot in self.robots:
             if robot.part.active:
                 robot.trigger_deactivate()
@@ -164,7 +165,6 @@ class PolicyNode(ManagedNode):
             self._own.deactivate()
 
     def _teardown(self) -> bool:
-        """Lets the policy go, and the memory it took."""
         for robot in self.robots:
             if robot.part.configured:
                 robot.trigger_cleanup()
@@ -244,7 +244,7 @@ class RobotNode(ManagedNode):
         robot: the robot's name, its namespace below the policy node's.
         policy: that is loaded; None while none is.
         usual: the values of parameters that this robot is not given.
-        max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
+        max_image_age_s: see `RobotPart`.
     """
 
     def __init__(
@@ -266,7 +266,6 @@ class RobotNode(ManagedNode):
         self._diagnostics = DiagnosticsPublisher(self, diagnostics_period_s, self.part.statuses)
 
     def _setup(self) -> None:
-        """Takes a place in the engine, and listens to instructions."""
         policy = self._policy()
         if policy is None:
             raise UserError("the policy is not loaded; configure its own node first")
@@ -275,15 +274,12 @@ class RobotNode(ManagedNode):
         self._open(policy, chosen)
 
     def _start(self) -> None:
-        """Listens to images and lets actions out."""
         self.part.activate(read_parameters(self, SharedParameters).robot)
 
     def _stop(self) -> None:
-        """Publishes nothing more, and drops what is in flight; the other robots go on."""
         self.part.deactivate()
 
     def _teardown(self) -> bool:
-        """Gives the place in the engine back."""
         self.part.release()
         return True
 
@@ -296,12 +292,6 @@ class RobotNode(ManagedNode):
     def _open(self, policy: LoadedPolicy, chosen: SharedParameters) -> None:
         budget_s, priority = chosen.budget_s, chosen.priority
         policy.thread.call(lambda engine: engine.open(self._robot, budget_s=budget_s, priority=priority))
-
-
-def _as_loaded(thread: InferenceThread, target: Target | None) -> LoadedPolicy:
-    assert target is not None, "the policy was not loaded"
-    senses = Senses(target.cameras, target.state_dims)
-    return LoadedPolicy(thread, senses, target.tokenizer, target.unnorm_key, target.codec.dt_s)
 
 
 def _ros_arguments(arguments: Sequence[str]) -> list[str]:
@@ -324,7 +314,7 @@ def _without_names(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    """Runs the node."""
     sys.exit(
         run_node(
             "policy",

@@ -107,11 +107,7 @@ class PolicyParameters:
     engine: EngineSettings = section(EngineSettings, max_image_age_s=1.0)
 
     def check(self) -> None:
-        """What can be checked before anything is loaded.
-
-        Raises:
-            UserError: no checkpoint is named, or the values do not fit together.
-        """
+        """Raises UserError for what is wrong and can be told before anything is loaded."""
         if not self.checkpoint.strip():
             raise UserError(
                 "parameter 'checkpoint' is empty; set it to the directory of a policy's checkpoint, "
@@ -127,11 +123,7 @@ class PolicyParameters:
 
 
 def check_robots(names: tuple[str, ...]) -> None:
-    """Whether the names can be namespaces.
-
-    Raises:
-        UserError: one cannot, or stands there twice.
-    """
+    """Raises UserError for a name that cannot be a namespace, or stands there twice."""
     if names == ONE_ROBOT:
         return
     wrong = next((name for name in names if not _NAMESPACE.fullmatch(name) or names.count(name) > 1), None)

@@ -52,13 +52,8 @@ class ActionPublisher:
 
     `~/decode_stats` has one message per action, `~/reasoning` one per action of a policy that writes before it acts.
     The publishers are managed: rclpy keeps them silent in every other state. What rclpy cannot know is which action
-    is void. The lock makes that promise: once `new_epoch` has returned, no action from before it goes out.
-
-    Args:
-        node: the node of the topics and of the clock.
-        meaning: of the actions' numbers, asked for at each action; None before a policy is loaded.
-        tokenizer: of the policy, asked for at each action.
-        max_image_age_s: limit of the image's age at publication, asked for at each action; 0: none.
+    is void. The lock makes that promise: once `new_epoch` has returned, no action from before it goes out. What changes
+    with the policy that is loaded is asked for at each action.
     """
 
     def __init__(
@@ -151,7 +146,7 @@ class RobotPart:
     Args:
         node: of the topics, the services and the clock.
         stream: the robot's name in the engine.
-        max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
+        max_image_age_s: the limit, asked for at each image; 0: none.
     """
 
     def __init__(self, node: LifecycleNode, stream: str, max_image_age_s: Callable[[], float]) -> None:

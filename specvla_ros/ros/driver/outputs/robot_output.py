@@ -64,18 +64,10 @@ class RobotOutput(Protocol):
     follows_velocity: bool = False
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
-        """Begins at the robot's present joint positions, where any are known; nothing is sent yet.
-
-        Raises:
-            UserError: what it needs to know is missing.
-        """
+        """Begins at the robot's present joints, or raises UserError where they are not known; sends nothing yet."""
 
     def send(self, target: Target, now: Time) -> None:
-        """Sends the command of one control step.
-
-        Raises:
-            UnreachableError: the robot cannot follow; nothing is sent.
-        """
+        """Sends the command of one control step, or raises UnreachableError."""
 
 
 @ROBOT_OUTPUTS.register("none", order=0)
