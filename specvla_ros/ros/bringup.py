@@ -141,7 +141,6 @@ class _Lifecycle:
         self._killed = False
 
     def handlers(self) -> list[RegisterEventHandler]:
-        """Of the events of its process and of its transitions."""
         started, changed = OpaqueFunction(function=self._started), OpaqueFunction(function=self._changed)
         return [
             RegisterEventHandler(OnProcessStart(target_action=self._node, on_start=[started])),

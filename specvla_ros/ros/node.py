@@ -46,7 +46,6 @@ def run_node(
 
     Args:
         name: first word of the messages on stderr.
-        make_node: the node's class; may raise UserError.
         close: stops what the node runs beside the executor; False when something does not stop.
         finished: whether the node has done its work; looked at twice a second and after each callback.
         failure: what went wrong in the node's work, once it is closed; empty: nothing.
@@ -183,7 +182,6 @@ class ManagedNode(LifecycleNode):
         return super().on_activate(state)
 
     def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Ends work, and silences the managed publishers."""
         self._note("deactivated")
         self.active = False
         self._stop()
@@ -260,10 +258,7 @@ def make_status(level: bytes, message: str, values: Mapping[str, object] | None 
 class DiagnosticsPublisher:
     """Publishes the status of every task at once on /diagnostics, periodically.
 
-    Args:
-        node: the node whose name, with its namespace, begins each status's name, so that two policies differ.
-        period_s: on the steady clock.
-        statuses: makes the status of each task, by the task's name.
+    A status's name begins with the node's, with its namespace, so that two policies differ.
     """
 
     def __init__(self, node: Node, period_s: float, statuses: Callable[[], Mapping[str, DiagnosticStatus]]) -> None:

@@ -162,15 +162,12 @@ def _descriptor(declared: Declared, lifecycle: bool) -> ParameterDescriptor:
     descriptor = ParameterDescriptor(description=declared.description, read_only=read_only)
     if parameter.choices:
         descriptor.additional_constraints = "one of: " + ", ".join(parameter.allowed)
-    if parameter.minimum is not None and parameter.maximum is not None:
+    low, high = parameter.minimum, parameter.maximum
+    if low is not None and high is not None:
         if declared.kind is float:
-            descriptor.floating_point_range = [
-                FloatingPointRange(from_value=float(parameter.minimum), to_value=float(parameter.maximum))
-            ]
+            descriptor.floating_point_range = [FloatingPointRange(from_value=float(low), to_value=float(high))]
         else:
-            descriptor.integer_range = [
-                IntegerRange(from_value=int(parameter.minimum), to_value=int(parameter.maximum))
-            ]
+            descriptor.integer_range = [IntegerRange(from_value=int(low), to_value=int(high))]
     return descriptor
 
 

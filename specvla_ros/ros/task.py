@@ -75,11 +75,7 @@ class TaskParameters:
 
 @dataclass
 class Progress:
-    """One task's actions and time.
-
-    Two clocks: the node's, which may be simulated and counts the task's time, and a steady one, which tells silence
-    and rates apart from a clock that stands still.
-    """
+    """One task's time, on the node's clock, and its actions' rate and silence, on a clock that never stands still."""
 
     time_limit_s: float  # on the node's clock
     began_s: float  # likewise
@@ -102,7 +98,6 @@ class Progress:
         return max(0.0, self.time_limit_s - self.elapsed_s(now_s))
 
     def silence_s(self, steady_s: float) -> float:
-        """Since the newest action, or since the beginning."""
         return steady_s - (self._arrivals_s[-1] if self._arrivals_s else self.steady_s)
 
     def rate_hz(self, steady_s: float) -> float:
@@ -199,7 +194,7 @@ class TaskNode(Node):
         self._pause, self._hold = Switch(self, "policy/pause"), Switch(self, "driver/hold")
         self._instruction = self.create_publisher(String, "instruction", LATCHED_INSTRUCTION)
         self.create_subscription(VlaAction, "policy/action", self._on_action, ACTION)
-        self.create_subscription(Bool, "policy/paused", self._on_paused, LATCHED_STATE)
+        self.create_subscription(Bool, "policy/paused", lambda said: self._pause.observe(said.data), LATCHED_STATE)
         if self._chosen.judge == Judge.TOPIC.value:
             self.create_subscription(Bool, "~/succeeded", self._on_judged, ACTION)
         if self._chosen.judge == Judge.SIM_EPISODE.value:
@@ -348,9 +343,6 @@ class TaskNode(Node):
         elif run.progress.actions:  # before, it may have been on its way
             other = f"the policy follows '{message.instruction}', which somebody else has published"
             self._end(run, RunTask.Result.PREEMPTED, other)
-
-    def _on_paused(self, message: Bool) -> None:
-        self._pause.observe(message.data)
 
     def _on_judged(self, message: Bool) -> None:
         if self._run is not None:

@@ -31,21 +31,17 @@ class RobotTopics:
             *self._inputs,
             ("instruction", self.instruction),
             *((f"command/{name}", f"driver/{name}") for name in COMMANDS),
-            *self._sent,
+            *self.live_view,
         ]
 
     @property
     def live_view(self) -> Remaps:
-        """Of the live view, but for the camera."""
-        return self._sent
+        """But for the camera."""
+        return [(f"guard/{name}", topic) for name, topic in self.commands.items()]
 
     @property
     def _inputs(self) -> Remaps:
         return [("action", "policy/action"), ("tool_pose", self.tool_pose), ("joint_states", self.joint_states)]
-
-    @property
-    def _sent(self) -> Remaps:
-        return [(f"guard/{name}", topic) for name, topic in self.commands.items()]
 
 
 def image_remappings(name: str, topic: str) -> Remaps:
@@ -109,6 +105,5 @@ class Autostart:
         return Step.ACTIVATE if goal == "inactive" else Step.FAILED
 
     def process_ended(self, code: int) -> Step:
-        """Its process ended with an exit code."""
         starting, self._configuring = self._configuring, False
         return Step.FAILED if code and starting else Step.NOTHING

@@ -5,13 +5,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
-from rclpy.subscription import Subscription
 from rclpy.time import Time
-from rclpy.timer import Timer
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
@@ -48,10 +47,8 @@ class DriverNode(ManagedNode):
         with parameters_declared(self, DriverParameters, lifecycle=True):
             self._chosen = DriverParameters()  # read when the node is configured
         self._output_context: OutputContext | None = None
-        self._inputs: list[JointInput | PoseSource] = []
-        self._subscriptions_made: list[Subscription] = []
         self._driver: Driver | None = None
-        self._timers_made: list[Timer] = []
+        self._listening = ExitStack()  # ends what `_start` begins
         self._holding = False
         self._reset()
         self._follow_changes(DriverParameters)
@@ -70,7 +67,6 @@ class DriverNode(ManagedNode):
     # Transitions
 
     def _setup(self) -> None:
-        """Checks everything that a motion needs."""
         self._chosen = read_parameters(self, DriverParameters)
         self._chosen.check_complete()
         self._diagnostics.set_period(self._chosen.diagnostics_period_s)
@@ -121,37 +117,28 @@ class DriverNode(ManagedNode):
         self._gripper.reset()
         self._gripper_output.forget()
         self._listen()
-        self._timers_made = [
-            self.create_timer(1.0 / chosen.rate_hz, self._step, clock=STEADY),
-            self.create_timer(_WATCH_S, self._watch_publishers, clock=STEADY),
-        ]
+        for period_s, callback in ((1.0 / chosen.rate_hz, self._step), (_WATCH_S, self._watch_publishers)):
+            self._listening.callback(self.destroy_timer, self.create_timer(period_s, callback, clock=STEADY))
 
     def _listen(self) -> None:
         chosen = self._chosen
-        self._inputs = [JointInput(self, self._on_joints, self._on_bad)]
+        self._listening.callback(JointInput(self, self._on_joints, self._on_bad).destroy)
         self._pose_source: PoseSource | None = None
         if chosen.tool_pose_source == "topic":
             self._pose_source = PoseTopic(self, chosen.base_frame, self._on_pose, self._on_bad)
         elif chosen.tool_pose_source == "tf":
             self._pose_source = PoseFromTf(self, chosen.base_frame, chosen.tool_frame, self._on_pose, self._on_bad)
         if self._pose_source is not None:
-            self._inputs.append(self._pose_source)
-        self._subscriptions_made = [
-            self.create_subscription(VlaAction, "action", self._on_action, ACTION),
-            self.create_subscription(Bool, "guard_passing", self._on_passing, LATCHED_STATE),
-        ]
+            self._listening.callback(self._pose_source.destroy)
+        actions = self.create_subscription(VlaAction, "action", self._on_action, ACTION)
+        passing = self.create_subscription(Bool, "guard_passing", self._on_passing, LATCHED_STATE)
+        self._action_topic = actions.topic_name
+        for subscription in (actions, passing):
+            self._listening.callback(self.destroy_subscription, subscription)
 
     def _stop(self) -> None:
         """Sends nothing more: the robot's own controller, or the guard, brings it to rest."""
-        for timer in self._timers_made:
-            self.destroy_timer(timer)
-        self._timers_made = []
-        for each in self._inputs:
-            each.destroy()
-        self._inputs = []
-        for subscription in self._subscriptions_made:
-            self.destroy_subscription(subscription)
-        self._subscriptions_made = []
+        self._listening.close()
         self._driver = None
 
     def _teardown(self) -> bool:
@@ -271,7 +258,7 @@ class DriverNode(ManagedNode):
     def _watch_publishers(self) -> None:
         """Not at every control step: asking the graph takes as long as a step."""
         if self._driver is not None:
-            self._driver.action_publishers = self.count_publishers(self._subscriptions_made[0].topic_name)
+            self._driver.action_publishers = self.count_publishers(self._action_topic)
 
     # Diagnostics
 
@@ -323,8 +310,7 @@ class DriverNode(ManagedNode):
         return DiagnosticStatus.OK, "following actions" if self._taken else "waiting for actions"
 
     def _now_s(self) -> float:
-        now_s: float = self.get_clock().now().nanoseconds * _NS
-        return now_s
+        return float(self.get_clock().now().nanoseconds * _NS)
 
 
 def _words(convention: ActionConvention) -> str:

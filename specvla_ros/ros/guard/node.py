@@ -88,7 +88,8 @@ class GuardNode(Node):
         self._seen = State.HOLDING
         self._scheduling = ""
         self._fault = ""
-        self.black_box = self._make_black_box()
+        directory, seconds = Path(self._chosen.black_box_dir).expanduser(), self._chosen.black_box_s
+        self.black_box = BlackBox(directory, seconds, self._chosen.black_box_files) if seconds else None
         self._inputs: list[str] = []
         self._outputs: list[str] = []
         self._subscribe()
@@ -260,12 +261,6 @@ class GuardNode(Node):
 
     # Bookkeeping
 
-    def _make_black_box(self) -> BlackBox | None:
-        chosen = self._chosen
-        if chosen.black_box_s == 0:
-            return None
-        return BlackBox(Path(chosen.black_box_dir).expanduser(), chosen.black_box_s, chosen.black_box_files)
-
     def _announce(self, topic: str, message_type: type) -> None:
         if self.black_box is not None:
             package = message_type.__module__.partition(".")[0]
@@ -337,13 +332,7 @@ def _sent_ns(info: Any, now: Instant) -> int | None:
 
 
 def _sources_problem(node: Node, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    """What is wrong with who publishes, in words; empty: nothing.
-
-    Args:
-        node: the guard.
-        inputs: full names of topics that at most one may publish.
-        outputs: full names of topics that the guard alone may publish.
-    """
+    """What is wrong with who publishes, in words: inputs have one publisher at most, outputs the guard alone."""
     publishers = {topic: _publishers(node, topic) for topic in (*inputs, *outputs)}
     for topic in inputs:
         if len(publishers[topic]) > 1:

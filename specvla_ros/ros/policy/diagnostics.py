@@ -90,7 +90,6 @@ class DropLedger:
             return self._since_activation.by_name()
 
     def take_recent(self) -> RecentDrops:
-        """Drops since the last call."""
         with self._lock:
             counts, self._recent = self._recent.counts, DropCounter()
             return RecentDrops(counts, dict(self._details))
@@ -150,7 +149,7 @@ class InputHealth:
         self._age_s = age_s
 
     def status(self, active: bool, instruction: Instruction, drops: RecentDrops) -> DiagnosticStatus:
-        """For /diagnostics; begins a new period for the rates."""
+        """Begins a new period for the rates."""
         now_s = time.monotonic()
         elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
         images, self._images = self._images, dict.fromkeys(self._images, 0)
@@ -173,11 +172,10 @@ class InputHealth:
         if arrived:
             lost = images_lost(self._stamps_ns)
             return make_status(DiagnosticStatus.WARN if lost else DiagnosticStatus.OK, lost or "images arrive", values)
-        if self._last_image_s is None:
-            message = "no image since activation: check the topic's name and the camera"
-        else:
-            message = f"no image for {now_s - self._last_image_s:.1f} s: check the camera"
-        return make_status(DiagnosticStatus.STALE, message, values)
+        what = "no image since activation: check the topic's name and the camera"
+        if self._last_image_s is not None:
+            what = f"no image for {now_s - self._last_image_s:.1f} s: check the camera"
+        return make_status(DiagnosticStatus.STALE, what, values)
 
 
 class InferenceHealth:

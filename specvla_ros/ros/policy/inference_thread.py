@@ -106,7 +106,6 @@ class InferenceThread(EngineThread):
         return self.end(timeout_s=_STOP_TIMEOUT_S)
 
     def _ask(self, change: Callable[[Engine], Answer]) -> Answer:
-        """Waits for what a change to the engine returns or raises."""
         if not self.loaded:
             raise UserError("the policy is still being loaded; set this parameter again when it is active")
         answer: Future[Answer] = Future()

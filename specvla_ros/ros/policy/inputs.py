@@ -25,17 +25,9 @@ from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
 from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.models.observation import ONLY_CAMERA
+from specvla_ros.ros import qos
 from specvla_ros.ros.parameters import is_given
 from specvla_ros.ros.policy.parameters import ALL_NUMBERS, RobotParameters
-from specvla_ros.ros.qos import (
-    IMAGE_OVERRIDES,
-    INSTRUCTION,
-    LATCHED_INSTRUCTION,
-    STATE,
-    newest_image,
-    offered_reliability,
-    override_name,
-)
 
 try:
     from rclpy.event_handler import SubscriptionEventCallbacks
@@ -68,7 +60,6 @@ class Frame:
 
     @property
     def age_s(self) -> float:
-        """At its arrival."""
         return (self.arrived_ns - self.stamp_ns) * _NS
 
 
@@ -78,7 +69,6 @@ class ImageInput:
     A camera that publishes both sends each image twice: the second one is passed over.
 
     Args:
-        node: the node that subscribes.
         transport: raw, compressed or auto (both).
         reliability: best_effort, reliable or auto (what the publishers offer); `qos_overrides` of a topic win.
         topic: of the raw images.
@@ -130,10 +120,10 @@ class ImageInput:
     def _wanted(self, transport: str, current: ReliabilityPolicy) -> ReliabilityPolicy:
         if self._reliability != "auto":
             return ReliabilityPolicy[self._reliability.upper()]
-        return offered_reliability(self._node, self._topic_of(transport)) or current
+        return qos.offered_reliability(self._node, self._topic_of(transport)) or current
 
     def _override(self, transport: str) -> str:
-        return override_name(self._node, self._topic_of(transport), QoSPolicyKind.RELIABILITY)
+        return qos.override_name(self._node, self._topic_of(transport), QoSPolicyKind.RELIABILITY)
 
     def _topic_of(self, transport: str) -> str:
         return self._topic + _TRANSPORTS[transport][1]
@@ -147,10 +137,10 @@ class ImageInput:
 
         # Declared without need, the reliability of the first subscription would hold for all that follow.
         given = is_given(self._node, self._override(transport))
-        kinds = [each for each in IMAGE_OVERRIDES if given or each is not QoSPolicyKind.RELIABILITY]
+        kinds = [each for each in qos.IMAGE_OVERRIDES if given or each is not QoSPolicyKind.RELIABILITY]
         try:
             self._subscriptions[transport] = self._node.create_subscription(
-                kind, topic, on_image, newest_image(reliability), qos_overriding_options=QoSOverridingOptions(kinds)
+                kind, topic, on_image, qos.newest_image(reliability), qos_overriding_options=QoSOverridingOptions(kinds)
             )
         except (RuntimeError, ValueError, ParameterException) as error:
             raise UserError(f"the QoS of '{self._node.resolve_topic_name(topic)}' cannot be had: {error}") from None
@@ -182,7 +172,7 @@ class ImageInput:
 def declared_overrides(node: Node, topic: str = "image") -> list[str]:
     """The `qos_overrides` that the subscriptions of a camera heed."""
     ends = (end for _, end, _ in _TRANSPORTS.values())
-    return [override_name(node, topic + end, kind) for end in ends for kind in IMAGE_OVERRIDES]
+    return [qos.override_name(node, topic + end, kind) for end in ends for kind in qos.IMAGE_OVERRIDES]
 
 
 @dataclass(frozen=True)
@@ -211,9 +201,6 @@ class ObservationInput:
     """Subscribes to the images of each camera and to the state, for as long as it lives.
 
     Args:
-        node: the node that subscribes.
-        senses: what the policy looks at.
-        chosen: transports, reliability and the tolerance of the stamps.
         on_message: called with each image that comes: its transport, after the camera's name where there are several.
         on_frames: called with what belongs together.
         on_bad: called with reason and detail for each image that could not be read, and for each of the first camera
@@ -248,7 +235,7 @@ class ObservationInput:
             )
             for camera in senses.cameras
         }
-        self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, STATE) if state else None
+        self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, qos.STATE) if state else None
 
     def destroy(self) -> None:
         """Stops listening; an image that still waits for the others goes without."""
@@ -317,8 +304,8 @@ class InstructionInput:
         self._current, self._heard = Instruction(), False
         # A volatile publisher only matches a volatile subscription, and only a latched one brings what was sent before.
         self._subscriptions = [
-            self._subscribe(INSTRUCTION, SubscriptionEventCallbacks()),
-            self._subscribe(LATCHED_INSTRUCTION, SubscriptionEventCallbacks(use_default_callbacks=False)),
+            self._subscribe(qos.INSTRUCTION, SubscriptionEventCallbacks()),
+            self._subscribe(qos.LATCHED_INSTRUCTION, SubscriptionEventCallbacks(use_default_callbacks=False)),
         ]
         if initial:
             self.set(initial)
@@ -348,7 +335,7 @@ class InstructionInput:
             self._node.destroy_subscription(subscription)
         self._subscriptions = []
 
-    def _subscribe(self, qos: QoSProfile, events: SubscriptionEventCallbacks) -> Subscription:
+    def _subscribe(self, profile: QoSProfile, events: SubscriptionEventCallbacks) -> Subscription:
         return self._node.create_subscription(
-            String, "instruction", lambda message: self.set(message.data), qos, event_callbacks=events
+            String, "instruction", lambda message: self.set(message.data), profile, event_callbacks=events
         )

@@ -102,7 +102,6 @@ class PolicyNode(ManagedNode):
         )
 
     def destroy_node(self) -> None:
-        """Ends the robots' nodes too."""
         for robot in self.robots:
             robot.destroy_node()
         super().destroy_node()
@@ -110,7 +109,6 @@ class PolicyNode(ManagedNode):
     # Transitions
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Loads and warms up the policy; what a user can mend is refused, and configure may be tried again."""
         answer = super().on_configure(state)
         if answer is not TransitionCallbackReturn.SUCCESS:
             self._model_status = make_status(DiagnosticStatus.ERROR, self.stop_reason.splitlines()[0])
@@ -212,8 +210,7 @@ class PolicyNode(ManagedNode):
             raise UserError(f"'{theirs[0]}' is each robot's own: set it at its node, such as {node}")
 
     def _max_image_age_s(self) -> float:
-        value: float = self.get_parameter("max_image_age_s").value
-        return value
+        return float(self.get_parameter("max_image_age_s").value)
 
     # Called from the inference thread
 
@@ -233,18 +230,15 @@ class PolicyNode(ManagedNode):
         return {"model": self._model_status, **own}
 
     def _now_ns(self) -> int:
-        now_ns: int = self.get_clock().now().nanoseconds
-        return now_ns
+        return int(self.get_clock().now().nanoseconds)
 
 
 class RobotNode(ManagedNode):
     """The node `<robot>/policy` that each of several robots has; takes its place in the engine in configure.
 
     Args:
-        robot: the robot's name, its namespace below the policy node's.
         policy: that is loaded; None while none is.
         usual: the values of parameters that this robot is not given.
-        max_image_age_s: see `RobotPart`.
     """
 
     def __init__(

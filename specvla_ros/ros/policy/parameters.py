@@ -12,8 +12,6 @@ from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import parameter, section
 
 ALL_NUMBERS = ("all",)
-TRANSPORTS = ("auto", "raw", "compressed")
-RELIABILITIES = ("auto", "best_effort", "reliable")
 # The others that are not writable are read in configure.
 READ_IN_ACTIVATE = ("image_transport", "image_reliability", "sync_tolerance_s", "state_names")
 ONE_ROBOT = ("",)
@@ -27,14 +25,14 @@ class RobotParameters:
     image_transport: str = parameter(
         "auto",
         "Which image topics to subscribe to: image (raw), image/compressed, or both (auto). One spares bandwidth.",
-        choices=TRANSPORTS,
+        choices=("auto", "raw", "compressed"),
         basic=True,
     )
     image_reliability: str = parameter(
         "auto",
         "QoS of the image subscriptions. auto: reliable where every publisher of the topic offers that, so that large "
         "images are not lost for one packet; it follows publishers that come later.",
-        choices=RELIABILITIES,
+        choices=("auto", "best_effort", "reliable"),
     )
     sync_tolerance_s: float = parameter(
         TOLERANCE_S,

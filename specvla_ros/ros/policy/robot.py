@@ -144,7 +144,6 @@ class RobotPart:
     `take_outcome` with what the engine says of this robot.
 
     Args:
-        node: of the topics, the services and the clock.
         stream: the robot's name in the engine.
         max_image_age_s: the limit, asked for at each image; 0: none.
     """
@@ -174,7 +173,6 @@ class RobotPart:
 
     @property
     def epoch(self) -> int:
-        """The epoch whose actions may go out."""
         return self._publisher.epoch
 
     @property
@@ -328,7 +326,6 @@ class RobotPart:
     # Called from the inference thread
 
     def take_outcome(self, outcome: Outcome) -> None:
-        """Publishes an action of this robot, or counts the drop."""
         if isinstance(outcome, Drop):
             self._drop(outcome.reason, outcome.detail)
             return
