@@ -139,7 +139,7 @@ class ConventionSettings:
             "translation_unit_m": self.translation_unit,
             "rotation_unit_rad": self.rotation_unit,
         }
-        found = {name: value or getattr(dataset, name, None) for name, value in said.items()}
+        found: dict[str, Any] = {name: value or getattr(dataset, name, None) for name, value in said.items()}
         missing = [name for name, value in found.items() if value is None]
         if missing:
             raise UserError(

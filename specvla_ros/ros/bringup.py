@@ -34,7 +34,7 @@ PARAMETERS = {
 
 
 def policy_launch(profile: str = "") -> LaunchDescription:
-    """The policy node with a profile's parameters, configured and activated; empty: the argument `profile` chooses."""
+    """The policy node, configured and activated, with the profile's parameters; empty: an argument chooses it."""
     return LaunchDescription(
         [
             *([_choice("profile", "desktop", PROFILES, "Parameters to use.")] if not profile else []),

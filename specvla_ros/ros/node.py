@@ -256,10 +256,7 @@ def make_status(level: bytes, message: str, values: Mapping[str, object] | None 
 
 
 class DiagnosticsPublisher:
-    """Publishes the status of every task at once on /diagnostics, periodically.
-
-    A status's name begins with the node's, with its namespace, so that two policies differ.
-    """
+    """Publishes every task's status on /diagnostics, periodically; the node's full name tells two policies apart."""
 
     def __init__(self, node: Node, period_s: float, statuses: Callable[[], Mapping[str, DiagnosticStatus]]) -> None:
         self._clock = node.get_clock()

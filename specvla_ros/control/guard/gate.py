@@ -86,7 +86,7 @@ class Window(Generic[Place]):
         self._places.clear()
 
     def add(self, time_s: float, place: Place) -> tuple[Place, float, float] | None:
-        """Takes a later command; returns the oldest one, the time since then, and the mean time between two."""
+        """Takes a later command; the oldest, the time since then and the mean time between two; None: the first one."""
         while len(self._places) > 1 and time_s - self._places[0][0] > _WINDOW_S:
             self._places.popleft()
         self._places.append((time_s, place))
