@@ -56,7 +56,7 @@ class Driver:
         pose_timeout_s: float,
         pose_source: str,
         start_output: Callable[[], None],
-        say: Callable[[str], None],
+        say: Callable[[str], object],
     ) -> None:
         self.follower, self._history, self._limits = follower, history, limits
         self._follows_velocity = follows_velocity

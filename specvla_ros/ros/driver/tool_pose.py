@@ -52,12 +52,15 @@ class PoseSource(Protocol):
     def destroy(self) -> None: ...
 
 
-class PoseTopic(PoseSource):
+class PoseTopic:
     """`tool_pose`, PoseStamped in the base frame."""
 
     def __init__(self, node: Node, base_frame: str, on_pose: OnPose, on_bad: OnBad) -> None:
         self._node, self._base_frame, self._on_pose, self._on_bad = node, base_frame, on_pose, on_bad
         self._subscription = node.create_subscription(PoseStamped, "tool_pose", self._on_message, STATE)
+
+    def look(self) -> None:
+        pass
 
     def destroy(self) -> None:
         self._node.destroy_subscription(self._subscription)
@@ -81,7 +84,7 @@ class PoseTopic(PoseSource):
         self._on_pose(Time.from_msg(message.header.stamp).nanoseconds * _NS, Pose(position, rotation))
 
 
-class PoseFromTf(PoseSource):
+class PoseFromTf:
     """The newest transform from the base frame to the tool's, looked up at the control rate."""
 
     def __init__(self, node: Node, base_frame: str, tool_frame: str, on_pose: OnPose, on_bad: OnBad) -> None:

@@ -85,7 +85,6 @@ class DropLedger:
         return f"frame dropped as {reason.value}{': ' if detail else ''}{detail}{more}"
 
     def since_activation(self) -> dict[str, int]:
-        """Counts by name, every reason included."""
         with self._lock:
             return self._since_activation.by_name()
 
