@@ -14,7 +14,7 @@ from launch import LaunchContext, LaunchDescription
 from specvla_ros.control.guard.settings import GuardParameters
 from specvla_ros.ros.bringup import autostart, respawning
 from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
-from specvla_ros.ros.task.node import TaskParameters
+from specvla_ros.ros.task import TaskParameters
 from specvla_ros.ros.wiring import COMMANDS, RobotTopics
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters

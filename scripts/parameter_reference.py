@@ -29,7 +29,7 @@ def reference() -> str:
     from specvla_ros.lab.ros.sim_robot.episodes import SimRobotParameters
     from specvla_ros.ros.driver.parameters import DriverParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters, SharedParameters
-    from specvla_ros.ros.task.node import TaskParameters
+    from specvla_ros.ros.task import TaskParameters
 
     nodes = {
         "policy": PolicyParameters(),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
-from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import Parameter, parameter_of, walk, with_values

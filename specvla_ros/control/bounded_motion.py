@@ -31,41 +31,27 @@ _NO_PACE = (math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tool is to be at one moment.
+    """Where a tool is to be at one moment."""
 
-    Args:
-        pose: in the base frame.
-        velocity: float64 [6], m/s and rad/s in the base frame.
-    """
-
-    pose: Pose
-    velocity: np.ndarray
+    pose: Pose  # in the base frame
+    velocity: np.ndarray  # float64 [6], m/s and rad/s in the base frame
 
     @property
     def moving(self) -> bool:
-        """Whether it is not at rest."""
         return bool(np.abs(self.velocity).max() > 1e-9)
 
 
 @dataclass(frozen=True)
 class _State:
-    """Of three axes: position, velocity and acceleration, float64 [3] each."""
+    """Three axes, float64 [3] each."""
 
     position: np.ndarray
     velocity: np.ndarray
     acceleration: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Way:
-    """What a way to a goal is asked to be; see `BoundedMotion.aim`."""
-
-    seconds: float = 0.0
-    pace: float = math.inf
-    onward: tuple[Pose, float] | None = None
-
-
 _Legs = tuple[Trajectory, ...]  # one after the other; the last one ends at rest
+_Onward = tuple[Pose, float] | None  # the goal after a goal, and the seconds from one to the other
 
 
 class _ThreeAxes:
@@ -158,13 +144,7 @@ def _end(leg: Trajectory) -> _State:
 class BoundedMotion:
     """Moves a tool from goal to goal, at rest at each unless a newer one comes; never faster than its limits.
 
-    All times are seconds on one clock, which does not go back between two calls.
-
-    Args:
-        limits: all set.
-
-    Raises:
-        UserError: a limit is missing.
+    All times are seconds on one clock, which does not go back between two calls. Raises UserError for a missing limit.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -181,7 +161,6 @@ class BoundedMotion:
         self._turn.rest_at(np.zeros(3))
 
     def at(self, now_s: float) -> Target:
-        """Where the tool is to be now."""
         way, turn = self._way.at(now_s), self._turn.at(now_s)
         pose = Pose(way.position, rotation_matrix(turn.position) @ self._turned_from)
         return Target(pose, np.concatenate([way.velocity, _angular_velocity(turn.position, turn.velocity)]))
@@ -194,25 +173,22 @@ class BoundedMotion:
         move_s: float,
         turn_s: float,
         pace: tuple[float, float] = _NO_PACE,
-        onward: tuple[Pose, float] | None = None,
+        onward: _Onward = None,
     ) -> bool:
         """Sets out for a goal.
 
         Args:
             goal: taken into the workspace where it is outside.
-            now_s: the present.
-            move_s: seconds that the translation shall take; longer where the limits or the pace ask for it.
-            turn_s: likewise the rotation.
+            move_s, turn_s: of translation and rotation; longer where the limits or the pace ask for it.
             pace: m/s and rad/s that are not to be exceeded on this way, beside the limits.
-            onward: the goal after this one and the seconds from this one to it: this one is then passed at that speed,
-                and the tool comes to rest behind it should nobody aim again. Without it the tool comes to rest there.
+            onward: the goal is then passed at that speed, and the tool comes to rest behind it should nobody aim again.
+                Without it the tool comes to rest there.
 
         Returns:
             False when a way there would leave the workspace: the motion goes on as it was, within it.
         """
-        return self._move(goal, now_s, _Way(move_s, pace[0], onward)) and self._rotate(
-            goal, now_s, _Way(turn_s, pace[1], onward)
-        )
+        moves = self._move(goal, now_s, move_s, pace[0], onward)
+        return moves and self._rotate(goal, now_s, turn_s, pace[1], onward)
 
     def brake(self, now_s: float) -> None:
         """Comes to rest as soon as the limits allow."""
@@ -222,25 +198,27 @@ class BoundedMotion:
             self._way.follow(now_s, legs)
         else:
             self._way.rest_at(present.position)
-        if not self._rotate(None, now_s, _Way()):
+        if not self._rotate(None, now_s):
             self._turned_from = self.at(now_s).pose.rotation
             self._turn.rest_at(np.zeros(3))
 
-    def _move(self, goal: Pose, now_s: float, way: _Way) -> bool:
+    def _move(self, goal: Pose, now_s: float, seconds: float, pace: float, onward: _Onward) -> bool:
         start, wanted = self._way.at(now_s), self._limits.clamped(goal).position
         velocity = np.zeros(3)
-        if way.onward is not None:
-            velocity = (self._limits.clamped(way.onward[0]).position - wanted) / way.onward[1]
+        if onward is not None:
+            velocity = (self._limits.clamped(onward[0]).position - wanted) / onward[1]
         # A slow way may swing out further than the fastest one, which brakes at once.
-        for attempt in ((way.seconds, velocity), (way.seconds, np.zeros(3)), (0.0, np.zeros(3))):
-            legs = self._way.to(wanted, start, *attempt, way.pace)
+        for attempt in ((seconds, velocity), (seconds, np.zeros(3)), (0.0, np.zeros(3))):
+            legs = self._way.to(wanted, start, *attempt, pace)
             if legs and self._stays(legs, start.position):
                 self._way.follow(now_s, legs)
                 return True
         return False
 
-    def _rotate(self, goal: Pose | None, now_s: float, way: _Way) -> bool:
-        """Counts rotation from the present one: there a rotation vector's rates are the tool's own."""
+    def _rotate(
+        self, goal: Pose | None, now_s: float, seconds: float = 0.0, pace: float = math.inf, onward: _Onward = None
+    ) -> bool:
+        """Counts rotation from the present one, where a rotation vector's rates are the tool's own; no goal: brakes."""
         present = self._turn.at(now_s)
         turned_from = rotation_matrix(present.position) @ self._turned_from
         velocity = _angular_velocity(present.position, present.velocity)
@@ -250,9 +228,9 @@ class BoundedMotion:
         else:
             wanted = rotation_vector(goal.rotation @ turned_from.T)
             rate = np.zeros(3)
-            if way.onward is not None:
-                rate = rotation_vector(way.onward[0].rotation @ goal.rotation.T) / way.onward[1]
-            legs = self._turn.to(wanted, start, way.seconds, rate, way.pace)
+            if onward is not None:
+                rate = rotation_vector(onward[0].rotation @ goal.rotation.T) / onward[1]
+            legs = self._turn.to(wanted, start, seconds, rate, pace)
         if not legs:
             return False
         self._turned_from = turned_from
@@ -273,12 +251,7 @@ def tracking_velocity(target: Target, measured: Pose, limits: Limits) -> np.ndar
     """What to send to a robot that takes velocities, so that it is where its target is.
 
     A velocity interface answers late and with an error of its own (MoveIt Servo's filter makes a tool 4/7 as fast as it
-    is told), so what is missing is added to the target's velocity, within the limits.
-
-    Args:
-        target: where the tool is to be.
-        measured: where it is.
-        limits: of speed.
+    is told), so what is missing is added to the target's velocity, within the limits of speed.
 
     Returns:
         float64 [6], m/s and rad/s; zeros for a target at rest that is reached.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When actions are followed and when the tool rests: the driver's control step, whatever brings actions and poses.
+"""The driver's control step. It begins where the tool is measured, and follows actions.
 
-It begins where the tool is measured. It comes to rest when poses fail to come, when its own loop stood still, when the
-clock jumps, and while a guard lets nothing through; then it begins anew where the robot really is.
+It comes to rest when poses fail to come, when its own loop stood still, when the clock jumps, and while a guard lets
+nothing through; then it begins anew where the robot really is.
 """
 
 import math
@@ -40,11 +40,9 @@ class Driver:
     Args:
         follower: moves within the limits.
         history: measured poses, which the caller adds; the follower's own.
-        limits: of the motion.
         follows_velocity: whether the robot is sent velocities, so that where it is must be measured again and again.
         pose_timeout_s: age of the newest pose with which the tool comes to rest.
-        pose_source: where poses come from, in words.
-        start_output: called where the motion begins; raises UserError when that cannot be.
+        start_output: called where the motion begins; raises UserError when it cannot.
         say: called with each reason to come to rest, in words.
     """
 
@@ -58,7 +56,7 @@ class Driver:
         pose_timeout_s: float,
         pose_source: str,
         start_output: Callable[[], None],
-        say: Callable[[str], None],
+        say: Callable[[str], object],
     ) -> None:
         self.follower, self._history, self._limits = follower, history, limits
         self._follows_velocity = follows_velocity
@@ -76,12 +74,7 @@ class Driver:
         self.stalls = self.clock_jumps = 0
 
     def take(self, action: StampedAction, now_s: float) -> None:
-        """Starts to follow an action.
-
-        Raises:
-            NotFollowingError: nothing is followed now.
-            ActionRefusedError: this action is not.
-        """
+        """Follows an action, or raises NotFollowingError or ActionRefusedError."""
         if self.problem:
             raise NotFollowingError(self.problem)
         if self.holding:
@@ -93,7 +86,6 @@ class Driver:
         self.follower.take(action, now_s)
 
     def hold(self, now_s: float) -> None:
-        """Comes to rest as soon as the limits allow, and drops what is followed."""
         self.follower.hold(now_s)
 
     def passing(self, passing: bool, now_s: float) -> None:
@@ -156,14 +148,17 @@ class Driver:
         newest = self._history.newest
         problem = self._input_problem(now_s)
         if newest is not None and not problem:
-            limits = self._limits
-            if limits.holds(newest[1].position, margin_m=_OUTSIDE_M):
-                problem = self._start_problem()
-            else:
+            limits, position = self._limits, newest[1].position
+            if not limits.holds(position, margin_m=_OUTSIDE_M):
                 problem = (
-                    f"the tool is at {newest[1].position.round(3).tolist()}, outside the workspace "
-                    f"{list(limits.workspace_min)} to {list(limits.workspace_max)}; bring it inside by other means"
+                    f"the tool is at {position.round(3).tolist()}, outside the workspace {list(limits.workspace_min)} "
+                    f"to {list(limits.workspace_max)}; bring it inside by other means"
                 )
+            else:
+                try:
+                    self._start_output()
+                except UserError as error:
+                    problem = str(error)
         self.problem = problem
         if problem or newest is None:
             return False
@@ -171,13 +166,6 @@ class Driver:
         self.target = self.follower.step(now_s)
         self.anchored = True
         return True
-
-    def _start_problem(self) -> str:
-        try:
-            self._start_output()
-        except UserError as error:
-            return str(error)
-        return ""
 
     def _input_problem(self, now_s: float) -> str:
         newest = self._history.newest
@@ -217,20 +205,10 @@ class Driver:
 
 @dataclass(frozen=True, order=True)
 class Offset:
-    """An estimate; those of shorter ways compare as smaller.
+    """An estimate; those of shorter ways compare as smaller."""
 
-    Args:
-        error_s: by how much it can be wrong.
-        ahead_s: of the policy's clock before the robot's.
-    """
-
-    error_s: float
-    ahead_s: float
-
-    @property
-    def apart(self) -> bool:
-        """Whether the clocks differ for certain."""
-        return abs(self.ahead_s) > self.error_s
+    error_s: float  # by how much it can be wrong
+    ahead_s: float  # of the policy's clock before the robot's
 
 
 class ClockOffset:
@@ -246,17 +224,11 @@ class ClockOffset:
         self._samples: deque[Offset] = deque(maxlen=_SAMPLES)
 
     def add(self, *, receive_s: float, latency_s: float, age_s: float) -> None:
-        """Takes an action in.
-
-        Args:
-            receive_s: image's stamp to its arrival at the policy, on the policy's clock: T2 - T1.
-            latency_s: image's stamp to the action's publication, on the policy's clock: T3 - T1.
-            age_s: image's stamp to the action's arrival, on the robot's clock: T4 - T1.
-        """
+        """Takes the times of an action since its image's stamp: T2 - T1, T3 - T1, T4 - T1."""
         back_s = age_s - latency_s
         self._samples.append(Offset(error_s=(receive_s + back_s) / 2, ahead_s=(receive_s - back_s) / 2))
 
     @property
     def best(self) -> Offset | None:
-        """The estimate with the smallest error; None of none."""
+        """The estimate with the smallest error."""
         return min(self._samples, default=None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows stamped actions with bounded motion: from where the tool was in the picture, at the training data's rate.
+"""Follows stamped actions with bounded motion: from where the tool was in the image, at the training data's rate.
 
-The goal of an action is where the tool was at its picture's stamp, and its displacement from there (the image goal),
+The goal of an action is where the tool was at its image's stamp, and its displacement from there (the image goal),
 to be reached `dt` after the stamp. However late, often or repeatedly actions come, the same way never counts twice.
 
 Where the tool was is where it had been sent, while the robot follows that closely: a position controller lags, and
@@ -32,9 +32,9 @@ _POSE_VALUES = 6
 
 
 class Compensation(str, Enum):
-    """What is done about the motion between an action's picture and its arrival."""
+    """What is done about the motion between an action's image and its arrival."""
 
-    IMAGE_GOAL = "image_goal"  # the goal counts from the measured pose at the picture's stamp
+    IMAGE_GOAL = "image_goal"  # the goal counts from the measured pose at the image's stamp
     NONE = "none"  # the goal counts from where the tool is being sent when the action arrives
 
 
@@ -52,12 +52,7 @@ class RefusalReason(str, Enum):
 
 
 class ActionRefusedError(ValueError):
-    """An action that is not followed.
-
-    Args:
-        refusal: the kind, for counting.
-        detail: in words.
-    """
+    """An action that is not followed, and why: the kind, for counting, and in words."""
 
     def __init__(self, refusal: RefusalReason, detail: str) -> None:
         super().__init__(detail)
@@ -66,17 +61,11 @@ class ActionRefusedError(ValueError):
 
 @dataclass(frozen=True)
 class _Step:
-    """One goal of what is followed.
+    """One goal of what is followed."""
 
-    Args:
-        goal: in the base frame.
-        due_s: when to be there.
-        gripper: the action's number; None: it has none.
-    """
-
-    goal: Pose
-    due_s: float
-    gripper: float | None
+    goal: Pose  # in the base frame
+    due_s: float  # when to be there
+    gripper: float | None  # the action's number; None: it has none
 
 
 class ActionFollower:
@@ -85,16 +74,11 @@ class ActionFollower:
     All times are seconds on the robot's clock. `step` is called at the control rate.
 
     Args:
-        motion: what moves within the limits.
-        gripper: takes the actions' gripper numbers.
         history: measured poses, which the caller adds.
-        following_error_m: a tool that is further than this from where it was sent counts from where it was measured.
-        following_error_rad: likewise its rotation.
-        compensation: see `Compensation`.
-        max_age_s: an action whose picture is older than this is refused.
-        max_future_s: how far a stamp may lie ahead of the clock.
-        max_step_m: a translation of one action that is longer than this is refused.
-        max_step_rad: likewise a rotation.
+        following_error_m, following_error_rad: a tool that is further from where it was sent counts from where it was
+            measured.
+        max_age_s, max_future_s: an action whose image is older, or further ahead of the clock, is refused.
+        max_step_m, max_step_rad: an action with a longer translation or rotation is refused.
     """
 
     def __init__(
@@ -149,11 +133,7 @@ class ActionFollower:
         self._motion.aim(pose, self._motion_time(now_s), move_s=0.0, turn_s=0.0)
 
     def take(self, action: StampedAction, now_s: float) -> None:
-        """Starts to follow an action; it replaces the one before.
-
-        Raises:
-            ActionRefusedError: it is not followed; the one before goes on.
-        """
+        """Follows an action instead of the one before; that one goes on if ActionRefusedError is raised."""
         self._check(action, now_s)
         try:
             begin = self._begin(action, now_s)
@@ -171,7 +151,6 @@ class ActionFollower:
         self._steps = remaining
 
     def step(self, now_s: float) -> Target:
-        """Where the tool is to be now."""
         while len(self._steps) > 1 and self._steps[0].due_s <= now_s:
             self._steps.popleft()
             self._aim(self._steps, now_s)
@@ -192,19 +171,16 @@ class ActionFollower:
     def _check(self, action: StampedAction, now_s: float) -> None:
         values = action.values
         if values.ndim != 2 or not len(values) or values.shape[1] not in (_POSE_VALUES, _POSE_VALUES + 1):
-            raise ActionRefusedError(
-                RefusalReason.WRONG_SHAPE,
-                f"it has values of shape {values.shape}, but [horizon, 6 or 7] can be followed",
-            )
+            detail = f"it has values of shape {values.shape}, but [horizon, 6 or 7] can be followed"
+            raise ActionRefusedError(RefusalReason.WRONG_SHAPE, detail)
         if not (np.isfinite(values).all() and math.isfinite(action.stamp_s)):
             raise ActionRefusedError(RefusalReason.NOT_FINITE, "its values are not all finite")
         if not (math.isfinite(action.convention.dt_s) and action.convention.dt_s > 0):
             raise ActionRefusedError(RefusalReason.NOT_FINITE, f"its action_dt is {action.convention.dt_s} s")
         age_s = now_s - action.stamp_s
         if age_s > self._max_age_s:
-            raise ActionRefusedError(
-                RefusalReason.TOO_OLD, f"its picture is {age_s:.3f} s old, and the limit is {self._max_age_s:g} s"
-            )
+            detail = f"its picture is {age_s:.3f} s old, and the limit is {self._max_age_s:g} s"
+            raise ActionRefusedError(RefusalReason.TOO_OLD, detail)
         if age_s < -self._max_future_s:
             raise ActionRefusedError(RefusalReason.FROM_THE_FUTURE, f"its stamp lies {-age_s:.3f} s ahead of the clock")
         if action.stamp_s <= self._last_stamp_s:
@@ -216,14 +192,11 @@ class ActionFollower:
         way = float(np.linalg.norm(values[:, :3], axis=1).max())
         turn = float(np.linalg.norm(values[:, 3:6], axis=1).max())
         if way > self._max_step_m:
-            raise ActionRefusedError(
-                RefusalReason.TOO_LARGE, f"it moves the tool by {way:.3f} m, and the limit is {self._max_step_m:g} m"
-            )
+            detail = f"it moves the tool by {way:.3f} m, and the limit is {self._max_step_m:g} m"
+            raise ActionRefusedError(RefusalReason.TOO_LARGE, detail)
         if turn > self._max_step_rad:
-            raise ActionRefusedError(
-                RefusalReason.TOO_LARGE,
-                f"it turns the tool by {turn:.3f} rad, and the limit is {self._max_step_rad:g} rad",
-            )
+            detail = f"it turns the tool by {turn:.3f} rad, and the limit is {self._max_step_rad:g} rad"
+            raise ActionRefusedError(RefusalReason.TOO_LARGE, detail)
 
     def _begin(self, action: StampedAction, now_s: float) -> Pose:
         if self._compensation is Compensation.NONE:

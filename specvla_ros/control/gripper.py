@@ -43,11 +43,7 @@ class GripperLimits:
         check(self)
 
     def require(self) -> None:
-        """Refuses a gripper's command without limits.
-
-        Raises:
-            UserError: with what is missing.
-        """
+        """Raises UserError with what is missing."""
         if self.output == GripperOutput.TRAJECTORY.value and not self.joint:
             raise UserError("gripper.output: trajectory needs gripper.joint: the name of the gripper's joint")
         if self.output != GripperOutput.NONE.value and self.open_value == self.closed_value:
@@ -82,11 +78,7 @@ class GripperSettings(GripperLimits):
 
 
 class Gripper:
-    """Open or closed, as the actions say; it begins without a command.
-
-    Args:
-        settings: of the robot's gripper.
-    """
+    """Open or closed, as the actions say; it begins without a command."""
 
     def __init__(self, settings: GripperSettings) -> None:
         self._settings = settings

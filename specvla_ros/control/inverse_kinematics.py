@@ -26,19 +26,12 @@ _MAX_LAG_RAD = 0.3
 
 @dataclass(frozen=True)
 class JointModel:
-    """A robot's kinematics.
+    """A robot's kinematics."""
 
-    Args:
-        model: compiled MJCF or URDF.
-        joints: names of the arm's joints, in the order of the commands.
-        tool: name of the tool's site, or body where no site has that name.
-        max_speed: float64 [n], rad/s or m/s of each joint.
-    """
-
-    model: "mujoco.MjModel"
-    joints: tuple[str, ...]
-    tool: str
-    max_speed: np.ndarray
+    model: "mujoco.MjModel"  # compiled MJCF or URDF
+    joints: tuple[str, ...]  # names of the arm's joints, in the order of the commands
+    tool: str  # name of the tool's site, or body where no site has that name
+    max_speed: np.ndarray  # float64 [n], rad/s or m/s of each joint
 
     @property
     def tool_kind(self) -> str:
@@ -49,13 +42,7 @@ class JointModel:
 
 
 def load_joint_model(path: Path, joints: Sequence[str], tool: str, max_speed: Sequence[float]) -> JointModel:
-    """Reads a robot's MJCF or URDF.
-
-    Args:
-        path: of the file.
-        joints: names of the arm's joints, in the order of the commands.
-        tool: name of a site or body.
-        max_speed: of each joint, in its unit per second; one for all of them may stand alone.
+    """Reads a robot's MJCF or URDF; see `JointModel`. One `max_speed` for all joints may stand alone.
 
     Raises:
         UserError: the file cannot be read, or has no such joint or tool; with those that it has.
@@ -91,12 +78,7 @@ def load_joint_model(path: Path, joints: Sequence[str], tool: str, max_speed: Se
 
 
 class JointSolver:
-    """Follows tool poses with joint positions, one control step at a time.
-
-    Args:
-        robot: the kinematics.
-        period_s: of the control loop.
-    """
+    """Follows tool poses with joint positions, one control step of `period_s` at a time."""
 
     def __init__(self, robot: JointModel, period_s: float) -> None:
         import mink
@@ -122,21 +104,13 @@ class JointSolver:
         return np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
 
     def start(self, positions: Mapping[str, float]) -> None:
-        """Begins at measured joint positions.
-
-        Raises:
-            UserError: one is missing, or out of the joint's range.
-        """
+        """Begins at measured joint positions; raises UserError where one is missing or out of the joint's range."""
         q = self._configured(positions)
         self._configuration.update(q)
         self._posture.set_target(q)
 
     def pose_of(self, positions: Mapping[str, float]) -> Pose:
-        """The tool's pose at joint positions, in the model's world frame: forward kinematics.
-
-        Raises:
-            UserError: one is missing, or out of the joint's range.
-        """
+        """The tool's pose at joint positions, in the model's world frame; raises UserError as `start` does."""
         self._measured.update(self._configured(positions))
         transform = self._measured.get_transform_frame_to_world(self._robot.tool, self._robot.tool_kind)
         return Pose(transform.translation().copy(), transform.rotation().as_matrix().copy())
@@ -153,13 +127,10 @@ class JointSolver:
         return q
 
     def follow(self, pose: Pose) -> tuple[np.ndarray, np.ndarray]:
-        """One control step towards a pose in the model's world frame.
-
-        Returns:
-            float64 [n] each, the joints' positions and velocities.
+        """Positions and velocities of the joints, float64 [n] each, one control step towards a pose in the world frame.
 
         Raises:
-            UnreachableError: the joints cannot follow: it is out of reach, or faster than they may go.
+            UnreachableError: it is out of reach, or faster than the joints may go.
         """
         import mink
 

@@ -9,10 +9,16 @@ from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
 
+_SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") for axes in ("linear", "angular"))
 _NO_CORNER = (0.0, 0.0, 0.0)
 _NO_NUMBERS = (0.0,)
 NO_NAMES = ("",)
 _PER_JOINT = {"position_min": False, "position_max": False, "max_speed": True, "max_acceleration": True}
+
+
+def _largest(what: str, unit: str, maximum: float) -> float:
+    size: float = parameter(0.0, f"Largest {what}; 0: not set.", unit=unit, minimum=0.0, maximum=maximum, basic=True)
+    return size
 
 
 @dataclass(frozen=True)
@@ -21,34 +27,12 @@ class Limits:
 
     ROS_PREFIX = "limits."
 
-    linear_speed: float = parameter(
-        0.0, "Largest speed of the tool; 0: not set.", unit="m/s", minimum=0.0, maximum=10.0, basic=True
-    )
-    angular_speed: float = parameter(
-        0.0, "Largest speed of rotation of the tool; 0: not set.", unit="rad/s", minimum=0.0, maximum=30.0, basic=True
-    )
-    linear_acceleration: float = parameter(
-        0.0, "Largest acceleration of the tool; 0: not set.", unit="m/s²", minimum=0.0, maximum=100.0, basic=True
-    )
-    angular_acceleration: float = parameter(
-        0.0,
-        "Largest acceleration of the tool's rotation; 0: not set.",
-        unit="rad/s²",
-        minimum=0.0,
-        maximum=300.0,
-        basic=True,
-    )
-    linear_jerk: float = parameter(
-        0.0, "Largest jerk of the tool; 0: not set.", unit="m/s³", minimum=0.0, maximum=10_000.0, basic=True
-    )
-    angular_jerk: float = parameter(
-        0.0,
-        "Largest jerk of the tool's rotation; 0: not set.",
-        unit="rad/s³",
-        minimum=0.0,
-        maximum=30_000.0,
-        basic=True,
-    )
+    linear_speed: float = _largest("speed of the tool", "m/s", 10.0)
+    angular_speed: float = _largest("speed of rotation of the tool", "rad/s", 30.0)
+    linear_acceleration: float = _largest("acceleration of the tool", "m/s²", 100.0)
+    angular_acceleration: float = _largest("acceleration of the tool's rotation", "rad/s²", 300.0)
+    linear_jerk: float = _largest("jerk of the tool", "m/s³", 10_000.0)
+    angular_jerk: float = _largest("jerk of the tool's rotation", "rad/s³", 30_000.0)
     workspace_min: tuple[float, ...] = parameter(
         _NO_CORNER, "Smallest x y z of the tool in the base frame; both corners zero: not set.", unit="m", basic=True
     )
@@ -70,15 +54,7 @@ class Limits:
     @property
     def missing(self) -> tuple[str, ...]:
         """Full names of the limits that are not set."""
-        numbers = (
-            "linear_speed",
-            "angular_speed",
-            "linear_acceleration",
-            "angular_acceleration",
-            "linear_jerk",
-            "angular_jerk",
-        )
-        unset = [f"limits.{name}" for name in numbers if getattr(self, name) == 0.0]
+        unset = [f"limits.{name}" for name in _SIZES if getattr(self, name) == 0.0]
         return (*unset, *(() if self._has_workspace else ("limits.workspace_min", "limits.workspace_max")))
 
     @property
@@ -90,14 +66,7 @@ class Limits:
         )
 
     def require(self, what_for: str) -> None:
-        """Refuses limits that are not all set.
-
-        Args:
-            what_for: what needs them, such as "output: twist".
-
-        Raises:
-            UserError: with the names of those that are missing.
-        """
+        """Raises UserError with the names of the limits that are missing; `what_for`: such as "output: twist"."""
         if self.missing:
             raise UserError(f"{what_for} needs limits, which have no defaults; set {', '.join(self.missing)}")
 
@@ -116,15 +85,7 @@ class Limits:
         return float(max(0.0, low.max(), high.max()))
 
     def widened(self, here: np.ndarray, edge_m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-        """The workspace's corners and an edge, widened to where the tool is: it may come back, and get no further out.
-
-        Args:
-            here: float64 [3], the tool's position.
-            edge_m: added on every side.
-
-        Returns:
-            Smallest and largest x y z, float64 [3] each.
-        """
+        """The workspace's corners, float64 [3] each, widened to the tool: it may come back, and not get further."""
         low, high = np.array(self.workspace_min) - edge_m, np.array(self.workspace_max) + edge_m
         return np.minimum(low, here), np.maximum(high, here)
 
@@ -161,8 +122,7 @@ class Joints:
         check(self)
 
     @property
-    def speeds(self) -> np.ndarray:
-        """float64 [joints]."""
+    def speeds(self) -> np.ndarray:  # float64 [joints]
         return np.broadcast_to(self.max_speed, len(self.names)).astype(float)
 
 
@@ -180,16 +140,11 @@ class JointLimits(Joints):
     )
 
     @property
-    def accelerations(self) -> np.ndarray:
-        """float64 [joints]."""
+    def accelerations(self) -> np.ndarray:  # float64 [joints]
         return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
 
     def require(self, what_for: str) -> None:
-        """Refuses limits that are not all set.
-
-        Raises:
-            UserError: with what is missing or does not fit.
-        """
+        """Raises UserError with what is missing or does not fit."""
         count = len(self.names)
         if not all(self.names) or len(set(self.names)) != count:
             raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")

@@ -16,22 +16,13 @@ Quaternion = tuple[float, float, float, float]  # w, x, y, z
 
 @dataclass(frozen=True)
 class Pose:
-    """A tool's pose in the base frame.
+    """A tool's pose in the base frame."""
 
-    Args:
-        position: float64 [3], metres.
-        rotation: float64 [3, 3].
-    """
-
-    position: np.ndarray
-    rotation: np.ndarray
+    position: np.ndarray  # float64 [3], metres
+    rotation: np.ndarray  # float64 [3, 3]
 
     def displaced(self, displacement: np.ndarray) -> "Pose":
-        """The goal of a displacement that starts here.
-
-        Args:
-            displacement: float64 [6]: translation in metres and rotation vector in radians, base frame.
-        """
+        """The goal of a displacement, float64 [6]: translation in metres, rotation vector in radians, base frame."""
         return Pose(self.position + displacement[:3], rotation_matrix(displacement[3:6]) @ self.rotation)
 
     def way_to(self, other: "Pose") -> np.ndarray:
@@ -71,11 +62,7 @@ def rpy_matrix(rpy: np.ndarray) -> np.ndarray:
 
 
 def quaternion_matrix(w: float, x: float, y: float, z: float) -> np.ndarray:
-    """A quaternion to a rotation matrix [3, 3].
-
-    Raises:
-        ValueError: it is not of unit length, by more than 1 %, or not finite.
-    """
+    """A quaternion to a rotation matrix [3, 3]; raises ValueError if its length is not 1, by more than 1 %."""
     size = math.sqrt(w * w + x * x + y * y + z * z)
     if not abs(size - 1) <= _UNIT_TOLERANCE:
         raise ValueError(f"the quaternion w x y z {w:g} {x:g} {y:g} {z:g} is not of unit length")
@@ -96,10 +83,8 @@ def rotation_vector(matrix: np.ndarray) -> np.ndarray:
 
 
 def quaternion(matrix: np.ndarray) -> Quaternion:
-    """Rotation matrix [3, 3] to the unit quaternion w x y z.
-
-    Divides by the largest of the four components, as Shepperd (1978) does: near pi the others lose digits.
-    """
+    """Rotation matrix [3, 3] to the unit quaternion w x y z."""
+    # Divides by the largest of the four components, as Shepperd (1978) does: near pi the others lose digits.
     (m00, m01, m02), (m10, m11, m12), (m20, m21, m22) = matrix.tolist()
     if m00 + m11 + m22 > 0:
         w = 0.5 * math.sqrt(1 + m00 + m11 + m22)
@@ -124,7 +109,7 @@ class PoseUnknownError(LookupError):
 
 
 class PoseHistory:
-    """Measured poses by their stamps, interpolated in between: an action counts from where the tool was in its picture.
+    """Measured poses by their stamps, interpolated in between: an action counts from where the tool was in its image.
 
     Args:
         kept_s: how far back it reaches.
@@ -154,11 +139,7 @@ class PoseHistory:
         return True
 
     def at(self, stamp_s: float) -> Pose:
-        """The pose at a time; that of the newest one holds for as long as a gap may be.
-
-        Raises:
-            PoseUnknownError: no pose was measured around that time.
-        """
+        """The pose at a time, or PoseUnknownError; that of the newest one holds for as long as a gap may be."""
         if not self._poses:
             raise PoseUnknownError("no tool pose has been measured yet")
         first_s, last_s = self._poses[0][0], self._poses[-1][0]

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions to the fields of VlaAction and DecodeStats, for the node and for recordings, and back. Needs no ROS."""
+"""Actions to the fields of VlaAction and DecodeStats and back, and the state from a JointState, live or recorded.
+
+Needs no ROS: only the fields count.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,21 +21,18 @@ from specvla_ros.control.convention import (
     StampedAction,
 )
 from specvla_ros.engine.outcome import Action
+from specvla_ros.errors import UserError
+
+JOINT_STATE = "sensor_msgs/msg/JointState"
 
 
 @dataclass(frozen=True)
 class ActionMeaning:
-    """What the numbers of a policy's actions mean: the part of its messages that is the same in all of them.
+    """What the numbers of a policy's actions mean: the part of its messages that is the same in all of them."""
 
-    Args:
-        convention: how they are to be read; its units scale what is published to metres and radians.
-        unnorm_key: dataset whose statistics scaled them; empty: the policy has no choice.
-        base_frame: name of the robot's base frame, the header's frame_id.
-    """
-
-    convention: ActionConvention
-    unnorm_key: str
-    base_frame: str
+    convention: ActionConvention  # its units scale what is published to metres and radians
+    unnorm_key: str  # dataset whose statistics scaled them; empty: the policy has no choice
+    base_frame: str  # the header's frame_id
 
     def metric(self, action: Action) -> np.ndarray:
         """float64 [horizon, dims]: translations in metres, rotations in radians, everything else as it is."""
@@ -45,15 +45,7 @@ class ActionMeaning:
 def vla_action_fields(
     action: Action, meaning: ActionMeaning, *, seq: int, publish_s: float, latency_s: float
 ) -> dict[str, Any]:
-    """The fields of VlaAction.msg but its header: the stamp is the observation's, the frame_id the base frame.
-
-    Args:
-        action: the engine's answer.
-        meaning: what its numbers mean.
-        seq: the action's number since activation.
-        publish_s: from the last token to publication, seconds.
-        latency_s: from the image's stamp to publication, seconds.
-    """
+    """The fields of VlaAction.msg but its header: the stamp is the observation's, the frame_id the base frame."""
     convention = meaning.convention
     return {
         "seq": seq,
@@ -80,10 +72,6 @@ def vla_action_fields(
 def stamped_action(message: Any, stamp_s: float) -> StampedAction:
     """The action that a VlaAction holds; its values are metric, as `vla_action_fields` wrote them.
 
-    Args:
-        message: with the fields of VlaAction.msg.
-        stamp_s: its header's stamp, seconds.
-
     Raises:
         ValueError: it holds none, or means its numbers in a way that is not known.
     """
@@ -105,13 +93,7 @@ def stamped_action(message: Any, stamp_s: float) -> StampedAction:
 
 
 def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, int]) -> dict[str, Any]:
-    """The fields of DecodeStats.msg but its header, whose stamp and frame_id are the observation's.
-
-    Args:
-        action: the engine's answer.
-        seq: the action's number since activation.
-        drop_counts: frames dropped since activation, by reason.
-    """
+    """The fields of DecodeStats.msg but its header, whose stamp and frame_id are the observation's."""
     record = action.record
     return {
         "seq": seq,
@@ -130,3 +112,29 @@ def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, i
         "drop_reasons": list(drop_counts),
         "drop_counts": list(drop_counts.values()),
     }
+
+
+def read_state(message: Any, names: Sequence[str], dims: int) -> np.ndarray:
+    """The positions of a JointState, of joints or any named numbers, in the policy's order, float64 [dims].
+
+    Args:
+        names: the policy's order; empty: the message's own.
+        dims: numbers that the policy reads.
+
+    Raises:
+        UserError: numbers are missing, too many, or not finite.
+    """
+    values = list(message.position)
+    if names:
+        by_name = dict(zip(message.name, values, strict=False))
+        missing = [name for name in names if name not in by_name]
+        if missing:
+            raise UserError(f"it has no '{missing[0]}', which state_names asks for; it has {', '.join(by_name)}")
+        values = [by_name[name] for name in names]
+    if len(values) != dims:
+        hint = "" if names else "; set state_names to those that it reads, in its order"
+        raise UserError(f"it has {len(values)} numbers, and the policy reads {dims}{hint}")
+    state = np.array(values, dtype=np.float64)
+    if not np.isfinite(state).all():
+        raise UserError(f"it has a number that is not finite: {values}")
+    return state

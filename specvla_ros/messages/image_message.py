@@ -19,13 +19,11 @@ NANOSECONDS = 1_000_000_000
 
 @dataclass(frozen=True)
 class _Layout:
-    """How an encoding lies in memory."""
-
-    pixel_bytes: int  # bytes per pixel in a row of `data`, padding not counted
+    pixel_bytes: int  # per pixel in a row of `data`, padding not counted
     form: str  # the 8-bit encoding that the pixels are in once wide words are scaled
     word_bytes: int = 1  # bytes per sample
     even: tuple[str, ...] = ()  # which of width and height must be even
-    chroma_rows: float = 0.0  # rows after the picture's own, as a fraction of its height
+    chroma_rows: float = 0.0  # rows after the image's own, as a fraction of its height
 
 
 _BOTH = ("width", "height")
@@ -47,10 +45,7 @@ _LAYOUTS = {
     "yuyv": _Layout(2, "yuyv", even=("width",)),
     "nv12": _Layout(1, "nv12", even=_BOTH, chroma_rows=0.5),
     "nv21": _Layout(1, "nv21", even=_BOTH, chroma_rows=0.5),
-    "bayer_rggb8": _Layout(1, "bayer_rggb8", even=_BOTH),
-    "bayer_bggr8": _Layout(1, "bayer_bggr8", even=_BOTH),
-    "bayer_gbrg8": _Layout(1, "bayer_gbrg8", even=_BOTH),
-    "bayer_grbg8": _Layout(1, "bayer_grbg8", even=_BOTH),
+    **{name: _Layout(1, name, even=_BOTH) for name in ("bayer_rggb8", "bayer_bggr8", "bayer_gbrg8", "bayer_grbg8")},
 }
 
 # Distances, whose bytes would pass for brightness.
@@ -68,7 +63,7 @@ _PLANAR_YUV = {"nv12": (0, 1), "nv21": (1, 0)}
 
 
 def rgb_from_message(message: Any) -> np.ndarray:
-    """The pixels of a sensor_msgs/Image or CompressedImage; see the two functions below."""
+    """The pixels of a sensor_msgs/Image or CompressedImage."""
     return rgb_from_compressed(message) if hasattr(message, "format") else rgb_from_image(message)
 
 
@@ -130,7 +125,6 @@ def _checked(message: Any) -> tuple[_Layout, np.ndarray]:
 
 
 def _converted(rows: np.ndarray, width: int, encoding: str) -> np.ndarray:
-    """RGB of 8-bit pixels, uint8 [height, bytes], in an encoding that OpenCV converts."""
     height, step = rows.shape
     data = np.ascontiguousarray(rows)
     message = SimpleNamespace(height=height, width=width, encoding=encoding, step=step, data=data, is_bigendian=0)
@@ -218,9 +212,18 @@ def rgb_from_compressed(message: Any) -> np.ndarray:
     if not data:
         raise UserError("the compressed image is empty (0 bytes); check the camera driver")
     try:
-        with PillowImage.open(io.BytesIO(data), formats=_COMPRESSED) as picture:
-            _check_size(picture)
-            return _rgb_from_picture(picture)
+        with PillowImage.open(io.BytesIO(data), formats=_COMPRESSED) as image:
+            width, height = image.size
+            if width * height > _MAX_PIXELS:
+                raise UserError(
+                    f"the compressed image has {width} x {height} pixels, at most {_MAX_PIXELS // 10**6} million are "
+                    "decoded; let the camera driver publish a smaller one"
+                )
+            # Pillow clips 16-bit grey to 255 when it converts.
+            if image.mode.startswith("I"):
+                grey = np.clip(np.asarray(image).astype(np.int32), 0, 65535)
+                return np.repeat(_to_8_bits(grey)[:, :, None], 3, axis=2)
+            return np.asarray(image.convert("RGB"))
     except UserError:
         raise
     except Exception as error:  # decoders raise whatever they like, and each broken image must count as one
@@ -253,21 +256,3 @@ def stamp_ns(header: Any) -> int:
     if seconds == nanoseconds == 0:
         raise UserError("header.stamp is 0; the camera driver must fill in the time the image was taken")
     return seconds * NANOSECONDS + nanoseconds
-
-
-def _check_size(picture: PillowImage.Image) -> None:
-    """Before anything is decoded."""
-    width, height = picture.size
-    if width * height > _MAX_PIXELS:
-        raise UserError(
-            f"the compressed image has {width} x {height} pixels, at most {_MAX_PIXELS // 10**6} million are decoded; "
-            "let the camera driver publish a smaller one"
-        )
-
-
-def _rgb_from_picture(picture: PillowImage.Image) -> np.ndarray:
-    # Pillow clips 16-bit grey to 255 when it converts.
-    if picture.mode.startswith("I"):
-        grey = np.clip(np.asarray(picture).astype(np.int32), 0, 65535)
-        return np.repeat(_to_8_bits(grey)[:, :, None], 3, axis=2)
-    return np.asarray(picture.convert("RGB"))

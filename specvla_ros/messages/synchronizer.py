@@ -13,12 +13,7 @@ _REMEMBERED = 64  # of each sensor: half a second of a state at 125 Hz
 
 @dataclass(frozen=True)
 class Matched:
-    """What belongs together.
-
-    Args:
-        lead: of the leading sensor.
-        others: of the others, by name.
-    """
+    """Samples of the leading sensor and of the others, by name, that belong together."""
 
     lead: Any
     others: dict[str, Any]
@@ -26,12 +21,7 @@ class Matched:
 
 @dataclass(frozen=True)
 class Unmatched:
-    """A sample of the leading sensor that went without the others.
-
-    Args:
-        lead: the sample.
-        why: whose sample was missing, in words.
-    """
+    """A sample of the leading sensor that went without the others, and why, in words."""
 
     lead: Any
     why: str
@@ -42,12 +32,7 @@ class Synchronizer:
 
     A sample waits until all others have one within the tolerance of its stamp, whichever comes first on its way, and
     at most until the leading sensor's next one: a policy wants the newest. Each of the leading sensor's samples ends
-    once, as Matched or as Unmatched, but for the one that still waits.
-
-    Args:
-        lead: name of the leading sensor.
-        others: names of the others; none: every sample is matched at once.
-        tolerance_s: of the stamps.
+    once, as Matched or as Unmatched, but for the one that still waits. Without others every sample is matched at once.
     """
 
     def __init__(self, lead: str, others: Sequence[str], tolerance_s: float) -> None:

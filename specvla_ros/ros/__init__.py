@@ -6,11 +6,7 @@ from importlib import import_module
 
 
 def start(module: str) -> None:
-    """Imports a node's module and runs its `main`; Ctrl-C during the imports, which take seconds, leaves no traceback.
-
-    Args:
-        module: full name of the node's module.
-    """
+    """Imports a module and runs its `main`; Ctrl-C during the imports, which take seconds, leaves no traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     main = import_module(module).main
     signal.signal(signal.SIGINT, signal.default_int_handler)

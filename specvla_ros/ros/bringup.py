@@ -5,14 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ament_index_python.packages import get_package_share_directory
-from launch.actions import (
-    DeclareLaunchArgument,
-    EmitEvent,
-    LogInfo,
-    OpaqueFunction,
-    RegisterEventHandler,
-    TimerAction,
-)
+from launch.actions import DeclareLaunchArgument, EmitEvent, LogInfo, OpaqueFunction, RegisterEventHandler, TimerAction
 from launch.event_handlers import OnProcessExit, OnProcessStart
 from launch.events import matches_action
 from launch.events.process import ProcessExited
@@ -41,36 +34,17 @@ PARAMETERS = {
 
 
 def policy_launch(profile: str = "") -> LaunchDescription:
-    """The policy node with a profile's parameters, configured and activated.
-
-    Args:
-        profile: the only one; empty: the argument `profile` chooses.
-    """
-    chosen = [
-        DeclareLaunchArgument("profile", default_value="desktop", choices=PROFILES, description="Parameters to use.")
-    ]
+    """The policy node, configured and activated, with the profile's parameters; empty: an argument chooses it."""
     return LaunchDescription(
         [
-            *(chosen if not profile else []),
-            DeclareLaunchArgument(
-                "params_file", default_value="", description="Parameter file, stronger than the profile."
-            ),
-            *(DeclareLaunchArgument(name, default_value="", description=text) for name, text in PARAMETERS.items()),
-            DeclareLaunchArgument(
-                "image_topic", default_value="image", description="Raw images; compressed ones below it."
-            ),
-            DeclareLaunchArgument(
-                "sensor_topics",
-                default_value="",
-                description="Of further cameras and the state: NAME=TOPIC, comma-separated.",
-            ),
-            DeclareLaunchArgument("instruction_topic", default_value="instruction", description="std_msgs/String."),
-            DeclareLaunchArgument("namespace", default_value="", description="Namespace of the node and its topics."),
-            DeclareLaunchArgument(
-                "robots",
-                default_value="",
-                description="Robots that share the policy, comma-separated: each has its topics below its name.",
-            ),
+            *([_choice("profile", "desktop", PROFILES, "Parameters to use.")] if not profile else []),
+            _text("params_file", "", "Parameter file, stronger than the profile."),
+            *(_text(name, "", description) for name, description in PARAMETERS.items()),
+            _text("image_topic", "image", "Raw images; compressed ones below it."),
+            _text("sensor_topics", "", "Of further cameras and the state: NAME=TOPIC, comma-separated."),
+            _text("instruction_topic", "instruction", "std_msgs/String."),
+            _text("namespace", "", "Namespace of the node and its topics."),
+            _text("robots", "", "Robots that share the policy, comma-separated: each has its topics below its name."),
             _switch("policy", "true", "Start the policy node; false: another launch does, or another machine."),
             _switch("use_sim_time", "false", "Follow /clock."),
             _switch("autostart", "true", "Configure and activate, once for each start of the process."),
@@ -80,20 +54,23 @@ def policy_launch(profile: str = "") -> LaunchDescription:
                 "End the whole launch when policy or driver cannot be started; otherwise the others go on without it.",
             ),
             _switch("respawn", "false", "Start a process again when it has ended; the guard never."),
-            DeclareLaunchArgument("respawn_delay", default_value="2.0", description="Seconds before it starts again."),
-            DeclareLaunchArgument(
-                "log_level",
-                default_value="info",
-                choices=["debug", "info", "warn", "error"],
-                description="Of the node.",
-            ),
+            _text("respawn_delay", "2.0", "Seconds before it starts again."),
+            _choice("log_level", "info", ["debug", "info", "warn", "error"], "Of the node."),
             OpaqueFunction(function=_start, args=[profile]),
         ]
     )
 
 
+def _text(name: str, default: str, description: str) -> DeclareLaunchArgument:
+    return DeclareLaunchArgument(name, default_value=default, description=description)
+
+
 def _switch(name: str, default: str, description: str) -> DeclareLaunchArgument:
-    return DeclareLaunchArgument(name, default_value=default, choices=["true", "false"], description=description)
+    return _choice(name, default, ["true", "false"], description)
+
+
+def _choice(name: str, default: str, choices: list[str], description: str) -> DeclareLaunchArgument:
+    return DeclareLaunchArgument(name, default_value=default, choices=choices, description=description)
 
 
 def _start(context: LaunchContext, profile: str) -> list[Any]:
@@ -147,13 +124,7 @@ def respawning(context: LaunchContext) -> dict[str, Any]:
 
 
 def autostart(node: LifecycleNode, name: str, context: LaunchContext) -> list[RegisterEventHandler]:
-    """What configures and activates a node once for each start of its process, where the launch arguments say so.
-
-    Args:
-        node: that is started.
-        name: of the node, for messages.
-        context: with the launch arguments.
-    """
+    """What configures and activates a node once for each start of its process, where the launch arguments say so."""
     if not as_bool("autostart", LaunchConfiguration("autostart").perform(context)):
         return []
     ends = as_bool("exit_on_failure", LaunchConfiguration("exit_on_failure").perform(context))
@@ -161,13 +132,7 @@ def autostart(node: LifecycleNode, name: str, context: LaunchContext) -> list[Re
 
 
 class _Lifecycle:
-    """Has a node configured and activated by the events of its process.
-
-    Args:
-        node: that is started.
-        name: of the node, for messages.
-        exit_on_failure: whether the launch ends when that fails.
-    """
+    """Has a node configured and activated by the events of its process."""
 
     def __init__(self, node: LifecycleNode, name: str, exit_on_failure: bool) -> None:
         self._node, self._name = node, name
@@ -176,7 +141,6 @@ class _Lifecycle:
         self._killed = False
 
     def handlers(self) -> list[RegisterEventHandler]:
-        """Of the events of its process and of its transitions."""
         started, changed = OpaqueFunction(function=self._started), OpaqueFunction(function=self._changed)
         return [
             RegisterEventHandler(OnProcessStart(target_action=self._node, on_start=[started])),

@@ -2,7 +2,8 @@
 """ROS parameters from the tree of settings that declares them."""
 
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,14 +19,35 @@ from specvla_ros.settings.parameter import Declared, hint, preset_values, values
 Parameters = TypeVar("Parameters")
 
 
+@contextmanager
+def parameters_declared(
+    node: Node,
+    kind: type[Parameters],
+    *,
+    lifecycle: bool = False,
+    usual: Parameters | None = None,
+    declared_later: Collection[str] = (),
+) -> Iterator[None]:
+    """Declares every parameter of `kind` for the block that makes a node, then warns of names that it does not have.
+
+    UserError, of a parameter or of the block, destroys the node. For the arguments see the functions below.
+    """
+    try:
+        declare_parameters(node, kind, lifecycle=lifecycle, usual=usual)
+        yield
+    except UserError:
+        node.destroy_node()
+        raise
+    for name, note in unknown_parameters(node, declared_later).items():
+        node.get_logger().warning(f"there is no parameter '{name}'; {note}")
+
+
 def declare_parameters(
     node: Node, kind: type[Parameters], *, lifecycle: bool = False, usual: Parameters | None = None
 ) -> None:
     """Declares every parameter of `kind` at the node.
 
     Args:
-        node: that gets them.
-        kind: class that declares them.
         lifecycle: whether those that are not writable are read anew whenever the node is configured: ROS does not know
             them as read-only then, and the node refuses changes in between with `refuse_fixed`.
         usual: values of what is not given; None: the class's own defaults.
@@ -49,11 +71,7 @@ def declare_parameters(
 
 
 def check_values(kind: type[Parameters], changed: Mapping[str, Any]) -> None:
-    """Looks at each new value by itself; ROS knows types and ranges, but no choices.
-
-    Raises:
-        UserError: one is not allowed.
-    """
+    """Raises UserError for a new value that is not allowed by itself; ROS knows types and ranges, but no choices."""
     for declared in walk(kind()):
         problem = declared.problem(_hashable(changed[declared.name])) if declared.name in changed else ""
         if problem:
@@ -67,10 +85,8 @@ def refuse_fixed(
 
     Args:
         node: whose values count: the same value again is no change.
-        kind: class that declares the parameters.
         changed: new values by name.
         read_in_activate: parameters that are not read before the node is activated.
-        active: whether it is.
 
     Raises:
         UserError: one was read, with the transitions after which it can change.
@@ -89,11 +105,7 @@ def refuse_fixed(
 
 
 def read_parameters(node: Node, kind: type[Parameters], changed: Mapping[str, Any] | None = None) -> Parameters:
-    """The values that the parameters have now, or, by name in `changed`, are about to have.
-
-    Raises:
-        UserError: they do not fit together.
-    """
+    """The values that the parameters have now, or, in `changed`, are to have; UserError if they do not fit together."""
     new, defaults = changed or {}, kind()
     names = [declared.name for declared in walk(defaults)]
     values = {name: new[name] if name in new else node.get_parameter(name).value for name in names}
@@ -103,9 +115,7 @@ def read_parameters(node: Node, kind: type[Parameters], changed: Mapping[str, An
 def unknown_parameters(node: Node, declared_later: Collection[str] = ()) -> dict[str, str]:
     """Parameters that were given but that the node does not have, each with a hint. ROS ignores them silently.
 
-    Args:
-        node: that was given them.
-        declared_later: parameters that the node will have, as those of subscriptions that it has not made yet.
+    `declared_later`: those that it will have, as those of subscriptions that it has not made yet.
     """
     declared = [*node.get_parameters_by_prefix(""), *filter(node.has_parameter, _overrides(node)), *declared_later]
     known = dict.fromkeys(declared)
@@ -152,15 +162,12 @@ def _descriptor(declared: Declared, lifecycle: bool) -> ParameterDescriptor:
     descriptor = ParameterDescriptor(description=declared.description, read_only=read_only)
     if parameter.choices:
         descriptor.additional_constraints = "one of: " + ", ".join(parameter.allowed)
-    if parameter.minimum is not None and parameter.maximum is not None:
+    low, high = parameter.minimum, parameter.maximum
+    if low is not None and high is not None:
         if declared.kind is float:
-            descriptor.floating_point_range = [
-                FloatingPointRange(from_value=float(parameter.minimum), to_value=float(parameter.maximum))
-            ]
+            descriptor.floating_point_range = [FloatingPointRange(from_value=float(low), to_value=float(high))]
         else:
-            descriptor.integer_range = [
-                IntegerRange(from_value=int(parameter.minimum), to_value=int(parameter.maximum))
-            ]
+            descriptor.integer_range = [IntegerRange(from_value=int(low), to_value=int(high))]
     return descriptor
 
 

@@ -37,8 +37,8 @@ def newest_image(reliability: ReliabilityPolicy) -> QoSProfile:
 def offered_reliability(node: Node, topic: str) -> ReliabilityPolicy | None:
     """The best that all of a topic's publishers offer; None while there is none.
 
-    Large images are many packets: one of them lost costs a best-effort subscriber the image. A reliable subscriber gets
-    it again, but nothing at all from a best-effort publisher.
+    A lost packet of a large image costs a best-effort subscriber the image. A reliable subscriber gets it again, but
+    nothing at all from a best-effort publisher.
     """
     offers = [each.qos_profile.reliability for each in node.get_publishers_info_by_topic(topic)]
     if not offers:

@@ -13,64 +13,44 @@ Remaps = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class RobotTopics:
-    """A robot's topics, and the names by which the nodes between it and a policy know them.
-
-    Args:
-        tool_pose: its tool's measured pose.
-        joint_states: its joints.
-        instruction: what it is told to do.
-        commands: where the guard sends to, by a name of COMMANDS; what is not named stays on `guard/…`.
-    """
+    """A robot's topics, and the names by which the nodes between it and a policy know them."""
 
     tool_pose: str = "tool_pose"
     joint_states: str = "joint_states"
     instruction: str = "instruction"
+    # Where the guard sends to, by a name of COMMANDS; what is not named stays on `guard/…`.
     commands: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def driver(self) -> Remaps:
-        """Of the driver."""
         return [*self._inputs, ("guard_passing", "guard/passing")]
 
     @property
     def guard(self) -> Remaps:
-        """Of the guard."""
         return [
             *self._inputs,
             ("instruction", self.instruction),
             *((f"command/{name}", f"driver/{name}") for name in COMMANDS),
-            *self._sent,
+            *self.live_view,
         ]
 
     @property
     def live_view(self) -> Remaps:
-        """Of the live view, but for the camera."""
-        return self._sent
+        """But for the camera."""
+        return [(f"guard/{name}", topic) for name, topic in self.commands.items()]
 
     @property
     def _inputs(self) -> Remaps:
-        return [
-            ("action", "policy/action"),
-            ("tool_pose", self.tool_pose),
-            ("joint_states", self.joint_states),
-        ]
-
-    @property
-    def _sent(self) -> Remaps:
-        return [(f"guard/{name}", topic) for name, topic in self.commands.items()]
+        return [("action", "policy/action"), ("tool_pose", self.tool_pose), ("joint_states", self.joint_states)]
 
 
 def image_remappings(name: str, topic: str) -> Remaps:
-    """Of a camera's raw topic and the compressed one below it."""
+    """Those of a camera's raw topic and the compressed one below it."""
     return [(name, topic), (f"{name}/compressed", f"{topic}/compressed")]
 
 
 def sensor_remappings(text: str) -> Remaps:
-    """Those of `sensor_topics`: NAME=TOPIC of further cameras and of the state, comma-separated.
-
-    Raises:
-        UserError: it is written otherwise.
-    """
+    """Those of `sensor_topics`: NAME=TOPIC of further cameras and of the state, comma-separated."""
     remappings: Remaps = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, topic = (each.strip() for each in part.partition("="))
@@ -125,6 +105,5 @@ class Autostart:
         return Step.ACTIVATE if goal == "inactive" else Step.FAILED
 
     def process_ended(self, code: int) -> Step:
-        """Its process ended with an exit code."""
         starting, self._configuring = self._configuring, False
         return Step.FAILED if code and starting else Step.NOTHING

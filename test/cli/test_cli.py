@@ -405,7 +405,7 @@ NODES = {
     f"runpy.run_path({str(STRUCTURE)!r}, run_name='__main__')",
     "driver": "from specvla_ros.ros.driver.node import DriverNode as Node",
     "guard": "from specvla_ros.ros.guard.node import GuardNode as Node",
-    "task": "from specvla_ros.ros.task.node import TaskNode as Node",
+    "task": "from specvla_ros.ros.task import TaskNode as Node",
 }
 
 

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.actions import MEANING, action
 
-from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
-from specvla_ros.control.convention_settings import DATASETS, ConventionSettings, known_dataset
+from specvla_ros.control.convention import (
+    DATASETS,
+    ActionConvention,
+    ActionFrame,
+    ConventionSettings,
+    GripperSign,
+    Reference,
+    Rotation,
+    known_dataset,
+)
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.libero import CONTROL_HZ
 from specvla_ros.lab.simulation.osc import POSITION_SCALE_M, ROTATION_SCALE_RAD

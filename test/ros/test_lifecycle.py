@@ -14,7 +14,7 @@ from support.patience import wait_until
 from support.ros import robot
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.managed_node import ManagedNode, answer_impossible_transitions
+from specvla_ros.ros.node import ManagedNode, answer_impossible_transitions
 
 
 def asked(transition: int) -> ChangeState.Request:

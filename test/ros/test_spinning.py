@@ -11,13 +11,13 @@ import pytest
 import rclpy
 from rclpy.node import Node
 
-from specvla_ros.ros.spinning import run_node
+from specvla_ros.ros.node import run_node
 
 SOURCES = os.pathsep.join(str(Path(__file__).resolve().parents[2] / folder) for folder in ("", "kernels"))
 SIGNALLED = """
 import os, sys, time
 import rclpy
-from specvla_ros.ros.spinning import run_node
+from specvla_ros.ros.node import run_node
 
 def make():
     os.kill(os.getpid(), {number})

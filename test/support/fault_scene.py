@@ -26,18 +26,18 @@ from specvla_ros.control.follower import ActionFollower, ActionRefusedError
 from specvla_ros.control.gripper import Gripper, GripperLimits, GripperSettings
 from specvla_ros.control.guard.commands import (
     Command,
+    GripperCommand,
     Instant,
     JointCommand,
     JointPositions,
     Sent,
     SentJoints,
-    SentPose,
     SentTwist,
     Stamp,
     ToolPose,
     TwistCommand,
 )
-from specvla_ros.control.guard.guard import Cause, GripperCommand, Guard, Refusal, State
+from specvla_ros.control.guard.guard import Cause, Guard, Refusal, State
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
@@ -63,7 +63,7 @@ from specvla_ros.lab.simulation.motion_record import MotionRecorder
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
 from specvla_ros.lab.simulation.tasks import TASKS, Task, WorldState, draw_layout
 from specvla_ros.lab.simulation.world import World
-from specvla_ros.ros.guard.sources import Senders
+from specvla_ros.ros.guard.node import Senders
 
 CAMERA_S, ENABLE_S = 0.05, 0.1
 IMAGE_DELAY_S = 0.01
@@ -522,10 +522,10 @@ def _rotation(wxyz: tuple[float, float, float, float]) -> np.ndarray:
 
 
 def _sent_command(sent: Sent, scene: Scene) -> Any:
-    """What the arm's controller takes, from the guard; as ros/guard/messages.py writes it."""
+    """What the arm's controller takes, from the guard; as ros/motion_messages.py writes it."""
     if isinstance(sent, SentTwist):
         return Twist(scene.time.clocks.s, BASE_FRAME, sent.velocity[:3], sent.velocity[3:])
-    if isinstance(sent, SentPose):
+    if isinstance(sent, Pose):
         return BASE_FRAME, Pose(sent.position, sent.rotation)
     assert isinstance(sent, SentJoints)
     if scene.setup.output == "position_array":

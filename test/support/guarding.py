@@ -16,7 +16,6 @@ from specvla_ros.control.guard.commands import (
     JointPositions,
     Sent,
     SentJoints,
-    SentPose,
     SentTwist,
     Stamp,
     ToolPose,
@@ -26,6 +25,7 @@ from specvla_ros.control.guard.guard import STALL_S, Guard, Outcome, State
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.inverse_kinematics import trajectory_point
 from specvla_ros.control.limits import JointLimits, Limits
+from specvla_ros.control.pose import Pose
 
 BASE = "base"
 LIMITS = Limits(
@@ -134,7 +134,7 @@ class Rig:
         if isinstance(sent, SentTwist):
             last_s = self.sent[-2][0] if len(self.sent) > 1 else self.steady_s
             self.tool = self.tool + sent.velocity[:3] * min(self.steady_s - last_s, 0.1)
-        elif isinstance(sent, SentPose):
+        elif isinstance(sent, Pose):
             self.tool = sent.position
         elif isinstance(sent, SentJoints):
             self.joints = sent.positions
@@ -173,7 +173,7 @@ def velocities(
         dt_s = at_s - before_s
         if isinstance(now, SentTwist):
             found.append((at_s, dt_s, now.velocity.reshape(2, 3)))
-        elif isinstance(now, SentPose) and isinstance(before, SentPose):
+        elif isinstance(now, Pose) and isinstance(before, Pose):
             turn = now.rotation @ before.rotation.T
             vector = np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]]) / 2
             found.append((at_s, dt_s, np.stack([now.position - before.position, vector]) / dt_s))

@@ -56,12 +56,7 @@ _KEPT = 100  # refusals between two looks of the log
 
 @dataclass(frozen=True)
 class Refusal:
-    """A cause, and what it is in words.
-
-    Args:
-        cause: the kind, for counting.
-        detail: one sentence with figures.
-    """
+    """A cause, and what it is in words: one sentence with figures."""
 
     cause: Cause
     detail: str
@@ -77,7 +72,6 @@ class Tally:
         self._new: list[Refusal] = []
 
     def add(self, refusal: Refusal) -> None:
-        """Counts one."""
         self.counts[refusal.cause] += 1
         self.last = refusal
         if len(self._new) < _KEPT:

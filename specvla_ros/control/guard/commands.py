@@ -10,27 +10,17 @@ from specvla_ros.control.pose import Pose
 
 @dataclass(frozen=True)
 class Instant:
-    """Now, on both clocks.
+    """Now, on both clocks."""
 
-    Args:
-        steady_s: of the steady clock, which nobody sets.
-        clock_ns: of the node's clock, which stamps are of.
-    """
-
-    steady_s: float
-    clock_ns: int
+    steady_s: float  # of the steady clock, which nobody sets
+    clock_ns: int  # of the node's clock, which stamps are of
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Of a message.
+    """Of a message."""
 
-    Args:
-        ns: on the node's clock; None: the message has none.
-        frame_id: its frame.
-    """
-
-    ns: int | None
+    ns: int | None  # on the node's clock; None: the message has none
     frame_id: str = ""
 
     def seconds(self, now: Instant) -> float:
@@ -40,75 +30,54 @@ class Stamp:
 
 @dataclass(frozen=True)
 class TwistCommand:
-    """A velocity of the tool.
-
-    Args:
-        stamp: when and in which frame.
-        velocity: float64 [6], m/s and rad/s.
-    """
+    """A velocity of the tool."""
 
     stamp: Stamp
-    velocity: np.ndarray
+    velocity: np.ndarray  # float64 [6], m/s and rad/s
 
 
 @dataclass(frozen=True)
 class ToolPose:
-    """Where the tool is, or is to be.
-
-    Args:
-        stamp: when and in which frame.
-        position: float64 [3], metres.
-        quaternion: w x y z.
-    """
+    """Where the tool is, or is to be."""
 
     stamp: Stamp
-    position: np.ndarray
-    quaternion: tuple[float, float, float, float]
+    position: np.ndarray  # float64 [3], metres
+    quaternion: tuple[float, float, float, float]  # w x y z
 
 
 @dataclass(frozen=True)
 class JointCommand:
-    """Where joints are to be.
+    """Where joints are to be; a single point is wanted as soon as the limits allow."""
 
-    Args:
-        stamp: when; the frame is nobody's.
-        names: of the joints; None: in the order of the parameters.
-        positions: float64 [points, joints].
-        times_s: float64 [points], from now to each point; one point alone is wanted as soon as the limits allow.
-    """
+    stamp: Stamp  # its frame does not matter
+    names: tuple[str, ...] | None  # of the joints; None: in the order of the parameters
+    positions: np.ndarray  # float64 [points, joints]
+    times_s: np.ndarray  # float64 [points], from now to each point
 
-    stamp: Stamp
-    names: tuple[str, ...] | None
-    positions: np.ndarray
-    times_s: np.ndarray
+
+@dataclass(frozen=True)
+class GripperCommand:
+    """Where a gripper is to be."""
+
+    names: tuple[str, ...] | None  # of joints; None: it names none
+    positions: np.ndarray  # float64, one
 
 
 @dataclass(frozen=True)
 class JointPositions:
-    """Where joints were measured.
-
-    Args:
-        stamp: when.
-        names: of the joints, more than are commanded perhaps.
-        positions: float64 [joints].
-    """
+    """Where joints were measured."""
 
     stamp: Stamp
-    names: tuple[str, ...]
-    positions: np.ndarray
+    names: tuple[str, ...]  # of the joints, more than are commanded perhaps
+    positions: np.ndarray  # float64 [joints]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Where the robot is.
+    """Where the robot is."""
 
-    Args:
-        tool: pose in the base frame; None: not known.
-        joints: float64 [joints] in the order of the parameters; None: not known, or not needed.
-    """
-
-    tool: Pose | None
-    joints: np.ndarray | None
+    tool: Pose | None  # in the base frame; None: not known
+    joints: np.ndarray | None  # float64 [joints] in the order of the parameters; None: not known, or not needed
 
 
 @dataclass(frozen=True)
@@ -116,14 +85,6 @@ class SentTwist:
     """Goes out: float64 [6], m/s and rad/s in the base frame."""
 
     velocity: np.ndarray
-
-
-@dataclass(frozen=True)
-class SentPose:
-    """Goes out: float64 [3] metres and float64 [3, 3] in the base frame."""
-
-    position: np.ndarray
-    rotation: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -135,4 +96,4 @@ class SentJoints:
 
 
 Command = TwistCommand | ToolPose | JointCommand
-Sent = SentTwist | SentPose | SentJoints
+Sent = SentTwist | Pose | SentJoints

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gate judges one kind of command, and makes what goes out; gates of positions follow their commands smoothly."""
+"""A gate judges one kind of command, and makes what goes out; gates of positions follow their commands smoothly.
+
+What goes out follows within limits of speed and acceleration, so that a stop from any moment stays within them too.
+Ways and velocities are *blocks*: float64 [blocks, dims], of which each block's length is limited. A tool is two blocks
+of three numbers, translation and rotation; each joint is a block of one.
+"""
 
 from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -9,7 +16,6 @@ import numpy as np
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Command, Instant, Measured, Sent
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.control.guard.tracking import Bounds, Window, braked, lengths, shortened_to, toward
 from specvla_ros.control.pose import Pose
 
 # A driver's period is never even; what these allow more, the bounds of what goes out take back.
@@ -18,28 +24,90 @@ TOLERANCE = 1.001
 REST = 1e-9
 _NEAR = 0.5  # how near to the robot, as a share of the lead, a driver must be for motion to resume
 _BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the commands, and by their timeout
+_GAIN = 20.0  # 1/s: an error decays in 50 ms where the limits allow it
+_WINDOW_S = 0.05
+_TINY = 1e-12
 
 Place = TypeVar("Place")
 
 
-class Gate(ABC):
-    """Judges commands of one kind, and makes what goes out. It is called by the guard only, at its rate.
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of each block, float64 [blocks] each, per second and per second squared."""
 
-    Args:
-        settings: the guard's.
-        bounds: of the velocity.
-        zero: float64 [blocks, dims], the velocity of a robot at rest; see tracking.
-    """
+    speed: np.ndarray
+    acceleration: np.ndarray
+
+
+def lengths(blocks: np.ndarray) -> np.ndarray:
+    """Length of each block, float64 [blocks]."""
+    return np.sqrt((blocks * blocks).sum(axis=1))
+
+
+def shortened_to(blocks: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Each block, shortened to its limit [blocks] where it is longer."""
+    return blocks * np.minimum(1.0, limit / np.maximum(lengths(blocks), _TINY))[:, None]
+
+
+def slewed(velocity: np.ndarray, wanted: np.ndarray, bounds: Bounds, dt_s: float) -> np.ndarray:
+    """As near to the wanted velocity as the limits allow; within the speed if `velocity` is, as a ball is convex."""
+    step = shortened_to(shortened_to(wanted, bounds.speed) - velocity, bounds.acceleration * dt_s)
+    return velocity + step
+
+
+def braked(velocity: np.ndarray, bounds: Bounds, dt_s: float) -> np.ndarray:
+    """The velocity after braking straight ahead for a time."""
+    speed = lengths(velocity)
+    left = np.maximum(0.0, speed - bounds.acceleration * dt_s)
+    return velocity * (left / np.maximum(speed, _TINY))[:, None]
+
+
+def toward(velocity: np.ndarray, error: np.ndarray, feed: np.ndarray, bounds: Bounds, dt_s: float) -> np.ndarray:
+    """The velocity with which to follow a reference that is `error` away and moves at `feed`."""
+    far = lengths(error)
+    # Never faster than what can be braked on the way that is left; half of the acceleration, as the feed takes some.
+    pace = np.minimum(np.minimum(_GAIN, 1 / dt_s) * far, np.sqrt(bounds.acceleration * far))
+    return slewed(velocity, feed + error * (pace / np.maximum(far, _TINY))[:, None], bounds, dt_s)
+
+
+def stopping_way(velocity: np.ndarray, bounds: Bounds) -> np.ndarray:
+    """How far braking straight ahead leads at most, float64 [blocks, dims]."""
+    return velocity * (lengths(velocity) / (2 * bounds.acceleration))[:, None]
+
+
+class Window(Generic[Place]):
+    """The commands of the last moments: how fast they go, whatever the jitter of their arrival."""
+
+    def __init__(self) -> None:
+        self._places: deque[tuple[float, Place]] = deque()
+
+    def forget(self) -> None:
+        """The next one is a first one."""
+        self._places.clear()
+
+    def add(self, time_s: float, place: Place) -> tuple[Place, float, float] | None:
+        """Takes a later command; the oldest, the time since then and the mean time between two; None: the first one."""
+        while len(self._places) > 1 and time_s - self._places[0][0] > _WINDOW_S:
+            self._places.popleft()
+        self._places.append((time_s, place))
+        if len(self._places) < 2:
+            return None
+        span_s = max(time_s - self._places[0][0], 1e-3)
+        return self._places[0][1], span_s, span_s / (len(self._places) - 1)
+
+
+class Gate(ABC):
+    """Judges commands of one kind, and makes what goes out. It is called by the guard only, at its rate."""
 
     def __init__(self, settings: GuardSettings, bounds: Bounds, zero: np.ndarray) -> None:
-        self._settings, self._bounds, self._zero = settings, bounds, zero
+        self._settings, self._bounds = settings, bounds
+        self._zero = zero  # float64 [blocks, dims], the velocity of a robot at rest
         self._velocity = zero
         self._command: Any = None
         self._sent_s = 0.0  # when the driver sent it
 
     @property
     def at_rest(self) -> bool:
-        """Whether what goes out stands still."""
         return bool(np.abs(self._velocity).max() <= REST)
 
     @property
@@ -91,10 +159,7 @@ class Gate(ABC):
 class SmoothGate(Gate, Generic[Place]):
     """Places of a tool or of joints. What goes out follows the command within the limits, and brakes to hold.
 
-    Ways between two places, and velocities, are blocks; see tracking.
-
     Args:
-        settings, bounds, zero: as every gate's.
         lead: float64 [blocks], how far a command, or what goes out, may lie from the measured robot.
         apart: float64 [blocks], how far a robot at rest may stand from where it was sent.
     """
@@ -121,8 +186,7 @@ class SmoothGate(Gate, Generic[Place]):
     # The space in which it moves
 
     @abstractmethod
-    def _way(self, there: Place, here: Place) -> np.ndarray:
-        """From here to there."""
+    def _way(self, there: Place, here: Place) -> np.ndarray: ...
 
     @abstractmethod
     def _moved(self, here: Place, way: np.ndarray) -> Place: ...

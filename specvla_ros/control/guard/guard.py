@@ -7,7 +7,7 @@ from enum import Enum
 import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal, Tally
-from specvla_ros.control.guard.commands import Command, Instant, JointPositions, Sent, Stamp, ToolPose
+from specvla_ros.control.guard.commands import Command, GripperCommand, Instant, JointPositions, Sent, Stamp, ToolPose
 from specvla_ros.control.guard.gate import Gate
 from specvla_ros.control.guard.joint_gate import JointGate
 from specvla_ros.control.guard.settings import GuardSettings, Output
@@ -32,43 +32,19 @@ class State(str, Enum):
 
 
 @dataclass(frozen=True)
-class GripperCommand:
-    """A gripper's position, as it came.
-
-    Args:
-        names: of joints; None: it names none.
-        positions: float64, one.
-    """
-
-    names: tuple[str, ...] | None
-    positions: np.ndarray
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """What goes out now.
+    """What goes out now."""
 
-    Args:
-        sent: to the robot; None: nothing.
-        gripper: position, if a new command of it goes through; else None.
-        stopped: whether passing has just ended: a reason to keep what led to it.
-    """
-
-    sent: Sent | None
-    gripper: float | None
-    stopped: bool
+    sent: Sent | None  # to the robot; None: nothing
+    gripper: float | None  # position, if a new command of it goes through; else None
+    stopped: bool  # whether passing has just ended: a reason to keep what led to it
 
 
 class Guard:
     """Deny by default: nothing goes through unless every condition holds.
 
     Not thread-safe. `tick` is called at the rate of the settings by a steady clock, and everything else as it arrives.
-
-    Args:
-        settings: what it is held to.
-
-    Raises:
-        UserError: settings with which nothing would be guarded.
+    Raises UserError for settings with which nothing would be guarded.
     """
 
     def __init__(self, settings: GuardSettings) -> None:
@@ -116,7 +92,6 @@ class Guard:
             self._gripper = float(command.positions[0])
 
     def tool(self, message: ToolPose, now: Instant) -> None:
-        """Takes the measured pose."""
         pose = self._watch.tool(message, now) if self._watch.hears(now) else None
         if leap := self._watch.take_leap():
             self.reject(Refusal(Cause.POSE_LEAPS, leap), now)
@@ -124,7 +99,6 @@ class Guard:
             self._gate.watch(pose)
 
     def joints(self, message: JointPositions, now: Instant) -> None:
-        """Takes measured joints."""
         if self._settings.kind.of_joints and self._watch.hears(now):
             self._watch.joints(message, now)
 
@@ -139,11 +113,9 @@ class Guard:
             self._watch.enable(held, now)
 
     def instruction(self, text: str) -> None:
-        """Somebody asks for something else."""
         self._watch.confirmation.ask(text)
 
     def confirm(self, text: str) -> None:
-        """Somebody agrees to an instruction."""
         self._watch.confirmation.confirm(text)
 
     def sources(self, problem: str) -> None:
@@ -151,7 +123,6 @@ class Guard:
         self._watch.sources_problem = problem
 
     def press_stop(self, who: str, now: Instant) -> None:
-        """Stops, until it is cleared."""
         refusal = Refusal(Cause.STOP, f"stop was pressed ({who})")
         self.tally.add(refusal)
         self._fail(refusal, now)
@@ -171,7 +142,6 @@ class Guard:
     # What goes out
 
     def tick(self, now: Instant) -> Outcome:
-        """What goes out now; to be called at the rate of the settings."""
         dt_s = self._elapsed_s(now)
         self._notice_failures(now)
         measured = self._watch.measured(now)
@@ -180,7 +150,8 @@ class Guard:
             sent = self._gate.stop(measured, dt_s)
             if self._latched is not None:
                 self._gripper = None
-            return Outcome(sent, None, stopped=before is State.PASSING or self._just_latched(before))
+            latches = self.state is State.STOPPED and before is not State.STOPPED
+            return Outcome(sent, None, stopped=before is State.PASSING or latches)
         if before is not State.PASSING:
             self._gate.begin(measured)
         gripper, self._gripper = self._gripper, None
@@ -192,9 +163,8 @@ class Guard:
         if self.state is State.PASSING:
             return ""
         found = [*([self._latched] if self._latched else []), *self._failing]
-        return (
-            "; ".join(f"{each.cause.value}: {each.detail}" for each in found) or "everything is well: about to resume"
-        )
+        words = "; ".join(f"{each.cause.value}: {each.detail}" for each in found)
+        return words or "everything is well: about to resume"
 
     def _elapsed_s(self, now: Instant) -> float:
         """Since the last tick; a process that did not run begins anew."""
@@ -250,9 +220,6 @@ class Guard:
             return State.HOLDING
         self._failed = False
         return State.PASSING
-
-    def _just_latched(self, before: State) -> bool:
-        return self.state is State.STOPPED and before is not State.STOPPED
 
 
 def _gate(settings: GuardSettings) -> Gate:

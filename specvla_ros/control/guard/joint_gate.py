@@ -7,26 +7,19 @@ import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, SentJoints
-from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, SmoothGate
+from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, SmoothGate, braked, stopping_way
 from specvla_ros.control.guard.settings import GuardSettings, Output
-from specvla_ros.control.guard.tracking import Bounds, braked, stopping_way
 from specvla_ros.control.inverse_kinematics import trajectory_point
 from specvla_ros.control.pose import Pose
 
 
 @dataclass(frozen=True)
 class _Path:
-    """What is commanded.
+    """What is commanded."""
 
-    Args:
-        positions: float64 [points, joints].
-        times_s: float64 [points], from its arrival.
-        begun: float64 [joints], where a trajectory begins: what went out when it came; None: nothing had.
-    """
-
-    positions: np.ndarray
-    times_s: np.ndarray
-    begun: np.ndarray | None
+    positions: np.ndarray  # float64 [points, joints]
+    times_s: np.ndarray  # float64 [points], from its arrival
+    begun: np.ndarray | None  # float64 [joints], where a trajectory begins: what went out when it came
 
     def at(self, age_s: float) -> tuple[np.ndarray, np.ndarray]:
         """Position and velocity, float64 [joints] each."""
@@ -42,11 +35,7 @@ class _Path:
 
 
 class JointGate(SmoothGate[np.ndarray]):
-    """Positions of joints, float64 [joints]; each joint is held to limits of its own.
-
-    Args:
-        settings: the guard's.
-    """
+    """Positions of joints, float64 [joints]; each joint is held to limits of its own."""
 
     not_following = "{name} is {away:.3f} from where it was sent"
     too_far_to_resume = "the command for {name} is {away:.3f} from where it is measured, too far to resume"

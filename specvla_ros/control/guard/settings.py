@@ -98,7 +98,6 @@ class GuardSettings:
 
     @property
     def kind(self) -> Output:
-        """The kind of command."""
         return Output(self.output)
 
     @property
@@ -111,11 +110,7 @@ class GuardSettings:
         return max(linear, limits.angular_speed / limits.angular_acceleration) + 2 / self.rate_hz
 
     def require(self) -> None:
-        """Refuses settings with which nothing would be guarded.
-
-        Raises:
-            UserError: what is missing, or a stop that would take longer than promised.
-        """
+        """Raises UserError for what is missing, or a stop that would take longer than promised."""
         if self.kind is Output.NONE:
             kinds = ", ".join(each.value for each in Output if each is not Output.NONE)
             raise UserError(f"parameter 'output' is not set; set it to what the driver sends: {kinds}")

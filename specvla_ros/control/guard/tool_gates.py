@@ -4,10 +4,20 @@
 import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, Measured, SentPose, SentTwist, ToolPose, TwistCommand
-from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Gate, SmoothGate
+from specvla_ros.control.guard.commands import Instant, Measured, SentTwist, ToolPose, TwistCommand
+from specvla_ros.control.guard.gate import (
+    REST,
+    SLACK_S,
+    TOLERANCE,
+    Bounds,
+    Gate,
+    SmoothGate,
+    braked,
+    lengths,
+    slewed,
+    stopping_way,
+)
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.control.guard.tracking import Bounds, braked, lengths, slewed, stopping_way
 from specvla_ros.control.pose import Pose, quaternion_matrix
 
 _ZERO = np.zeros((2, 3))
@@ -21,8 +31,7 @@ _ANSWERS_S = 0.2  # at full speed, a robot that is sent on and does not move at 
 _APART = np.array([0.01, 0.05])  # metres and radians that an arm at rest may stand from where it was sent
 
 
-def tool_bounds(settings: GuardSettings) -> Bounds:
-    """Of translation and rotation."""
+def _bounds(settings: GuardSettings) -> Bounds:
     limits = settings.limits
     return Bounds(
         np.array([limits.linear_speed, limits.angular_speed]),
@@ -42,30 +51,29 @@ def pose_of(message: ToolPose, base_frame: str) -> Pose | Refusal:
         return Refusal(Cause.BAD_FORM, str(error))
 
 
-def within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
-    """Whether a position lies between two corners."""
-    return bool((here >= box[0] - _ROUNDING).all() and (here <= box[1] + _ROUNDING).all())
-
-
 def text(position: np.ndarray) -> str:
     """Numbers for a message."""
     return " ".join(f"{number:.3f}" for number in position)
 
 
-def too_fast(what: str, value: float, limit: float, unit: str, name: str) -> Refusal:
-    """A refusal of a speed."""
+def _within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
+    return bool((here >= box[0] - _ROUNDING).all() and (here <= box[1] + _ROUNDING).all())
+
+
+def _moves(before: Pose, after: Pose) -> bool:
+    way_m, turn_rad = before.distance(after)
+    return way_m >= _MOVED_M or turn_rad >= _MOVED_RAD
+
+
+def _too_fast(what: str, value: float, limit: float, unit: str, name: str) -> Refusal:
     return Refusal(Cause.OVER_SPEED, f"{what} is {value:.4g} {unit}, and {name} is {limit:g}")
 
 
 class TwistGate(Gate):
-    """Velocities of the tool. What goes out slews towards the command, and to zero when it must stop.
-
-    Args:
-        settings: the guard's.
-    """
+    """Velocities of the tool. What goes out slews towards the command, and to zero when it must stop."""
 
     def __init__(self, settings: GuardSettings) -> None:
-        super().__init__(settings, tool_bounds(settings), _ZERO)
+        super().__init__(settings, _bounds(settings), _ZERO)
         self._command: np.ndarray | None = None
         self._unmoved_from: Pose | None = None
         self._unmoved = np.zeros(2)
@@ -88,10 +96,13 @@ class TwistGate(Gate):
         box = self._settings.limits.widened(tool.position, _EDGE_M)
         for velocity in (self._command, self._velocity):
             rest = tool.position + velocity[0] * _AHEAD_S + stopping_way(velocity, self._bounds)[0]
-            if not within(rest, box):
-                detail = f"the twist leads to {text(rest)} m, out of the workspace"
-                return [Refusal(Cause.OUTSIDE, detail)]
-        return self._unmoved_problem()
+            if not _within(rest, box):
+                return [Refusal(Cause.OUTSIDE, f"the twist leads to {text(rest)} m, out of the workspace")]
+        unmoved_m, unmoved_rad = self._unmoved
+        if unmoved_m <= self._settings.max_lead_m and unmoved_rad <= self._settings.max_lead_rad:
+            return []
+        detail = f"{unmoved_m:.3f} m and {unmoved_rad:.3f} rad were commanded, and the tool did not move"
+        return [Refusal(Cause.NOT_FOLLOWING, detail)]
 
     def begin(self, measured: Measured) -> None:
         super().begin(measured)  # wherever the tool is: a velocity has no place
@@ -122,7 +133,7 @@ class TwistGate(Gate):
             return Refusal(Cause.BAD_FORM, detail)
         for speed, limit, (unit, name) in zip(lengths(velocity), self._bounds.speed, _UNITS, strict=True):
             if speed > limit * TOLERANCE:
-                return too_fast("the twist", speed, limit, unit, name)
+                return _too_fast("the twist", speed, limit, unit, name)
         return None
 
     def _change(self, velocity: np.ndarray, elapsed_s: float) -> Refusal | None:
@@ -134,33 +145,16 @@ class TwistGate(Gate):
         detail = f"the twist changed by {change[0]:.4g} m/s and {change[1]:.4g} rad/s within {elapsed_s:.3f} s"
         return Refusal(Cause.OVER_ACCELERATION, f"{detail}, more than the limits of acceleration allow")
 
-    def _unmoved_problem(self) -> list[Refusal]:
-        settings = self._settings
-        if self._unmoved[0] <= settings.max_lead_m and self._unmoved[1] <= settings.max_lead_rad:
-            return []
-        detail = f"{self._unmoved[0]:.3f} m and {self._unmoved[1]:.3f} rad were commanded, and the tool did not move"
-        return [Refusal(Cause.NOT_FOLLOWING, detail)]
-
-
-def _moves(before: Pose, after: Pose) -> bool:
-    """Whether a measured tool has moved."""
-    way_m, turn_rad = before.distance(after)
-    return way_m >= _MOVED_M or turn_rad >= _MOVED_RAD
-
 
 class PoseGate(SmoothGate[Pose]):
-    """Poses of the tool. What goes out follows the command within the limits, and brakes to hold.
-
-    Args:
-        settings: the guard's.
-    """
+    """Poses of the tool."""
 
     not_following = "the tool is {0:.3f} m and {1:.3f} rad from where it was sent"
     too_far_to_resume = "the command is {0:.3f} m and {1:.3f} rad from the measured tool, too far to resume"
     ran_away = "the commands ran away by {0:.3f} m and {1:.3f} rad from what the limits allow"
 
     def __init__(self, settings: GuardSettings) -> None:
-        lead, bounds = np.array([settings.max_lead_m, settings.max_lead_rad]), tool_bounds(settings)
+        lead, bounds = np.array([settings.max_lead_m, settings.max_lead_rad]), _bounds(settings)
         super().__init__(settings, bounds, _ZERO, lead, apart=np.minimum(lead, _APART))
         self._unmoved_from: Pose | None = None
         self._sent_then: Pose | None = None  # when the tool moved last
@@ -201,12 +195,12 @@ class PoseGate(SmoothGate[Pose]):
 
     def _inside(self, sent: Pose, velocity: np.ndarray, dt_s: float) -> np.ndarray:
         rest = sent.position + velocity[0] * dt_s + stopping_way(velocity, self._bounds)[0]
-        if within(rest, self._settings.limits.widened(sent.position)):
+        if _within(rest, self._settings.limits.widened(sent.position)):
             return velocity
         return braked(self._velocity, self._bounds, dt_s)
 
-    def _message(self, sent: Pose) -> SentPose:
-        return SentPose(sent.position, sent.rotation)
+    def _message(self, sent: Pose) -> Pose:
+        return sent
 
     def _words(self, message: str, away: np.ndarray, allowed: np.ndarray) -> str:
         return message.format(*away)
@@ -214,7 +208,7 @@ class PoseGate(SmoothGate[Pose]):
     def _problem(self, pose: Pose, measured: Measured) -> Refusal | None:
         limits = self._settings.limits
         here = pose.position if measured.tool is None else measured.tool.position
-        if limits.outside_m(pose.position) > 0 and not within(pose.position, limits.widened(here)):
+        if limits.outside_m(pose.position) > 0 and not _within(pose.position, limits.widened(here)):
             return Refusal(Cause.OUTSIDE, f"the pose {text(pose.position)} m is outside of the workspace")
         if measured.tool is None:
             return None
@@ -230,7 +224,6 @@ class PoseGate(SmoothGate[Pose]):
         step = lengths(self._way(pose, self._command))
         for way, limit, (unit, name) in zip(step, self._bounds.speed, _UNITS, strict=True):
             if way > limit * (elapsed_s * TOLERANCE + SLACK_S):
-                return too_fast(
-                    f"a step of {way:.4g} within {elapsed_s:.3f} s", way / max(elapsed_s, 1e-3), limit, unit, name
-                )
+                what = f"a step of {way:.4g} within {elapsed_s:.3f} s"
+                return _too_fast(what, way / max(elapsed_s, 1e-3), limit, unit, name)
         return None

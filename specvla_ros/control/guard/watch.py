@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether everybody is alive and has agreed: driver, policy, robot, clock, the hand on the switch."""
+"""Liveness of driver, policy, robot, clock and dead-man's switch, and the confirmation of the instruction."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -25,20 +25,13 @@ _SWING_S = 0.1  # over which an arm that swings, and leaps in no message, is see
 
 @dataclass
 class _Seen:
-    """The newest of one kind of message.
+    """The newest of one kind of message."""
 
-    Args:
-        at_s: steady clock at its arrival; -inf: none yet.
-        stamp_ns: its own.
-        problem: why the last one does not count; empty: it counts.
-    """
-
-    at_s: float = -np.inf
-    stamp_ns: int = -(2**63)
-    problem: str = ""
+    at_s: float = -np.inf  # steady clock at its arrival; -inf: none yet
+    stamp_ns: int = -(2**63)  # its own
+    problem: str = ""  # why the last one does not count; empty: it counts
 
     def age_s(self, now: Instant) -> float:
-        """Since its arrival."""
         return now.steady_s - self.at_s
 
 
@@ -49,7 +42,7 @@ class ClockWatch:
         self._advanced: Instant | None = None
 
     def look(self, now: Instant) -> str:
-        """Looks at the clocks; returns how it jumped, in words, or nothing."""
+        """How the clock jumped since the last look, in words; empty: it did not."""
         last = self._advanced
         if last is None or now.clock_ns != last.clock_ns:
             self._advanced = now
@@ -66,20 +59,15 @@ class ClockWatch:
 
 
 class Confirmation:
-    """The instruction in force, and the one that somebody confirmed.
-
-    An instruction that differs from the confirmed one ends the confirmation: to come back to it needs another one.
-    """
+    """The confirmed instruction. One that differs from it ends the confirmation: to come back to it needs another."""
 
     def __init__(self) -> None:
         self._confirmed = self._asked = self._followed = ""
 
     def confirm(self, instruction: str) -> None:
-        """Somebody agrees to this instruction."""
         self._confirmed = instruction
 
     def ask(self, instruction: str) -> None:
-        """Somebody wants this done."""
         self._asked = instruction
         if instruction != self._confirmed:
             self._confirmed = ""
@@ -102,31 +90,26 @@ class Confirmation:
 
 
 class Watch:
-    """Freshness of all that must be heard, by the steady clock, and of stamps, by the node's.
-
-    Args:
-        settings: the guard's.
-    """
+    """Freshness of all that must be heard, by the steady clock, and of stamps, by the node's."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
         self.clock, self.confirmation = ClockWatch(), Confirmation()
-        self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
-        self._enabled_s = -np.inf
-        self._enable_said = ""
         self._poses: deque[tuple[int, Pose]] = deque()  # with their stamps, of the last _SWING_S
-        self._leap = ""
-        self._positions: np.ndarray | None = None
+        self._hear_nothing_yet()
         self._deaf_until_s = -np.inf
-        self.sources_problem = ""
+        self._enable_said = self._leap = self.sources_problem = ""
 
     def forget(self, now: Instant) -> None:
         """What was heard no longer counts: the clock jumped, or this process stood still."""
+        self._hear_nothing_yet()
+        self._deaf_until_s = now.steady_s + _QUEUE_S
+
+    def _hear_nothing_yet(self) -> None:
         self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
         self._enabled_s = -np.inf
         self._poses.clear()
-        self._positions = None
-        self._deaf_until_s = now.steady_s + _QUEUE_S
+        self._positions: np.ndarray | None = None
 
     def hears(self, now: Instant) -> bool:
         """Whether what comes in now can be new."""
@@ -200,27 +183,24 @@ class Watch:
         self._command.at_s = -np.inf
 
     def enable(self, held: bool, now: Instant) -> None:
-        """Takes the dead-man's heartbeat."""
         self._enabled_s = now.steady_s if held else -np.inf
         self._enable_said = "" if held else "~/enable says false"
 
     def measured(self, now: Instant) -> Measured:
         """Where the robot is, as far as it is known now."""
         limit_s = self._settings.state_timeout_s
-        tool = (
-            self._poses[-1][1] if self._poses and self._tool.age_s(now) <= limit_s and not self._tool.problem else None
+        newest = self._poses[-1][1] if self._poses else None
+        return Measured(
+            tool=newest if self._tool.age_s(now) <= limit_s and not self._tool.problem else None,
+            joints=self._positions if self._joints.age_s(now) <= limit_s and not self._joints.problem else None,
         )
-        joints = self._positions if self._joints.age_s(now) <= limit_s and not self._joints.problem else None
-        return Measured(tool, joints)
 
     def command_silent(self, now: Instant) -> Refusal | None:
-        """The driver says nothing."""
         if self._command.age_s(now) <= self._settings.command_timeout_s:
             return None
         return Refusal(Cause.DRIVER_SILENT, _silence("command", self._command, now))
 
     def action_silent(self, now: Instant) -> Refusal | None:
-        """The policy says nothing."""
         if self._action.age_s(now) <= self._settings.action_timeout_s:
             return None
         return Refusal(Cause.POLICY_SILENT, _silence("action", self._action, now))
@@ -235,8 +215,8 @@ class Watch:
         if measured.tool is None:
             found.append(Refusal(Cause.STATE_MISSING, _silence("tool_pose", self._tool, now)))
         elif settings.limits.outside_m(measured.tool.position) > _RETURN_M:
-            detail = f"the tool is at {text(measured.tool.position)} m, outside of the workspace: bring it back by hand"
-            found.append(Refusal(Cause.OUTSIDE, detail))
+            where = f"the tool is at {text(measured.tool.position)} m, outside of the workspace"
+            found.append(Refusal(Cause.OUTSIDE, f"{where}: bring it back by hand"))
         if settings.kind.of_joints and measured.joints is None:
             found.append(Refusal(Cause.STATE_MISSING, _silence("joint_states", self._joints, now)))
         if settings.require_enable and now.steady_s - self._enabled_s > settings.enable_timeout_s:
@@ -257,15 +237,12 @@ class Watch:
             return False
         if stamp_ns <= seen.stamp_ns:
             return False
-        if -ahead_s > _oldest_s(seen is self._tool or seen is self._joints, self._settings):
+        of_state = seen is self._tool or seen is self._joints
+        if of_state and -ahead_s > self._settings.state_timeout_s:
             seen.problem = f"the last one was {-ahead_s:.3f} s old"
             return False
         seen.at_s, seen.stamp_ns, seen.problem = now.steady_s, stamp_ns, ""
         return True
-
-
-def _oldest_s(of_state: bool, settings: GuardSettings) -> float:
-    return settings.state_timeout_s if of_state else np.inf
 
 
 def _silence(topic: str, seen: _Seen, now: Instant) -> str:

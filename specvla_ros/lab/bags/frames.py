@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
+from specvla_ros.messages.action_message import JOINT_STATE
 from specvla_ros.messages.image_message import stamp_ns
-from specvla_ros.messages.state_message import JOINT_STATE
 from specvla_ros.messages.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
 
 if TYPE_CHECKING:  # the commands load these declarations where rosbags, which the reader needs, may be missing

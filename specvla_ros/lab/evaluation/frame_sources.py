@@ -20,8 +20,8 @@ from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
+from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import rgb_from_message
-from specvla_ros.messages.state_message import read_state
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted

@@ -15,8 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from specvla_ros.cli.terminal import deferred_interruption, progress_bar
-from specvla_ros.control.convention import ActionConvention
-from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.control.convention import ActionConvention, ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.errors import UserError, missing_package
@@ -37,9 +36,8 @@ from specvla_ros.lab.evaluation.run_directory import (
 )
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.plans import Thresholds
-from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
+from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, read_state, vla_action_fields
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
-from specvla_ros.messages.state_message import read_state
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
 

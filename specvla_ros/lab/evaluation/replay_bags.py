@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, missing_package

@@ -17,9 +17,9 @@ from rosgraph_msgs.msg import Clock
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.reader import Bag, OfferedQos, open_bag
+from specvla_ros.ros.node import run_node
 from specvla_ros.ros.parameters import declare_parameters, read_parameters
 from specvla_ros.ros.qos import CLOCK
-from specvla_ros.ros.spinning import run_node
 from specvla_ros.settings.parameter import parameter
 
 _NS = 1_000_000_000

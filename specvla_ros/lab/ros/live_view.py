@@ -22,9 +22,9 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.rerun_recording import PoseSpeed, RerunRecording, RerunSettings, speed_curves
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
 from specvla_ros.msg import DecodeStats, VlaAction
-from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.node import run_node
+from specvla_ros.ros.parameters import parameters_declared, read_parameters
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS, NEWEST_IMAGE, STATE
-from specvla_ros.ros.spinning import run_node
 from specvla_ros.settings.parameter import section
 
 
@@ -41,15 +41,9 @@ class LiveView(Node):
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("live_view", **node_arguments)
-        try:
-            declare_parameters(self, LiveViewParameters)
+        with parameters_declared(self, LiveViewParameters):
             chosen = read_parameters(self, LiveViewParameters)
             self._recording = RerunRecording(chosen.shown)
-        except UserError:
-            self.destroy_node()
-            raise
-        for name, hint in unknown_parameters(self).items():
-            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self._limits = chosen.limits
         self._listen(Image, "image", NEWEST_IMAGE, self._on_image)
         self._listen(CompressedImage, "image/compressed", NEWEST_IMAGE, self._on_image)

@@ -24,8 +24,8 @@ from specvla_ros.lab.bags.demonstrations import ACTION_TOPIC, HINDSIGHT_ACTION_T
 from specvla_ros.lab.bags.frames import STATE, BagFrame, Sensors, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.training.trainer import write_json
+from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import rgb_from_message
-from specvla_ros.messages.state_message import read_state
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
-from specvla_ros.control.convention_settings import known_dataset
+from specvla_ros.control.convention import known_dataset
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.frame_sources import find_bags
 from specvla_ros.lab.plans import NanoShape, PolicyTraining

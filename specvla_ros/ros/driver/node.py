@@ -5,15 +5,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
-from rcl_interfaces.msg import SetParametersResult
-from rclpy.clock import Clock, ClockType
-from rclpy.subscription import Subscription
 from rclpy.time import Time
-from rclpy.timer import Timer
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
@@ -27,21 +24,13 @@ from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import VlaAction
-from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
 from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
-from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic, forward_kinematics
-from specvla_ros.ros.managed_node import ManagedNode
-from specvla_ros.ros.parameters import (
-    check_values,
-    declare_parameters,
-    read_parameters,
-    refuse_fixed,
-    unknown_parameters,
-)
+from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic
+from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, run_node
+from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
-from specvla_ros.ros.spinning import run_node
 
 _NS = 1e-9
 _WATCH_S = 0.2
@@ -51,33 +40,18 @@ _CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are s
 
 
 class DriverNode(ManagedNode):
-    """Moves the robot as actions say, within limits; without actions, poses or a sound clock it comes to rest.
-
-    Args:
-        node_arguments: those of rclpy.node.Node.
-
-    Raises:
-        UserError: a parameter has the wrong type or is out of range.
-    """
+    """Moves the robot as actions say, within limits; without actions, poses or a sound clock it comes to rest."""
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("driver", **node_arguments)
-        try:
-            declare_parameters(self, DriverParameters, lifecycle=True)
-        except UserError:
-            self.destroy_node()
-            raise
-        for name, hint in unknown_parameters(self).items():
-            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
-        self._chosen = DriverParameters()
+        with parameters_declared(self, DriverParameters, lifecycle=True):
+            self._chosen = DriverParameters()  # read when the node is configured
         self._output_context: OutputContext | None = None
-        self._inputs: list[JointInput | PoseSource] = []
-        self._subscriptions_made: list[Subscription] = []
         self._driver: Driver | None = None
-        self._timers_made: list[Timer] = []
+        self._listening = ExitStack()  # ends what `_start` begins
         self._holding = False
         self._reset()
-        self.add_on_set_parameters_callback(self._on_set_parameters)
+        self._follow_changes(DriverParameters)
         self._hold_service = self.create_service(SetBool, "~/hold", self._on_hold)
         self._diagnostics = DiagnosticsPublisher(self, self._chosen.diagnostics_period_s, self._statuses)
 
@@ -93,7 +67,6 @@ class DriverNode(ManagedNode):
     # Transitions
 
     def _setup(self) -> None:
-        """Checks everything that a motion needs."""
         self._chosen = read_parameters(self, DriverParameters)
         self._chosen.check_complete()
         self._diagnostics.set_period(self._chosen.diagnostics_period_s)
@@ -138,47 +111,34 @@ class DriverNode(ManagedNode):
                 pose_timeout_s=chosen.tool_pose_timeout_s,
                 pose_source=chosen.tool_pose_source,
                 start_output=lambda: self._output.start(self._joints),
-                say=self._say,
+                say=self.get_logger().error,
             )
             self._driver.holding = self._holding
         self._gripper.reset()
         self._gripper_output.forget()
         self._listen()
-        # On the steady clock: a clock that stands still must not silence the robot's commands.
-        steady = Clock(clock_type=ClockType.STEADY_TIME)
-        self._timers_made = [
-            self.create_timer(1.0 / chosen.rate_hz, self._step, clock=steady),
-            self.create_timer(_WATCH_S, self._watch_publishers, clock=steady),
-        ]
+        for period_s, callback in ((1.0 / chosen.rate_hz, self._step), (_WATCH_S, self._watch_publishers)):
+            self._listening.callback(self.destroy_timer, self.create_timer(period_s, callback, clock=STEADY))
 
     def _listen(self) -> None:
         chosen = self._chosen
-        self._inputs = [JointInput(self, self._on_joints, self._on_bad)]
+        self._listening.callback(JointInput(self, self._on_joints, self._on_bad).destroy)
         self._pose_source: PoseSource | None = None
         if chosen.tool_pose_source == "topic":
             self._pose_source = PoseTopic(self, chosen.base_frame, self._on_pose, self._on_bad)
         elif chosen.tool_pose_source == "tf":
             self._pose_source = PoseFromTf(self, chosen.base_frame, chosen.tool_frame, self._on_pose, self._on_bad)
-        elif self._solver is not None:
-            self._kinematics = forward_kinematics(self._solver, self._on_pose, self._on_bad)
         if self._pose_source is not None:
-            self._inputs.append(self._pose_source)
-        self._subscriptions_made = [
-            self.create_subscription(VlaAction, "action", self._on_action, ACTION),
-            self.create_subscription(Bool, "guard_passing", self._on_passing, LATCHED_STATE),
-        ]
+            self._listening.callback(self._pose_source.destroy)
+        actions = self.create_subscription(VlaAction, "action", self._on_action, ACTION)
+        passing = self.create_subscription(Bool, "guard_passing", self._on_passing, LATCHED_STATE)
+        self._action_topic = actions.topic_name
+        for subscription in (actions, passing):
+            self._listening.callback(self.destroy_subscription, subscription)
 
     def _stop(self) -> None:
         """Sends nothing more: the robot's own controller, or the guard, brings it to rest."""
-        for timer in self._timers_made:
-            self.destroy_timer(timer)
-        self._timers_made = []
-        for each in self._inputs:
-            each.destroy()
-        self._inputs = []
-        for subscription in self._subscriptions_made:
-            self.destroy_subscription(subscription)
-        self._subscriptions_made = []
+        self._listening.close()
         self._driver = None
 
     def _teardown(self) -> bool:
@@ -194,29 +154,26 @@ class DriverNode(ManagedNode):
 
     def _on_joints(self, stamp_s: float, positions: Mapping[str, float]) -> None:
         self._joints = positions
-        if self._chosen.tool_pose_source == "joint_states":
-            self._kinematics(stamp_s, positions)
-
-    def _say(self, reason: str) -> None:
-        self.get_logger().error(reason)
+        if self._chosen.tool_pose_source != "joint_states" or self._solver is None:
+            return
+        try:
+            pose = self._solver.pose_of(positions)
+        except UserError as error:
+            self._on_bad(str(error))
+        else:
+            self._on_pose(stamp_s, pose)
 
     def _on_bad(self, what: str) -> None:
         self._refusals["bad_state"] += 1
         self._last_refusal = what
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
 
-    def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
-        changed = {parameter.name: parameter.value for parameter in parameters}
-        try:
-            check_values(DriverParameters, changed)
-            if self._output_context is not None:  # else they are read when the node is configured
-                refuse_fixed(self, DriverParameters, changed, read_in_activate=(), active=self.active)
-                self._chosen = read_parameters(self, DriverParameters, changed)
-        except UserError as error:
-            return SetParametersResult(successful=False, reason=str(error))
+    def _change(self, changed: Mapping[str, Any]) -> None:
+        if self._output_context is not None:  # else they are read when the node is configured
+            refuse_fixed(self, DriverParameters, changed, read_in_activate=(), active=self.active)
+            self._chosen = read_parameters(self, DriverParameters, changed)
         if self._driver is not None:
             self._driver.follower.set_ages(self._chosen.max_action_age_s, self._chosen.max_future_s)
-        return SetParametersResult(successful=True)
 
     def _on_hold(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         """Comes to rest and follows nothing, until it is told to go on."""
@@ -252,11 +209,7 @@ class DriverNode(ManagedNode):
             self._driver.passing(message.data, self._now_s())
 
     def _read(self, message: VlaAction) -> StampedAction:
-        """The action that a message holds.
-
-        Raises:
-            ValueError: it cannot be one of this robot's.
-        """
+        """The action that a message holds; raises ValueError where it cannot be one of this robot's."""
         action = stamped_action(message, Time.from_msg(message.header.stamp).nanoseconds * _NS)
         convention = action.convention
         if self._convention is not None and convention != self._convention:
@@ -305,7 +258,7 @@ class DriverNode(ManagedNode):
     def _watch_publishers(self) -> None:
         """Not at every control step: asking the graph takes as long as a step."""
         if self._driver is not None:
-            self._driver.action_publishers = self.count_publishers(self._subscriptions_made[0].topic_name)
+            self._driver.action_publishers = self.count_publishers(self._action_topic)
 
     # Diagnostics
 
@@ -357,8 +310,7 @@ class DriverNode(ManagedNode):
         return DiagnosticStatus.OK, "following actions" if self._taken else "waiting for actions"
 
     def _now_s(self) -> float:
-        now_s: float = self.get_clock().now().nanoseconds * _NS
-        return now_s
+        return float(self.get_clock().now().nanoseconds * _NS)
 
 
 def _words(convention: ActionConvention) -> str:
@@ -367,5 +319,5 @@ def _words(convention: ActionConvention) -> str:
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    """Runs the node."""
     sys.exit(run_node("driver", DriverNode, close=DriverNode.close))

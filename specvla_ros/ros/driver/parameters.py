@@ -24,11 +24,7 @@ class JointParameters(Joints):
     tool: str = parameter("", "Name of the tool's site or body in the model.")
 
     def load(self) -> JointModel | None:
-        """The robot's kinematics; None: no model is named.
-
-        Raises:
-            UserError: the model cannot be read, or has no such joints or tool.
-        """
+        """The robot's kinematics, if a model is named; raises UserError as `load_joint_model` does."""
         if not self.model:
             return None
         if self.names == NO_NAMES:
@@ -90,16 +86,7 @@ class DriverParameters:
     def __post_init__(self) -> None:
         check(self)
 
-    @property
-    def dry_run(self) -> bool:
-        """Whether nothing is sent to a robot."""
-        return self.output == DRY_RUN
-
     def check_complete(self) -> None:
-        """What has to be set before a robot moves.
-
-        Raises:
-            UserError: a limit is missing.
-        """
-        if not self.dry_run:
+        """Raises UserError for a limit that has to be set before a robot moves."""
+        if self.output != DRY_RUN:
             self.limits.require(f"output: {self.output}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the driver gets the tool's measured pose from: a topic, tf, or the joints by forward kinematics."""
+"""Where the driver gets the tool's measured pose from: a topic, tf, or the joints, by its own forward kinematics."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,6 @@ from rclpy.node import Node
 from rclpy.time import Time
 from sensor_msgs.msg import JointState
 
-from specvla_ros.control.inverse_kinematics import JointSolver
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.ros.qos import STATE
@@ -25,20 +24,13 @@ OnJoints = Callable[[float, Mapping[str, float]], None]
 
 
 class JointInput:
-    """The joints' newest measured positions, from `joint_states`.
-
-    Args:
-        node: the node that subscribes.
-        on_joints: called with the stamp in seconds and the positions by name.
-        on_bad: called with what is wrong with a message.
-    """
+    """Measured joints, from `joint_states`: their stamp in seconds and their positions by name."""
 
     def __init__(self, node: Node, on_joints: OnJoints, on_bad: OnBad) -> None:
         self._node, self._on_joints, self._on_bad = node, on_joints, on_bad
         self._subscription = node.create_subscription(JointState, "joint_states", self._on_message, STATE)
 
     def destroy(self) -> None:
-        """Listens no more."""
         self._node.destroy_subscription(self._subscription)
 
     def _on_message(self, message: JointState) -> None:
@@ -57,8 +49,7 @@ class PoseSource(Protocol):
     def look(self) -> None:
         """Called at the control rate: a source that has to ask does it then."""
 
-    def destroy(self) -> None:
-        """Listens no more."""
+    def destroy(self) -> None: ...
 
 
 class PoseTopic:
@@ -123,19 +114,3 @@ class PoseFromTf:
             return
         stamp_s = Time.from_msg(found.header.stamp).nanoseconds * _NS
         self._on_pose(stamp_s, Pose(np.array([place.x, place.y, place.z]), rotation))
-
-
-def forward_kinematics(
-    solver: JointSolver, on_pose: OnPose, on_bad: OnBad
-) -> Callable[[float, Mapping[str, float]], None]:
-    """What turns measured joints into tool poses; see `JointInput`."""
-
-    def on_joints(stamp_s: float, positions: Mapping[str, float]) -> None:
-        try:
-            pose = solver.pose_of(positions)
-        except UserError as error:
-            on_bad(str(error))
-        else:
-            on_pose(stamp_s, pose)
-
-    return on_joints

@@ -40,8 +40,8 @@ class BlackBox:
 
     Args:
         directory: where stops are written.
-        seconds: how much of the past is kept.
-        files: how many files are kept.
+        seconds: of the past that are kept.
+        files: that are kept.
     """
 
     def __init__(self, directory: Path, seconds: float, files: int) -> None:
@@ -73,7 +73,6 @@ class BlackBox:
         self._send(STOP, 0, json.dumps({"cause": cause, "reason": reason}).encode())
 
     def look(self) -> None:
-        """Reads what the recorder has to say."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while said := self._socket.recv(1 << 16):
                 report: dict[str, Any] = json.loads(said)
@@ -99,12 +98,7 @@ class BlackBox:
             self.lost += 1
 
 
-@dataclass(frozen=True)
-class Topic:
-    """A recorded topic."""
-
-    name: str
-    msgtype: str
+Topics = dict[int, tuple[str, str]]  # name and type by channel
 
 
 @dataclass(frozen=True)
@@ -117,20 +111,15 @@ class Stop:
 
 
 class Ring:
-    """The messages of the last minutes.
-
-    Args:
-        seconds: how much of the past is kept.
-    """
+    """The messages of the last seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._ns = int(seconds * 1e9)
         self._messages: deque[tuple[int, int, bytes]] = deque()
         self._bytes = 0
-        self.topics: dict[int, Topic] = {}
+        self.topics: Topics = {}
 
     def add(self, time_ns: int, channel: int, raw: bytes) -> None:
-        """The newest message; the oldest go."""
         self._messages.append((time_ns, channel, raw))
         self._bytes += len(raw) + HEAD.size
         while self._bytes > _LARGEST_BYTES or time_ns - self._messages[0][0] > self._ns:
@@ -142,14 +131,7 @@ class Ring:
 
 
 class Recorder:
-    """Reads from the guard until it is gone.
-
-    Args:
-        guard: the socket to it.
-        directory: where files are written.
-        seconds: how much of the past is kept.
-        files: how many files are kept.
-    """
+    """Reads from the guard's socket until the guard is gone; see `BlackBox`."""
 
     def __init__(self, guard: socket.socket, directory: Path, seconds: float, files: int) -> None:
         self._guard, self._directory, self._files = guard, directory, files
@@ -187,7 +169,7 @@ class Recorder:
             self._ring.add(time_ns, channel, data)
         elif kind == TOPIC:
             said = json.loads(data)
-            self._ring.topics[channel] = Topic(said["topic"], said["type"])
+            self._ring.topics[channel] = (said["topic"], said["type"])
         elif kind == STOP and self._stop is None:
             said = json.loads(data)
             due_s = max(time.monotonic() + _AFTERMATH_S, self._written_s + _PAUSE_S)
@@ -209,7 +191,7 @@ class Recorder:
         self._writer = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._writer.start()
 
-    def _write(self, stop: Stop, messages: list[tuple[int, int, bytes]], topics: dict[int, Topic]) -> None:
+    def _write(self, stop: Stop, messages: list[tuple[int, int, bytes]], topics: Topics) -> None:
         now = datetime.now(timezone.utc)
         path = self._directory / f"guard_{now:%Y%m%dT%H%M%S}_{now.microsecond // 1000:03d}_{stop.cause}.mcap"
         part = path.with_suffix(".part")
@@ -241,13 +223,8 @@ class Recorder:
             return  # the guard is gone
 
 
-def write_mcap(path: Path, stop: Stop, messages: list[tuple[int, int, bytes]], topics: dict[int, Topic]) -> None:
-    """Writes a recording.
-
-    Raises:
-        OSError: it cannot be written.
-        ModuleNotFoundError: the package mcap is not installed.
-    """
+def write_mcap(path: Path, stop: Stop, messages: list[tuple[int, int, bytes]], topics: Topics) -> None:
+    """Writes a recording; raises OSError, or ModuleNotFoundError where the package mcap is not installed."""
     from mcap.writer import CompressionType, Writer
 
     with path.open("wb") as file:
@@ -256,11 +233,10 @@ def write_mcap(path: Path, stop: Stop, messages: list[tuple[int, int, bytes]], t
         writer.add_metadata("guard", {"cause": stop.cause, "reason": stop.reason})
         schemas = {
             msgtype: writer.register_schema(msgtype, "ros2msg", definition(msgtype).encode())
-            for msgtype in {topic.msgtype for topic in topics.values()}
+            for msgtype in {msgtype for _, msgtype in topics.values()}
         }
         channels = {
-            number: writer.register_channel(topic.name, "cdr", schemas[topic.msgtype])
-            for number, topic in topics.items()
+            number: writer.register_channel(name, "cdr", schemas[msgtype]) for number, (name, msgtype) in topics.items()
         }
         for sequence, (time_ns, channel, raw) in enumerate(messages):
             writer.add_message(channels[channel], time_ns, raw, time_ns, sequence)

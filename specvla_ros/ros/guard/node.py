@@ -4,14 +4,14 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
 from geometry_msgs.msg import PoseStamped, TwistStamped
-from rclpy.clock import Clock, ClockType
 from rclpy.node import Node
 from rclpy.publisher import Publisher
 from rclpy.qos import QoSProfile
@@ -23,33 +23,20 @@ from trajectory_msgs.msg import JointTrajectory
 
 from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant
+from specvla_ros.control.guard.commands import Instant, Sent, SentTwist
 from specvla_ros.control.guard.guard import Guard, Outcome, State
 from specvla_ros.control.guard.settings import GuardParameters, Output
-from specvla_ros.errors import UserError
+from specvla_ros.control.pose import Pose
 from specvla_ros.msg import VlaAction
-from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
+from specvla_ros.ros import motion_messages as messages
 from specvla_ros.ros.guard.black_box import BlackBox
 from specvla_ros.ros.guard.loop import SteadyLoop, raise_priority
-from specvla_ros.ros.guard.messages import (
-    array_command,
-    gripper_array,
-    gripper_trajectory,
-    gripper_trajectory_message,
-    joint_positions,
-    robot_message,
-    stamp_of,
-    tool_pose,
-    trajectory_command,
-    twist_command,
-)
-from specvla_ros.ros.guard.sources import Senders, sources_problem
-from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, make_status, run_node
+from specvla_ros.ros.parameters import parameters_declared, read_parameters
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, LATCHED_STATE, STATE
-from specvla_ros.ros.spinning import run_node
 
-_STEADY = Clock(clock_type=ClockType.STEADY_TIME)
 _SOURCES_S = 0.5
+_RECENT_S = 0.5  # within which two publishers of a topic take turns
 _LOG_S = 0.1
 _LOG_PERIOD_S = 5.0  # between two messages of one cause
 _LEVELS = {
@@ -58,56 +45,59 @@ _LEVELS = {
     State.STOPPED: DiagnosticStatus.ERROR,
 }
 _COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
-    Output.POSE: ("pose", PoseStamped, tool_pose),
-    Output.TWIST: ("twist", TwistStamped, twist_command),
-    Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, trajectory_command),
-    Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, array_command),
+    Output.POSE: ("pose", PoseStamped, messages.tool_pose),
+    Output.TWIST: ("twist", TwistStamped, messages.twist_command),
+    Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, messages.trajectory_command),
+    Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, messages.array_command),
 }
 _GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {
-    GripperOutput.ARRAY: ("gripper", Float64MultiArray, gripper_array),
-    GripperOutput.TRAJECTORY: ("gripper_trajectory", JointTrajectory, gripper_trajectory),
+    GripperOutput.ARRAY: ("gripper", Float64MultiArray, messages.gripper_array),
+    GripperOutput.TRAJECTORY: ("gripper_trajectory", JointTrajectory, messages.gripper_trajectory),
 }
+
+
+class Senders:
+    """Tells at once when two take turns on a topic: the graph tells later, and only of those it has found."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[bytes, float]] = {}
+
+    def another(self, topic: str, info: Any, steady_s: float) -> bool:
+        """Whether another publisher than this message's was heard on the topic a moment ago."""
+        identity = info.get("publisher_gid") if isinstance(info, dict) else None
+        gid = bytes(identity["data"]) if isinstance(identity, dict) else b""
+        last, self._last[topic] = self._last.get(topic), (gid, steady_s)
+        return last is not None and gid != last[0] and steady_s - last[1] < _RECENT_S
 
 
 class GuardNode(Node):
     """Listens on the executor's thread, and sends on a loop of its own.
 
     Every message is taken as bytes, for the black box, and read here: bytes that are no message are refused, too.
-
-    Args:
-        node_arguments: those of rclpy.node.Node.
-
-    Raises:
-        UserError: a parameter is wrong, or a limit is missing.
     """
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("guard", **node_arguments)
-        try:
-            declare_parameters(self, GuardParameters)
+        with parameters_declared(self, GuardParameters):
             self._chosen = read_parameters(self, GuardParameters)
             self._settings = self._chosen.guard
             self.guard = Guard(self._settings)
-        except UserError:
-            self.destroy_node()
-            raise
-        for name, hint in unknown_parameters(self).items():
-            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self._lock = threading.Lock()
         self._senders = Senders()
         self._logged_s: dict[Cause, float] = {}
         self._seen = State.HOLDING
         self._scheduling = ""
         self._fault = ""
-        self.black_box = self._make_black_box()
+        directory, seconds = Path(self._chosen.black_box_dir).expanduser(), self._chosen.black_box_s
+        self.black_box = BlackBox(directory, seconds, self._chosen.black_box_files) if seconds else None
         self._inputs: list[str] = []
         self._outputs: list[str] = []
         self._subscribe()
         self._robot, self._gripper = self._advertise()
         self._passing = self.create_publisher(Bool, "~/passing", LATCHED_STATE)
         self._loop = SteadyLoop(self._settings.rate_hz, self._tick, self._on_fault)
-        self.create_timer(_SOURCES_S, self._look_for_sources, clock=_STEADY)
-        self.create_timer(_LOG_S, self._log, clock=_STEADY)
+        self.create_timer(_SOURCES_S, self._look_for_sources, clock=STEADY)
+        self.create_timer(_LOG_S, self._log, clock=STEADY)
         self._diagnostics = DiagnosticsPublisher(self, self._chosen.diagnostics_period_s, self._statuses)
         promise = f"a stop takes at most {self._settings.ramp_s:.3f} s from when its cause is noticed"
         self.get_logger().info(f"guards {self._settings.output} in '{self._settings.base_frame}'; {promise}")
@@ -125,7 +115,11 @@ class GuardNode(Node):
         kind, gripper = self._settings.kind, GripperOutput(self._settings.gripper.output)
         guard = self.guard
         name, message_type, read = _COMMANDS[kind]
-        self._listen(message_type, f"command/{name}", COMMAND, self._on_command(read), alone=True)
+
+        def on_command(message: Any, sent_ns: int | None, now: Instant) -> None:
+            guard.command(read(message, sent_ns), now)
+
+        self._listen(message_type, f"command/{name}", COMMAND, on_command, alone=True)
         if gripper is not GripperOutput.NONE:
             name, message_type, read_gripper = _GRIPPERS[gripper]
 
@@ -133,16 +127,20 @@ class GuardNode(Node):
                 guard.gripper(read_gripper(message), now)
 
             self._listen(message_type, f"command/{name}", COMMAND, on_gripper, alone=True)
-        self._listen(PoseStamped, "tool_pose", STATE, lambda m, s, now: guard.tool(tool_pose(m, s), now), alone=True)
+
+        def on_tool(message: PoseStamped, sent_ns: int | None, now: Instant) -> None:
+            guard.tool(messages.tool_pose(message, sent_ns), now)
+
+        def on_joints(message: JointState, sent_ns: int | None, now: Instant) -> None:
+            guard.joints(messages.joint_positions(message), now)
+
+        def on_action(message: VlaAction, sent_ns: int | None, now: Instant) -> None:
+            guard.action(messages.stamp_of(message.header), message.instruction, now)
+
+        self._listen(PoseStamped, "tool_pose", STATE, on_tool, alone=True)
         if kind.of_joints:
-            self._listen(JointState, "joint_states", STATE, lambda m, s, now: guard.joints(joint_positions(m), now))
-        self._listen(
-            VlaAction,
-            "action",
-            ACTION,
-            lambda m, s, now: guard.action(stamp_of(m.header), m.instruction, now),
-            alone=True,
-        )
+            self._listen(JointState, "joint_states", STATE, on_joints)
+        self._listen(VlaAction, "action", ACTION, on_action, alone=True)
         self._listen(Bool, "~/enable", INSTRUCTION, lambda m, s, now: guard.enable(m.data, now), alone=True)
         self._listen(Empty, "~/stop", DIAGNOSTICS, lambda m, s, now: guard.press_stop("topic", now))
         self._listen(String, "~/confirm", INSTRUCTION, lambda m, s, now: guard.confirm(m.data))
@@ -151,9 +149,6 @@ class GuardNode(Node):
         self._listen(DiagnosticArray, "/diagnostics", DIAGNOSTICS, lambda m, s, now: None)
         self.create_service(Trigger, "~/stop", self._on_stop)
         self.create_service(Trigger, "~/clear_stop", self._on_clear_stop)
-
-    def _on_command(self, read: Callable[..., Any]) -> Callable[[Any, int | None, Instant], None]:
-        return lambda message, sent_ns, now: self.guard.command(read(message, sent_ns), now)
 
     def _listen(
         self,
@@ -184,10 +179,8 @@ class GuardNode(Node):
                 now = self._now()
                 if alone and self._senders.another(name, info, now.steady_s):
                     self.guard.reject(Refusal(Cause.TWO_SOURCES, f"two publishers take turns on {name}"), now)
-                elif is_command:
-                    use(message, _sent_ns(info, now), now)
                 else:
-                    use(message, None, now)
+                    use(message, _sent_ns(info, now) if is_command else None, now)
 
         self.create_subscription(message_type, name, on_bytes, qos, raw=True)
 
@@ -239,40 +232,34 @@ class GuardNode(Node):
             self.black_box.stop(last.cause.value if last is not None else "stop", reason)
 
     def _send(self, outcome: Outcome, clock_ns: int) -> None:
-        settings = self._settings
+        gripper = self._settings.gripper
         if outcome.sent is not None:
-            message = robot_message(
-                outcome.sent,
-                clock_ns,
-                settings.base_frame,
-                settings.joints.names,
-                as_array=settings.kind is Output.POSITION_ARRAY,
-            )
-            self._robot(message)
+            self._robot(self._message(outcome.sent, clock_ns))
         if outcome.gripper is not None:
-            if settings.gripper.output == GripperOutput.ARRAY.value:
+            if gripper.output == GripperOutput.ARRAY.value:
                 self._gripper(Float64MultiArray(data=[outcome.gripper]))
             else:
-                self._gripper(gripper_trajectory_message(outcome.gripper, settings.gripper.joint))
+                self._gripper(messages.gripper_trajectory_message(outcome.gripper, gripper.joint))
+
+    def _message(self, sent: Sent, clock_ns: int) -> TwistStamped | PoseStamped | JointTrajectory | Float64MultiArray:
+        settings = self._settings
+        if isinstance(sent, SentTwist):
+            return messages.twist_message(sent.velocity, clock_ns, settings.base_frame)
+        if isinstance(sent, Pose):
+            return messages.pose_message(sent, clock_ns, settings.base_frame)
+        if settings.kind is Output.POSITION_ARRAY:
+            return messages.array_message(sent.positions)
+        return messages.trajectory_message(settings.joints.names, sent.positions, sent.velocities)
 
     def _on_fault(self, trace: str) -> None:
         """Zero is right for a twist whatever went wrong; positions are held by who got the last one."""
         self._fault = trace.strip().splitlines()[-1]
-        self.get_logger().error(
-            f"the guard's loop went on after a fault:\n{trace}", throttle_duration_sec=_LOG_PERIOD_S
-        )
+        what = f"the guard's loop went on after a fault:\n{trace}"
+        self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
         if self._settings.kind is Output.TWIST:
-            message = TwistStamped()
-            message.header.frame_id, message.header.stamp = self._settings.base_frame, self.get_clock().now().to_msg()
-            self._robot(message)
+            self._robot(messages.twist_message(np.zeros(6), self._now().clock_ns, self._settings.base_frame))
 
     # Bookkeeping
-
-    def _make_black_box(self) -> BlackBox | None:
-        chosen = self._chosen
-        if chosen.black_box_s == 0:
-            return None
-        return BlackBox(Path(chosen.black_box_dir).expanduser(), chosen.black_box_s, chosen.black_box_files)
 
     def _announce(self, topic: str, message_type: type) -> None:
         if self.black_box is not None:
@@ -284,7 +271,7 @@ class GuardNode(Node):
             self.black_box.record(topic, raw)
 
     def _look_for_sources(self) -> None:
-        problem = sources_problem(self, self._inputs, self._outputs)
+        problem = _sources_problem(self, self._inputs, self._outputs)
         with self._lock:
             self.guard.sources(problem)
 
@@ -308,17 +295,16 @@ class GuardNode(Node):
             counts, last = dict(guard.tally.counts), guard.tally.last
         values = {f"refused_{cause.value}": counts.get(cause, 0) for cause in Cause}
         said = f"{last.cause.value}: {last.detail}" if last is not None else "(none)"
-        gate = make_status(
-            _LEVELS[state], f"{state.value}: {reason}" if reason else state.value, {"last_cause": said, **values}
-        )
+        what = f"{state.value}: {reason}" if reason else state.value
+        gate = make_status(_LEVELS[state], what, {"last_cause": said, **values})
         return {"gate": gate, "loop": self._loop_status(stalls), **self._black_box_status()}
 
     def _loop_status(self, stalls: int) -> DiagnosticStatus:
-        figures, fault = self._loop.take_figures(), self._fault
-        self._fault = ""
-        values: dict[str, object] = {"scheduling": self._scheduling, "ticks": figures.ticks, "stalls": stalls}
-        if figures.ticks:
-            for name, seconds in (("late", figures.late_s), ("took", figures.took_s)):
+        late_s, took_s = self._loop.take_figures()
+        fault, self._fault = self._fault, ""
+        values: dict[str, object] = {"scheduling": self._scheduling, "ticks": len(late_s), "stalls": stalls}
+        if len(late_s):
+            for name, seconds in (("late", late_s), ("took", took_s)):
                 values[f"{name}_p50_ms"] = f"{np.median(seconds) * 1e3:.2f}"
                 values[f"{name}_p99_ms"] = f"{np.percentile(seconds, 99) * 1e3:.2f}"
                 values[f"{name}_max_ms"] = f"{seconds.max() * 1e3:.2f}"
@@ -332,9 +318,8 @@ class GuardNode(Node):
             return {}
         box.look()
         values = {"messages_lost": box.lost, "last_file": box.last_file or "(none)"}
-        if box.problem:
-            return {"black box": make_status(DiagnosticStatus.WARN, box.problem, values)}
-        return {"black box": make_status(DiagnosticStatus.OK, "recording", values)}
+        level = DiagnosticStatus.WARN if box.problem else DiagnosticStatus.OK
+        return {"black box": make_status(level, box.problem or "recording", values)}
 
     def _now(self) -> Instant:
         return Instant(time.monotonic(), self.get_clock().now().nanoseconds)
@@ -346,6 +331,27 @@ def _sent_ns(info: Any, now: Instant) -> int | None:
     return now.clock_ns - (time.time_ns() - source_ns) if source_ns else None
 
 
+def _sources_problem(node: Node, inputs: Sequence[str], outputs: Sequence[str]) -> str:
+    """What is wrong with who publishes, in words: inputs have one publisher at most, outputs the guard alone."""
+    publishers = {topic: _publishers(node, topic) for topic in (*inputs, *outputs)}
+    for topic in inputs:
+        if len(publishers[topic]) > 1:
+            return f"{topic} has {len(publishers[topic])} publishers: {', '.join(sorted(publishers[topic]))}"
+    me = node.get_fully_qualified_name()
+    for topic in outputs:
+        others = [name for name in publishers[topic] if name != me]
+        if others:
+            return f"{topic} is also published by {', '.join(sorted(others))}, past the guard"
+    counts = Counter(f"{namespace.rstrip('/')}/{name}" for name, namespace in node.get_node_names_and_namespaces())
+    matter = {me, *(name for topic in inputs for name in publishers[topic])}
+    twins = sorted(name for name in matter if counts[name] > 1)
+    return f"there are {counts[twins[0]]} nodes named {twins[0]}" if twins else ""
+
+
+def _publishers(node: Node, topic: str) -> list[str]:
+    return [f"{info.node_namespace.rstrip('/')}/{info.node_name}" for info in node.get_publishers_info_by_topic(topic)]
+
+
 def main() -> None:
-    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    """Runs the node."""
     sys.exit(run_node("guard", GuardNode, close=GuardNode.close))

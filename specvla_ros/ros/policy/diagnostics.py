@@ -14,18 +14,12 @@ from diagnostic_msgs.msg import DiagnosticStatus
 from specvla_ros.engine.outcome import DropCounter, DropReason
 from specvla_ros.engine.tally import percentiles
 from specvla_ros.errors import shortened
-from specvla_ros.ros.diagnostics import make_status
+from specvla_ros.ros.node import make_status
 from specvla_ros.ros.policy.inputs import Instruction
 
 # These are how a queue of length one works, or were asked for: no faults.
 _NORMAL = frozenset(
-    {
-        DropReason.SUPERSEDED,
-        DropReason.OVERTAKEN,
-        DropReason.EPOCH_CHANGED,
-        DropReason.MODE_CHANGED,
-        DropReason.PAUSED,
-    }
+    {DropReason.SUPERSEDED, DropReason.OVERTAKEN, DropReason.EPOCH_CHANGED, DropReason.MODE_CHANGED, DropReason.PAUSED}
 )
 _INPUT_FAULTS = (
     DropReason.BAD_INSTRUCTION,
@@ -36,12 +30,7 @@ _INPUT_FAULTS = (
     DropReason.OUT_OF_ORDER,
     DropReason.STALE,
 )
-_INFERENCE_FAULTS = (
-    DropReason.ENGINE_FAULT,
-    DropReason.NOT_FINITE,
-    DropReason.NOT_AN_ACTION,
-    DropReason.TOO_OLD,
-)
+_INFERENCE_FAULTS = (DropReason.ENGINE_FAULT, DropReason.NOT_FINITE, DropReason.NOT_AN_ACTION, DropReason.TOO_OLD)
 
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
 _STAMPS = 51  # of the newest images, whose gaps show losses
@@ -96,19 +85,17 @@ class DropLedger:
         return f"frame dropped as {reason.value}{': ' if detail else ''}{detail}{more}"
 
     def since_activation(self) -> dict[str, int]:
-        """Counts by name, every reason included."""
         with self._lock:
             return self._since_activation.by_name()
 
     def take_recent(self) -> RecentDrops:
-        """Drops since the last call."""
         with self._lock:
             counts, self._recent = self._recent.counts, DropCounter()
             return RecentDrops(counts, dict(self._details))
 
 
 def not_loaded_status() -> DiagnosticStatus:
-    """The status of a node without a policy."""
+    """Of a node without a policy."""
     return make_status(DiagnosticStatus.WARN, "no policy loaded; configure the node")
 
 
@@ -151,11 +138,7 @@ class InputHealth:
         self._period_began_s = time.monotonic()
 
     def add_image(self, transport: str) -> None:
-        """Counts an image, whatever becomes of it.
-
-        Args:
-            transport: by which it came, after its camera's name where there are several.
-        """
+        """Counts an image, whatever becomes of it; `transport`: after its camera's name where there are several."""
         self._images[transport] = self._images.get(transport, 0) + 1
         self._last_image_s = time.monotonic()
 
@@ -165,7 +148,7 @@ class InputHealth:
         self._age_s = age_s
 
     def status(self, active: bool, instruction: Instruction, drops: RecentDrops) -> DiagnosticStatus:
-        """For /diagnostics; begins a new period for the rates."""
+        """Begins a new period for the rates."""
         now_s = time.monotonic()
         elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
         images, self._images = self._images, dict.fromkeys(self._images, 0)
@@ -188,11 +171,10 @@ class InputHealth:
         if arrived:
             lost = images_lost(self._stamps_ns)
             return make_status(DiagnosticStatus.WARN if lost else DiagnosticStatus.OK, lost or "images arrive", values)
-        if self._last_image_s is None:
-            message = "no image since activation: check the topic's name and the camera"
-        else:
-            message = f"no image for {now_s - self._last_image_s:.1f} s: check the camera"
-        return make_status(DiagnosticStatus.STALE, message, values)
+        what = "no image since activation: check the topic's name and the camera"
+        if self._last_image_s is not None:
+            what = f"no image for {now_s - self._last_image_s:.1f} s: check the camera"
+        return make_status(DiagnosticStatus.STALE, what, values)
 
 
 class InferenceHealth:
@@ -207,24 +189,17 @@ class InferenceHealth:
         self._period_began_s = time.monotonic()
 
     def add_action(self, latency_s: float, action_dt: float) -> None:
-        """Counts a published action."""
         with self._lock:
             self._actions += 1
             self._latencies_s.append(latency_s)
             self._action_dt = action_dt
 
     def set_fault(self, what: str) -> None:
-        """Notes an exception; it is reported once."""
         with self._lock:
             self._fault = what
 
     def status(self, idle: str, drops: RecentDrops) -> DiagnosticStatus:
-        """For /diagnostics; begins a new period for the rate.
-
-        Args:
-            idle: why no actions are wanted, such as "paused"; empty: they are.
-            drops: since the last call.
-        """
+        """Begins a new period for the rate; `idle`: why no actions are wanted, such as "paused"; empty: they are."""
         with self._lock:
             now_s = time.monotonic()
             elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
@@ -246,11 +221,10 @@ class InferenceHealth:
             return make_status(DiagnosticStatus.OK, "no action in this period", values)
         median_s = latency_s["p50"]
         if median_s > action_dt:
-            return make_status(
-                DiagnosticStatus.WARN,
+            what = (
                 f"the median latency, {median_s:.3f} s, is longer than action_dt, {action_dt:g} s: the time for which "
                 "an action is meant is over when it comes; choose a faster decode.mode or a smaller policy, or let the "
-                "follower take off what the arm has gone meanwhile",
-                values,
+                "follower take off what the arm has gone meanwhile"
             )
+            return make_status(DiagnosticStatus.WARN, what, values)
         return make_status(DiagnosticStatus.OK, "actions are published", values)

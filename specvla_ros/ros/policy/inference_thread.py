@@ -30,13 +30,8 @@ _STOP_TIMEOUT_S = 10.0
 class InferenceThread(EngineThread):
     """Loads the policy, drives the engine and hands back what comes out.
 
-    Only `wait_loaded`, `set_acceptance`, `switch` and `stop` wait.
-
-    Args:
-        load: makes the engine; called on the thread, with a callback for its progress.
-        on_progress: called on the thread with what is being done and the fraction done.
-        on_outcome: called with each action and each dropped frame, on the thread or on that of `submit`.
-        on_fault: called on the thread with the traceback of an unexpected exception.
+    Only `wait_loaded`, `set_acceptance`, `switch` and `stop` wait. The callbacks are called on the thread, `on_outcome`
+    also on that of `submit`; `on_progress` gets what is being done and the fraction done, `on_fault` a traceback.
     """
 
     def __init__(
@@ -59,25 +54,17 @@ class InferenceThread(EngineThread):
 
     @property
     def loaded(self) -> bool:
-        """Whether `wait_loaded` would return at once."""
         return self._loaded.done()
 
     def wait_loaded(self) -> dict[str, str]:
-        """Waits until the policy is loaded and warm, and returns its description.
-
-        Raises:
-            UserError: what `load` raised, or the thread was stopped meanwhile.
-        """
+        """Waits until the policy is loaded and warm, and returns its description; raises what `load` raised."""
         self._loaded.result()
         return self._description
 
     def begin_epoch(self, epoch: int, stream: str = "", *, forget_stamps: bool = False) -> None:
         """Has the engine drop what is of a robot's earlier epochs; an action that is just ready may still come out.
 
-        Args:
-            epoch: the robot's new epoch.
-            stream: its name; empty: the only one there is.
-            forget_stamps: whether any stamp may come next, as after a clock jump.
+        `forget_stamps`: any stamp may come next, as after a clock jump.
         """
         if forget_stamps and self._engine is not None:
             self._engine.mailbox.take_any_stamp(stream)  # at once: the next image may come before the tick's end
@@ -99,21 +86,13 @@ class InferenceThread(EngineThread):
         self.call(check)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Changes the engine's acceptance rule.
-
-        Raises:
-            UserError: the settings do not fit the policy, or the engine did not answer in time; the old rule stays.
-        """
+        """Changes the engine's acceptance rule; the old one stays where UserError is raised."""
         self._ask(lambda engine: engine.set_acceptance(settings))
 
     def switch(self, settings: EngineSettings) -> dict[str, str]:
-        """Has the engine decode otherwise; what is in flight is dropped.
+        """Has the engine decode otherwise, and returns the new description; what is in flight is dropped.
 
-        Returns:
-            The new description, as `wait_loaded` does.
-
-        Raises:
-            UserError: it cannot, or the engine did not answer in time; it goes on as before.
+        It goes on as before where UserError is raised.
         """
 
         def change(engine: Engine) -> dict[str, str]:
@@ -127,7 +106,6 @@ class InferenceThread(EngineThread):
         return self.end(timeout_s=_STOP_TIMEOUT_S)
 
     def _ask(self, change: Callable[[Engine], Answer]) -> Answer:
-        """Waits for what a change to the engine returns or raises."""
         if not self.loaded:
             raise UserError("the policy is still being loaded; set this parameter again when it is active")
         answer: Future[Answer] = Future()
@@ -165,11 +143,6 @@ class InferenceThread(EngineThread):
 
 def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progress: Progress) -> Engine:
     """Loads the checkpoint. Takes minutes for a large one; imports torch.
-
-    Args:
-        parameters: which checkpoint, and how to run it.
-        now_ns: clock of the images' stamps.
-        progress: called with what is being done and the fraction done.
 
     Raises:
         UserError: a Python package is missing, or the checkpoint or a parameter is wrong.

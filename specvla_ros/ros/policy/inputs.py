@@ -21,21 +21,13 @@ from std_msgs.msg import String
 
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
+from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
-from specvla_ros.messages.state_message import read_state
 from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.models.observation import ONLY_CAMERA
+from specvla_ros.ros import qos
 from specvla_ros.ros.parameters import is_given
 from specvla_ros.ros.policy.parameters import ALL_NUMBERS, RobotParameters
-from specvla_ros.ros.qos import (
-    IMAGE_OVERRIDES,
-    INSTRUCTION,
-    LATCHED_INSTRUCTION,
-    STATE,
-    newest_image,
-    offered_reliability,
-    override_name,
-)
 
 try:
     from rclpy.event_handler import SubscriptionEventCallbacks
@@ -58,25 +50,16 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True)
 class Frame:
-    """An image that could be read.
+    """An image that could be read."""
 
-    Args:
-        rgb: uint8 [height, width, 3].
-        stamp_ns: the image's stamp, in ROS time.
-        frame_id: the camera's frame.
-        arrived_ns: the message's arrival on the node's clock.
-        received_ns: the same moment as `time.monotonic_ns()`.
-    """
-
-    rgb: np.ndarray
-    stamp_ns: int
-    frame_id: str
-    arrived_ns: int
-    received_ns: int
+    rgb: np.ndarray  # uint8 [height, width, 3]
+    stamp_ns: int  # the image's stamp, in ROS time
+    frame_id: str  # the camera's frame
+    arrived_ns: int  # the message's arrival on the node's clock
+    received_ns: int  # the same moment as `time.monotonic_ns()`
 
     @property
     def age_s(self) -> float:
-        """Age of the image at its arrival [s]."""
         return (self.arrived_ns - self.stamp_ns) * _NS
 
 
@@ -86,16 +69,12 @@ class ImageInput:
     A camera that publishes both sends each image twice: the second one is passed over.
 
     Args:
-        node: the node that subscribes.
         transport: raw, compressed or auto (both).
         reliability: best_effort, reliable or auto (what the publishers offer); `qos_overrides` of a topic win.
         topic: of the raw images.
         on_message: called first, with the transport.
         on_frame: called with each image that could be read.
         on_bad: called with reason and detail for each one that could not.
-
-    Raises:
-        UserError: an override is none.
     """
 
     def __init__(
@@ -123,7 +102,6 @@ class ImageInput:
             self._subscribe(name, self._wanted(name, ReliabilityPolicy.BEST_EFFORT))
 
     def destroy(self) -> None:
-        """Stops listening."""
         for subscription in self._subscriptions.values():
             self._node.destroy_subscription(subscription)
         self._subscriptions = {}
@@ -142,10 +120,10 @@ class ImageInput:
     def _wanted(self, transport: str, current: ReliabilityPolicy) -> ReliabilityPolicy:
         if self._reliability != "auto":
             return ReliabilityPolicy[self._reliability.upper()]
-        return offered_reliability(self._node, self._topic_of(transport)) or current
+        return qos.offered_reliability(self._node, self._topic_of(transport)) or current
 
     def _override(self, transport: str) -> str:
-        return override_name(self._node, self._topic_of(transport), QoSPolicyKind.RELIABILITY)
+        return qos.override_name(self._node, self._topic_of(transport), QoSPolicyKind.RELIABILITY)
 
     def _topic_of(self, transport: str) -> str:
         return self._topic + _TRANSPORTS[transport][1]
@@ -159,10 +137,10 @@ class ImageInput:
 
         # Declared without need, the reliability of the first subscription would hold for all that follow.
         given = is_given(self._node, self._override(transport))
-        kinds = [each for each in IMAGE_OVERRIDES if given or each is not QoSPolicyKind.RELIABILITY]
+        kinds = [each for each in qos.IMAGE_OVERRIDES if given or each is not QoSPolicyKind.RELIABILITY]
         try:
             self._subscriptions[transport] = self._node.create_subscription(
-                kind, topic, on_image, newest_image(reliability), qos_overriding_options=QoSOverridingOptions(kinds)
+                kind, topic, on_image, qos.newest_image(reliability), qos_overriding_options=QoSOverridingOptions(kinds)
             )
         except (RuntimeError, ValueError, ParameterException) as error:
             raise UserError(f"the QoS of '{self._node.resolve_topic_name(topic)}' cannot be had: {error}") from None
@@ -194,35 +172,24 @@ class ImageInput:
 def declared_overrides(node: Node, topic: str = "image") -> list[str]:
     """The `qos_overrides` that the subscriptions of a camera heed."""
     ends = (end for _, end, _ in _TRANSPORTS.values())
-    return [override_name(node, topic + end, kind) for end in ends for kind in IMAGE_OVERRIDES]
+    return [qos.override_name(node, topic + end, kind) for end in ends for kind in qos.IMAGE_OVERRIDES]
 
 
 @dataclass(frozen=True)
 class Senses:
-    """What a policy looks at.
+    """What a policy looks at."""
 
-    Args:
-        cameras: their names; the first leads.
-        state_dims: numbers of the robot's state; 0: none.
-    """
-
-    cameras: tuple[str, ...] = (ONLY_CAMERA,)
-    state_dims: int = 0
+    cameras: tuple[str, ...] = (ONLY_CAMERA,)  # their names; the first leads
+    state_dims: int = 0  # numbers of the robot's state; 0: none
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Images and state that belong together.
+    """Images and state that belong together."""
 
-    Args:
-        lead: of the first camera, whose stamp is the observation's.
-        images: uint8 [height, width, 3] by camera.
-        state: float64 [dims]; None: the policy reads none.
-    """
-
-    lead: Frame
-    images: Mapping[str, np.ndarray]
-    state: np.ndarray | None = None
+    lead: Frame  # of the first camera, whose stamp is the observation's
+    images: Mapping[str, np.ndarray]  # uint8 [height, width, 3] by camera
+    state: np.ndarray | None = None  # float64 [dims]; None: the policy reads none
 
 
 def image_topic(camera: str, cameras: Sequence[str]) -> str:
@@ -234,16 +201,10 @@ class ObservationInput:
     """Subscribes to the images of each camera and to the state, for as long as it lives.
 
     Args:
-        node: the node that subscribes.
-        senses: what the policy looks at.
-        chosen: transports, reliability and the tolerance of the stamps.
         on_message: called with each image that comes: its transport, after the camera's name where there are several.
         on_frames: called with what belongs together.
         on_bad: called with reason and detail for each image that could not be read, and for each of the first camera
             that went without the others.
-
-    Raises:
-        UserError: an override of the images' QoS is none.
     """
 
     def __init__(
@@ -274,7 +235,7 @@ class ObservationInput:
             )
             for camera in senses.cameras
         }
-        self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, STATE) if state else None
+        self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, qos.STATE) if state else None
 
     def destroy(self) -> None:
         """Stops listening; an image that still waits for the others goes without."""
@@ -285,7 +246,6 @@ class ObservationInput:
         self._end(self._together.give_up())
 
     def follow_publishers(self) -> None:
-        """See ImageInput."""
         for camera in self._cameras.values():
             camera.follow_publishers()
 
@@ -321,15 +281,10 @@ class ObservationInput:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the robot shall do.
+    """What the robot shall do."""
 
-    Args:
-        text: the user's words; empty: none came yet.
-        problem: why the policy cannot follow it; empty: it can.
-    """
-
-    text: str = ""
-    problem: str = ""
+    text: str = ""  # the user's words; empty: none came yet
+    problem: str = ""  # why the policy cannot follow it; empty: it can
 
 
 class InstructionInput:
@@ -338,7 +293,6 @@ class InstructionInput:
     A refused instruction stands: the policy then has none to follow, which is safer than going on with the old one.
 
     Args:
-        node: the node that subscribes.
         initial: instruction in force until a message comes; empty: none.
         on_new: called with each instruction that differs from the one before.
     """
@@ -350,15 +304,14 @@ class InstructionInput:
         self._current, self._heard = Instruction(), False
         # A volatile publisher only matches a volatile subscription, and only a latched one brings what was sent before.
         self._subscriptions = [
-            self._subscribe(INSTRUCTION, SubscriptionEventCallbacks()),
-            self._subscribe(LATCHED_INSTRUCTION, SubscriptionEventCallbacks(use_default_callbacks=False)),
+            self._subscribe(qos.INSTRUCTION, SubscriptionEventCallbacks()),
+            self._subscribe(qos.LATCHED_INSTRUCTION, SubscriptionEventCallbacks(use_default_callbacks=False)),
         ]
         if initial:
             self.set(initial)
 
     @property
     def current(self) -> Instruction:
-        """The newest instruction."""
         return self._current
 
     def set(self, text: str) -> None:
@@ -378,12 +331,11 @@ class InstructionInput:
             return True
 
     def destroy(self) -> None:
-        """Stops listening."""
         for subscription in self._subscriptions:
             self._node.destroy_subscription(subscription)
         self._subscriptions = []
 
-    def _subscribe(self, qos: QoSProfile, events: SubscriptionEventCallbacks) -> Subscription:
+    def _subscribe(self, profile: QoSProfile, events: SubscriptionEventCallbacks) -> Subscription:
         return self._node.create_subscription(
-            String, "instruction", lambda message: self.set(message.data), qos, event_callbacks=events
+            String, "instruction", lambda message: self.set(message.data), profile, event_callbacks=events
         )

@@ -6,26 +6,18 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
-from rcl_interfaces.msg import SetParametersResult
 from rclpy.lifecycle import LifecycleState, TransitionCallbackReturn
 from rclpy.parameter import Parameter
 
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
-from specvla_ros.ros.managed_node import ManagedNode
-from specvla_ros.ros.parameters import (
-    check_values,
-    declare_parameters,
-    read_parameters,
-    refuse_fixed,
-    unknown_parameters,
-)
+from specvla_ros.ros.node import DiagnosticsPublisher, ManagedNode, make_status, run_node
+from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.policy.diagnostics import loaded_status, not_loaded_status
 from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
 from specvla_ros.ros.policy.inputs import Senses, declared_overrides
@@ -37,8 +29,7 @@ from specvla_ros.ros.policy.parameters import (
     SharedParameters,
     check_robots,
 )
-from specvla_ros.ros.policy.robot import LoadedPolicy, RobotNode, RobotPart
-from specvla_ros.ros.spinning import run_node
+from specvla_ros.ros.policy.robot import LoadedPolicy, RobotPart
 from specvla_ros.settings.parameter import walk
 from specvla_ros.speculation.settings import AcceptanceSettings
 
@@ -58,14 +49,10 @@ class PolicyNode(ManagedNode):
 
     Args:
         cli_args: as rclpy.node.Node's; its remappings and parameter files reach the robots' nodes too.
-        node_arguments: the others of rclpy.node.Node.
 
     Attributes:
         robots: the nodes of several robots; they must be spun with this one.
         parts: of each robot, by its name; of the only one by the empty name.
-
-    Raises:
-        UserError: a parameter has the wrong type or is out of range.
     """
 
     mendable = Exception  # whatever a checkpoint raises is for its user to mend
@@ -79,17 +66,11 @@ class PolicyNode(ManagedNode):
         self._chosen = PolicyParameters()  # read when the node is configured
         self._target: Target | None = None  # that was loaded
         self._policy: LoadedPolicy | None = None
-        try:
-            declare_parameters(self, PolicyParameters, lifecycle=True)
+        with parameters_declared(self, PolicyParameters, lifecycle=True, declared_later=declared_overrides(self)):
             names = tuple(self.get_parameter("robots").value)
             check_robots(names)
             self.robots = self._make_robots([name for name in names if name], cli_args)
-        except UserError:
-            self.destroy_node()
-            raise
-        for name, hint in unknown_parameters(self, declared_overrides(self)).items():
-            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
-        self.add_on_set_parameters_callback(self._on_set_parameters)
+        self._follow_changes(PolicyParameters)
         self._own = RobotPart(self, "", self._max_image_age_s) if names == ONE_ROBOT else None
         self.parts = {name: robot.part for name, robot in zip(names, self.robots, strict=False)}
         if self._own is not None:
@@ -121,7 +102,6 @@ class PolicyNode(ManagedNode):
         )
 
     def destroy_node(self) -> None:
-        """Ends the robots' nodes too."""
         for robot in self.robots:
             robot.destroy_node()
         super().destroy_node()
@@ -129,7 +109,6 @@ class PolicyNode(ManagedNode):
     # Transitions
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Loads and warms up the policy; what a user can mend is refused, and configure may be tried again."""
         answer = super().on_configure(state)
         if answer is not TransitionCallbackReturn.SUCCESS:
             self._model_status = make_status(DiagnosticStatus.ERROR, self.stop_reason.splitlines()[0])
@@ -140,13 +119,13 @@ class PolicyNode(ManagedNode):
         self._chosen.check()
         self._diagnostics.set_period(self._chosen.diagnostics_period_s)
         self._thread = InferenceThread(
-            self._load,
-            on_progress=self._on_progress,
-            on_outcome=self._on_outcome,
-            on_fault=self._on_fault,
+            self._load, on_progress=self._on_progress, on_outcome=self._on_outcome, on_fault=self._on_fault
         )
         description = self._wait_loaded(self._thread)
-        self._policy = _as_loaded(self._thread, self._target)
+        target = self._target
+        assert target is not None, "the policy was not loaded"
+        senses = Senses(target.cameras, target.state_dims)
+        self._policy = LoadedPolicy(self._thread, senses, target.tokenizer, target.unnorm_key, target.codec.dt_s)
         if self._own is not None:
             self._own.configure(self._policy, self._chosen.robot)
         self._model_status = loaded_status(description)
@@ -170,7 +149,6 @@ class PolicyNode(ManagedNode):
         return thread.wait_loaded()
 
     def _start(self) -> None:
-        """Listens to images and lets actions out."""
         if self._own is not None:
             self._own.activate(read_parameters(self, PolicyParameters).robot)
         for robot in self.robots:
@@ -178,7 +156,6 @@ class PolicyNode(ManagedNode):
                 robot.trigger_activate()
 
     def _stop(self) -> None:
-        """Publishes nothing more, and drops what is in flight."""
         for robot in self.robots:
             if robot.part.active:
                 robot.trigger_deactivate()
@@ -186,7 +163,6 @@ class PolicyNode(ManagedNode):
             self._own.deactivate()
 
     def _teardown(self) -> bool:
-        """Lets the policy go, and the memory it took."""
         for robot in self.robots:
             if robot.part.configured:
                 robot.trigger_cleanup()
@@ -210,28 +186,11 @@ class PolicyNode(ManagedNode):
 
     # Parameters
 
-    def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
-        changed = {parameter.name: parameter.value for parameter in parameters}
-        try:
-            check_values(PolicyParameters, changed)
-            self._refuse_robots(changed)
-            if self._thread is not None:  # else they are read when the policy is loaded
-                self._change(self._thread, changed)
-        except UserError as error:
-            return SetParametersResult(successful=False, reason=str(error))
-        return SetParametersResult(successful=True)
-
-    def _refuse_robots(self, changed: dict[str, Any]) -> None:
-        """What the robots' nodes were made with."""
-        if "robots" in changed and tuple(changed["robots"]) != tuple(self.get_parameter("robots").value):
-            raise UserError("'robots' is read when the node starts: start it again with the others")
-        theirs = [declared.name for declared in walk(RobotParameters()) if declared.name in changed]
-        if self.robots and theirs:
-            node = self.robots[0].get_fully_qualified_name()
-            raise UserError(f"'{theirs[0]}' is each robot's own: set it at its node, such as {node}")
-
-    def _change(self, thread: InferenceThread, changed: dict[str, Any]) -> None:
-        """Has the engine follow new values, or refuses all of them."""
+    def _change(self, changed: Mapping[str, Any]) -> None:
+        self._refuse_robots(changed)
+        thread = self._thread
+        if thread is None:  # they are read when the policy is loaded
+            return
         refuse_fixed(self, PolicyParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=self.active)
         chosen = read_parameters(self, PolicyParameters, changed)
         if any(name.startswith(EngineSettings.ROS_PREFIX) for name in changed):
@@ -241,9 +200,17 @@ class PolicyNode(ManagedNode):
         if "max_image_age_s" in changed:
             thread.call(lambda engine: engine.set_max_image_age(changed["max_image_age_s"]))
 
+    def _refuse_robots(self, changed: Mapping[str, Any]) -> None:
+        """What the robots' nodes were made with."""
+        if "robots" in changed and tuple(changed["robots"]) != tuple(self.get_parameter("robots").value):
+            raise UserError("'robots' is read when the node starts: start it again with the others")
+        theirs = [declared.name for declared in walk(RobotParameters()) if declared.name in changed]
+        if self.robots and theirs:
+            node = self.robots[0].get_fully_qualified_name()
+            raise UserError(f"'{theirs[0]}' is each robot's own: set it at its node, such as {node}")
+
     def _max_image_age_s(self) -> float:
-        value: float = self.get_parameter("max_image_age_s").value
-        return value
+        return float(self.get_parameter("max_image_age_s").value)
 
     # Called from the inference thread
 
@@ -263,14 +230,62 @@ class PolicyNode(ManagedNode):
         return {"model": self._model_status, **own}
 
     def _now_ns(self) -> int:
-        now_ns: int = self.get_clock().now().nanoseconds
-        return now_ns
+        return int(self.get_clock().now().nanoseconds)
 
 
-def _as_loaded(thread: InferenceThread, target: Target | None) -> LoadedPolicy:
-    assert target is not None, "the policy was not loaded"
-    senses = Senses(target.cameras, target.state_dims)
-    return LoadedPolicy(thread, senses, target.tokenizer, target.unnorm_key, target.codec.dt_s)
+class RobotNode(ManagedNode):
+    """The node `<robot>/policy` that each of several robots has; takes its place in the engine in configure.
+
+    Args:
+        policy: that is loaded; None while none is.
+        usual: the values of parameters that this robot is not given.
+    """
+
+    def __init__(
+        self,
+        robot: str,
+        policy: Callable[[], LoadedPolicy | None],
+        usual: SharedParameters,
+        max_image_age_s: Callable[[], float],
+        diagnostics_period_s: float,
+        **node_arguments: Any,
+    ) -> None:
+        super().__init__("policy", **node_arguments)
+        # What is given to every node of the name may be the policy node's.
+        others = [*declared_overrides(self), *(declared.name for declared in walk(PolicyParameters()))]
+        with parameters_declared(self, SharedParameters, lifecycle=True, usual=usual, declared_later=others):
+            self._robot, self._policy = robot, policy
+        self._follow_changes(SharedParameters)
+        self.part = RobotPart(self, robot, max_image_age_s)
+        self._diagnostics = DiagnosticsPublisher(self, diagnostics_period_s, self.part.statuses)
+
+    def _setup(self) -> None:
+        policy = self._policy()
+        if policy is None:
+            raise UserError("the policy is not loaded; configure its own node first")
+        chosen = read_parameters(self, SharedParameters)
+        self.part.configure(policy, chosen.robot)
+        self._open(policy, chosen)
+
+    def _start(self) -> None:
+        self.part.activate(read_parameters(self, SharedParameters).robot)
+
+    def _stop(self) -> None:
+        self.part.deactivate()
+
+    def _teardown(self) -> bool:
+        self.part.release()
+        return True
+
+    def _change(self, changed: Mapping[str, Any]) -> None:
+        policy, part = self._policy(), self.part
+        if policy is not None and part.configured:
+            refuse_fixed(self, SharedParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=part.active)
+            self._open(policy, read_parameters(self, SharedParameters, changed))
+
+    def _open(self, policy: LoadedPolicy, chosen: SharedParameters) -> None:
+        budget_s, priority = chosen.budget_s, chosen.priority
+        policy.thread.call(lambda engine: engine.open(self._robot, budget_s=budget_s, priority=priority))
 
 
 def _ros_arguments(arguments: Sequence[str]) -> list[str]:
@@ -293,7 +308,7 @@ def _without_names(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    """Runs the node."""
     sys.exit(
         run_node(
             "policy",

@@ -4,7 +4,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.messages.synchronizer import TOLERANCE_S
@@ -12,8 +12,6 @@ from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import parameter, section
 
 ALL_NUMBERS = ("all",)
-TRANSPORTS = ("auto", "raw", "compressed")
-RELIABILITIES = ("auto", "best_effort", "reliable")
 # The others that are not writable are read in configure.
 READ_IN_ACTIVATE = ("image_transport", "image_reliability", "sync_tolerance_s", "state_names")
 ONE_ROBOT = ("",)
@@ -27,14 +25,14 @@ class RobotParameters:
     image_transport: str = parameter(
         "auto",
         "Which image topics to subscribe to: image (raw), image/compressed, or both (auto). One spares bandwidth.",
-        choices=TRANSPORTS,
+        choices=("auto", "raw", "compressed"),
         basic=True,
     )
     image_reliability: str = parameter(
         "auto",
         "QoS of the image subscriptions. auto: reliable where every publisher of the topic offers that, so that large "
         "images are not lost for one packet; it follows publishers that come later.",
-        choices=RELIABILITIES,
+        choices=("auto", "best_effort", "reliable"),
     )
     sync_tolerance_s: float = parameter(
         TOLERANCE_S,
@@ -107,11 +105,7 @@ class PolicyParameters:
     engine: EngineSettings = section(EngineSettings, max_image_age_s=1.0)
 
     def check(self) -> None:
-        """What can be checked before anything is loaded.
-
-        Raises:
-            UserError: no checkpoint is named, or the values do not fit together.
-        """
+        """Raises UserError for what is wrong and can be told before anything is loaded."""
         if not self.checkpoint.strip():
             raise UserError(
                 "parameter 'checkpoint' is empty; set it to the directory of a policy's checkpoint, "
@@ -127,11 +121,7 @@ class PolicyParameters:
 
 
 def check_robots(names: tuple[str, ...]) -> None:
-    """Whether the names can be namespaces.
-
-    Raises:
-        UserError: one cannot, or stands there twice.
-    """
+    """Raises UserError for a name that cannot be a namespace, or stands there twice."""
     if names == ONE_ROBOT:
         return
     wrong = next((name for name in names if not _NAMESPACE.fullmatch(name) or names.count(name) > 1), None)

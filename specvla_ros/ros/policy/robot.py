@@ -1,56 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One robot's part of a policy node, and the node `<robot>/policy` that each of several robots has.
-
-The part is what the robot sees and is told, what becomes of it, its pauses and its clock.
-"""
+"""One robot's part of a policy node: what it sees and is told, what becomes of it, its pauses and its clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diagnostic_msgs.msg import DiagnosticStatus
-from rcl_interfaces.msg import SetParametersResult
-from rclpy.clock import Clock, ClockType, JumpThreshold, TimeJump
+from rclpy.clock import JumpThreshold, TimeJump
 from rclpy.duration import Duration
 from rclpy.lifecycle import LifecycleNode
-from std_msgs.msg import Bool
+from rclpy.time import Time
+from std_msgs.msg import Bool, Header
 from std_srvs.srv import SetBool
 
-from specvla_ros.engine.outcome import Drop, DropReason, Freshness, Outcome
-from specvla_ros.errors import UserError, shortened
-from specvla_ros.messages.action_message import ActionMeaning
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Freshness, Outcome
+from specvla_ros.errors import shortened
+from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.models.observation import Observation
-from specvla_ros.ros.diagnostics import DiagnosticsPublisher
-from specvla_ros.ros.managed_node import ManagedNode
-from specvla_ros.ros.parameters import (
-    check_values,
-    declare_parameters,
-    read_parameters,
-    refuse_fixed,
-    unknown_parameters,
-)
-from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
+from specvla_ros.models.tokenizer import text_of
+from specvla_ros.msg import DecodeStats, Reasoning, VlaAction
+from specvla_ros.ros.node import STEADY
 from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
 from specvla_ros.ros.policy.inference_thread import InferenceThread
-from specvla_ros.ros.policy.inputs import (
-    Frames,
-    Instruction,
-    InstructionInput,
-    ObservationInput,
-    Senses,
-    declared_overrides,
-)
-from specvla_ros.ros.policy.parameters import (
-    READ_IN_ACTIVATE,
-    PolicyParameters,
-    RobotParameters,
-    SharedParameters,
-)
-from specvla_ros.ros.qos import LATCHED_STATE
-from specvla_ros.settings.parameter import walk
+from specvla_ros.ros.policy.inputs import Frames, Instruction, InstructionInput, ObservationInput, Senses
+from specvla_ros.ros.policy.parameters import RobotParameters
+from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,22 +39,102 @@ _GRAPH_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True)
-class LoadedPolicy:
-    """A policy in memory, and what its robots must know of it.
+class Published:
+    """An action that went out."""
 
-    Args:
-        thread: runs its engine.
-        senses: what it looks at.
-        tokenizer: ids to words; None: it has none.
-        unnorm_key: of its action statistics.
-        dt_s: seconds over which one of its actions is meant; None: its checkpoint does not say.
+    seq: int  # since activation
+    latency_s: float  # image's stamp to publication, on the node's clock
+    action_dt: float  # seconds over which the displacements are meant
+
+
+class ActionPublisher:
+    """The only way out for actions, on `~/action` while the node is active: nothing void, late or reordered passes.
+
+    `~/decode_stats` has one message per action, `~/reasoning` one per action of a policy that writes before it acts.
+    The publishers are managed: rclpy keeps them silent in every other state. What rclpy cannot know is which action
+    is void. The lock makes that promise: once `new_epoch` has returned, no action from before it goes out. What changes
+    with the policy that is loaded is asked for at each action.
     """
 
-    thread: InferenceThread
-    senses: Senses
-    tokenizer: Tokenizer | None
-    unnorm_key: str
-    dt_s: float | None
+    def __init__(
+        self,
+        node: LifecycleNode,
+        meaning: Callable[[], ActionMeaning | None],
+        tokenizer: Callable[[], Tokenizer | None],
+        max_image_age_s: Callable[[], float],
+    ) -> None:
+        self._clock = node.get_clock()
+        self._meaning, self._tokenizer = meaning, tokenizer
+        self._max_image_age_s = max_image_age_s
+        self._actions = node.create_lifecycle_publisher(VlaAction, "~/action", ACTION)
+        self._stats = node.create_lifecycle_publisher(DecodeStats, "~/decode_stats", ACTION)
+        self._reasoning = node.create_lifecycle_publisher(Reasoning, "~/reasoning", ACTION)
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._next_seq = 0
+        self._last_stamp_ns = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def start_over(self) -> None:
+        """Counts actions from 0, as on activation."""
+        with self._lock:
+            self._next_seq, self._last_stamp_ns = 0, 0
+
+    def new_epoch(self, *, forget_stamps: bool = False) -> int:
+        """Makes what is in flight void; `forget_stamps`: any stamp may come next, as after a clock jump."""
+        with self._lock:
+            self._epoch += 1
+            if forget_stamps:
+                self._last_stamp_ns = 0
+            return self._epoch
+
+    def publish(self, action: Action, drop_counts: Mapping[str, int]) -> Published | Drop:
+        """Publishes an action, or says why it must not go out.
+
+        The node's clock decides on the age once more, after everything that can hold a process up.
+        """
+        observation = action.observation
+        text = text_of(self._tokenizer(), action.text_tokens)
+        with self._lock:
+            meaning = self._meaning()
+            if meaning is None or not self._actions.is_activated or observation.epoch != self._epoch:
+                return Drop(observation, DropReason.EPOCH_CHANGED)
+            if observation.stamp_ns <= self._last_stamp_ns:
+                return Drop(observation, DropReason.OVERTAKEN)
+            # In this order, so that the stages never sum to more than the latency.
+            publish_s = (time.monotonic_ns() - action.finished_ns) * _NS
+            now_ns = self._clock.now().nanoseconds
+            latency_s = (now_ns - observation.stamp_ns) * _NS
+            fresh = Freshness(self._max_image_age_s())
+            problem = fresh.problem(observation.stamp_ns, now_ns, DropReason.TOO_OLD)
+            if problem is not None:
+                return Drop(observation, *problem)
+            stamp, seq = Time(nanoseconds=observation.stamp_ns).to_msg(), self._next_seq
+            seen = Header(stamp=stamp, frame_id=observation.frame_id)
+            if action.text_tokens:
+                n = len(action.text_tokens)
+                self._reasoning.publish(Reasoning(header=seen, seq=seq, epoch=self._epoch, text=text, tokens=n))
+            fields = vla_action_fields(action, meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
+            self._actions.publish(VlaAction(header=Header(stamp=stamp, frame_id=meaning.base_frame), **fields))
+            self._next_seq += 1
+            self._last_stamp_ns = observation.stamp_ns
+            stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
+            self._stats.publish(DecodeStats(header=seen, **stats))
+        return Published(seq, latency_s, fields["action_dt"])
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy in memory, and what its robots must know of it."""
+
+    thread: InferenceThread  # runs its engine
+    senses: Senses  # what it looks at
+    tokenizer: Tokenizer | None  # ids to words; None: it has none
+    unnorm_key: str  # of its action statistics
+    dt_s: float | None  # seconds over which one of its actions is meant; None: its checkpoint does not say
 
 
 class RobotPart:
@@ -85,13 +144,8 @@ class RobotPart:
     `take_outcome` with what the engine says of this robot.
 
     Args:
-        node: of the topics, the services and the clock.
         stream: the robot's name in the engine.
-        max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
-
-    Attributes:
-        active: it listens to images.
-        paused: it was paused by its service.
+        max_image_age_s: the limit, asked for at each image; 0: none.
     """
 
     def __init__(self, node: LifecycleNode, stream: str, max_image_age_s: Callable[[], float]) -> None:
@@ -111,23 +165,18 @@ class RobotPart:
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
             post_callback=self._on_clock_jump,
         )
-        self._graph_timer = node.create_timer(
-            _GRAPH_PERIOD_S, self._follow_publishers, clock=Clock(clock_type=ClockType.STEADY_TIME)
-        )
+        self._graph_timer = node.create_timer(_GRAPH_PERIOD_S, self._follow_publishers, clock=STEADY)
 
     @property
     def configured(self) -> bool:
-        """Whether it has a policy."""
         return self._policy is not None
 
     @property
     def epoch(self) -> int:
-        """The epoch whose actions may go out."""
         return self._publisher.epoch
 
     @property
     def instruction(self) -> Instruction:
-        """That in force."""
         return self._instruction.current if self._instruction is not None else Instruction()
 
     @property
@@ -142,22 +191,14 @@ class RobotPart:
     # Transitions
 
     def configure(self, policy: LoadedPolicy, chosen: RobotParameters) -> None:
-        """Listens to instructions.
-
-        Raises:
-            UserError: the parameters do not fit the policy.
-        """
+        """Listens to instructions; raises UserError where the parameters do not fit the policy."""
         convention = chosen.action.convention(policy.unnorm_key, policy.dt_s)
         self._meaning = ActionMeaning(convention, policy.unnorm_key, chosen.base_frame)
         self._policy = policy
         self._instruction = InstructionInput(self._node, chosen.instruction, self._on_new_instruction)
 
     def activate(self, chosen: RobotParameters) -> None:
-        """Listens to images.
-
-        Raises:
-            UserError: the QoS of a topic cannot be had.
-        """
+        """Listens to images; raises UserError where the QoS of a topic cannot be had."""
         assert self._policy is not None, "activated before it was configured"
         self._count_from_zero()
         self._publisher.start_over()
@@ -285,7 +326,6 @@ class RobotPart:
     # Called from the inference thread
 
     def take_outcome(self, outcome: Outcome) -> None:
-        """Publishes an action of this robot, or counts the drop."""
         if isinstance(outcome, Drop):
             self._drop(outcome.reason, outcome.detail)
             return
@@ -323,84 +363,3 @@ class RobotPart:
             "inputs": self._input_health.status(self.active, self.instruction, drops),
             "inference": self._inference_health.status(idle, drops),
         }
-
-
-class RobotNode(ManagedNode):
-    """Takes its place in the engine in configure, listens to images while active.
-
-    Args:
-        robot: the robot's name, its namespace below the policy node's.
-        policy: that is loaded; None while none is.
-        usual: the values of parameters that this robot is not given.
-        max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
-        diagnostics_period_s: time between two diagnostics.
-        node_arguments: those of rclpy.node.Node.
-
-    Raises:
-        UserError: a parameter has the wrong type or is out of range.
-    """
-
-    def __init__(
-        self,
-        robot: str,
-        policy: Callable[[], LoadedPolicy | None],
-        usual: SharedParameters,
-        max_image_age_s: Callable[[], float],
-        diagnostics_period_s: float,
-        **node_arguments: Any,
-    ) -> None:
-        super().__init__("policy", **node_arguments)
-        self._robot, self._policy = robot, policy
-        try:
-            declare_parameters(self, SharedParameters, lifecycle=True, usual=usual)
-        except UserError:
-            self.destroy_node()
-            raise
-        # What is given to every node of the name may be the other's.
-        others = [declared.name for declared in walk(PolicyParameters())]
-        for name, hint in unknown_parameters(self, [*declared_overrides(self), *others]).items():
-            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
-        self.add_on_set_parameters_callback(self._on_set_parameters)
-        self.part = RobotPart(self, robot, max_image_age_s)
-        self._diagnostics = DiagnosticsPublisher(self, diagnostics_period_s, self.part.statuses)
-
-    def _setup(self) -> None:
-        """Takes a place in the engine, and listens to instructions."""
-        policy = self._policy()
-        if policy is None:
-            raise UserError("the policy is not loaded; configure its own node first")
-        chosen = read_parameters(self, SharedParameters)
-        self.part.configure(policy, chosen.robot)
-        self._open(policy, chosen)
-
-    def _start(self) -> None:
-        """Listens to images and lets actions out."""
-        self.part.activate(read_parameters(self, SharedParameters).robot)
-
-    def _stop(self) -> None:
-        """Publishes nothing more, and drops what is in flight; the other robots go on."""
-        self.part.deactivate()
-
-    def _teardown(self) -> bool:
-        """Gives the place in the engine back."""
-        self.part.release()
-        return True
-
-    def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
-        changed = {parameter.name: parameter.value for parameter in parameters}
-        policy = self._policy()
-        try:
-            check_values(SharedParameters, changed)
-            if policy is not None and self.part.configured:
-                refuse_fixed(
-                    self, SharedParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=self.part.active
-                )
-                chosen = read_parameters(self, SharedParameters, changed)
-                self._open(policy, chosen)
-        except UserError as error:
-            return SetParametersResult(successful=False, reason=str(error))
-        return SetParametersResult(successful=True)
-
-    def _open(self, policy: LoadedPolicy, chosen: SharedParameters) -> None:
-        budget_s, priority = chosen.budget_s, chosen.priority
-        policy.thread.call(lambda engine: engine.open(self._robot, budget_s=budget_s, priority=priority))

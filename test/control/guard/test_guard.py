@@ -13,17 +13,18 @@ from support.guarding import settings as guard_settings
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.commands import (
+    GripperCommand,
     JointCommand,
     JointPositions,
     Sent,
     SentJoints,
-    SentPose,
     Stamp,
     ToolPose,
     TwistCommand,
 )
-from specvla_ros.control.guard.guard import STALL_S, GripperCommand, Guard, State
+from specvla_ros.control.guard.guard import STALL_S, Guard, State
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
+from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
 
 RAMP_S = 0.125  # speed over acceleration, of every block of the limits
@@ -190,7 +191,7 @@ def test_whatever_comes_in_the_output_stays_within_limits_and_stops_in_time(outp
 def assert_inside(each: Rig) -> None:
     """What goes out never leaves the workspace, nor gets further out of it than where the robot was found."""
     for (_, before), (_, now) in zip(each.sent, each.sent[1:], strict=False):
-        if isinstance(now, SentPose) and isinstance(before, SentPose):
+        if isinstance(now, Pose) and isinstance(before, Pose):
             if np.abs(now.position - before.position).max() < 0.05:  # not anchored anew at another place
                 low, high = (
                     np.minimum(LIMITS.workspace_min, before.position),
@@ -538,7 +539,7 @@ def test_a_robot_that_poses_no_longer_reach_latches_and_is_sent_nowhere_when_the
     unreached = each.tool.copy()
     each.run(1.0)
     assert each.guard.state is State.STOPPED and "did not move" in each.guard.reason
-    sent = [pose for _, pose in each.sent if isinstance(pose, SentPose)]
+    sent = [pose for _, pose in each.sent if isinstance(pose, Pose)]
     assert 0.05 < np.linalg.norm(sent[-1].position - unreached) < 0.08, "it was sent on for 0.2 s, and braked"
     each._follow = follow  # type: ignore[method-assign]
     each.run(1.0)
@@ -546,7 +547,7 @@ def test_a_robot_that_poses_no_longer_reach_latches_and_is_sent_nowhere_when_the
     assert each.guard.clear_stop(each.now) == ""
     each.until_passing()
     first = each.sent[-1][1]
-    assert isinstance(first, SentPose)
+    assert isinstance(first, Pose)
     assert np.linalg.norm(first.position - unreached) <= LIMITS.linear_speed * 0.01
 
 
@@ -556,7 +557,7 @@ def test_a_robot_that_lags_is_not_one_that_is_not_reached() -> None:
 
     def follow(sent: Sent | None) -> None:
         late.append(sent)
-        if len(late) > 15 and isinstance(then := late[-15], SentPose):
+        if len(late) > 15 and isinstance(then := late[-15], Pose):
             each.tool = then.position
 
     each._follow = follow  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from support import bags
 from support.paths import BAGS, needs
 from support.replays import Run, drops_of
 
-from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings

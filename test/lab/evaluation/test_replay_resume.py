@@ -15,7 +15,7 @@ from support import bags
 from support.random_checkpoint import write_random_checkpoint
 from support.replays import Meddling, drops_of, read_frames, warm_engine
 
-from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.reader import open_bag

@@ -32,11 +32,11 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.ros.parameters import read_parameters
 from specvla_ros.ros.policy import inputs
 from specvla_ros.ros.policy import node as node_module
-from specvla_ros.ros.policy.action_publisher import ActionPublisher
 from specvla_ros.ros.policy.diagnostics import DropLedger
 from specvla_ros.ros.policy.inputs import InstructionInput
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.ros.policy.robot import ActionPublisher
 from specvla_ros.ros.qos import DIAGNOSTICS
 from specvla_ros.settings.parameter import values_of
 

@@ -26,8 +26,7 @@ from specvla_ros.engine.verifier import Commit
 from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.msg import VlaAction
-from specvla_ros.ros.policy.node import PolicyNode
-from specvla_ros.ros.policy.robot import RobotNode
+from specvla_ros.ros.policy.node import PolicyNode, RobotNode
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS
 
 ROBOTS = ("left", "right")

@@ -26,7 +26,7 @@ from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.lab.ros.demo.processes import LifecycleClient
 from specvla_ros.msg import VlaAction
-from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
+from specvla_ros.ros.policy.robot import ActionPublisher, Published
 from specvla_ros.ros.qos import ACTION, CLOCK
 
 INSTRUCTION = "put carrot on plate"

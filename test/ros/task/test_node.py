@@ -29,8 +29,7 @@ from specvla_ros.action import RunTask
 from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, LATCHED_STATE
-from specvla_ros.ros.task.node import TaskNode
-from specvla_ros.ros.task.switch import Switch
+from specvla_ros.ros.task import Switch, TaskNode
 
 LONG_S = 3600.0
 SOURCES = os.pathsep.join(str(Path(__file__).resolve().parents[3] / folder) for folder in ("", "kernels"))
@@ -296,7 +295,7 @@ def test_a_policy_that_falls_silent_fails_the_task() -> None:
 
 
 def test_a_policy_that_is_not_there_fails_the_task_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specvla_ros.ros.task.node._START_S", 0.5)
+    monkeypatch.setattr("specvla_ros.ros.task._START_S", 0.5)
     with scene(driver=False, max_silence_s=0.0) as s:
         s.until(lambda: s.policy.paused)
         s.policy.withdraw()
@@ -333,7 +332,7 @@ def test_a_task_node_that_is_told_to_end_stops_the_robot_first(signal_number: in
         executor.add_node(node)
     user.create_timer(0.02, policy.tick)
     client: Any = ActionClient(user, RunTask, "run_task")
-    patient = f"from specvla_ros.ros.task import node; node._LAST_CALL_S = {PATIENCE_S}; node.main()"
+    patient = f"from specvla_ros.ros import task; task._LAST_CALL_S = {PATIENCE_S}; task.main()"
     command = [sys.executable, "-c", patient]
 
     def until(condition: Callable[[], object]) -> None:
@@ -369,7 +368,7 @@ def test_the_last_call_goes_to_a_policy_too_that_never_answered(
         called.extend(services)
         return []
 
-    monkeypatch.setattr("specvla_ros.ros.task.node._stop_at_last", stop)
+    monkeypatch.setattr("specvla_ros.ros.task._stop_at_last", stop)
     monkeypatch.setattr(Switch, attribute, lost)
     with scene() as s:  # closes the node at its end
         s.acting()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specvla_ros.ros.task.progress import Progress
+from specvla_ros.ros.task import Progress
 
 GAPS = st.lists(st.floats(0.001, 3.0), min_size=1, max_size=60)
 

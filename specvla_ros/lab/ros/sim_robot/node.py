@@ -29,8 +29,8 @@ from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.motion_record import MotionRecorder
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
-from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
-from specvla_ros.ros.spinning import run_node
+from specvla_ros.ros.node import run_node
+from specvla_ros.ros.parameters import parameters_declared, read_parameters
 
 _EPOCH_NS = 1_000_000_000  # a stamp of 0 is no stamp
 _REPORT_S = 0.25
@@ -66,19 +66,13 @@ class SimRobot(Node):
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("sim_robot", **node_arguments)
-        try:
-            declare_parameters(self, SimRobotParameters)
+        with parameters_declared(self, SimRobotParameters):
             self._chosen = read_parameters(self, SimRobotParameters)
             self._starts = episode_starts(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
             self.robot = TableRobot(self._chosen.image_size, choose_arm(self._chosen.robot))
             self._record: MotionRecorder | None = None
             if self._chosen.record:
                 self._record = MotionRecorder(Path(self._chosen.record).expanduser(), self.robot.world)
-        except UserError:
-            self.destroy_node()
-            raise
-        for name, hint in unknown_parameters(self).items():
-            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self.tally = Tally()
         self.failure = ""
         self._arm = CommandedArm(self.robot.world, self._chosen.command) if self._chosen.commanded else None

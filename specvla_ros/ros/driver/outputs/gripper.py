@@ -4,24 +4,19 @@
 from collections.abc import Callable
 from typing import Any
 
-from builtin_interfaces.msg import Duration
 from std_msgs.msg import Float64MultiArray
-from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
+from trajectory_msgs.msg import JointTrajectory
 
-from specvla_ros.control.gripper import TRAVEL_S, GripperOutput, GripperSettings
+from specvla_ros.control.gripper import GripperOutput, GripperSettings
 from specvla_ros.errors import UserError
 from specvla_ros.ros.driver.outputs.robot_output import OutputContext
+from specvla_ros.ros.motion_messages import gripper_trajectory_message
 
-_TRAVEL = Duration(sec=0, nanosec=round(TRAVEL_S * 1e9))
 _REPEAT_S = 0.5
 
 
 class GripperCommands:
     """Sends a gripper's position when it changes, and again twice a second: a lost command must not stay lost.
-
-    Args:
-        context: makes its publishers.
-        settings: how it is commanded, and its joint.
 
     Raises:
         UserError: the action is not installed, or the joint is not named.
@@ -57,12 +52,7 @@ def _trajectory(context: OutputContext, joint: str) -> Callable[[float], None]:
     if not joint:
         raise UserError("gripper.output: trajectory needs the name of the gripper's joint; set gripper.joint")
     publisher = context.create_publisher(JointTrajectory, "~/gripper_trajectory")
-
-    def send(position: float) -> None:
-        point = JointTrajectoryPoint(positions=[position], time_from_start=_TRAVEL)
-        publisher.publish(JointTrajectory(joint_names=[joint], points=[point]))
-
-    return send
+    return lambda position: publisher.publish(gripper_trajectory_message(position, joint))
 
 
 def _action(context: OutputContext, joint: str) -> Callable[[float], None]:

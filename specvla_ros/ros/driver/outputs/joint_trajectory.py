@@ -2,20 +2,17 @@
 """`joint_trajectory`: JointTrajectory on `~/joint_trajectory`, for ros2_control's joint_trajectory_controller.
 
 A trajectory of one point, a little ahead, replaced at each control step: the controller interpolates to it from where
-it is, and holds it when no other comes. Its header stamp is zero, which the controller reads as "now".
+it is, and holds it when no other comes.
 """
 
 from collections.abc import Mapping
 
-from builtin_interfaces.msg import Duration
 from rclpy.time import Time
-from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
+from trajectory_msgs.msg import JointTrajectory
 
 from specvla_ros.control.bounded_motion import Target
-from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
-
-_AHEAD = Duration(sec=0, nanosec=round(TRAJECTORY_AHEAD_S * 1e9))
+from specvla_ros.ros.motion_messages import trajectory_message
 
 
 @ROBOT_OUTPUTS.register("joint_trajectory", order=30)
@@ -24,13 +21,11 @@ class JointTrajectoryOutput(RobotOutput):
 
     def __init__(self, context: OutputContext) -> None:
         self._solver = context.require_solver("joint_trajectory")
-        self._joints = list(context.joints)
+        self._joints = context.joints
         self._publisher = context.create_publisher(JointTrajectory, "~/joint_trajectory")
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         self._solver.start(joint_positions)
 
     def send(self, target: Target, now: Time) -> None:
-        ahead = trajectory_point(*self._solver.follow(target.pose))
-        point = JointTrajectoryPoint(positions=ahead.tolist(), time_from_start=_AHEAD)
-        self._publisher.publish(JointTrajectory(joint_names=self._joints, points=[point]))
+        self._publisher.publish(trajectory_message(self._joints, *self._solver.follow(target.pose)))

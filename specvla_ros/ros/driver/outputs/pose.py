@@ -5,8 +5,8 @@ from geometry_msgs.msg import PoseStamped
 from rclpy.time import Time
 
 from specvla_ros.control.bounded_motion import Target
-from specvla_ros.control.pose import quaternion
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
+from specvla_ros.ros.motion_messages import pose_message
 
 
 @ROBOT_OUTPUTS.register("pose", order=10)
@@ -18,9 +18,4 @@ class PoseOutput(RobotOutput):
         self._publisher = context.create_publisher(PoseStamped, "~/pose")
 
     def send(self, target: Target, now: Time) -> None:
-        message = PoseStamped()
-        message.header.frame_id, message.header.stamp = self._frame, now.to_msg()
-        place, turn = message.pose.position, message.pose.orientation
-        place.x, place.y, place.z = target.pose.position.tolist()
-        turn.w, turn.x, turn.y, turn.z = quaternion(target.pose.rotation)
-        self._publisher.publish(message)
+        self._publisher.publish(pose_message(target.pose, now.nanoseconds, self._frame))

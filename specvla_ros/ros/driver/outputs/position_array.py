@@ -8,6 +8,7 @@ from std_msgs.msg import Float64MultiArray
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
+from specvla_ros.ros.motion_messages import array_message
 
 
 @ROBOT_OUTPUTS.register("position_array", order=40)
@@ -23,4 +24,4 @@ class PositionArrayOutput(RobotOutput):
 
     def send(self, target: Target, now: Time) -> None:
         positions, _ = self._solver.follow(target.pose)
-        self._publisher.publish(Float64MultiArray(data=positions.tolist()))
+        self._publisher.publish(array_message(positions))

@@ -19,31 +19,19 @@ from specvla_ros.settings.registry import Registry
 
 ROBOT_OUTPUTS = Registry(
     "specvla_ros.robot_outputs",
-    [
-        f"specvla_ros.ros.driver.outputs.{name}"
-        for name in ("none", "pose", "twist", "joint_trajectory", "position_array")
-    ],
+    [f"specvla_ros.ros.driver.outputs.{name}" for name in ("pose", "twist", "joint_trajectory", "position_array")],
 )
 
 
 @dataclass(frozen=True)
 class OutputContext:
-    """What an output is made with.
-
-    Args:
-        node: of the publishers.
-        base_frame: frame of the targets.
-        period_s: of the control loop.
-        joints: names of the arm's joints, in the order of the commands; empty: none are named.
-        solver: inverse kinematics; None: no model of the robot is given.
-        publishers: that were made.
-    """
+    """What an output is made with."""
 
     node: LifecycleNode
-    base_frame: str
-    period_s: float
-    joints: tuple[str, ...] = ()
-    solver: JointSolver | None = None
+    base_frame: str  # of the targets
+    period_s: float  # of the control loop
+    joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none are named
+    solver: JointSolver | None = None  # inverse kinematics; None: no model of the robot is given
     publishers: list[Any] = field(default_factory=list)
 
     def create_publisher(self, kind: type, topic: str) -> Any:
@@ -52,16 +40,11 @@ class OutputContext:
         return self.publishers[-1]
 
     def close(self) -> None:
-        """Destroys every publisher that was made."""
         while self.publishers:
             self.node.destroy_lifecycle_publisher(self.publishers.pop())
 
     def require_solver(self, output: str) -> JointSolver:
-        """The inverse kinematics.
-
-        Raises:
-            UserError: there is no model to compute it with.
-        """
+        """The inverse kinematics; raises UserError where there is no model to compute it with."""
         if self.solver is None:
             raise UserError(
                 f"output: {output} needs the robot's kinematics; set joints.model to its MJCF or URDF, joints.names, "
@@ -81,15 +64,18 @@ class RobotOutput(Protocol):
     follows_velocity: bool = False
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
-        """Begins at the robot's present joint positions, where any are known; nothing is sent yet.
-
-        Raises:
-            UserError: what it needs to know is missing.
-        """
+        """Begins at the robot's present joints, or raises UserError where they are not known; sends nothing yet."""
 
     def send(self, target: Target, now: Time) -> None:
-        """Sends the command of one control step.
+        """Sends the command of one control step, or raises UnreachableError."""
 
-        Raises:
-            UnreachableError: the robot cannot follow; nothing is sent.
-        """
+
+@ROBOT_OUTPUTS.register("none", order=0)
+class DryRun(RobotOutput):
+    """A dry run: everything is computed and reported, and nothing is sent."""
+
+    def __init__(self, context: OutputContext) -> None:
+        pass
+
+    def send(self, target: Target, now: Time) -> None:
+        pass

@@ -10,6 +10,7 @@ from rclpy.time import Time
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
+from specvla_ros.ros.motion_messages import twist_message
 
 
 @ROBOT_OUTPUTS.register("twist", order=20)
@@ -23,8 +24,4 @@ class TwistOutput(RobotOutput):
         self._publisher = context.create_publisher(TwistStamped, "~/twist")
 
     def send(self, target: Target, now: Time) -> None:
-        message = TwistStamped()
-        message.header.frame_id, message.header.stamp = self._frame, now.to_msg()
-        linear, angular = message.twist.linear, message.twist.angular
-        linear.x, linear.y, linear.z, angular.x, angular.y, angular.z = target.velocity.tolist()
-        self._publisher.publish(message)
+        self._publisher.publish(twist_message(target.velocity, now.nanoseconds, self._frame))

@@ -4,14 +4,16 @@
 import math
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import rclpy
 from action_msgs.msg import GoalStatus
 from rclpy.action import ActionServer, CancelResponse
-from rclpy.clock import Clock, ClockType
+from rclpy.client import Client
 from rclpy.context import Context
 from rclpy.duration import Duration
 from rclpy.executors import SingleThreadedExecutor
@@ -19,15 +21,13 @@ from rclpy.node import Node
 from rclpy.signals import SignalHandlerOptions
 from rclpy.task import Future
 from std_msgs.msg import Bool, String
+from std_srvs.srv import SetBool
 
 from specvla_ros.action import RunTask
-from specvla_ros.errors import UserError
 from specvla_ros.msg import SimEpisode, VlaAction
-from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.node import STEADY, run_node
+from specvla_ros.ros.parameters import parameters_declared, read_parameters
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, LATCHED_STATE
-from specvla_ros.ros.spinning import run_node
-from specvla_ros.ros.task.progress import Progress
-from specvla_ros.ros.task.switch import Switch
 from specvla_ros.settings.parameter import parameter
 
 _TICK_S = 0.05
@@ -36,6 +36,8 @@ _SILENT_S = 1.0  # without an action, after which the feedback says so
 _START_S = 5.0  # for the policy to take the beginning of a task
 _STOP_S = 1.0  # for policy and driver to confirm its end
 _LAST_CALL_S = 4.0  # the same where this node ends during a task; `ros2 launch` kills it after 5 s
+_LOST_S = 0.5  # an answer that has not come by then was lost, with its server or before both had found each other
+_RATE_OVER_S = 2.0
 _ACKNOWLEDGED = Duration(nanoseconds=200_000_000)
 
 Goal = Any  # ServerGoalHandle, generic in some versions of rclpy and not in others
@@ -72,32 +74,107 @@ class TaskParameters:
 
 
 @dataclass
-class Run:
-    """The goal that is being run.
+class Progress:
+    """One task's time, on the node's clock, and its actions' rate and silence, on a clock that never stands still."""
 
-    Args:
-        goal: its handle.
-        progress: how it goes.
-        ended: done once it is over; then there are `outcome` and `message`.
-        stopped: done once policy and driver have confirmed the stop, or have had their time to.
-        judged: the judge has begun to look at this task.
-        unconfirmed: nobody said that the robot stops.
-    """
+    time_limit_s: float  # on the node's clock
+    began_s: float  # likewise
+    steady_s: float  # the same moment on the steady clock
+    actions: int = 0
+    latency_s: float = math.nan
+    _arrivals_s: deque[float] = field(default_factory=deque)
+
+    def add_action(self, latency_s: float, steady_s: float) -> None:
+        self.actions += 1
+        self.latency_s = latency_s
+        self._arrivals_s.append(steady_s)
+        self._forget(steady_s)
+
+    def elapsed_s(self, now_s: float) -> float:
+        """Since the beginning, on the node's clock; 0 while that clock is before it."""
+        return max(0.0, now_s - self.began_s)
+
+    def left_s(self, now_s: float) -> float:
+        return max(0.0, self.time_limit_s - self.elapsed_s(now_s))
+
+    def silence_s(self, steady_s: float) -> float:
+        return steady_s - (self._arrivals_s[-1] if self._arrivals_s else self.steady_s)
+
+    def rate_hz(self, steady_s: float) -> float:
+        """Actions per second of the last two, or of the time since the beginning where that is less."""
+        newest = self._arrivals_s[-1] if self._arrivals_s else self.steady_s
+        self._forget(steady_s)
+        recent = sum(steady_s - arrival_s <= _RATE_OVER_S for arrival_s in self._arrivals_s)
+        span_s = min(_RATE_OVER_S, max(steady_s, newest) - self.steady_s)
+        return recent / span_s if span_s > 0 else 0.0
+
+    def _forget(self, steady_s: float) -> None:
+        while len(self._arrivals_s) > 1 and steady_s - self._arrivals_s[0] > _RATE_OVER_S:
+            self._arrivals_s.popleft()
+
+
+class Switch:
+    """Keeps a SetBool service of another node at a wanted value, also one that comes later or has started again."""
+
+    def __init__(self, node: Node, service: str) -> None:
+        self._client: Client = node.create_client(SetBool, service)
+        self.name = node.resolve_service_name(service)
+        self._wanted = True
+        self._wish = 0  # how many values were wanted so far
+        self._asked: Future | None = None
+        self._asked_s = 0.0
+        self.settled = False
+        self.called = False  # once at least: somebody is there, or was, and may have taken it without being heard
+
+    @property
+    def present(self) -> bool:
+        return bool(self._client.service_is_ready())
+
+    def want(self, value: bool) -> None:
+        """Asks for a value at once; `settled` says when it has been taken."""
+        self._wanted, self.settled, self._asked = value, False, None
+        self._wish += 1
+        self.keep()
+
+    def observe(self, value: bool) -> None:
+        """Takes what the other node says its value is."""
+        if self.settled and value is not self._wanted:  # it started again
+            self.want(self._wanted)
+
+    def keep(self) -> None:
+        """Asks again where no answer came; to be called often."""
+        lost = self._asked is not None and time.monotonic() - self._asked_s > _LOST_S
+        if self.settled or (self._asked is not None and not lost) or not self.present:
+            return
+        self.called = True
+        self._asked, self._asked_s = self._client.call_async(SetBool.Request(data=self._wanted)), time.monotonic()
+        self._asked.add_done_callback(partial(self._on_answer, self._wish))
+
+    def _on_answer(self, wish: int, answered: Future) -> None:
+        if wish != self._wish:  # of a value that is wanted no more
+            return
+        answer = answered.result()  # also one that came after it was asked again
+        self.settled, self._asked = bool(answer is not None and answer.success), None
+
+
+@dataclass
+class Run:
+    """The goal that is being run."""
 
     goal: Goal
     progress: Progress
-    ended: Future = field(default_factory=Future)
+    ended: Future = field(default_factory=Future)  # once it is over; then there are `outcome` and `message`
+    # Once policy and driver have confirmed the stop, or have had their time to.
     stopped: Future = field(default_factory=Future)
     outcome: int = RunTask.Result.FAILED
     message: str = ""
     ended_s: float = 0.0
     fed_back_s: float = -math.inf
-    judged: bool = False
-    unconfirmed: bool = False
+    judged: bool = False  # the judge has begun to look at this task
+    unconfirmed: bool = False  # nobody said that the robot stops
 
     @property
     def instruction(self) -> str:
-        """What the robot shall do."""
         return str(self.goal.request.instruction)
 
 
@@ -106,30 +183,18 @@ class TaskNode(Node):
 
     While this node runs, the policy acts only during a task: it is paused before the first one and after each, and the
     driver, where there is one, holds. Both are asked again when they have started anew.
-
-    Args:
-        node_arguments: those of rclpy.node.Node.
-
-    Raises:
-        UserError: a parameter has the wrong type or is out of range.
     """
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("task", **node_arguments)
-        try:
-            declare_parameters(self, TaskParameters)
+        with parameters_declared(self, TaskParameters):
             self._chosen = read_parameters(self, TaskParameters)
-        except UserError:
-            self.destroy_node()
-            raise
-        for name, hint in unknown_parameters(self).items():
-            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self._run: Run | None = None
         self._stopping: list[Run] = []
         self._pause, self._hold = Switch(self, "policy/pause"), Switch(self, "driver/hold")
         self._instruction = self.create_publisher(String, "instruction", LATCHED_INSTRUCTION)
         self.create_subscription(VlaAction, "policy/action", self._on_action, ACTION)
-        self.create_subscription(Bool, "policy/paused", self._on_paused, LATCHED_STATE)
+        self.create_subscription(Bool, "policy/paused", lambda said: self._pause.observe(said.data), LATCHED_STATE)
         if self._chosen.judge == Judge.TOPIC.value:
             self.create_subscription(Bool, "~/succeeded", self._on_judged, ACTION)
         if self._chosen.judge == Judge.SIM_EPISODE.value:
@@ -137,8 +202,7 @@ class TaskNode(Node):
         self._server = ActionServer(
             self, RunTask, "run_task", execute_callback=self._execute, cancel_callback=self._on_cancel
         )
-        # Steady: the end of a task must not wait for a simulated clock that stands still.
-        self._timer = self.create_timer(_TICK_S, self._on_tick, clock=Clock(clock_type=ClockType.STEADY_TIME))
+        self._timer = self.create_timer(_TICK_S, self._on_tick, clock=STEADY)
 
     def close(self) -> bool:
         """Takes no goals any more, and stops what a task has begun."""
@@ -280,9 +344,6 @@ class TaskNode(Node):
             other = f"the policy follows '{message.instruction}', which somebody else has published"
             self._end(run, RunTask.Result.PREEMPTED, other)
 
-    def _on_paused(self, message: Bool) -> None:
-        self._pause.observe(message.data)
-
     def _on_judged(self, message: Bool) -> None:
         if self._run is not None:
             self._judge(self._run, message.data, "the judge says so" if message.data else "the judge gave it up")
@@ -339,5 +400,5 @@ def _problem(instruction: str, time_limit_s: float) -> str:
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    """Runs the node."""
     sys.exit(run_node("task", TaskNode, close=TaskNode.close))

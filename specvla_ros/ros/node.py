@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the nodes of this package share: how one is run, the lifecycle with what rclpy's lacks, and diagnostics."""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import rclpy
+from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
+from lifecycle_msgs.srv import ChangeState
+from rcl_interfaces.msg import SetParametersResult
+from rclpy.callback_groups import ReentrantCallbackGroup
+from rclpy.clock import Clock, ClockType
+from rclpy.executors import Executor, ExternalShutdownException, SingleThreadedExecutor
+from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
+from rclpy.node import Node
+from rclpy.signals import uninstall_signal_handlers
+
+from specvla_ros.errors import UserError
+from specvla_ros.ros.parameters import check_values
+from specvla_ros.ros.qos import DIAGNOSTICS
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+# Of timers that a simulator or a clock that stands still must not silence.
+STEADY = Clock(clock_type=ClockType.STEADY_TIME)
+_SPIN_S = 0.5
+
+
+def run_node(
+    name: str,
+    make_node: Callable[[], AnyNode],
+    *,
+    close: Callable[[AnyNode], bool],
+    finished: Callable[[AnyNode], bool] = lambda node: False,
+    failure: Callable[[AnyNode], str] = lambda node: "",
+    others: Callable[[AnyNode], Iterable[Node]] = lambda node: (),
+) -> int:
+    """Makes a node and spins it, on one thread, until SIGINT, SIGTERM or its own end.
+
+    Args:
+        name: first word of the messages on stderr.
+        close: stops what the node runs beside the executor; False when something does not stop.
+        finished: whether the node has done its work; looked at twice a second and after each callback.
+        failure: what went wrong in the node's work, once it is closed; empty: nothing.
+        others: nodes that belong to it, to be spun with it; it destroys them itself.
+
+    Returns:
+        The exit code: 0, or 2 for what a user can mend. When something does not stop, the process ends here with 1.
+    """
+    try:
+        rclpy.init()
+    except KeyboardInterrupt:
+        return 0
+    except Exception as error:  # rclpy has no common type for a command line or a parameter file it cannot read
+        print(f"{name}: {_first_sentence(error)}", file=sys.stderr)
+        return 2
+    try:
+        node = make_node()
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        rclpy.try_shutdown()
+        return 2
+    except (KeyboardInterrupt, ExternalShutdownException):
+        rclpy.try_shutdown()
+        return 0
+    except Exception:
+        if rclpy.ok():
+            raise
+        return 0  # a signal ended the context in the middle of it
+    executor = SingleThreadedExecutor()
+    executor.add_node(node)
+    for other in others(node):
+        executor.add_node(other)
+    with contextlib.suppress(KeyboardInterrupt, ExternalShutdownException):
+        _spin(node, executor, lambda: finished(node))
+    # A launcher and the terminal often both send SIGINT: the second must not cut the cleaning up short. And rclpy's
+    # thread, which ends every context some time after the signal, must not end one that `close` makes.
+    with contextlib.suppress(KeyboardInterrupt):
+        uninstall_signal_handlers()
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_IGN)
+    stopped = close(node)
+    executor.shutdown(timeout_sec=1.0)
+    node.destroy_node()
+    rclpy.try_shutdown()
+    if not stopped:
+        print(f"{name}: a thread did not stop in time; leaving without it", file=sys.stderr, flush=True)
+        os._exit(1)  # the interpreter's own exit would abort in a thread that hangs inside a device driver
+    if failure(node):
+        print(f"{name}: {failure(node)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _spin(node: Node, executor: Executor, finished: Callable[[], bool]) -> None:
+    """An exception in a callback is logged, and the node lives on."""
+    while rclpy.ok() and not finished():
+        try:
+            executor.spin_once(timeout_sec=_SPIN_S)
+        except (KeyboardInterrupt, ExternalShutdownException):
+            raise
+        except Exception:
+            if not rclpy.ok():  # a signal ended the context in the middle of it
+                return
+            node.get_logger().error(f"a callback failed:\n{traceback.format_exc()}", throttle_duration_sec=5.0)
+
+
+def _first_sentence(error: Exception) -> str:
+    """Without the positions in C files that rcl appends."""
+    return str(error).split(", at ")[0]
+
+
+class ManagedNode(LifecycleNode):
+    """Sets up in configure, works while active; a node gives what is its own in the hooks below.
+
+    The lifecycle services have a callback group of their own, which LifecycleNode's own constructor does not offer: so
+    `get_state`, parameters and diagnostics are served while a transition waits.
+
+    Attributes:
+        active: whether it works.
+        stop_reason: why it does not, in words: the first reason since it last did or was told to; empty: it does.
+    """
+
+    mendable: type[Exception] = UserError  # what `_setup` raises for a user to mend; anything else is an error
+
+    def __init__(self, name: str, **node_arguments: Any) -> None:
+        Node.__init__(self, name, **node_arguments)
+        LifecycleNodeMixin.__init__(self, callback_group=ReentrantCallbackGroup())
+        answer_impossible_transitions(self)
+        self.active = False
+        self.stop_reason = ""
+
+    @abstractmethod
+    def _setup(self) -> None:
+        """Makes everything that work needs."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Begins to work."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Ends work; may be called again, or after a `_start` that failed."""
+
+    @abstractmethod
+    def _teardown(self) -> bool:
+        """Lets everything go that `_setup` made, however far it came; False when something hangs."""
+
+    def _change(self, changed: Mapping[str, Any]) -> None:
+        """Follows new values of parameters, or refuses all of them with UserError; see `_follow_changes`."""
+
+    def _follow_changes(self, kind: type) -> None:
+        """Hands new values to `_change` from now on, each of which `kind` allows by itself."""
+
+        def on_set(parameters: list[Any]) -> SetParametersResult:
+            changed = {parameter.name: parameter.value for parameter in parameters}
+            try:
+                check_values(kind, changed)
+                self._change(changed)
+            except UserError as error:
+                return SetParametersResult(successful=False, reason=str(error))
+            return SetParametersResult(successful=True)
+
+        self.add_on_set_parameters_callback(on_set)
+
+    def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Sets up; what a user can mend is refused, and configure may be tried again."""
+        return self._attempt("not configured", self._setup, self.mendable, undo=self.close)
+
+    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        answer = self._attempt("not activated", self._start, UserError, undo=self._stop)
+        if answer is not TransitionCallbackReturn.SUCCESS:
+            return answer
+        self.active = True
+        return super().on_activate(state)
+
+    def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        self._note("deactivated")
+        self.active = False
+        self._stop()
+        return super().on_deactivate(state)
+
+    def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
+        self.close()
+        return TransitionCallbackReturn.SUCCESS
+
+    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """As deactivate and cleanup; the node can then only end."""
+        return self._end("shut down", state)
+
+    def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Back to unconfigured, with nothing left running."""
+        return self._end("an error in a transition", state)
+
+    def close(self) -> bool:
+        """Ends work and lets everything go; False when something hangs."""
+        self.active = False
+        self._stop()
+        return self._teardown()
+
+    def _end(self, reason: str, state: LifecycleState) -> TransitionCallbackReturn:
+        self._note(reason)
+        self.close()
+        return super().on_deactivate(state)  # nothing else silences the managed publishers
+
+    def _attempt(
+        self, problem: str, hook: Callable[[], None], mendable: type[Exception], undo: Callable[[], Any]
+    ) -> TransitionCallbackReturn:
+        self.stop_reason = ""
+        try:
+            hook()
+        except Exception as error:
+            self._note(str(error) or repr(error))
+            if not isinstance(error, mendable):
+                raise
+            undo()
+            self.get_logger().error(f"{problem}: {error}")
+            return TransitionCallbackReturn.FAILURE
+        return TransitionCallbackReturn.SUCCESS
+
+    def _note(self, reason: str) -> None:
+        self.stop_reason = self.stop_reason or reason
+
+
+def answer_impossible_transitions(node: Node) -> None:
+    """Has a transition that the state does not allow refused.
+
+    Jazzy's rclpy raises for it, which leaves a traceback in the log and whoever asked without an answer.
+    """
+    for service in node.services:
+        if service.srv_type is ChangeState:
+            service.callback = partial(_change_state, node, service.callback)
+
+
+def _change_state(node: Node, change: Callable[[Any, Any], Any], request: Any, response: Any) -> Any:
+    try:
+        return change(request, response)
+    except Exception as error:  # rclpy catches what the transitions' own callbacks raise
+        reason = _first_sentence(error)
+        node.get_logger().warning(f"transition {request.transition.id} is not possible in this state: {reason}")
+        response.success = False
+        return response
+
+
+def make_status(level: bytes, message: str, values: Mapping[str, object] | None = None) -> DiagnosticStatus:
+    """A status without the name, which the publisher fills in: one of its levels, the cause in words, and figures."""
+    pairs = [KeyValue(key=key, value=str(value)) for key, value in (values or {}).items()]
+    return DiagnosticStatus(level=level, message=message, values=pairs)
+
+
+class DiagnosticsPublisher:
+    """Publishes every task's status on /diagnostics, periodically; the node's full name tells two policies apart."""
+
+    def __init__(self, node: Node, period_s: float, statuses: Callable[[], Mapping[str, DiagnosticStatus]]) -> None:
+        self._clock = node.get_clock()
+        self._node_name = node.get_fully_qualified_name()
+        self._statuses = statuses
+        self._publisher = node.create_publisher(DiagnosticArray, "/diagnostics", DIAGNOSTICS)
+        self._timer = node.create_timer(period_s, self._publish, clock=STEADY)
+
+    def set_period(self, period_s: float) -> None:
+        self._timer.timer_period_ns = round(period_s * 1e9)
+
+    def _publish(self) -> None:
+        array = DiagnosticArray()
+        array.header.stamp = self._clock.now().to_msg()
+        for task, status in self._statuses().items():
+            # Without the leading slash, as diagnostic_updater writes it.
+            status.name = f"{self._node_name.lstrip('/')}: {task}"
+            status.hardware_id = self._node_name
+            array.status.append(status)
+        self._publisher.publish(array)
