@@ -35,6 +35,7 @@ class Target:
 
     pose: Pose  # in the base frame
     velocity: np.ndarray  # float64 [6], m/s and rad/s in the base frame
+    passed_s: float = 0.0  # of the motion since the target before; 0: not known
 
     @property
     def moving(self) -> bool:

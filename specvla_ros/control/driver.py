@@ -8,7 +8,7 @@ nothing through; then it begins anew where the robot really is.
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,6 +70,7 @@ class Driver:
         self.holding = False  # whether it was told to hold
         self.guarded = False  # whether a guard said that it lets nothing through
         self.action_publishers = 1
+        self.mismatch = ""  # between two measurements of the robot, in words; empty: they agree
         self.problem = ""  # why the tool rests, in words; empty: it does not
         self.stalls = self.clock_jumps = 0
 
@@ -110,7 +111,7 @@ class Driver:
         if not self._follows_velocity:
             return self.target
         self._velocity = self._velocity_to_send(min(passed_s, MAX_ADVANCE_S))
-        return Target(self.target.pose, self._velocity)
+        return replace(self.target, velocity=self._velocity)
 
     def _velocity_to_send(self, passed_s: float) -> np.ndarray:
         """Velocities also make up for what is missing; once that is not known, no more, but without a jump."""
@@ -138,8 +139,8 @@ class Driver:
         self._away_since_s = min(self._away_since_s, now_s)
         if newest[0] < self._away_since_s + (0.0 if self.guarded else _AWAY_S):
             return  # it may have been on its way when it was measured
-        if self._follows_velocity:
-            follower.rest_at(newest[1])  # a robot that is sent velocities does not see where its target is
+        if self._follows_velocity or (self.guarded and not self._start_problem()):
+            follower.rest_at(newest[1])  # the robot does not see where its target is
         else:
             follower.return_to(newest[1], now_s)
 
@@ -155,10 +156,7 @@ class Driver:
                     f"to {list(limits.workspace_max)}; bring it inside by other means"
                 )
             else:
-                try:
-                    self._start_output()
-                except UserError as error:
-                    problem = str(error)
+                problem = self._start_problem()
         self.problem = problem
         if problem or newest is None:
             return False
@@ -167,6 +165,14 @@ class Driver:
         self.anchored = True
         return True
 
+    def _start_problem(self) -> str:
+        """Begins the output where the robot is; why that cannot be, in words."""
+        try:
+            self._start_output()
+        except UserError as error:
+            return str(error)
+        return ""
+
     def _input_problem(self, now_s: float) -> str:
         newest = self._history.newest
         if newest is None:
@@ -174,6 +180,8 @@ class Driver:
         age_s = now_s - newest[0]
         if age_s > self._pose_timeout_s:
             return f"the newest tool pose is {age_s:.2f} s old, and the limit is {self._pose_timeout_s:g} s"
+        if self.mismatch:
+            return self.mismatch
         if self.action_publishers > 1:
             return f"{self.action_publishers} nodes publish actions: only one may"
         return ""

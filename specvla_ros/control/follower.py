@@ -13,7 +13,7 @@ from its measured pose. docs/explanation/late-actions.md has the figures.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -154,8 +154,8 @@ class ActionFollower:
         while len(self._steps) > 1 and self._steps[0].due_s <= now_s:
             self._steps.popleft()
             self._aim(self._steps, now_s)
-        self._motion_s, self._stepped_s = self._motion_time(now_s), now_s
-        target = self._motion.at(self._motion_s)
+        before_s, self._motion_s, self._stepped_s = self._motion_s, self._motion_time(now_s), now_s
+        target = replace(self._motion.at(self._motion_s), passed_s=self._motion_s - before_s)
         self._sent.add(now_s, target.pose)
         return target
 

@@ -11,8 +11,10 @@ import numpy as np
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError, missing_package
 
-if TYPE_CHECKING:  # only joint outputs need them: a robot that takes poses or twists has neither
+if TYPE_CHECKING:  # only joint outputs need them: a robot that takes poses or twists has neither, nor has the guard
     import mujoco
+
+    from specvla_ros.control.bounded_motion import Target
 
 # A joint_trajectory_controller begins each new trajectory at the measured joints: a point of the present would stay
 # behind for ever. So a point lies this far ahead, where the joints get at their present speeds.
@@ -22,6 +24,7 @@ _POSTURE_COST = 1e-3  # against 1 for the tool: what the pose leaves free stays 
 _DAMPING = 1e-3
 _MAX_LAG_M = 0.05
 _MAX_LAG_RAD = 0.3
+_SAME_POINT_M, _SAME_POINT_RAD = 0.005, 0.03
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def load_joint_model(path: Path, joints: Sequence[str], tool: str, max_speed: Se
 
 
 class JointSolver:
-    """Follows tool poses with joint positions, one control step of `period_s` at a time."""
+    """Follows tool poses with joint positions, one control step at a time; `period_s`: between two that are in time."""
 
     def __init__(self, robot: JointModel, period_s: float) -> None:
         import mink
@@ -115,6 +118,21 @@ class JointSolver:
         transform = self._measured.get_transform_frame_to_world(self._robot.tool, self._robot.tool_kind)
         return Pose(transform.translation().copy(), transform.rotation().as_matrix().copy())
 
+    def mismatch(self, positions: Mapping[str, float], tool: Pose) -> str:
+        """How the tool's pose at joint positions differs from a measured one, in words; empty: within what sensors do.
+
+        The model's tool must be the point whose pose is measured: else every target is off by what lies between them.
+        """
+        computed = self.pose_of(positions)
+        way_m, turn_rad = computed.distance(tool)
+        if way_m <= _SAME_POINT_M and turn_rad <= _SAME_POINT_RAD:
+            return ""
+        return (
+            f"joints.tool '{self._robot.tool}' is at {_text(computed)} by joint_states and the model, but the tool was "
+            f"measured at {_text(tool)}: {way_m:.3f} m and {turn_rad:.3f} rad apart; set joints.tool to the point "
+            "whose pose is measured, or mend joints.model, joints.names or base_frame"
+        )
+
     def _configured(self, positions: Mapping[str, float]) -> np.ndarray:
         q: np.ndarray = self._configuration.q.copy()
         for name, address, (low, high) in zip(self._robot.joints, self._positions, self.ranges, strict=True):
@@ -126,28 +144,32 @@ class JointSolver:
             q[address] = min(max(value, low), high)
         return q
 
-    def follow(self, pose: Pose) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and velocities of the joints, float64 [n] each, one control step towards a pose in the world frame.
+    def follow(self, target: "Target") -> tuple[np.ndarray, np.ndarray]:
+        """Positions and velocities of the joints, float64 [n] each, one control step towards a target's pose.
+
+        The step takes as long as the target's motion did, whatever the loop's period: in a late loop the target has
+        gone further, and a velocity over one period would be too high. The pose is in the model's world frame.
 
         Raises:
             UnreachableError: it is out of reach, or faster than the joints may go.
         """
         import mink
 
+        pose, passed_s = target.pose, target.passed_s or self._period_s
         rotation = mink.SO3.from_matrix(pose.rotation)
         self._tool.set_target(mink.SE3.from_rotation_and_translation(rotation, pose.position))
         try:
             velocity = mink.solve_ik(
                 self._configuration,
                 [self._tool, self._posture],
-                self._period_s,
+                passed_s,
                 _SOLVER,
                 limits=self._limits,
                 constraints=None if self._still is None else [self._still],
             )
         except mink.MinkError as error:
             raise UnreachableError(f"inverse kinematics has no solution: {error}") from None
-        self._configuration.integrate_inplace(velocity, self._period_s)
+        self._configuration.integrate_inplace(velocity, passed_s)
         lag = self._tool.compute_error(self._configuration)
         lag_m, lag_rad = float(np.linalg.norm(lag[:3])), float(np.linalg.norm(lag[3:]))
         if lag_m > _MAX_LAG_M or lag_rad > _MAX_LAG_RAD:
@@ -156,6 +178,11 @@ class JointSolver:
                 "reach, or faster than joints.max_speed allows"
             )
         return self._configuration.q[self._positions].copy(), velocity[self._dofs]
+
+
+def _text(pose: Pose) -> str:
+    x, y, z = pose.position
+    return f"({x:.3f}, {y:.3f}, {z:.3f}) m"
 
 
 def trajectory_point(positions: np.ndarray, velocities: np.ndarray) -> np.ndarray:

@@ -44,13 +44,15 @@ def pose_message(pose: Pose, stamp_ns: int, frame_id: str) -> PoseStamped:
     return message
 
 
-def trajectory_message(names: tuple[str, ...], positions: np.ndarray, velocities: np.ndarray) -> JointTrajectory:
-    """One point where joints get within TRAJECTORY_AHEAD_S; float64 [joints] each.
+def trajectory_message(
+    names: tuple[str, ...], positions: np.ndarray, velocities: np.ndarray, after_s: float = TRAJECTORY_AHEAD_S
+) -> JointTrajectory:
+    """One point where joints get within TRAJECTORY_AHEAD_S, float64 [joints] each, to be reached after `after_s`.
 
     A nearer one makes an arm swing: the controller begins each trajectory at the joints as it measured them. The stamp
     is zero, which it reads as "now".
     """
-    return _one_point(names, trajectory_point(positions, velocities).tolist(), TRAJECTORY_AHEAD_S)
+    return _one_point(names, trajectory_point(positions, velocities).tolist(), after_s)
 
 
 def array_message(positions: np.ndarray) -> Float64MultiArray:

@@ -312,6 +312,9 @@ class TaskNode(Node):
         if not self._pause.settled and (over or steady_s - progress.steady_s > _START_S):
             why = f"the policy does not answer on {self._pause.name}: is it running, under this name?"
             self._end(run, RunTask.Result.FAILED, why)
+        elif over and not progress.actions:
+            why = f"no action within the time limit of {progress.time_limit_s:g} s; the policy's /diagnostics say why"
+            self._end(run, RunTask.Result.FAILED, why)
         elif over:
             self._end(run, RunTask.Result.TIMED_OUT, f"the time limit of {progress.time_limit_s:g} s is over")
         elif limit_s and silence_s > limit_s:

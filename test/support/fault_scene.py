@@ -426,7 +426,7 @@ class Scene:
             return ToolPose(stamp, target.pose.position, quaternion(target.pose.rotation))
         if output == "twist":
             return TwistCommand(stamp, target.velocity)
-        positions, velocities = self._solver.follow(target.pose)
+        positions, velocities = self._solver.follow(target)
         if output == "position_array":
             return JointCommand(stamp, None, positions[None], np.zeros(1))
         ahead = trajectory_point(positions, velocities)

@@ -49,6 +49,7 @@ GRIPPER = GripperLimits(output="array", joint="finger", open_value=0.04, closed_
 HOME = np.array([0.5, 0.0, 0.3])
 UPRIGHT = (1.0, 0.0, 0.0, 0.0)
 START_NS = 1_000 * 10**9
+MOVES_S = 0.02  # two periods
 
 
 def settings(output: str, **changes: Any) -> GuardSettings:
@@ -166,7 +167,8 @@ def velocities(
 ) -> list[tuple[float, float, np.ndarray]]:
     """Of what went out: time, seconds since the one before, and float64 [blocks, dims] velocity.
 
-    A trajectory's point lies ahead: while the guard stands still the controller goes there.
+    A trajectory's point lies ahead: while the guard stands still the controller goes there. A robot that is sent to
+    positions waits for a late message, and goes there at once: in two periods, as it is judged.
     """
     found = []
     for (before_s, before), (at_s, now) in pairwise(sent):
@@ -176,9 +178,9 @@ def velocities(
         elif isinstance(now, Pose) and isinstance(before, Pose):
             turn = now.rotation @ before.rotation.T
             vector = np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]]) / 2
-            found.append((at_s, dt_s, np.stack([now.position - before.position, vector]) / dt_s))
+            found.append((at_s, dt_s, np.stack([now.position - before.position, vector]) / min(dt_s, MOVES_S)))
         elif isinstance(now, SentJoints) and isinstance(before, SentJoints):
             stood = of_trajectory and dt_s > STALL_S
             reached = trajectory_point(before.positions, before.velocities) if stood else before.positions
-            found.append((at_s, dt_s, ((now.positions - reached) / dt_s)[:, None]))
+            found.append((at_s, dt_s, ((now.positions - reached) / min(dt_s, MOVES_S))[:, None]))
     return found

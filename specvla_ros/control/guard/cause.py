@@ -15,6 +15,7 @@ class Cause(str, Enum):
     OVER_SPEED = "over_speed"  # a command, or two in a row, that ask for more than the limits
     OVER_ACCELERATION = "over_acceleration"  # commands that change faster than the limits let anything follow
     OUTSIDE = "outside"  # of the workspace or of a joint's range: the robot, a command, or where it leads
+    TOOL_TOO_FAST = "tool_too_fast"  # joints within their limits move the measured tool faster than its own
     FAR = "far"  # a command too far from where the robot is measured
     NOT_FOLLOWING = "not_following"  # the robot does not go where it was sent
     POSE_LEAPS = "pose_leaps"  # the measured pose moves as no robot can within the limits: nobody knows where it is

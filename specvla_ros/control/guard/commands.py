@@ -78,6 +78,7 @@ class Measured:
 
     tool: Pose | None  # in the base frame; None: not known
     joints: np.ndarray | None  # float64 [joints] in the order of the parameters; None: not known, or not needed
+    velocity: np.ndarray  # float64 [3] m/s, of the tool over the last 0.1 s; zero while it is not known
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class SentJoints:
 
     positions: np.ndarray
     velocities: np.ndarray
+    after_s: float  # in which a trajectory's point is to be reached: the measured joints get there within their speed
 
 
 Command = TwistCommand | ToolPose | JointCommand

@@ -16,7 +16,6 @@ import numpy as np
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Command, Instant, Measured, Sent
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.control.pose import Pose
 
 # A driver's period is never even; what these allow more, the bounds of what goes out take back.
 SLACK_S = 0.02
@@ -27,6 +26,8 @@ _BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the comman
 _GAIN = 20.0  # 1/s: an error decays in 50 ms where the limits allow it
 _WINDOW_S = 0.05
 _TINY = 1e-12
+_REACHED = 1e-4  # metres or radians
+_PERIODS = 2.0  # a tick that comes later than this sends no more than this
 
 Place = TypeVar("Place")
 
@@ -101,6 +102,7 @@ class Gate(ABC):
 
     def __init__(self, settings: GuardSettings, bounds: Bounds, zero: np.ndarray) -> None:
         self._settings, self._bounds = settings, bounds
+        self._longest_s = _PERIODS / settings.rate_hz
         self._zero = zero  # float64 [blocks, dims], the velocity of a robot at rest
         self._velocity = zero
         self._command: Any = None
@@ -124,8 +126,8 @@ class Gate(ABC):
         self._command = None
 
     @abstractmethod
-    def watch(self, tool: Pose) -> None:
-        """Takes each measured pose of the tool: a robot that is sent on must move, or it is not reached."""
+    def watch(self, measured: Measured) -> None:
+        """Takes each measurement: a robot that is sent on must move, or it is not reached."""
 
     @abstractmethod
     def conditions(self, measured: Measured) -> list[Refusal]:
@@ -180,7 +182,10 @@ class SmoothGate(Gate, Generic[Place]):
         self._arrived_s = 0.0  # of the command, on the steady clock
         self._sent: Place | None = None
         self._joined = False
+        self._lost_s = 0.0  # by late ticks, since what goes out was last near the command
         self._held = True  # at rest by stop, not by command
+        self._recalling = False
+        self._recall: Place | None = None  # where a robot is that did not move, to which its target returns
         self._window: Window[Place] = Window()
 
     # The space in which it moves
@@ -268,10 +273,12 @@ class SmoothGate(Gate, Generic[Place]):
             self._sent = self._where(measured)
         super().begin(measured)
         self._joined = self._held = False
+        self._recall = None
 
     def go(self, now: Instant, dt_s: float) -> Sent | None:
         if self._sent is None or self._command is None:
             return None
+        dt_s = self._brake_lost_time(dt_s)
         error, feed = self._ahead(self._command, self._sent, now)
         velocity = toward(self._velocity, error, feed, self._bounds, dt_s)
         return self._move(self._sent, self._inside(self._sent, velocity, dt_s), dt_s)
@@ -279,8 +286,9 @@ class SmoothGate(Gate, Generic[Place]):
     def stop(self, measured: Measured, dt_s: float) -> Sent | None:
         if self._sent is None:
             return None
-        sent = self._move(self._sent, braked(self._velocity, self._bounds, dt_s), dt_s)
-        self._held = self.at_rest
+        dt_s = self._brake_lost_time(dt_s)
+        sent = self._move(self._sent, self._stopping_velocity(self._sent, dt_s), dt_s)
+        self._held = self.at_rest and self._recall is None
         # Somebody moved the robot meanwhile, or it was not reached: to hold it where it was sent would move it.
         return None if self._held and self._left_behind(measured) else sent
 
@@ -290,10 +298,37 @@ class SmoothGate(Gate, Generic[Place]):
         way, left_s = self._behind(self._command, self._sent, now)
         behind = lengths(way)
         allowed = self._bounds.speed * (_BEHIND_S + self._settings.command_timeout_s + left_s)
-        self._joined |= bool((behind <= 0.5 * allowed).all())
+        if (behind <= 0.5 * allowed).all():
+            self._joined, self._lost_s = True, 0.0
+        allowed = allowed + self._bounds.speed * self._lost_s  # which is not the driver's fault
         if not self._joined or (behind <= allowed).all():
             return None
         return Refusal(Cause.OVER_ACCELERATION, self._words(self.ran_away, behind, allowed))
+
+    def _stopping_velocity(self, sent: Place, dt_s: float) -> np.ndarray:
+        """Braking; then back to a robot that did not move, or it would go on by itself once it is let go."""
+        if self._recall is None or not (self._recalling or self.at_rest):
+            return braked(self._velocity, self._bounds, dt_s)
+        way = self._way(self._recall, sent)
+        self._recalling = bool(np.abs(way).max() > _REACHED)
+        if not self._recalling:
+            self._recall = None
+            return braked(self._velocity, self._bounds, dt_s)
+        return toward(self._velocity, way, self._zero, self._bounds, dt_s)
+
+    def _not_moved(self, measured: Measured, detail: str) -> list[Refusal]:
+        """The robot was sent on and did not move."""
+        if self._recall is None:
+            self._recall, self._recalling = self._where(measured), False
+        return [Refusal(Cause.NOT_FOLLOWING, detail)]
+
+    def _brake_lost_time(self, dt_s: float) -> float:
+        """The time to move for. A late tick must not send what it missed in one message: the robot waited meanwhile."""
+        lost_s = dt_s - self._longest_s
+        if lost_s > 0:
+            self._lost_s += lost_s
+            self._velocity = braked(self._velocity, self._bounds, lost_s)
+        return min(dt_s, self._longest_s)
 
     def _move(self, sent: Place, velocity: np.ndarray, dt_s: float) -> Sent:
         self._velocity = velocity

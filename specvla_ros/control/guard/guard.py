@@ -82,13 +82,13 @@ class Guard:
         self._fail(refusal, now)
 
     def gripper(self, command: GripperCommand, now: Instant) -> None:
-        """Takes a command of the gripper; it goes out once, while motion is let through."""
+        """Takes a command of the gripper; it goes out once, while motion is let through, and is not kept for later."""
         if not self._watch.hears(now):
             return
         refusal = _gripper_problem(command, self._settings)
         if refusal is not None:
             self.reject(refusal, now)
-        else:
+        elif self.state is State.PASSING:
             self._gripper = float(command.positions[0])
 
     def tool(self, message: ToolPose, now: Instant) -> None:
@@ -96,11 +96,12 @@ class Guard:
         if leap := self._watch.take_leap():
             self.reject(Refusal(Cause.POSE_LEAPS, leap), now)
         if pose is not None:
-            self._gate.watch(pose)
+            self._gate.watch(self._watch.measured(now))
 
     def joints(self, message: JointPositions, now: Instant) -> None:
         if self._settings.kind.of_joints and self._watch.hears(now):
             self._watch.joints(message, now)
+            self._gate.watch(self._watch.measured(now))
 
     def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
         """Takes the policy's sign of life."""
@@ -127,6 +128,18 @@ class Guard:
         self.tally.add(refusal)
         self._fail(refusal, now)
 
+    def end(self, now: Instant) -> None:
+        """Lets nothing through any more: motion that passes brakes."""
+        if self.state is State.PASSING:
+            self.press_stop("the guard was told to end", now)
+        else:
+            self._fail(Refusal(Cause.NOT_ENABLED, "the guard was told to end"), now)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether what goes out stands still, and nothing else can begin before a tick."""
+        return self._gate.at_rest and self.state is not State.PASSING
+
     def clear_stop(self, now: Instant) -> str:
         """Ends a latched stop; returns why not, in words, if its cause persists."""
         if self._latched is None:
@@ -135,7 +148,7 @@ class Guard:
             return f"the cause persists: {self._latched.cause.value}, {self._latched.detail}"
         if not self._gate.at_rest:
             return "the robot is still being stopped"
-        self._latched = self._gripper = None
+        self._latched = None
         self._failed_s = now.steady_s  # who clears a stop has a moment to step back
         return ""
 
@@ -148,8 +161,7 @@ class Guard:
         before, self.state = self.state, self._next_state(now)
         if self.state is not State.PASSING:
             sent = self._gate.stop(measured, dt_s)
-            if self._latched is not None:
-                self._gripper = None
+            self._gripper = None
             latches = self.state is State.STOPPED and before is not State.STOPPED
             return Outcome(sent, None, stopped=before is State.PASSING or latches)
         if before is not State.PASSING:

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, SentJoints
+from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, Sent, SentJoints
 from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, SmoothGate, braked, stopping_way
 from specvla_ros.control.guard.settings import GuardSettings, Output
-from specvla_ros.control.inverse_kinematics import trajectory_point
-from specvla_ros.control.pose import Pose
+from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, text, tool_bounds, within
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
+
+_MOVED = 0.005  # radians or metres, more than an encoder's noise
+_UNANSWERED = 0.03  # radians or metres that a joint may be sent on for ANSWERS_S without moving
+# What joints do to the tool the guard sees only in its measured pose: an arm that overshoots, and a sensor's noise.
+_TOOL_SPEED, _TOOL_NOISE = 1.25, 0.03
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,11 @@ class JointGate(SmoothGate[np.ndarray]):
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
         self._path: _Path  # of the command, while there is one
+        self._tool_bounds = tool_bounds(settings)
+        self._here: np.ndarray | None = None  # float64 [joints], as measured
+        self._unmoved_from: np.ndarray | None = None  # each joint, when it moved last; and where it was sent then
+        self._sent_then: np.ndarray | None = None
+        self._unanswered_s = np.zeros(count)
 
     @property
     def wants_motion(self) -> bool:
@@ -56,8 +66,50 @@ class JointGate(SmoothGate[np.ndarray]):
             return self._command is not None
         return bool(np.abs(self._path.positions - self._sent).max() > REST)
 
-    def watch(self, tool: Pose) -> None:
-        pass  # joints are measured by themselves
+    def watch(self, measured: Measured) -> None:
+        self._here = here = measured.joints
+        if here is None or self._sent is None:
+            return
+        if self._unmoved_from is None or self._sent_then is None:
+            self._unmoved_from, self._sent_then = here, self._sent
+        moved = np.abs(here - self._unmoved_from) >= _MOVED
+        self._unmoved_from = np.where(moved, here, self._unmoved_from)
+        self._sent_then = np.where(moved, self._sent, self._sent_then)
+
+    def begin(self, measured: Measured) -> None:
+        super().begin(measured)
+        self._unmoved_from, self._sent_then = measured.joints, self._sent
+        self._unanswered_s = np.zeros(len(self._names))
+
+    def go(self, now: Instant, dt_s: float) -> Sent | None:
+        if self._sent is not None and self._sent_then is not None:
+            unanswered = np.abs(self._sent - self._sent_then) > _UNANSWERED
+            self._unanswered_s = np.where(unanswered, self._unanswered_s + dt_s, 0.0)
+        return super().go(now, dt_s)
+
+    def conditions(self, measured: Measured) -> list[Refusal]:
+        found = super().conditions(measured) + self._tool_problems(measured)
+        late = self._unanswered_s > ANSWERS_S
+        if self._held or not late.any() or self._sent is None or self._sent_then is None:
+            return found
+        on = np.abs(self._sent - self._sent_then) * late
+        detail = f"{self._names[on.argmax()]} was sent {on.max():.3f} on, and did not move for {ANSWERS_S:g} s"
+        return [*found, *self._not_moved(measured, detail)]
+
+    def _tool_problems(self, measured: Measured) -> list[Refusal]:
+        """Where the measured tool would come to rest if the stop began now, and how fast it is."""
+        tool, velocity, bounds = measured.tool, measured.velocity, self._tool_bounds
+        if tool is None or self._held:
+            return []
+        blocks = np.stack([velocity, np.zeros(3)])
+        rest = tool.position + velocity * AHEAD_S + stopping_way(blocks, bounds)[0]
+        if not within(rest, self._settings.limits.widened(tool.position, EDGE_M)):
+            return [Refusal(Cause.OUTSIDE, f"the tool moves to {text(rest)} m, out of the workspace")]
+        speed, most = float(np.linalg.norm(velocity)), float(bounds.speed[0])
+        if speed <= _TOOL_SPEED * most + _TOOL_NOISE:
+            return []
+        detail = f"the joints move the tool at {speed:.3f} m/s, and limits.linear_speed is {most:g}"
+        return [Refusal(Cause.TOOL_TOO_FAST, detail)]
 
     def halt(self) -> None:
         if self._sent is not None and self._settings.kind is Output.JOINT_TRAJECTORY:
@@ -102,7 +154,11 @@ class JointGate(SmoothGate[np.ndarray]):
         return np.where(leaves[:, None], braked(self._velocity, self._bounds, dt_s), velocity)
 
     def _message(self, sent: np.ndarray) -> SentJoints:
-        return SentJoints(sent, self._velocity[:, 0])
+        after_s, velocity = TRAJECTORY_AHEAD_S, self._velocity[:, 0]
+        if self._here is not None:  # a controller that begins at the measured joints makes up for nothing in a hurry
+            way = np.abs(trajectory_point(sent, velocity) - self._here)
+            after_s = max(after_s, float((way / self._bounds.speed).max()))
+        return SentJoints(sent, velocity, after_s)
 
     def _words(self, message: str, away: np.ndarray, allowed: np.ndarray) -> str:
         worst = int((away / allowed).argmax())

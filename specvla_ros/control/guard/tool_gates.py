@@ -24,14 +24,15 @@ _ZERO = np.zeros((2, 3))
 _UNITS = (("m/s", "limits.linear_speed"), ("rad/s", "limits.angular_speed"))
 _JITTER_S = 0.05  # what a busy machine may delay one of two commands
 _ROUNDING = 1e-9
-_EDGE_M = 0.01  # a driver that brakes to the workspace's very edge is right
-_AHEAD_S = 0.03  # commands on their way to the robot
+EDGE_M = 0.01  # a driver that brakes to the workspace's very edge is right
+AHEAD_S = 0.03  # commands on their way to the robot
 _MOVED_M, _MOVED_RAD = 0.001, 0.005  # more than a sensor's noise
-_ANSWERS_S = 0.2  # at full speed, a robot that is sent on and does not move at all is not reached
+ANSWERS_S = 0.2  # at full speed, a robot that is sent on and does not move at all is not reached
 _APART = np.array([0.01, 0.05])  # metres and radians that an arm at rest may stand from where it was sent
 
 
-def _bounds(settings: GuardSettings) -> Bounds:
+def tool_bounds(settings: GuardSettings) -> Bounds:
+    """Of translation and rotation."""
     limits = settings.limits
     return Bounds(
         np.array([limits.linear_speed, limits.angular_speed]),
@@ -56,7 +57,8 @@ def text(position: np.ndarray) -> str:
     return " ".join(f"{number:.3f}" for number in position)
 
 
-def _within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
+def within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
+    """If a position, float64 [3], lies between two corners."""
     return bool((here >= box[0] - _ROUNDING).all() and (here <= box[1] + _ROUNDING).all())
 
 
@@ -73,7 +75,7 @@ class TwistGate(Gate):
     """Velocities of the tool. What goes out slews towards the command, and to zero when it must stop."""
 
     def __init__(self, settings: GuardSettings) -> None:
-        super().__init__(settings, _bounds(settings), _ZERO)
+        super().__init__(settings, tool_bounds(settings), _ZERO)
         self._command: np.ndarray | None = None
         self._unmoved_from: Pose | None = None
         self._unmoved = np.zeros(2)
@@ -93,10 +95,10 @@ class TwistGate(Gate):
         if tool is None or self._command is None:
             return []
         # Where it would come to rest if the stop began now, of the command and of what goes out.
-        box = self._settings.limits.widened(tool.position, _EDGE_M)
+        box = self._settings.limits.widened(tool.position, EDGE_M)
         for velocity in (self._command, self._velocity):
-            rest = tool.position + velocity[0] * _AHEAD_S + stopping_way(velocity, self._bounds)[0]
-            if not _within(rest, box):
+            rest = tool.position + velocity[0] * AHEAD_S + stopping_way(velocity, self._bounds)[0]
+            if not within(rest, box):
                 return [Refusal(Cause.OUTSIDE, f"the twist leads to {text(rest)} m, out of the workspace")]
         unmoved_m, unmoved_rad = self._unmoved
         if unmoved_m <= self._settings.max_lead_m and unmoved_rad <= self._settings.max_lead_rad:
@@ -110,7 +112,7 @@ class TwistGate(Gate):
 
     def go(self, now: Instant, dt_s: float) -> SentTwist:
         wanted = self._zero if self._command is None else self._command
-        self._velocity = slewed(self._velocity, wanted, self._bounds, dt_s)
+        self._velocity = slewed(self._velocity, wanted, self._bounds, min(dt_s, self._longest_s))
         self._unmoved = self._unmoved + lengths(self._velocity) * dt_s
         return SentTwist(self._velocity.reshape(6))
 
@@ -120,8 +122,9 @@ class TwistGate(Gate):
             self._unmoved = np.zeros(2)
         return SentTwist(self._velocity.reshape(6))
 
-    def watch(self, tool: Pose) -> None:
-        if self._unmoved_from is None or _moves(self._unmoved_from, tool):
+    def watch(self, measured: Measured) -> None:
+        tool = measured.tool
+        if tool is not None and (self._unmoved_from is None or _moves(self._unmoved_from, tool)):
             self._unmoved_from, self._unmoved = tool, np.zeros(2)
 
     def _problem(self, command: TwistCommand, velocity: np.ndarray) -> Refusal | None:
@@ -154,11 +157,11 @@ class PoseGate(SmoothGate[Pose]):
     ran_away = "the commands ran away by {0:.3f} m and {1:.3f} rad from what the limits allow"
 
     def __init__(self, settings: GuardSettings) -> None:
-        lead, bounds = np.array([settings.max_lead_m, settings.max_lead_rad]), _bounds(settings)
+        lead, bounds = np.array([settings.max_lead_m, settings.max_lead_rad]), tool_bounds(settings)
         super().__init__(settings, bounds, _ZERO, lead, apart=np.minimum(lead, _APART))
         self._unmoved_from: Pose | None = None
         self._sent_then: Pose | None = None  # when the tool moved last
-        self._answers = np.minimum(lead, bounds.speed * _ANSWERS_S + _APART / 2)
+        self._answers = np.minimum(lead, bounds.speed * ANSWERS_S + _APART / 2)
 
     def conditions(self, measured: Measured) -> list[Refusal]:
         found = super().conditions(measured)
@@ -168,10 +171,11 @@ class PoseGate(SmoothGate[Pose]):
         if (on <= self._answers).all():
             return []
         detail = f"the tool was sent {on[0]:.3f} m and {on[1]:.3f} rad on, and did not move"
-        return [Refusal(Cause.NOT_FOLLOWING, detail)]
+        return self._not_moved(measured, detail)
 
-    def watch(self, tool: Pose) -> None:
-        if self._unmoved_from is None or _moves(self._unmoved_from, tool):
+    def watch(self, measured: Measured) -> None:
+        tool = measured.tool
+        if tool is not None and (self._unmoved_from is None or _moves(self._unmoved_from, tool)):
             self._unmoved_from, self._sent_then = tool, self._sent
 
     def begin(self, measured: Measured) -> None:
@@ -195,7 +199,7 @@ class PoseGate(SmoothGate[Pose]):
 
     def _inside(self, sent: Pose, velocity: np.ndarray, dt_s: float) -> np.ndarray:
         rest = sent.position + velocity[0] * dt_s + stopping_way(velocity, self._bounds)[0]
-        if _within(rest, self._settings.limits.widened(sent.position)):
+        if within(rest, self._settings.limits.widened(sent.position)):
             return velocity
         return braked(self._velocity, self._bounds, dt_s)
 
@@ -208,7 +212,7 @@ class PoseGate(SmoothGate[Pose]):
     def _problem(self, pose: Pose, measured: Measured) -> Refusal | None:
         limits = self._settings.limits
         here = pose.position if measured.tool is None else measured.tool.position
-        if limits.outside_m(pose.position) > 0 and not _within(pose.position, limits.widened(here)):
+        if limits.outside_m(pose.position) > 0 and not within(pose.position, limits.widened(here)):
             return Refusal(Cause.OUTSIDE, f"the pose {text(pose.position)} m is outside of the workspace")
         if measured.tool is None:
             return None

@@ -9,11 +9,11 @@ import numpy as np
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointPositions, Measured, Stamp, ToolPose
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.control.guard.tool_gates import pose_of, text
+from specvla_ros.control.guard.tool_gates import EDGE_M, pose_of, text
 from specvla_ros.control.pose import Pose
 
 # How far outside of the workspace a tool may be and still be brought back by commands; past it, by hand.
-_RETURN_M = 0.05
+_RETURN_M = 0.05  # for joints the guard cannot tell which way is back: there it is EDGE_M
 MAX_FUTURE_S = 0.1  # how far a stamp may lie ahead of the node's clock
 _JUMP_S = 0.25  # how much more than the steady clock the node's may go at once
 # After this process did not run, or a clock jumped, what is still queued is old.
@@ -193,7 +193,15 @@ class Watch:
         return Measured(
             tool=newest if self._tool.age_s(now) <= limit_s and not self._tool.problem else None,
             joints=self._positions if self._joints.age_s(now) <= limit_s and not self._joints.problem else None,
+            velocity=self._velocity(),
         )
+
+    def _velocity(self) -> np.ndarray:
+        if len(self._poses) < 2:
+            return np.zeros(3)
+        (first_ns, first), (last_ns, last) = self._poses[0], self._poses[-1]
+        passed_s = (last_ns - first_ns) * 1e-9
+        return (last.position - first.position) / passed_s if passed_s >= _SWING_S / 2 else np.zeros(3)
 
     def command_silent(self, now: Instant) -> Refusal | None:
         if self._command.age_s(now) <= self._settings.command_timeout_s:
@@ -214,7 +222,7 @@ class Watch:
         measured = self.measured(now)
         if measured.tool is None:
             found.append(Refusal(Cause.STATE_MISSING, _silence("tool_pose", self._tool, now)))
-        elif settings.limits.outside_m(measured.tool.position) > _RETURN_M:
+        elif settings.limits.outside_m(measured.tool.position) > (EDGE_M if settings.kind.of_joints else _RETURN_M):
             where = f"the tool is at {text(measured.tool.position)} m, outside of the workspace"
             found.append(Refusal(Cause.OUTSIDE, f"{where}: bring it back by hand"))
         if settings.kind.of_joints and measured.joints is None:

@@ -75,7 +75,7 @@ class DrivenRobot(TableRobot):
             "pose": lambda target: (BASE_FRAME, target.pose),
             "twist": lambda target: Twist(self._now_s, BASE_FRAME, target.velocity[:3], target.velocity[3:]),
             "joint_trajectory": self._trajectory,
-            "position_array": lambda target: self._solver.follow(target.pose)[0],
+            "position_array": lambda target: self._solver.follow(target)[0],
         }[command]
         self.refused: Counter[str] = Counter()
 
@@ -138,5 +138,5 @@ class DrivenRobot(TableRobot):
 
     def _trajectory(self, target: Target) -> JointTrajectory:
         nothing = np.zeros(0)
-        point = Point(TRAJECTORY_AHEAD_S, trajectory_point(*self._solver.follow(target.pose)), nothing, nothing)
+        point = Point(TRAJECTORY_AHEAD_S, trajectory_point(*self._solver.follow(target)), nothing, nothing)
         return JointTrajectory(0.0, self._arm.joints, (point,))

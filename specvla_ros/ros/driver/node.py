@@ -5,7 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,13 @@ from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic
-from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, run_node
+from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, raise_priority, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 
 _NS = 1e-9
 _WATCH_S = 0.2
+_STANDS = 0.001  # metres and radians that a measured tool that stands may move meanwhile
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
 _LOG_PERIOD_S = 5.0
 _CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are synchronised over a network
@@ -60,6 +61,8 @@ class DriverNode(ManagedNode):
         self._joints: Mapping[str, float] = {}
         self._convention: ActionConvention | None = None
         self._refusals: Counter[str] = Counter()
+        self._stood_at: Pose | None = None
+        self._scheduling = "ordinary"
         self._taken = 0
         self._last_refusal = ""
         self._clocks, self._action_age_s = ClockOffset(), 0.0
@@ -110,14 +113,15 @@ class DriverNode(ManagedNode):
                 follows_velocity=self._output.follows_velocity,
                 pose_timeout_s=chosen.tool_pose_timeout_s,
                 pose_source=chosen.tool_pose_source,
-                start_output=lambda: self._output.start(self._joints),
+                start_output=self._start_output,
                 say=self.get_logger().error,
             )
             self._driver.holding = self._holding
         self._gripper.reset()
         self._gripper_output.forget()
+        self._scheduling = raise_priority(chosen.realtime_priority)
         self._listen()
-        for period_s, callback in ((1.0 / chosen.rate_hz, self._step), (_WATCH_S, self._watch_publishers)):
+        for period_s, callback in ((1.0 / chosen.rate_hz, self._step), (_WATCH_S, self._look_around)):
             self._listening.callback(self.destroy_timer, self.create_timer(period_s, callback, clock=STEADY))
 
     def _listen(self) -> None:
@@ -207,6 +211,9 @@ class DriverNode(ManagedNode):
     def _on_passing(self, message: Bool) -> None:
         if self._driver is not None:
             self._driver.passing(message.data, self._now_s())
+        if not message.data:  # nor is the gripper's last command repeated when motion resumes
+            self._gripper.reset()
+            self._gripper_output.forget()
 
     def _read(self, message: VlaAction) -> StampedAction:
         """The action that a message holds; raises ValueError where it cannot be one of this robot's."""
@@ -255,10 +262,30 @@ class DriverNode(ManagedNode):
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
 
-    def _watch_publishers(self) -> None:
+    def _start_output(self) -> None:
+        if mismatch := self._mismatch():
+            self.get_logger().error(mismatch, throttle_duration_sec=_LOG_PERIOD_S)
+            raise UserError(mismatch)
+        self._output.start(self._joints)
+
+    def _mismatch(self) -> str:
+        """How the measured joints differ from the measured pose, in words; empty: not, or only one of them is known."""
+        newest = self._history.newest
+        if self._solver is None or newest is None or self._pose_source is None or not self._joints:
+            return ""
+        return self._solver.mismatch(self._joints, newest[1])
+
+    def _look_around(self) -> None:
         """Not at every control step: asking the graph takes as long as a step."""
-        if self._driver is not None:
-            self._driver.action_publishers = self.count_publishers(self._action_topic)
+        if self._driver is None:
+            return
+        self._driver.action_publishers = self.count_publishers(self._action_topic)
+        newest = self._history.newest
+        before, self._stood_at = self._stood_at, newest[1] if newest is not None else None
+        if before is None or self._stood_at is None or max(before.distance(self._stood_at)) > _STANDS:
+            return  # what moves is at another place in each message
+        with suppress(UserError):  # joints that are not known, or out of range, are told at the start
+            self._driver.mismatch = self._mismatch()
 
     # Diagnostics
 
@@ -266,6 +293,7 @@ class DriverNode(ManagedNode):
         driver = self._driver
         values: dict[str, object] = {
             "output": self._chosen.output,
+            "scheduling": self._scheduling,
             "actions taken": self._taken,
             "actions refused": sum(self._refusals.values()),
             "control loop stood still": driver.stalls if driver is not None else 0,

@@ -78,6 +78,12 @@ class DriverParameters:
     max_step_rad: float = parameter(
         1.5, "A larger rotation of one action is refused.", unit="rad", minimum=0.001, maximum=3.1416
     )
+    realtime_priority: int = parameter(
+        8,
+        "Priority of the driver's threads under SCHED_FIFO, where the system allows it; below the guard's; 0: none.",
+        minimum=0,
+        maximum=99,
+    )
     limits: Limits = section(Limits)
     joints: JointParameters = section(JointParameters)
     gripper: GripperSettings = section(GripperSettings)

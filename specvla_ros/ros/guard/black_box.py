@@ -61,6 +61,8 @@ class BlackBox:
 
     def add_topic(self, topic: str, msgtype: str) -> None:
         """Announces a topic, with its type such as std_msgs/msg/Empty."""
+        if topic in self._channels:  # that another subscription announced
+            return
         self._channels[topic] = len(self._channels)
         self._send(TOPIC, self._channels[topic], json.dumps({"topic": topic, "type": msgtype}).encode())
 

@@ -2,12 +2,10 @@
 """A loop on a thread of its own, on the steady clock, so that no callback holds up what goes out."""
 
 import gc
-import os
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -61,19 +59,3 @@ class SteadyLoop:
                 self._took_s.append(ended_s - began_s)
             due_s += self._period_s * max(1, np.ceil((ended_s - due_s) / self._period_s))
             time.sleep(max(0.0, due_s - time.monotonic()))
-
-
-def raise_priority(priority: int) -> str:
-    """Lets every thread of this process run before ordinary ones; returns how they are scheduled, in words.
-
-    On a busy machine (load 9 on 2 cores) the 99th percentile of the loop's lateness was 1 ms with this, 15 ms without.
-    All threads, since the interpreter's lock may be with any of them. `priority`: of SCHED_FIFO; 0: as they are.
-    """
-    if priority == 0:
-        return "ordinary"
-    try:
-        for task in Path("/proc/self/task").iterdir():
-            os.sched_setscheduler(int(task.name), os.SCHED_FIFO, os.sched_param(priority))
-    except (OSError, AttributeError) as error:  # not allowed, or no Linux
-        return f"ordinary: SCHED_FIFO {priority} is not allowed here ({error})"
-    return f"SCHED_FIFO {priority}"

@@ -30,14 +30,24 @@ from specvla_ros.control.pose import Pose
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros import motion_messages as messages
 from specvla_ros.ros.guard.black_box import BlackBox
-from specvla_ros.ros.guard.loop import SteadyLoop, raise_priority
-from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, make_status, run_node
+from specvla_ros.ros.guard.loop import SteadyLoop
+from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, make_status, raise_priority, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters
-from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, LATCHED_STATE, STATE
+from specvla_ros.ros.qos import (
+    ACTION,
+    COMMAND,
+    DIAGNOSTICS,
+    HEARTBEAT,
+    INSTRUCTION,
+    LATCHED_INSTRUCTION,
+    LATCHED_STATE,
+    STATE,
+)
 
 _SOURCES_S = 0.5
 _RECENT_S = 0.5  # within which two publishers of a topic take turns
 _LOG_S = 0.1
+_END_S = 0.2  # more than a stop takes
 _LOG_PERIOD_S = 5.0  # between two messages of one cause
 _LEVELS = {
     State.PASSING: DiagnosticStatus.OK,
@@ -61,6 +71,14 @@ class Senders:
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[bytes, float]] = {}
+        self._heard: dict[str, tuple[str, int]] = {}
+
+    def again(self, topic: str, info: Any) -> bool:
+        """If the topic's last message comes once more, by a second subscription of other QoS."""
+        sent_ns = info.get("source_timestamp", 0) if isinstance(info, dict) else 0
+        sent = str(info.get("publisher_gid")) if sent_ns else "", sent_ns
+        last, self._heard[topic] = self._heard.get(topic), sent
+        return bool(sent_ns) and last == sent
 
     def another(self, topic: str, info: Any, steady_s: float) -> bool:
         """Whether another publisher than this message's was heard on the topic a moment ago."""
@@ -105,7 +123,12 @@ class GuardNode(Node):
         self._scheduling = raise_priority(self._chosen.realtime_priority)
 
     def close(self) -> bool:
-        """Ends the loop, and the black box with what it is writing; False when something hangs."""
+        """Brakes, ends the loop, and the black box with what it is writing; False when something hangs."""
+        with self._lock:
+            self.guard.end(self._now())
+        deadline_s = time.monotonic() + _END_S + self._settings.ramp_s
+        while not self.guard.at_rest and time.monotonic() < deadline_s:
+            time.sleep(1 / self._settings.rate_hz)
         ended = self._loop.stop()
         return (self.black_box is None or self.black_box.close()) and ended
 
@@ -141,8 +164,10 @@ class GuardNode(Node):
         if kind.of_joints:
             self._listen(JointState, "joint_states", STATE, on_joints)
         self._listen(VlaAction, "action", ACTION, on_action, alone=True)
-        self._listen(Bool, "~/enable", INSTRUCTION, lambda m, s, now: guard.enable(m.data, now), alone=True)
-        self._listen(Empty, "~/stop", DIAGNOSTICS, lambda m, s, now: guard.press_stop("topic", now))
+        self._listen(Bool, "~/enable", HEARTBEAT, lambda m, s, now: guard.enable(m.data, now), alone=True)
+        # A reliable subscription does not match a best-effort publisher (micro-ROS); a best-effort one loses presses.
+        for qos in (DIAGNOSTICS, STATE):
+            self._listen(Empty, "~/stop", qos, lambda m, s, now: guard.press_stop("topic", now))
         self._listen(String, "~/confirm", INSTRUCTION, lambda m, s, now: guard.confirm(m.data))
         for qos in (INSTRUCTION, LATCHED_INSTRUCTION):
             self._listen(String, "instruction", qos, lambda m, s, now: guard.instruction(m.data))
@@ -167,6 +192,8 @@ class GuardNode(Node):
         is_command = topic.startswith("command/")
 
         def on_bytes(raw: bytes, info: Any) -> None:
+            if self._senders.again(name, info):
+                return
             self._record(name, raw)
             try:
                 message: Any = deserialize_message(raw, message_type)
@@ -249,7 +276,7 @@ class GuardNode(Node):
             return messages.pose_message(sent, clock_ns, settings.base_frame)
         if settings.kind is Output.POSITION_ARRAY:
             return messages.array_message(sent.positions)
-        return messages.trajectory_message(settings.joints.names, sent.positions, sent.velocities)
+        return messages.trajectory_message(settings.joints.names, sent.positions, sent.velocities, sent.after_s)
 
     def _on_fault(self, trace: str) -> None:
         """Zero is right for a twist whatever went wrong; positions are held by who got the last one."""
@@ -354,4 +381,4 @@ def _publishers(node: Node, topic: str) -> list[str]:
 
 def main() -> None:
     """Runs the node."""
-    sys.exit(run_node("guard", GuardNode, close=GuardNode.close))
+    sys.exit(run_node("guard", GuardNode, close=GuardNode.close, last_words=True))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from mcap.reader import make_reader
 from support.black_boxes import read_black_box
 from support.patience import wait_until
 
@@ -50,6 +51,25 @@ def test_a_stop_is_written_with_what_led_there(tmp_path: Path) -> None:
     assert last["/words"].data == "hello"
     assert "stop" in file.name
     assert box.last_file == str(file)
+
+
+def test_every_topic_has_a_channel_of_its_own_however_often_it_is_announced(tmp_path: Path) -> None:
+    types = {"/instruction": "std_msgs/msg/String", "/diagnostics": "diagnostic_msgs/msg/DiagnosticArray"}
+    with recording(tmp_path) as box:
+        for topic in ("/instruction", "/instruction", "/diagnostics", "/instruction"):
+            box.add_topic(topic, types[topic])
+        box.record("/instruction", RAW)
+        box.record("/words", RAW)
+        box.stop("stop", "somebody pressed it")
+        wait_until(lambda: written(tmp_path))
+    with written(tmp_path)[0].open("rb") as file:
+        summary = make_reader(file).get_summary()
+        file.seek(0)
+        read = [(channel.topic, message.data) for _, channel, message in make_reader(file).iter_messages()]
+    assert summary is not None
+    named = {channel.topic: summary.schemas[channel.schema_id].name for channel in summary.channels.values()}
+    assert named == types | {"/words": "std_msgs/msg/String"}
+    assert read == [("/instruction", RAW), ("/words", RAW)]
 
 
 def test_a_goodbye_without_a_stop_leaves_nothing(tmp_path: Path) -> None:

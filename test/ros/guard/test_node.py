@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guard's node over real DDS; the test plays driver, policy, robot and operator."""
 
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import rclpy
+import yaml
 from geometry_msgs.msg import TwistStamped
+from rclpy.executors import SingleThreadedExecutor
 from rclpy.time import Time
 from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import JointState
 from std_msgs.msg import Bool, Empty, Float64MultiArray, String
-from support.guard_scene import TOPICS, scene
+from support.guard_scene import PARAMETERS, TOPICS, Scene, scene
 from support.guarding import JOINTS
 
+from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.guard import State
 from specvla_ros.errors import UserError
-from specvla_ros.ros.qos import CLOCK, COMMAND
+from specvla_ros.ros.qos import CLOCK, COMMAND, STATE
 
 
 @pytest.mark.parametrize("output", TOPICS)
@@ -136,6 +141,20 @@ def test_stop_by_topic_and_by_service_is_latched_until_cleared() -> None:
         assert each.call("stop").success
         each.until_stopped("stop was pressed (service)")
         assert "persists" in each.call("clear_stop").message or each.state is not State.STOPPED
+
+
+def test_a_stop_by_a_best_effort_publisher_is_heard_and_one_by_a_reliable_one_is_heard_once() -> None:
+    with scene("twist") as each:
+        each.start()
+        button = each.user.create_publisher(Empty, "/guard/stop", STATE)
+        each.until(lambda: button.get_subscription_count() == 1)
+        button.publish(Empty())
+        each.until_stopped("stop was pressed (topic)")
+        each.until(lambda: each.call("clear_stop").success)
+        each.start()
+        each.stops.publish(Empty())
+        each.until_stopped("stop was pressed (topic)")
+        assert each.guard.guard.tally.counts[Cause.STOP] == 2
 
 
 def test_two_publishers_of_a_command_are_refused_and_named() -> None:
@@ -258,3 +277,36 @@ def test_a_stop_is_written_and_rosbags_reads_it(tmp_path: Path) -> None:
     assert counts["/guard/stop"] == 1
     assert last["/guard/twist"].twist.linear.y == 0
     assert last["/action"].instruction == "lift"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_guard_that_is_told_to_end_brakes_first(signal_number: int, tmp_path: Path) -> None:
+    (tmp_path / "guard.yaml").write_text(yaml.safe_dump({"guard": {"ros__parameters": as_yaml(output="twist")}}))
+    command = [sys.executable, "-c", "from specvla_ros.ros.guard.node import main; main()"]
+    command += ["--ros-args", "--params-file", str(tmp_path / "guard.yaml")]
+    rclpy.init()
+    executor, user = SingleThreadedExecutor(), rclpy.create_node("user", enable_rosout=False)
+    executor.add_node(user)
+    passing: Any = SimpleNamespace(get_clock=user.get_clock, guard=SimpleNamespace(state=State.PASSING, reason=""))
+    each = Scene(passing, user, executor, "twist", speed=0.2)
+    try:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            each.until(lambda: each.sent and each.moving(each.sent))
+            each.until(lambda: each.sent[-1].twist.linear.y == each.speed)
+            process.send_signal(signal_number)
+            each.until(lambda: process.poll() is not None)
+            _, said = process.communicate()
+        assert process.returncode == 0 and "Traceback" not in said, said
+        speeds = [message.twist.linear.y for message in each.sent]
+        braking = speeds[max(at for at, speed in enumerate(speeds) if speed == each.speed) :]
+        assert len(set(braking)) > 2 and braking == sorted(braking, reverse=True), "it ramps down"
+        assert braking[-1] == 0.0
+    finally:
+        executor.shutdown()
+        user.destroy_node()
+        rclpy.try_shutdown()
+
+
+def as_yaml(**changes: Any) -> dict[str, Any]:
+    chosen = PARAMETERS | changes
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}

@@ -198,6 +198,14 @@ def test_the_time_limit_ends_a_task_and_stops_the_robot(judge: str, status: int)
         assert s.policy.paused
 
 
+def test_a_task_in_which_the_policy_never_acted_is_failed() -> None:
+    with scene() as s:
+        s.policy.answers = False
+        answer = s.run(INSTRUCTION, 0.7)
+        assert (answer.status, answer.result.outcome) == (GoalStatus.STATUS_ABORTED, RunTask.Result.FAILED)
+        assert "no action within the time limit of 0.7 s" in answer.result.message and answer.result.actions == 0
+
+
 def test_a_goal_without_a_limit_gets_the_nodes_own() -> None:
     with scene(time_limit_s=0.5) as s:
         assert "0.5 s is over" in s.run(INSTRUCTION, 0.0).result.message

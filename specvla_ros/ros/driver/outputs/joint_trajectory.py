@@ -28,4 +28,4 @@ class JointTrajectoryOutput(RobotOutput):
         self._solver.start(joint_positions)
 
     def send(self, target: Target, now: Time) -> None:
-        self._publisher.publish(trajectory_message(self._joints, *self._solver.follow(target.pose)))
+        self._publisher.publish(trajectory_message(self._joints, *self._solver.follow(target)))

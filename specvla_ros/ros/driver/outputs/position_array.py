@@ -23,5 +23,5 @@ class PositionArrayOutput(RobotOutput):
         self._solver.start(joint_positions)
 
     def send(self, target: Target, now: Time) -> None:
-        positions, _ = self._solver.follow(target.pose)
+        positions, _ = self._solver.follow(target)
         self._publisher.publish(array_message(positions))
