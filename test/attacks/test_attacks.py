@@ -68,6 +68,7 @@ def test_images() -> None:
     assert tally.outcomes["refused"] > 100 and tally.outcomes["decoded"] > 5
 
 
+@pytest.mark.nightly
 def test_commands(tmp_path: Path) -> None:
     tally = attack_commands(tmp_path, limit=12, seed=3)
     assert tally.tried == 12

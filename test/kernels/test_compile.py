@@ -27,6 +27,7 @@ def run(*words: str, environment: dict[str, str]) -> subprocess.CompletedProcess
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.nightly
 def test_every_kernel_of_the_smallest_policy_compiles_for_every_device() -> None:
     made = run("nano bf16", environment=COMPILING)
     assert made.returncode == 0, made.stdout + made.stderr

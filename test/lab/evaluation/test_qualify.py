@@ -117,6 +117,7 @@ def test_tolerances_are_candidates_too() -> None:
     assert {each.engine.acceptance.rule for each in found.values()} == {"bin_distance"}
 
 
+@pytest.mark.nightly
 def test_the_nano_policy_on_a_device_that_is_far_too_slow(tmp_path: Path) -> None:
     """A setting that was made bad on purpose."""
     slow = tmp_path / "slow.json"

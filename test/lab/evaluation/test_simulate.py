@@ -115,6 +115,7 @@ def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
         pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
     ),
 )
+@pytest.mark.nightly
 def test_a_killed_worker_changes_no_episode_and_each_is_counted_once(policy, tmp_path, where, monkeypatch, request):
     if "ray" in where:
         request.getfixturevalue("cluster")

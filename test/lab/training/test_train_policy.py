@@ -169,6 +169,7 @@ def test_training_that_was_stopped_goes_on_as_if_it_had_not_been(bags, tmp_path)
     assert [each.loss for each in parts] == pytest.approx([each.loss for each in whole], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_killed_training_goes_on(bags, tmp_path):
     program = (
         "import os, signal, sys; from pathlib import Path; sys.path[:0] = {path!r}\n"

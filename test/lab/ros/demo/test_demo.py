@@ -199,6 +199,7 @@ def test_missing_shipped_policy_says_what_to_do(monkeypatch, tmp_path):
 
 
 @needs_gl
+@pytest.mark.nightly
 def test_a_policy_of_two_cameras_with_a_state_is_shown_all_of_it(tmp_path):
     run = subprocess.run(
         [*COMMAND, "--out", str(tmp_path / "out"), "--policy", "wrist", "--task", "lift_red"],
