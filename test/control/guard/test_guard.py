@@ -252,6 +252,8 @@ def test_a_late_tick_does_not_send_what_it_missed_in_one_message(output: str, la
     each.hear()
     each.tick()
     after = each.sent[-1][1]
+    step: np.ndarray | float
+    most: np.ndarray | float
     if isinstance(before, SentJoints) and isinstance(after, SentJoints):
         step, most = np.abs(after.positions - before.positions), np.array(JOINTS.max_speed) * MOVES_S
     elif isinstance(before, Pose) and isinstance(after, Pose):
