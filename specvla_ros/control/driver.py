@@ -91,8 +91,10 @@ class Driver:
 
     def passing(self, passing: bool, now_s: float) -> None:
         """Takes what the guard says: while it lets nothing through the robot stays, and so must its target."""
-        if not passing and not self.guarded:
-            self.follower.hold(now_s)
+        if not passing:
+            self.follower.forget_gripper()  # nor is its last command repeated when motion resumes
+            if not self.guarded:
+                self.follower.hold(now_s)
         self.guarded = not passing
 
     def step(self, now_s: float, steady_s: float) -> Target | None:

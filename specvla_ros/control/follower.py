@@ -122,6 +122,10 @@ class ActionFollower:
         self._last_stamp_s = -math.inf
         self._pace.clear()
 
+    def forget_gripper(self) -> None:
+        """Commands the gripper nothing until an action says so."""
+        self._gripper.reset()
+
     def hold(self, now_s: float) -> None:
         """Drops what is followed, and comes to rest as soon as the limits allow."""
         self._steps.clear()

@@ -92,3 +92,17 @@ def test_while_the_guard_holds_the_target_goes_to_where_the_robot_is_put(follows
         robot.pose = put
     way_m, turn_rad = robot.driver.target.pose.distance(put)
     assert way_m < 0.005 and turn_rad < 0.03, "else the guard never finds it near enough to go on"
+
+
+def test_a_guard_that_lets_nothing_through_ends_the_grippers_command():
+    robot = Robot()
+    robot.run(0.1)
+    robot.act()
+    gripper = robot.driver.follower._gripper
+    assert gripper.position is not None
+    robot.driver.passing(False, robot.now_s)
+    robot.run(0.1)
+    robot.driver.passing(True, robot.now_s)
+    assert gripper.position is None
+    robot.act()
+    assert gripper.position is not None

@@ -118,7 +118,6 @@ class DriverNode(ManagedNode):
             )
             self._driver.holding = self._holding
         self._gripper.reset()
-        self._gripper_output.forget()
         self._scheduling = raise_priority(chosen.realtime_priority)
         self._listen()
         for period_s, callback in ((1.0 / chosen.rate_hz, self._step), (_WATCH_S, self._look_around)):
@@ -211,9 +210,6 @@ class DriverNode(ManagedNode):
     def _on_passing(self, message: Bool) -> None:
         if self._driver is not None:
             self._driver.passing(message.data, self._now_s())
-        if not message.data:  # nor is the gripper's last command repeated when motion resumes
-            self._gripper.reset()
-            self._gripper_output.forget()
 
     def _read(self, message: VlaAction) -> StampedAction:
         """The action that a message holds; raises ValueError where it cannot be one of this robot's."""

@@ -30,17 +30,14 @@ class GripperCommands:
         self._sent_s = 0.0
 
     def command(self, position: float | None, now_s: float) -> None:
-        """Sends a position in the robot's unit; None: nothing yet. `now_s` is of a steady clock."""
+        """Sends a position in the robot's unit; None: nothing, and the next one whatever it is. `now_s`: steady."""
         if position is None:
+            self._sent = None
             return
         if position == self._sent and not (self._repeats and now_s - self._sent_s >= _REPEAT_S):
             return
         self._sent, self._sent_s = position, now_s
         self._send(position)
-
-    def forget(self) -> None:
-        """The next command is sent, whatever it is."""
-        self._sent = None
 
 
 def _array(context: OutputContext, joint: str) -> Callable[[float], None]:
