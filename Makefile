@@ -38,7 +38,7 @@ test: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests (about 12 minutes on 2
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
 
 test-all: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests, those too that make test leaves to the night
-	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=night
 
 # What make test runs a little of, at full size, with its figures for the results page: hours.
 attacks: build $(TESTING)  ## Attack the package and its nodes with everything (hours; writes benchmarks/results)

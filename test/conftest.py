@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models only wait for each
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from support.nightly import ALL_EXAMPLES
 
 if not torch.cuda.is_available():
     # Read when Triton is imported: kernels then run on the CPU. Nothing else in the tests asks for it.
@@ -21,8 +22,11 @@ if not torch.cuda.is_available():
 import specvla_ros.lab.simulation  # noqa: F401  MuJoCo chooses its OpenGL when it is first imported, whoever does it
 
 # A busy machine makes examples slow, not wrong.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+settings.register_profile(
+    "night", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=ALL_EXAMPLES
+)
+settings.register_profile("day", settings.get_profile("night"), max_examples=3 * ALL_EXAMPLES // 10)
+settings.load_profile("day")
 
 torch.set_num_threads(1)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 
 from specvla_ros.control.bounded_motion import BoundedMotion
 from specvla_ros.control.limits import Limits
@@ -68,7 +69,7 @@ def run(motion, orders, *, tail_s=8.0):
     return targets
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.lists(orders, min_size=1, max_size=8))
 def test_no_limit_is_ever_broken(orders):
     targets = run(resting(), orders)
@@ -100,7 +101,7 @@ def test_a_brake_in_front_of_the_edge_stays_within_the_workspace():
         assert min(target.pose.position[2] for target in targets) >= -1e-9
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.lists(orders, min_size=1, max_size=5))
 def test_a_brake_ends_all_motion_within_the_stated_time(orders):
     motion = resting()
@@ -110,7 +111,7 @@ def test_a_brake_ends_all_motion_within_the_stated_time(orders):
     assert not motion.at(now_s + LIMITS.stop_s + 1e-6).moving
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(goals)
 def test_a_goal_within_the_workspace_is_reached_exactly(goal):
     motion = resting()

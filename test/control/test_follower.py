@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 
 from specvla_ros.control.bounded_motion import BoundedMotion
 from specvla_ros.control.convention import (
@@ -78,7 +79,7 @@ ages = st.integers(0, 30).map(lambda steps: steps * CONTROL_S)
 moves = st.lists(st.floats(-0.05, 0.05), min_size=6, max_size=6).map(lambda parts: np.array([*parts, 1.0]))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.lists(st.tuples(moves, ages, st.integers(1, 25)), min_size=1, max_size=8))
 def test_the_tool_ends_where_the_newest_picture_meant(actions):
     arm = Arm()

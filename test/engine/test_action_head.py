@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import load_openvla
 from support.draft_heads import write_random_head
+from support.nightly import examples
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_kernels.greedy_choice import greedy_choice
@@ -63,7 +64,7 @@ def decoded(policy: OpenVLATarget, chosen: EngineSettings, seed: int) -> Action:
     return action
 
 
-@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(24), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(which=st.integers(0, 1), chosen=st.sampled_from(MODES), seed=st.integers(0, 50))
 def test_the_tokens_are_those_of_the_plain_head(
     policies: list[tuple[OpenVLATarget, OpenVLATarget]], which: int, chosen: EngineSettings, seed: int

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 
 from specvla_kernels.graph_capture import padded_rows
 from specvla_ros.engine import cuda_graphs as buckets
@@ -39,7 +40,7 @@ def shares(length: int, chunk_rows: int) -> list[int]:
     return rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), mode=st.sampled_from(["ar", "spec", "pipeline", "specpipe"]))
 def test_a_forward_has_a_captured_bucket_that_is_little_larger(data: st.DataObject, mode: str) -> None:
     nodes = data.draw(st.integers(1, 64))
@@ -76,7 +77,7 @@ def test_a_forward_has_a_captured_bucket_that_is_little_larger(data: st.DataObje
     assert max(lengths) <= bucket.longest <= bucket.rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     length=st.integers(1, 900),
     forwards=st.integers(1, 16),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
+from support.nightly import examples
 from support.pipelines import PICTURES, frame, plain_tokens, poisoned
 from torch import Tensor
 
@@ -61,7 +62,7 @@ def test_a_rule_that_looks_at_the_image_may_be_set_at_any_moment(policy: Target,
     assert later.tokens != plain(2) and later.record.acceptance == "lvspec", "everything is loose"
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     steps=st.lists(st.sampled_from(["frame", "tick", "tick", *RULES]), max_size=40),
     pictures=st.lists(st.integers(0, PICTURES - 1), min_size=40, max_size=40),

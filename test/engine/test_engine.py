@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import load_openvla
+from support.nightly import examples
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -251,7 +252,7 @@ def test_an_observation_needs_an_rgb_image(shape: tuple[int, ...]) -> None:
         Observation(np.zeros(shape, np.uint8), INSTRUCTION, 1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.sampled_from(["submit", "repeat", "tick", "flush", "reset"]), max_size=40))
 def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: OpenVLATarget, steps: list[str]) -> None:
     engine = Engine(policy, EngineSettings())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 
 from benchmarks.random_policy import random_decoder
 from specvla_kernels.layout import Ancestry
@@ -65,7 +66,7 @@ def full_recompute(decoder, tokens: torch.Tensor) -> torch.Tensor:
     return packed_forward(decoder, [Segment(0, 0, tokens)], cache).logits[0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(decoders(), shapes(), st.data())
 def test_a_segment_gets_in_a_pack_what_it_gets_alone(model, plan, data) -> None:
     config, seed = model
@@ -102,7 +103,7 @@ def test_a_segment_gets_in_a_pack_what_it_gets_alone(model, plan, data) -> None:
             torch.testing.assert_close(one[:, segment.slot, written], other[:, segment.slot, written], **TOLERANCE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(decoders(), st.integers(0, 30), parent_lists())
 def test_each_node_of_a_tree_gets_what_its_own_path_gets_as_a_chain(model, prefix, parents) -> None:
     config, seed = model
@@ -128,7 +129,7 @@ def test_each_node_of_a_tree_gets_what_its_own_path_gets_as_a_chain(model, prefi
         torch.testing.assert_close(logits[node], full_recompute(decoder, chain), **TOLERANCE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(decoders(), st.integers(1, 100), st.data())
 def test_a_prefill_in_chunks_equals_a_whole_one(model, length, data) -> None:
     config, seed = model

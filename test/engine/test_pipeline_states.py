@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.draft_heads import policy_with_random_head
+from support.nightly import examples
 from support.pipelines import failing_tick, frame, plain_tokens, poisoned
 
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -125,5 +126,8 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: OpenVLATarge
 
     slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=slow)
+        Machine,
+        settings=settings(
+            max_examples=examples(100), stateful_step_count=40, deadline=None, suppress_health_check=slow
+        ),
     )

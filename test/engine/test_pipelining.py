@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
 from support.draft_models import FOLDER, with_model, write_draft_model
+from support.nightly import examples
 from support.pipelines import PICTURES, failing_tick, frame, plain_tokens, poisoned
 from support.reference_rules import accept_batch_by_loops
 
@@ -53,7 +54,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     chosen=modes,
     steps=steps,
@@ -119,7 +120,7 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
     return outcome.observation.stamp_ns, outcome.tokens, record.bins_off, record.why, record.tokens_per_forward
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chosen=modes, gaps=st.lists(st.integers(0, 4), min_size=6, max_size=6), picture=st.integers(0, PICTURES - 1))
 def test_relaxed_tokens_stay_within_their_bins(
     policy: OpenVLATarget, chosen: EngineSettings, gaps: list[int], picture: int

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.launches import Launches
+from support.nightly import examples
 from support.random_chunks import any_chunks
 from support.scripted_drafts import Scripted
 from support.verifications import make_tree, verify_tree
@@ -222,7 +223,7 @@ def own_choices(policy: OpenVLATarget, observation: Observation, tokens: Sequenc
 def test_an_answer_stays_within_its_tolerance_of_the_targets_own(policy: OpenVLATarget) -> None:
     relaxed: list[int] = []
 
-    @settings(max_examples=80, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(80), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(data=st.data(), seed=st.integers(0, 5), r=st.integers(0, 12))
     def stays(data: st.DataObject, seed: int, r: int) -> None:
         plain = Engine(policy, EngineSettings()).act(seen(seed))

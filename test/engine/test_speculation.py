@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
 from support.draft_models import FOLDER, drafting_model, write_draft_model
+from support.nightly import examples
 from support.random_checkpoint import write_random_checkpoint
 from support.scripted_drafts import Scripted
 
@@ -61,7 +62,7 @@ def scripted_engine(
     return engine
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), seed=st.integers(0, 5))
 def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
     policy: OpenVLATarget, data: st.DataObject, seed: int
@@ -74,7 +75,7 @@ def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
     assert set(action.record.bins_off) == {0}
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), seed=st.integers(0, 5), bins=st.lists(st.integers(0, 9), min_size=7, max_size=7))
 def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
     policy: OpenVLATarget, data: st.DataObject, seed: int, bins: list[int]
@@ -97,7 +98,7 @@ def plain_choice(policy: OpenVLATarget, observation: Observation, tokens: Sequen
     return int(packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache).logits[0].argmax())
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data: st.DataObject) -> None:
     observation = frame(1, seed=2)

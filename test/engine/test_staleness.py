@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
+from support.nightly import examples
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -50,7 +51,7 @@ steps = st.lists(
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @given(steps=steps)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_no_action_is_older_than_the_limit_when_it_leaves(
     policy: OpenVLATarget, how: dict[str, Any], steps: list[tuple[str, float]]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import load_openvla
+from support.nightly import examples
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.engine import Engine
@@ -72,7 +73,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     events=EVENTS,
     mode=st.sampled_from(MODES),

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE
+from support.nightly import examples
 from support.reference_rules import accept_by_loops, packed
 from support.verifications import ACTIONS, VOCAB, TreeCase, make_tree, one_hot, verifications, verify_tree
 
@@ -122,13 +123,13 @@ def of_drafts(comparison: Comparison, parts: list[TreeCase]) -> list[torch.Tenso
     return [column[i, : len(part.tree)] for i, part in enumerate(parts) for column in columns]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.lists(verifications(), min_size=1, max_size=3), st.sampled_from((*TOLERANCES, *LOOSE)))
 def test_batches_of_small_trees(parts: list[TreeCase], rule: AcceptanceRule) -> None:
     check(parts, rule)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     n=st.one_of(st.sampled_from([1, 2, 63, 64]), st.integers(1, 64)),
     reach=st.integers(1, 8),

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES
+from support.nightly import examples
 
 from specvla_kernels.commit_kv import commit_kv, commit_kv_reference, commit_kv_triton
 from specvla_kernels.device import HAS_TRITON
@@ -45,7 +46,7 @@ def test_a_row_that_is_a_destination_and_a_source_is_read_first() -> None:
     assert keys.flatten().tolist() == [0, 2, 3, 5, 4, 5]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.one_of(st.just([]), paths(), st.just([*range(7)])), min_size=1, max_size=4),
     st.sampled_from([(1, 1), (2, 3), (1, 80), (3, 128)]),

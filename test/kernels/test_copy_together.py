@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE
 from support.launches import Launches
+from support.nightly import examples
 
 from specvla_kernels.device import copy_together
 
 DTYPES = [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(1, 5), st.integers(0, 3)), max_size=6))
 def test_every_place_gets_its_own_and_no_more(parts: list[tuple[torch.dtype, int, int]]) -> None:
     memory = [torch.zeros(n + 2 * before + 1, dtype=dtype, device=DEVICE) for dtype, n, before in parts]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, poisoned
+from support.nightly import examples
 
 from specvla_kernels.draft_rows import (
     DraftRows,
@@ -69,7 +70,7 @@ def candidates(generator: torch.Generator, kind: str, shape: tuple[int, int, int
 
 
 @pytest.mark.parametrize("kind", ["top k", "one row for all", "chosen", "window", "window or text"])
-@settings(max_examples=25 if DEVICE.type == "cpu" else 200, deadline=None)
+@settings(max_examples=examples(25) if DEVICE.type == "cpu" else 200, deadline=None)
 @given(seed=_SEED, trees=st.integers(1, 3), k=st.integers(1, 5), levels=st.integers(1, 4), more=st.integers(0, 9))
 def test_levels_and_trees(kind: str, seed: int, trees: int, k: int, levels: int, more: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +117,7 @@ def same_trees(considered: Considered, generator: torch.Generator, k: int, level
             assert ours.equal(other)
 
 
-@settings(max_examples=10 if DEVICE.type == "cpu" else 200, deadline=None)
+@settings(max_examples=examples(10) if DEVICE.type == "cpu" else 200, deadline=None)
 @given(seed=_SEED, shape=st.sampled_from([(8, 5), (16, 5), (64, 2), (1, 63), (21, 4)]), ties=st.booleans())
 def test_trees_of_the_largest_sizes(seed: int, shape: tuple[int, int], ties: bool) -> None:
     """Made without a head: level by level, scores below their parents'."""
@@ -155,7 +156,7 @@ def test_rows_that_are_too_long_are_refused() -> None:
         expand_tree_triton(drawn, None, memory(1, 3), torch.ones(1, dtype=torch.int64), k=3, level=0, offset=0)
 
 
-@settings(max_examples=8 if DEVICE.type == "cpu" else 200, deadline=None)
+@settings(max_examples=examples(8) if DEVICE.type == "cpu" else 200, deadline=None)
 @given(
     seed=_SEED,
     requests=st.integers(1, 3),

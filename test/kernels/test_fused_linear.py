@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES, poisoned_empty
+from support.nightly import examples
 
 from specvla_kernels import product_contest
 from specvla_kernels.fused_linear import fused_linear_reference, fused_linear_triton
@@ -16,7 +17,7 @@ from specvla_kernels.rmsnorm_residual import RowNorm
 pytest.importorskip("triton")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     n_rows=st.sampled_from([1, 2, 16, 17, 33, 64, 70]),
     in_features=st.sampled_from([8, 48, 128, 200]),

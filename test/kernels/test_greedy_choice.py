@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE
+from support.nightly import examples
 
 from specvla_kernels.greedy_choice import greedy_choice_reference, greedy_choice_triton
 
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 VALUES = st.sampled_from([-math.inf, -2.0, 0.0, 1.0, 1.5, math.inf, math.nan])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(VALUES, min_size=3, max_size=3), min_size=1, max_size=4), st.sampled_from([3, 4096, 9001]))
 def test_the_lowest_id_wins_and_a_nan_is_no_choice(rows: list[list[float]], vocab: int) -> None:
     logits = torch.full((len(rows), vocab), -3.0)

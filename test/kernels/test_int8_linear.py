@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES
+from support.nightly import examples
 
 from specvla_kernels.int8_linear import int8_linear
 
@@ -27,7 +28,7 @@ def activations(n_rows: int, in_features: int, dtype: torch.dtype, seed: int) ->
     return (torch.randn(n_rows, in_features, generator=generator) * sizes).to(DEVICE, dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     n_rows=st.sampled_from([1, 2, 16, 17, 31, 32, 70]),
     shape=st.sampled_from([(8, 8), (24, 64), (288, 96), (64, 288)]),
@@ -48,7 +49,7 @@ def test_the_error_is_that_of_rounding_activations(
     assert ((result.double() - expected).abs() <= half_step * real.abs().sum(dim=1) * 1.001 + rounding).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 69), max_size=5, unique=True),
     dtype=st.sampled_from(ALL_DTYPES),

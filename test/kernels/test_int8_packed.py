@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 
 from specvla_kernels import int8_linear as int8_packed
 from specvla_kernels.int8_linear import PackedInt8, Sums, int8_linear, pack_int8, packed_product
@@ -35,7 +36,7 @@ def activations(n_rows: int, in_features: int, dtype: torch.dtype, seed: int) ->
 
 
 @needs_product
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     n_rows=st.sampled_from([1, 2, 5, 16, 17, 33, 70]),
     shape=st.sampled_from([(8, 8), (24, 64), (289, 96), (64, 1000), (7, 13)]),
@@ -51,7 +52,7 @@ def test_it_is_the_plain_product_to_the_bit(n_rows: int, shape: tuple[int, int],
 
 
 @needs_product
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     rows=st.lists(st.integers(0, 299), min_size=1, max_size=20, unique=True),
     shape=st.sampled_from([(64, 96), (96, 5632), (40, 2048)]),

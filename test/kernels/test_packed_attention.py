@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES, poisoned
+from support.nightly import examples
 
 from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.layout import Ancestry, PackedLayout, Span, pack_layout
@@ -52,7 +53,7 @@ def caches(layout: PackedLayout, kv_heads: int, head_dim: int, generator: torch.
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     parts=segments(),
     kv_heads=st.sampled_from([1, 2, 3]),

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES
+from support.nightly import examples
 
 from specvla_kernels.gated_unit import GATES, gated_unit_reference, gated_unit_triton
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference, rmsnorm_residual_triton, rmsnorm_triton
@@ -13,7 +14,7 @@ from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference, rmsnorm
 pytest.importorskip("triton")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 4),
     st.sampled_from([1, 3, 192, 1000, 4096]),
@@ -37,7 +38,7 @@ def test_a_norm_behind_a_residual(n_rows: int, hidden: int, dtype: torch.dtype, 
     torch.testing.assert_close(alone.double(), rmsnorm_reference(x.double(), exact), **TOLERANCES[dtype])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 4),
     st.sampled_from([1, 7, 480, 1024, 1500]),

@@ -6,13 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES, poisoned
+from support.nightly import examples
 
 from specvla_kernels.rope_write_kv import rope_write_kv_reference, rope_write_kv_triton
 
 pytest.importorskip("triton")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     n_rows=st.integers(1, 5),
     kv_heads=st.sampled_from([1, 2, 3, 5]),

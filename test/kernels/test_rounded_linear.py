@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES
+from support.nightly import examples
 
 from specvla_kernels.gated_unit import GATES
 from specvla_kernels.rmsnorm_residual import RowNorm
@@ -29,7 +30,7 @@ def poisoned(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return made.fill_(torch.nan) if made.is_floating_point() else made.fill_(77)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     n_rows=st.integers(1, 4),
     width=st.sampled_from([1, 48, 480, 1500, 9000]),
@@ -64,7 +65,7 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
         assert (values != wanted).float().mean() < 0.02 + 1 / values.numel()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     n_rows=st.sampled_from([1, 2, 17, 33, 64, 130]),
     shape=st.sampled_from([(8, 8), (24, 64), (288, 96), (100, 300)]),

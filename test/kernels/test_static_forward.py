@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, poisoned_empty
+from support.nightly import examples
 from support.no_read_back import no_read_back
 from support.static_forwards import flash_attention, kernels, rerun
 
@@ -85,7 +86,7 @@ def poison(static: StaticForward) -> None:
     static._numbers.all.fill_(1 << 40)  # no row, no position
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(several=st.lists(forwards(), min_size=2, max_size=2), programs=st.sampled_from([1, 40]))
 @torch.inference_mode()
 def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], programs: int) -> None:
@@ -124,7 +125,7 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
                 torch.testing.assert_close(store, wanted, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(several=st.lists(forwards(), min_size=1, max_size=2))
 @torch.inference_mode()
 def test_forwards_whose_chain_flash_attn_computes_are_packed_forwards(several: list[list[Segment]]) -> None:
@@ -175,7 +176,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="captures CUDA graphs")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(several=st.lists(forwards(), min_size=2, max_size=4))
 @torch.inference_mode()
 def test_captured_forwards_are_packed_forwards(several: list[list[Segment]]) -> None:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES, poisoned_empty
+from support.nightly import examples
 
 from specvla_kernels import layer_products, layernorm_residual, patch_embedding
 from specvla_kernels.layernorm_residual import layernorm_residual_reference, layernorm_residual_triton
@@ -18,7 +19,7 @@ from specvla_ros.models.families.openvla.model import VisionTower
 pytest.importorskip("triton")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     n_rows=st.integers(1, 4),
     dim=st.sampled_from([1, 48, 1000, 1152]),
@@ -45,7 +46,7 @@ def test_a_norm_behind_a_scaled_residual(n_rows: int, dim: int, scaled: bool, dt
     torch.testing.assert_close(normed.double(), expected, atol=2 * bound["atol"], rtol=2 * bound["rtol"])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     patch_size=st.sampled_from([2, 3, 14]),
     side=st.integers(1, 7),

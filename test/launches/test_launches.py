@@ -34,6 +34,7 @@ for counted, ask in more.items():
     found[counted] = [tick[counted] for tick in launches.count("ar")["ticks"]]
 print(json.dumps(found))
 """
+MEANT = "if it is meant: PYTHONPATH=test python -m launches.launches; python -m benchmarks.results_page"
 
 
 def run(*arguments: str) -> str:
@@ -55,13 +56,19 @@ def written() -> dict[str, Any]:
     return cases
 
 
-def test_ticks_and_graphs_launch_what_is_written_down(written: dict[str, Any], tmp_path: Path):
+def test_ticks_and_graphs_of_both_at_once_launch_what_is_written_down(written: dict[str, Any]):
+    found = json.loads(
+        run("-c", "import json; from launches import launches; print(json.dumps(launches.count('specpipe')))")
+    )
+    assert found == written["specpipe"], MEANT
+
+
+@pytest.mark.nightly
+def test_every_modes_ticks_and_graphs_launch_what_is_written_down(written: dict[str, Any], tmp_path: Path):
     out = tmp_path / "launches.json"
     run("-m", "launches.launches", "--out", str(out))
     for mode, found in json.loads(out.read_text())["cases"].items():
-        assert found == written[mode], (
-            "if it is meant: PYTHONPATH=test python -m launches.launches; python -m benchmarks.results_page"
-        )
+        assert found == written[mode], MEANT
 
 
 def test_no_tick_waits_for_the_device_but_for_its_one_read_back(written: dict[str, Any]):
@@ -70,6 +77,7 @@ def test_no_tick_waits_for_the_device_but_for_its_one_read_back(written: dict[st
     assert all(tick["waits"] == 0 and tick["read_backs"] <= 1 for tick in ticks)
 
 
+@pytest.mark.nightly
 def test_one_more_of_each_is_noticed(written: dict[str, Any]):
     for counted, found in json.loads(run("-c", ADDED).splitlines()[-1]).items():
         assert [more - 1 for more in found] == [tick[counted] for tick in written["ar"]["ticks"]], counted

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import random_head
+from support.nightly import examples
 from support.no_read_back import no_read_back
 from support.static_forwards import recorded, use_table
 
@@ -85,7 +86,7 @@ def same(one: Tree, other: Tree) -> None:
     assert one.depth == other.depth
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=4))
 def test_several_requests_at_once_get_what_each_gets_alone(head: EagleHead, wanted: list[tuple[int, int, int]]) -> None:
     requests = [request(seed, slot, prefix, 0, levels) for slot, (seed, prefix, levels) in enumerate(wanted)]
@@ -96,7 +97,7 @@ def test_several_requests_at_once_get_what_each_gets_alone(head: EagleHead, want
         assert tree.tokens[0] == each.root
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 99), st.lists(st.integers(1, 30), min_size=1, max_size=4, unique=True), st.integers(0, 4))
 def test_rows_fed_in_any_split_give_the_same_tree(head: EagleHead, seed: int, ends: list[int], levels: int) -> None:
     ends.sort()
@@ -215,7 +216,7 @@ ROUNDS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ROUNDS)
 def test_a_captured_draft_gives_the_same_trees(
     head: EagleHead, captured: EagleDrafter, rounds: list[dict[int, tuple[int, int, bool]]]

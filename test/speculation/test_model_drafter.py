@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 from support.no_read_back import no_read_back
 from torch import Tensor
 
@@ -123,7 +124,7 @@ def is_chain(tree: Tree, root: int, said: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), seed=st.integers(0, 9), depths=st.lists(st.integers(0, 8), min_size=1, max_size=5))
 def test_after_every_verification_it_goes_on_from_what_was_committed(
     lookup: int, data: st.DataObject, seed: int, depths: list[int]
@@ -140,7 +141,7 @@ def test_after_every_verification_it_goes_on_from_what_was_committed(
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(wanted=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(0, 8)), min_size=2, max_size=4))
 def test_several_requests_at_once_get_what_each_gets_alone(lookup: int, wanted: list[tuple[int, int, int]]) -> None:
     made = drafter(lookup=lookup)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
+from support.nightly import examples
 from support.pipelines import PICTURES, frame, plain_tokens, poisoned
 
 from specvla_kernels.greedy_choice import greedy_choice
@@ -89,7 +90,7 @@ def forward(policy: Target, picture: int):
     return choices
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), picture=st.integers(0, PICTURES - 1), relaxed=st.booleans())
 @torch.inference_mode()
 def test_the_engine_commits_what_the_plain_function_commits(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 from support.no_read_back import no_read_back
 from torch import Tensor
 
@@ -143,7 +144,7 @@ def same(one: Tree, other: Tree) -> None:
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("share", SHARES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     seed=st.integers(0, 20),
     told=st.integers(0, ANSWER - 1),
@@ -162,7 +163,7 @@ def test_a_chain_is_what_the_target_says_over_the_pruned_prompt(
     is_chain(tree, script(seed).answer[told], *plain(seed, told, share, min(levels, 5), keep))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     keep=st.sampled_from(KEEPS),
     share=st.sampled_from(SHARES),
@@ -180,7 +181,7 @@ def test_what_is_told_in_any_split_gives_the_same_chain(
         since = told
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     share=st.sampled_from(SHARES),
     wanted=st.lists(
@@ -204,7 +205,7 @@ def test_several_requests_at_once_get_what_each_gets_alone(
         same(trees[i + len(begun)], alone.draft([second])[0])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(share=st.sampled_from(SHARES), last=st.integers(0, 19), next_=st.integers(0, 20), levels=st.integers(0, 5))
 def test_a_slot_that_is_given_on_shows_nothing_of_its_last_request(
     share: float, last: int, next_: int, levels: int
@@ -216,7 +217,7 @@ def test_a_slot_that_is_given_on_shows_nothing_of_its_last_request(
     same(tree, drafter(share).draft([request(next_, 2, 0, 5)])[0])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     seed=st.integers(0, 20),
     first=st.integers(1, 6),

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks the cases of a parametrised test that run only in `make test-all`."""
+"""What runs only in `make test-all`: cases of a parametrised test, and most examples of a property.
+
+`make test-all` chooses Hypothesis's profile "night"; without it a property is tried on three tenths of its examples.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+ALL_EXAMPLES = 100  # of a property that does not name its own number
+
+
+def examples(all_of_them: int) -> int:
+    """How many examples of a property are tried under the profile that is loaded."""
+    return max(3, round(all_of_them * settings().max_examples / ALL_EXAMPLES))
 
 
 def nightly_but(by_day: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:

@@ -147,6 +147,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.nightly
 def test_a_dry_run_takes_every_steps_gpu_branch(dry_run: Path) -> None:
     steps = {name: entry["found"] for name, entry in state(dry_run).items()}
     assert steps.keys() == {step.name for step in STEPS}
@@ -159,6 +160,7 @@ def test_a_dry_run_takes_every_steps_gpu_branch(dry_run: Path) -> None:
     assert all(status.endswith(" captured") != name.endswith("eager") for name, status in captured.items())
 
 
+@pytest.mark.nightly
 def test_what_a_dry_run_leaves_out_says_why(dry_run: Path) -> None:
     reasons = {name: why for entry in state(dry_run).values() for name, why in _left_out(entry["found"])}
     assert "no numbers" in reasons["transformers"]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.guarding import BASE, HOME, JOINTS, LIMITS, MOVES_S, UPRIGHT, Rig, rig, velocities
 from support.guarding import settings as guard_settings
+from support.nightly import examples
 
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.cause import Cause
@@ -178,7 +179,7 @@ def assert_within_limits(each: Rig) -> None:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @given(st.lists(stretches, min_size=1, max_size=25))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_whatever_comes_in_the_output_stays_within_limits_and_stops_in_time(output: str, plan: list[Stretch]) -> None:
     each = rig(output)
     each.until_passing()
@@ -228,7 +229,7 @@ def test_a_right_driver_is_followed_closely(output: str) -> None:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @given(st.data())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_a_jittery_machine_stops_nobody(output: str, data: st.DataObject) -> None:
     each = rig(output)
     each.until_passing()

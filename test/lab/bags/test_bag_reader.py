@@ -24,6 +24,7 @@ from mcap.records import Chunk
 from mcap.writer import CompressionType
 from rosbags.rosbag2.enums import CompressionMode
 from support import bags
+from support.nightly import examples
 from support.paths import BAGS, needs
 
 from specvla_ros.errors import UserError
@@ -273,7 +274,7 @@ def mcap_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1))
 def test_an_mcap_file_cut_anywhere_gives_its_beginning_and_says_so(
     tmp_path: Path, mcap_files: dict[str, Path], layout: str, share: float

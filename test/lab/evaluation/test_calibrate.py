@@ -32,6 +32,8 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.settings.profiles import merge_parameters
 from specvla_ros.speculation.settings import DraftSettings, Tolerance, adjusted
 
+NONE, NEAR, FAR = map(Tolerance.parse, ("0.0001mm", "2mm,1.1deg", "30mm,20deg"))
+
 
 def test_tolerances_are_read_as_they_are_written():
     assert Tolerance.parse("2mm, 1.1deg") == Tolerance(2.0, 1.1)
@@ -133,40 +135,50 @@ def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path
 
 @needs_gl
 def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
-    base = SimulateSettings(
-        nano_policy(), engine=EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
-    )
-    policy = load_target(base.policy, device="cpu")
-    none, near, far = map(Tolerance.parse, ("0.0001mm", "2mm,1.1deg", "30mm,20deg"))
-    # Of three pairs nothing is certain: all of the success may be lost.
-    wide = Limits(loss_points=100, p95_mm=1000, p95_deg=1000, gripper_share=1)
-    plan = CalibratePlan((none, near, far), nodes=(8,), limits=wide, emulate="orin")
-    frames = collect_frames(policy, base, None, plan, 30, Sensors())
+    policy, base, plan = _small_calibration()
+    frames = collect_frames(policy, base, None, plan, 20, Sensors())
     anything = calibrate(policy, base, frames, plan, tmp_path / "wide")
-    assert anything.chosen.trial.tolerance == far and anything.chosen.speed_up > 1
+    assert anything.chosen.trial.tolerance == FAR and anything.chosen.speed_up > 1
     assert anything.candidates[0].trial.name == "ar" and anything.candidates[0].speed_up == 1.0
     assert list(anything.refused) == ["0.0001mm"] and "smaller than one bin" in anything.refused["0.0001mm"]
-
-    off = {each.trial.tolerance: each.deviation.p95_mm for each in anything.candidates}  # of window mass, the last
-    assert 0 < off[near] < off[far]
-    episodes = SimulatePlan(("lift_red",), episodes=3, films=0)
-    tight = replace(plan, limits=replace(wide, p95_mm=off[near]), episodes=episodes)
-    found = calibrate(policy, base, frames, tight, tmp_path / "tight")
-    assert found.chosen.trial.tolerance == near
-    assert found.chosen.pairs is not None and found.chosen.pairs.first.n == 3
-    assert all("off at p95" in each.refusals[0] for each in found.candidates if each.trial.tolerance == far)
-    assert [each.trial.tolerance for each in found.shortlist] == [None, None, near, far]
-    assert found.chosen in found.shortlist
-    written = json.loads((tmp_path / "tight" / "calibration.json").read_text())
-    assert written["chosen"]["name"] == found.chosen.trial.name
-    assert "Emulation" in (tmp_path / "tight" / "report.html").read_text()
-    profile = engine_settings_from(params_file=tmp_path / "tight" / PROFILE_FILE)
-    assert profile.acceptance == near.acceptance and profile.draft.drafters["temporal"].enabled
 
     exact = calibrate(
         policy, base, frames, replace(plan, limits=Limits(p95_mm=0, p95_deg=0)), tmp_path / "exact"
     ).chosen
     assert exact.trial.tolerance is None and exact.deviation == Deviation() and exact.trial.engine.mode == "spec"
+
+
+@needs_gl
+@pytest.mark.nightly
+def test_what_episodes_were_acted_with_is_chosen_and_written_as_a_profile(tmp_path: Path):
+    policy, base, plan = _small_calibration()
+    frames = collect_frames(policy, base, None, plan, 30, Sensors())
+    anything = calibrate(policy, base, frames, plan, tmp_path / "wide")
+    off = {each.trial.tolerance: each.deviation.p95_mm for each in anything.candidates}  # of window mass, the last
+    assert 0 < off[NEAR] < off[FAR]
+    episodes = SimulatePlan(("lift_red",), episodes=3, films=0)
+    tight = replace(plan, limits=replace(plan.limits, p95_mm=off[NEAR]), episodes=episodes)
+    found = calibrate(policy, base, frames, tight, tmp_path / "tight")
+    assert found.chosen.trial.tolerance == NEAR
+    assert found.chosen.pairs is not None and found.chosen.pairs.first.n == 3
+    assert all("off at p95" in each.refusals[0] for each in found.candidates if each.trial.tolerance == FAR)
+    assert [each.trial.tolerance for each in found.shortlist] == [None, None, NEAR, FAR]
+    assert found.chosen in found.shortlist
+    written = json.loads((tmp_path / "tight" / "calibration.json").read_text())
+    assert written["chosen"]["name"] == found.chosen.trial.name
+    assert "Emulation" in (tmp_path / "tight" / "report.html").read_text()
+    profile = engine_settings_from(params_file=tmp_path / "tight" / PROFILE_FILE)
+    assert profile.acceptance == NEAR.acceptance and profile.draft.drafters["temporal"].enabled
+
+
+def _small_calibration() -> tuple[Any, SimulateSettings, CalibratePlan]:
+    base = SimulateSettings(
+        nano_policy(), engine=EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
+    )
+    # Of three pairs nothing is certain: all of the success may be lost.
+    wide = Limits(loss_points=100, p95_mm=1000, p95_deg=1000, gripper_share=1)
+    plan = CalibratePlan((NONE, NEAR, FAR), nodes=(8,), limits=wide, emulate="orin")
+    return load_target(base.policy, device="cpu"), base, plan
 
 
 def test_sim_and_bags_do_not_mix(tmp_path: Path):

@@ -105,9 +105,10 @@ def test_a_killed_worker_changes_nothing(
     "where",
     (
         pytest.param({}, id="processes"),
-        pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
+        pytest.param({"workers": 2, "ray": "local"}, id="ray"),
     ),
 )
+@pytest.mark.nightly
 def test_workers_that_share_an_engine_answer_alike_though_it_is_killed(
     settings: ReplaySettings,
     folder: Path,

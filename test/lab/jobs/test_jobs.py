@@ -23,7 +23,10 @@ from specvla_ros.lab.jobs.workers import Holder, Shared
 PROCESSES, CLUSTER = {"workers": 2}, {"workers": 2, "ray": "local"}
 
 
-@pytest.fixture(params=(PROCESSES, CLUSTER), ids=("processes", "ray"))
+BY_NIGHT = pytest.param(CLUSTER, id="ray", marks=pytest.mark.nightly)
+
+
+@pytest.fixture(params=(pytest.param(PROCESSES, id="processes"), BY_NIGHT))
 def where(request):
     if "ray" in request.param:
         request.getfixturevalue("cluster")
@@ -35,6 +38,7 @@ def test_each_job_comes_back_once_in_this_process(tmp_path):
     assert list(run_jobs(square, jobs)) == [(job, job[0] ** 2) for job in jobs]
 
 
+@pytest.mark.parametrize("where", (PROCESSES, CLUSTER), ids=("processes", "ray"), indirect=True)
 def test_the_job_of_a_killed_worker_is_done_again_and_counted_once(where, tmp_path):
     jobs = [(number, str(tmp_path)) for number in range(8)]
     results = list(run_jobs(square, jobs, **where))

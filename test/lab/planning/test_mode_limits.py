@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.cost import (
@@ -55,7 +56,7 @@ DEVICES = st.builds(
     wider=st.floats(1, 4),
     faster=st.floats(1, 4),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_more_bandwidth_or_compute_never_makes_a_mode_slower(
     device: Device, mode: Mode, weights: WeightFormat, wider: float, faster: float
 ) -> None:
@@ -174,7 +175,7 @@ def test_a_draw_is_repeated() -> None:
 
 
 @given(device=DEVICES, weights=st.sampled_from(WeightFormat))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_any_device_gets_a_profile_that_holds_together(device: Device, weights: WeightFormat) -> None:
     limits = [mode_limit(mode, MODEL, device, weights, GOAL) for mode in MODES]
     profile = choose(MODEL, device, weights, limits, GOAL)

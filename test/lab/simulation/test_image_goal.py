@@ -106,6 +106,7 @@ def test_what_was_overshot_is_taken_back_no_faster_than_the_arm_may_go(robot):
     np.testing.assert_allclose(robot.state().hand, start, atol=0.004)
 
 
+@pytest.mark.nightly
 @needs_gl
 def test_slow_policy_gets_there_because_its_actions_do_not_add_up(robot, monkeypatch):
     slow = invented_pace(0.05, 0.2, 0.06)

@@ -49,6 +49,7 @@ def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path):
     assert "data:video/mp4" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.nightly
 @needs_gl
 def test_commanded_arm_moves_through_driver_and_guard(tmp_path):
     run = subprocess.run(
@@ -72,6 +73,7 @@ def test_commanded_arm_moves_through_driver_and_guard(tmp_path):
     assert np.abs(last - first).max() > 50, "the arm is where it was"
 
 
+@pytest.mark.nightly
 @needs_gl
 def test_a_key_stops_the_arm_and_another_clears_the_stop(tmp_path):
     command = [*COMMAND, "--out", str(tmp_path), "--interface", "pose", "--episodes", "100"]
@@ -81,16 +83,17 @@ def test_a_key_stops_the_arm_and_another_clears_the_stop(tmp_path):
         wait_until(lambda: "stopped: stop: " in shown())
         cleared = len(shown())
 
-        def press_clear():
-            """Again and again, as who stands there does: the guard refuses it until the arm has come to rest."""
-            os.write(master, b"\x12")
-            time.sleep(0.5)
-
-        wait_until(lambda: "passing" in shown()[cleared:], meanwhile=press_clear)
+        wait_until(lambda: "passing" in shown()[cleared:], meanwhile=lambda: _press_clear(master))
         process.send_signal(signal.SIGINT)
         wait_until(lambda: "report with films" in shown() and process.poll() is not None)
         assert "Traceback" not in shown()
     assert json.loads((tmp_path / "summary.json").read_text())["context"]["refused"]["guard"]["stop"] == 1
+
+
+def _press_clear(master):
+    """Again and again, as who stands there does: the guard refuses it until the arm has come to rest."""
+    os.write(master, b"\x12")
+    time.sleep(0.5)
 
 
 @contextlib.contextmanager
@@ -131,8 +134,9 @@ def test_what_is_not_installed_is_named_with_the_command_that_brings_it(tmp_path
 
 
 @needs_gl
-def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
-    command = [*COMMAND, "--out", str(tmp_path), "--task", "put_red", "--policy", str(_sluggish(tmp_path / "policy"))]
+def test_typed_instruction_is_what_the_arm_is_judged_by_and_a_key_stops_it(tmp_path):
+    policy = str(_sluggish(tmp_path / "policy"))
+    command = [*COMMAND, "--out", str(tmp_path), "--interface", "pose", "--task", "put_red", "--policy", policy]
     with _terminal(command) as (master, shown, process):
         wait_until(lambda: "then Enter: " in shown())
         os.write(master, b"push the green cube into the white zone")
@@ -140,9 +144,16 @@ def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
         # Two seconds on, when all have found each other: who is not yet known to the robot is not heard by it.
         wait_until(lambda: re.search(r"episode +1, [2-9]\.", shown()))
         os.write(master, b"\n")
+        wait_until(lambda: "passing" in shown())
+        os.write(master, b"\x1b")
+        wait_until(lambda: "stopped: stop: " in shown())
+        stopped = len(shown())
+        wait_until(lambda: "passing" in shown()[stopped:], meanwhile=lambda: _press_clear(master))
         wait_until(lambda: "report with films" in shown() and process.poll() is not None)
-        assert process.returncode in (0, 1)
-    assert set(json.loads((tmp_path / "summary.json").read_text())["tasks"]) == {"push_green"}
+        assert process.returncode in (0, 1) and "Traceback" not in shown()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary["tasks"]) == {"push_green"} and summary["context"]["refused"]["guard"]["stop"] == 1
+    assert summary["context"]["refused"]["guard"]["not_enabled"] >= 1, "nothing goes through before it is enabled"
 
 
 def _sluggish(directory):

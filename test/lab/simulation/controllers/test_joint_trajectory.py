@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 
 from specvla_ros.lab.simulation.controllers import (
     CONTROL_DT_S,
@@ -97,7 +98,7 @@ def test_the_newest_replaces_the_one_before_from_where_the_arm_is():
     np.testing.assert_allclose(after.positions, before.positions * (1 - CONTROL_DT_S), atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), derivatives=st.integers(0, 2))
 def test_every_point_is_passed_at_its_time_and_the_last_is_held(data, derivatives):
     count = data.draw(st.integers(1, 4))

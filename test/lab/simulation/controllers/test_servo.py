@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import examples
 from support.poses import apart
 
 from specvla_ros.lab.simulation.arms import TABLE_ARM
@@ -95,7 +96,7 @@ def test_a_twist_in_the_tools_frame_is_turned_into_the_bases():
     assert moved[2] > 0.005 and np.abs(moved[:2]).max() < 0.2 * moved[2]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     linear=st.tuples(*[st.floats(-3.0, 3.0)] * 3),
     angular=st.tuples(*[st.floats(-6.0, 6.0)] * 3),
