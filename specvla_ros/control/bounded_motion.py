@@ -248,7 +248,7 @@ class BoundedMotion:
         return bool((low >= allowed_low).all() and (high <= allowed_high).all())
 
 
-def tracking_velocity(target: Target, measured: Pose, limits: Limits) -> np.ndarray:
+def tracking_velocity(target: Target, measured: Pose, limits: Limits, speed_scale: float = 1.0) -> np.ndarray:
     """What to send to a robot that takes velocities, so that it is where its target is.
 
     A velocity interface answers late and with an error of its own (MoveIt Servo's filter makes a tool 4/7 as fast as it
@@ -260,7 +260,8 @@ def tracking_velocity(target: Target, measured: Pose, limits: Limits) -> np.ndar
     missing = measured.way_to(target.pose)
     if not target.moving and (np.abs(missing) < _REACHED).all():
         return np.zeros(6)
-    return shortened(target.velocity + _TRACKING_GAIN * missing, limits.linear_speed, limits.angular_speed)
+    speeds = limits.linear_speed * speed_scale, limits.angular_speed * speed_scale
+    return shortened(target.velocity + _TRACKING_GAIN * missing, *speeds)
 
 
 def shortened(vector: np.ndarray, linear: float, angular: float) -> np.ndarray:

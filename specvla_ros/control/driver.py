@@ -71,6 +71,7 @@ class Driver:
         self.guarded = False  # whether a guard said that it lets nothing through
         self.action_publishers = 1
         self.mismatch = ""  # between two measurements of the robot, in words; empty: they agree
+        self.speed_scale = 1.0  # share of the speed to move with
         self.problem = ""  # why the tool rests, in words; empty: it does not
         self.stalls = self.clock_jumps = 0
 
@@ -108,7 +109,7 @@ class Driver:
             self.follower.hold(now_s)
             self._say(f"coming to rest: {problem}")
         self.problem = problem
-        self.target = self.follower.step(now_s)
+        self.target = self.follower.step(now_s, self.speed_scale)
         self._return_where_held(now_s)
         if not self._follows_velocity:
             return self.target
@@ -119,7 +120,7 @@ class Driver:
         """Velocities also make up for what is missing; once that is not known, no more, but without a jump."""
         newest, limits = self._history.newest, self._limits
         if not self.problem and not self.guarded and newest is not None:
-            return tracking_velocity(self.target, newest[1], limits)
+            return tracking_velocity(self.target, newest[1], limits, self.speed_scale)
         change = self.target.velocity - self._velocity
         return self._velocity + shortened(
             change, limits.linear_acceleration * passed_s, limits.angular_acceleration * passed_s

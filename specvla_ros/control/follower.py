@@ -28,6 +28,7 @@ _PACE_S = 2.0
 # And what it takes to be there in time in spite of accelerating and braking.
 _HASTE = 1.5
 MAX_ADVANCE_S = 0.05  # of the motion, in one control step
+_SCALE_RATE = 2.0  # 1/s, by which the share of the speed changes: a motion's own time must not stand still at once
 _POSE_VALUES = 6
 
 
@@ -106,6 +107,7 @@ class ActionFollower:
         self._last_stamp_s = -math.inf
         self._pace: deque[tuple[float, float, float]] = deque()  # time, m/s, rad/s
         self._stepped_s, self._motion_s = -math.inf, 0.0  # the last control step: its time, and the motion's own
+        self._scale = 1.0  # of the motion's own time
 
     def set_ages(self, max_age_s: float, max_future_s: float) -> None:
         """Takes other limits of an action's age, from the next action on; see the class."""
@@ -154,18 +156,23 @@ class ActionFollower:
             raise ActionRefusedError(RefusalReason.BLOCKED, "no way to its goal stays within the workspace")
         self._steps = remaining
 
-    def step(self, now_s: float) -> Target:
+    def step(self, now_s: float, speed_scale: float = 1.0) -> Target:
+        """One control step. With a share of the speed below 1 the motion's own time passes more slowly."""
+        passed_s = min(max(0.0, now_s - self._stepped_s), MAX_ADVANCE_S)
+        change = speed_scale - self._scale
+        self._scale += math.copysign(min(abs(change), _SCALE_RATE * passed_s), change)
         while len(self._steps) > 1 and self._steps[0].due_s <= now_s:
             self._steps.popleft()
             self._aim(self._steps, now_s)
-        before_s, self._motion_s, self._stepped_s = self._motion_s, self._motion_time(now_s), now_s
-        target = replace(self._motion.at(self._motion_s), passed_s=self._motion_s - before_s)
+        self._motion_s, self._stepped_s = self._motion_time(now_s), now_s
+        target = self._motion.at(self._motion_s)
+        target = replace(target, velocity=target.velocity * self._scale, passed_s=passed_s)
         self._sent.add(now_s, target.pose)
         return target
 
     def _motion_time(self, now_s: float) -> float:
         """The motion's own time: a control loop that comes late must not make up for it by a leap."""
-        return self._motion_s + min(max(0.0, now_s - self._stepped_s), MAX_ADVANCE_S)
+        return self._motion_s + min(max(0.0, now_s - self._stepped_s), MAX_ADVANCE_S) * self._scale
 
     def follows(self, sent: Pose, measured: Pose) -> bool:
         """Whether a tool that was sent to one pose and measured at another counts as following."""

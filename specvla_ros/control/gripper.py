@@ -17,11 +17,7 @@ class GripperOutput(str, Enum):
     NONE = "none"
     ARRAY = "array"
     TRAJECTORY = "trajectory"
-    ACTION = "action"  # by the driver itself, past the guard
-
-
-def _choices(*without: GripperOutput) -> tuple[str, ...]:
-    return tuple(each.value for each in GripperOutput if each not in without)
+    ACTION = "action"  # the driver sends an array, and the guard makes a goal of it
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,8 @@ class GripperLimits:
 
     output: str = parameter(
         GripperOutput.NONE.value,
-        "How the gripper is commanded: as an array, as a trajectory, or not at all.",
-        choices=_choices(GripperOutput.ACTION),
+        "How the gripper is commanded: as an array, as a trajectory, as an action's goals, or not at all.",
+        choices=tuple(each.value for each in GripperOutput),
     )
     joint: str = parameter("", "Name of the gripper's joint, for a trajectory.")
     open_value: float = parameter(0.0, "Position of an open gripper; as the closed one's: not set.", unit="m or rad")
@@ -57,7 +53,6 @@ class GripperLimits:
 class GripperSettings(GripperLimits):
     """What the driver tells a gripper, and when it opens and closes."""
 
-    output: str = parameter(GripperOutput.NONE.value, "How the gripper is commanded.", choices=_choices())
     open_value: float = parameter(
         0.04, "The robot's value of an open gripper: metres of a finger, or radians of a joint.", unit="m or rad"
     )

@@ -23,7 +23,7 @@ class RobotTopics:
 
     @property
     def driver(self) -> Remaps:
-        return [*self._inputs, ("guard_passing", "guard/passing")]
+        return [*self._inputs, ("guard_state", "guard/state")]
 
     @property
     def guard(self) -> Remaps:

@@ -16,7 +16,7 @@ from diagnostic_msgs.msg import DiagnosticArray
 from geometry_msgs.msg import PoseStamped
 from std_msgs.msg import Bool, Float64MultiArray
 
-from specvla_ros.msg import VlaAction
+from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, LATCHED_STATE
 from specvla_ros.settings.profiles import write_parameters
 
@@ -78,7 +78,7 @@ class Arm(Attacker):
         self.grippers = node.create_publisher(Float64MultiArray, "/command/gripper", COMMAND)
         self.enables = node.create_publisher(Bool, "/guard/enable", 1)
         node.create_subscription(PoseStamped, sent, self._on_sent, 100)
-        node.create_subscription(Bool, "/guard/passing", self._on_passing, LATCHED_STATE)
+        node.create_subscription(GuardState, "/guard/state", self._on_state, LATCHED_STATE)
         node.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
         node.create_timer(0.02, self._on_timer)
         self.driving: Callable[[], None] = lambda: None  # what a right driver says, for the guard
@@ -132,8 +132,8 @@ class Arm(Attacker):
         if all(math.isfinite(each) for each in _place(message)):
             self.at = message
 
-    def _on_passing(self, message: Bool) -> None:
-        self.passing = message.data
+    def _on_state(self, message: GuardState) -> None:
+        self.passing = message.state == GuardState.PASSING
 
     def _on_diagnostics(self, message: DiagnosticArray) -> None:
         self.gate = next((each.message for each in message.status if each.name.endswith(": gate")), self.gate)

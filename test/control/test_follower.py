@@ -2,6 +2,7 @@
 """Actions are followed once, from their picture, at their pace, however they come."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -292,3 +293,21 @@ def test_poses_around_a_gap_say_nothing_of_it():
     history.add(3.0, START)
     with pytest.raises(LookupError):
         history.at(0.05)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.0])
+def test_a_share_of_the_speed_slows_the_whole_motion_without_a_jump(share):
+    arm = Arm()
+    arm.take(np.array([0.3, 0, 0, 0, 0, 0, 1.0]), convention=replace(BASE, dt_s=1.0))
+    found = []
+    for step in range(250):
+        target = arm.follower.step(arm.now_s, 1.0 if step < 40 else share)
+        arm.history.add(arm.now_s, target.pose)
+        arm.now_s = round(arm.now_s + CONTROL_S, 4)
+        found.append((target.pose.position[0], target.velocity[0]))
+    places, speeds = np.array(found).T
+    assert speeds[39] > 0.2
+    assert np.abs(np.diff(speeds[40:])).max() <= LIMITS.linear_acceleration * CONTROL_S
+    np.testing.assert_allclose(np.diff(places)[40:], CONTROL_S * (speeds[40:-1] + speeds[41:]) / 2, atol=2e-4)
+    slow = speeds[100:]  # the share is reached, and the way is not done
+    assert slow.max() <= share * speeds.max() + 1e-9 and (slow.max() > 0) == (share > 0)

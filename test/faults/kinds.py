@@ -120,7 +120,7 @@ def _find(topic: str, scene: Scene) -> None:
 def _silences() -> list[Fault]:
     topics: dict[str, Notice | None] = {topic: _NOTICED[who] for topic, who in _WHO_SENDS.items()}
     topics["joint_states"] = silent_for("joint_states", lambda scene: scene.settings.state_timeout_s)
-    topics["guard/passing"] = None
+    topics["guard/state"] = None
     return [
         Fault(
             f"lose {topic}",

@@ -27,7 +27,7 @@ from faults.judge import Judge
 from geometry_msgs.msg import PoseStamped
 from rclpy.executors import SingleThreadedExecutor
 from rosgraph_msgs.msg import Clock
-from std_msgs.msg import Bool, Empty
+from std_msgs.msg import Empty
 from std_srvs.srv import Trigger
 from support.fault_scene import guard_settings
 from trajectory_msgs.msg import JointTrajectory
@@ -39,6 +39,7 @@ from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.simulation.arms import TABLE_ARM
 from specvla_ros.lab.simulation.controllers import COMMAND_TIMEOUT_S
 from specvla_ros.lab.simulation.motion_record import MotionRecord, read_motion_record
+from specvla_ros.msg import GuardState
 from specvla_ros.ros.qos import CLOCK, COMMAND, DIAGNOSTICS, LATCHED_STATE, STATE
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
@@ -107,7 +108,7 @@ class _Watch:
         self._command_kind, self._command_topic = kind, f"/driver/{name}"
         listen = self.node.create_subscription
         listen(Clock, "/clock", self._on_clock, CLOCK)
-        listen(Bool, "/guard/passing", lambda m: self.changes.append((self.now_s, m.data)), LATCHED_STATE)
+        listen(GuardState, "/guard/state", self._on_state, LATCHED_STATE)
         listen(PoseStamped, "/sim_robot/tool_pose", self._on_pose, STATE)
         listen(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
         listen(kind, self._command_topic, self._on_command, COMMAND)
@@ -115,6 +116,11 @@ class _Watch:
         self._clear: Any = self.node.create_client(Trigger, "/guard/clear_stop")
         self._executor = SingleThreadedExecutor()
         self._executor.add_node(self.node)
+
+    def _on_state(self, message: GuardState) -> None:
+        passing = message.state == GuardState.PASSING
+        if passing is not self.passing:
+            self.changes.append((self.now_s, passing))
 
     @property
     def passing(self) -> bool:
@@ -267,7 +273,7 @@ def _start(nodes: NodeProcesses, settings: GuardSettings, seed: int, folder: Pat
     inputs = [("action", "/policy/action"), ("tool_pose", "/sim_robot/tool_pose")]
     remaps: dict[str, list[tuple[str, str]]] = {
         "policy": [("image", _CAMERA), ("image/compressed", f"{_CAMERA}/compressed")],
-        "driver": [*inputs, ("guard_passing", "/guard/passing")],
+        "driver": [*inputs, ("guard_state", "/guard/state")],
         "guard": [*inputs, *((f"command/{each}", f"/driver/{each}") for each in (name, "gripper"))],
         "sim_robot": [(f"/sim_robot/command/{each}", f"/guard/{each}") for each in (name, "gripper")],
     }

@@ -246,7 +246,7 @@ class Scene:
             listen("gripper", self._robot, lambda message: self._grip(float(message.value.positions[0])))
             return
         guard = processes["guard"]
-        listen("guard/passing", processes["driver"], self._on_passing)
+        listen("guard/state", processes["driver"], self._on_passing)
         listen("guard/command", self._robot, lambda message: self._obey(message.value))
         listen("guard/gripper", self._robot, lambda message: self._grip(message.value))
         listen("command", guard, self._alone("command", self._on_command))
@@ -475,7 +475,7 @@ class Scene:
         passing = self.guard.state is State.PASSING
         if passing is not self._said:
             self._said = passing
-            self.time.publish("guard/passing", passing, "guard")
+            self.time.publish("guard/state", passing, "guard")
 
     def _tick(self) -> None:
         outcome = self.guard.tick(self._now())

@@ -24,7 +24,9 @@ class Cause(str, Enum):
     STATE_MISSING = "state_missing"  # measured pose or joints: none, frozen, NaN, or of another frame
     CLOCK = "clock"  # the node's clock stands still, or jumped
     STALLED = "stalled"  # this process itself did not run for a while
-    NOT_ENABLED = "not_enabled"  # the dead-man's heartbeat is false or silent
+    ROBOT_STOPPED = "robot_stopped"  # the robot says that it does not run: a protective stop, another mode
+    NOT_OBEYING = "not_obeying"  # the robot went on though it was told to stand
+    NOT_ENABLED = "not_enabled"  # the dead-man's heartbeat is false or silent, or the stop button is not connected
     NOT_CONFIRMED = "not_confirmed"  # the instruction in force was not confirmed
     TWO_SOURCES = "two_sources"  # two publishers of one topic, or two nodes of one name
     NOT_NEAR = "not_near"  # after a hold: the driver's command is not near the robot
@@ -34,9 +36,10 @@ class Cause(str, Enum):
         """Whether motion needs `clear_stop` afterwards.
 
         A stop that somebody pressed does; what a right driver never sends, as the same driver would go on with it; a
-        robot that does not follow, which has met something; and a measurement that leaps, as from where it leads to
-        motion would begin. Everything else ends by itself, from rest: who is late, out of reach or alone is not broken,
-        and a hand on the dead-man's switch is a decision to go on already.
+        robot that does not follow, which has met something, does not obey, or says that it was stopped; and a
+        measurement that leaps, as from where it leads to motion would begin. Everything else ends by itself, from rest:
+        who is late, out of reach or alone is not broken, and a hand on the dead-man's switch is a decision to go on
+        already.
         """
         return self in _LATCHING
 
@@ -50,6 +53,8 @@ _LATCHING = frozenset(
         Cause.OVER_ACCELERATION,
         Cause.NOT_FOLLOWING,
         Cause.POSE_LEAPS,
+        Cause.ROBOT_STOPPED,
+        Cause.NOT_OBEYING,
     }
 )
 _KEPT = 100  # refusals between two looks of the log

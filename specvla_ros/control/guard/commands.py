@@ -78,7 +78,7 @@ class Measured:
 
     tool: Pose | None  # in the base frame; None: not known
     joints: np.ndarray | None  # float64 [joints] in the order of the parameters; None: not known, or not needed
-    velocity: np.ndarray  # float64 [3] m/s, of the tool over the last 0.1 s; zero while it is not known
+    velocity: np.ndarray | None  # float64 [3] m/s, of the tool over the last 0.1 s; None: not known
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,19 @@ class Gate(ABC):
 
     def __init__(self, settings: GuardSettings, bounds: Bounds, zero: np.ndarray) -> None:
         self._settings, self._bounds = settings, bounds
+        self._pace = bounds  # the limits with the share of speed that is allowed now
         self._longest_s = _PERIODS / settings.rate_hz
         self._zero = zero  # float64 [blocks, dims], the velocity of a robot at rest
         self._velocity = zero
         self._command: Any = None
         self._sent_s = 0.0  # when the driver sent it
+
+    def scale(self, share: float) -> None:
+        """What goes out is no faster than this share of the limits of speed."""
+        self._pace = Bounds(self._bounds.speed * share, self._bounds.acceleration)
+
+    def recall(self, measured: Measured) -> None:  # noqa: B027 (a velocity leads nowhere once it is zero)
+        """The robot was stopped by something else: where it was sent must not wait for it to be let go."""
 
     @property
     def at_rest(self) -> bool:
@@ -280,7 +288,7 @@ class SmoothGate(Gate, Generic[Place]):
             return None
         dt_s = self._brake_lost_time(dt_s)
         error, feed = self._ahead(self._command, self._sent, now)
-        velocity = toward(self._velocity, error, feed, self._bounds, dt_s)
+        velocity = toward(self._velocity, error, feed, self._pace, dt_s)
         return self._move(self._sent, self._inside(self._sent, velocity, dt_s), dt_s)
 
     def stop(self, measured: Measured, dt_s: float) -> Sent | None:
@@ -294,6 +302,9 @@ class SmoothGate(Gate, Generic[Place]):
 
     def lag(self, now: Instant) -> Refusal | None:
         if self._sent is None or self._command is None:
+            return None
+        if (self._pace.speed < self._bounds.speed).any():  # it is slower than the driver was told to be
+            self._joined = False
             return None
         way, left_s = self._behind(self._command, self._sent, now)
         behind = lengths(way)
@@ -316,10 +327,13 @@ class SmoothGate(Gate, Generic[Place]):
             return braked(self._velocity, self._bounds, dt_s)
         return toward(self._velocity, way, self._zero, self._bounds, dt_s)
 
-    def _not_moved(self, measured: Measured, detail: str) -> list[Refusal]:
-        """The robot was sent on and did not move."""
+    def recall(self, measured: Measured) -> None:
         if self._recall is None:
             self._recall, self._recalling = self._where(measured), False
+
+    def _not_moved(self, measured: Measured, detail: str) -> list[Refusal]:
+        """The robot was sent on and did not move."""
+        self.recall(measured)
         return [Refusal(Cause.NOT_FOLLOWING, detail)]
 
     def _brake_lost_time(self, dt_s: float) -> float:

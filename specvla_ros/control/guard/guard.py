@@ -10,6 +10,7 @@ from specvla_ros.control.guard.cause import Cause, Refusal, Tally
 from specvla_ros.control.guard.commands import Command, GripperCommand, Instant, JointPositions, Sent, Stamp, ToolPose
 from specvla_ros.control.guard.gate import Gate
 from specvla_ros.control.guard.joint_gate import JointGate
+from specvla_ros.control.guard.robot_state import Obedience, StateRule
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import PoseGate, TwistGate
 from specvla_ros.control.guard.watch import Watch
@@ -38,6 +39,7 @@ class Outcome:
     sent: Sent | None  # to the robot; None: nothing
     gripper: float | None  # position, if a new command of it goes through; else None
     stopped: bool  # whether passing has just ended: a reason to keep what led to it
+    disobeyed: bool = False  # whether the robot is now known not to obey: a reason to ask for something stronger
 
 
 class Guard:
@@ -52,6 +54,9 @@ class Guard:
         self._settings = settings
         self._gate = _gate(settings)
         self._watch = Watch(settings)
+        self._obedience = Obedience(settings.obey_time_s)
+        self._override_s = -np.inf  # when the source that outranks the driver was heard last
+        self.scale_speed(settings.speed_scale)
         self.tally = Tally()
         self.state = State.HOLDING
         self._failing: list[Refusal] = []
@@ -64,8 +69,14 @@ class Guard:
 
     # What arrives
 
-    def command(self, command: Command, now: Instant) -> None:
-        """Takes a command of the driver; one that is not let through costs a stop."""
+    def command(self, command: Command, now: Instant, *, override: bool = False) -> None:
+        """Takes a command; one that is not let through costs a stop. `override`: of who outranks the driver."""
+        if override:
+            if not self.overridden(now):
+                self._gate.forget()
+            self._override_s = now.steady_s
+        elif self.overridden(now):
+            return
         if not self._watch.hears(now) or not self._watch.command(command.stamp, now):
             return
         if self.state is not State.PASSING:
@@ -123,6 +134,30 @@ class Guard:
         """Who publishes what: what is wrong with it, in words; empty: nothing."""
         self._watch.sources_problem = problem
 
+    def overridden(self, now: Instant) -> bool:
+        """Whether another source is followed in place of the driver."""
+        return now.steady_s - self._override_s <= self._settings.command_timeout_s
+
+    def scale_speed(self, share: float) -> bool:
+        """Takes the share of the limits of speed to move with, 0 to 1; False: it is none, and the former one holds."""
+        if not 0 <= share <= 1:
+            return False
+        self.speed_scale = share
+        self._gate.scale(share)
+        return True
+
+    def stop_button(self, pressed: bool, now: Instant) -> None:
+        """Takes the level of a stop button, which must go on coming once it came."""
+        self._watch.stop_button(pressed, now)
+
+    def robot_state(self, rule: StateRule, message: object) -> None:
+        """Takes what the robot says of itself."""
+        self._watch.robot.take(rule, message)
+
+    def robot_gone(self, topics: frozenset[str]) -> None:
+        """Topics of the robot's state that nobody publishes."""
+        self._watch.robot.gone(topics)
+
     def press_stop(self, who: str, now: Instant) -> None:
         refusal = Refusal(Cause.STOP, f"stop was pressed ({who})")
         self.tally.add(refusal)
@@ -163,11 +198,22 @@ class Guard:
             sent = self._gate.stop(measured, dt_s)
             self._gripper = None
             latches = self.state is State.STOPPED and before is not State.STOPPED
-            return Outcome(sent, None, stopped=before is State.PASSING or latches)
+            disobeys = self._obedience.look(False, self._gate.at_rest, measured, now.steady_s)
+            if disobeys is not None:
+                self.tally.add(disobeys)
+                self._fail(disobeys, now)
+            return Outcome(sent, None, before is State.PASSING or latches, disobeys is not None)
         if before is not State.PASSING:
             self._gate.begin(measured)
+        self._obedience.look(True, False, measured, now.steady_s)
         gripper, self._gripper = self._gripper, None
         return Outcome(self._gate.go(now, dt_s), gripper, stopped=False)
+
+    @property
+    def cause(self) -> str:
+        """Why nothing goes through, by its first cause; empty: it does, or is about to."""
+        found = [*([self._latched] if self._latched else []), *self._failing]
+        return found[0].cause.value if found and self.state is not State.PASSING else ""
 
     @property
     def reason(self) -> str:
@@ -205,7 +251,7 @@ class Guard:
         if silent is not None:
             self._gate.forget()
             failing.append(silent)
-        dead = watch.action_silent(now)
+        dead = None if self.overridden(now) else watch.action_silent(now)
         if dead is not None and (self._gate.wants_motion or self.state is not State.PASSING):
             failing.append(dead)
         failing += self._gate.conditions(measured)
@@ -214,6 +260,8 @@ class Guard:
             failing += [lag] if lag is not None else []
         elif not failing and (far := self._gate.not_near(measured)) is not None:
             failing.append(far)
+        if any(refusal.cause is Cause.ROBOT_STOPPED for refusal in failing):
+            self._gate.recall(measured)
         self._failing = failing
         self.tally.failing(failing)
         for refusal in failing:

@@ -98,7 +98,8 @@ class JointGate(SmoothGate[np.ndarray]):
 
     def _tool_problems(self, measured: Measured) -> list[Refusal]:
         """Where the measured tool would come to rest if the stop began now, and how fast it is."""
-        tool, velocity, bounds = measured.tool, measured.velocity, self._tool_bounds
+        tool, bounds = measured.tool, self._tool_bounds
+        velocity = np.zeros(3) if measured.velocity is None else measured.velocity
         if tool is None or self._held:
             return []
         blocks = np.stack([velocity, np.zeros(3)])

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from specvla_ros.control.gripper import GripperLimits
-from specvla_ros.control.limits import JointLimits, Limits
+from specvla_ros.control.guard.robot_state import StateRule
+from specvla_ros.control.limits import NO_NAMES, JointLimits, Limits
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter, section
 
@@ -81,6 +82,22 @@ class GuardSettings:
     enable_timeout_s: float = parameter(
         0.5, "Silence of ~/enable that stops motion.", unit="s", minimum=0.02, maximum=10.0
     )
+    require_stop_button: bool = parameter(
+        False, "Let motion through only while ~/stop_pressed says false; once it was heard it must go on in any case."
+    )
+    robot_states: tuple[str, ...] = parameter(
+        NO_NAMES,
+        "What the robot must say of itself: 'TOPIC PACKAGE/msg/TYPE FIELD=VALUE|VALUE' each; anything else latches.",
+    )
+    override: bool = parameter(
+        False, "Take commands on override/… too: while they come, they are followed in place of the driver's."
+    )
+    speed_scale: float = parameter(
+        1.0, "Share of the limits of speed to begin with; ~/speed_scale changes it.", minimum=0.0, maximum=1.0
+    )
+    obey_time_s: float = parameter(
+        0.5, "How long a robot that was told to stand may still move.", unit="s", minimum=0.1, maximum=10.0
+    )
     require_confirm: bool = parameter(False, "Let motion through only for an instruction confirmed on ~/confirm.")
     max_lead_m: float = parameter(
         0.1, "How far a command may lie from the measured tool.", unit="m", minimum=0.001, maximum=2.0
@@ -101,6 +118,10 @@ class GuardSettings:
         return Output(self.output)
 
     @property
+    def state_rules(self) -> tuple[StateRule, ...]:
+        return tuple(StateRule.parse(text) for text in self.robot_states if text)
+
+    @property
     def ramp_s(self) -> float:
         """Longest time that a stop within the limits takes, with a period before it and one that rounds it up."""
         if self.kind.of_joints:
@@ -118,6 +139,7 @@ class GuardSettings:
         if self.kind.of_joints:
             self.joints.require(f"output: {self.output}")
         self.gripper.require()
+        _ = self.state_rules
         if self.ramp_s > self.stop_time_s + 1e-9:
             raise UserError(
                 f"a stop from full speed within the limits takes {self.ramp_s:.3f} s, two periods of the output "
@@ -131,6 +153,15 @@ class GuardParameters:
     """Every parameter of the guard's node; none changes while it runs."""
 
     guard: GuardSettings = section(GuardSettings)
+    tool_pose_source: str = parameter(
+        "topic", "Where the tool's measured pose comes from: the topic tool_pose, or tf.", choices=("topic", "tf")
+    )
+    tool_frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.")
+    escalation_service: str = parameter(
+        "",
+        "Service that is asked when the robot does not obey: std_srvs/Trigger, or ros2_control's switch_controller.",
+    )
+    escalation_controllers: tuple[str, ...] = parameter(NO_NAMES, "Controllers that switch_controller deactivates.")
     realtime_priority: int = parameter(
         10,
         "Priority of the guard's threads under SCHED_FIFO, where the system allows it; 0: ordinary.",

@@ -112,7 +112,7 @@ class TwistGate(Gate):
 
     def go(self, now: Instant, dt_s: float) -> SentTwist:
         wanted = self._zero if self._command is None else self._command
-        self._velocity = slewed(self._velocity, wanted, self._bounds, min(dt_s, self._longest_s))
+        self._velocity = slewed(self._velocity, wanted, self._pace, min(dt_s, self._longest_s))
         self._unmoved = self._unmoved + lengths(self._velocity) * dt_s
         return SentTwist(self._velocity.reshape(6))
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointPositions, Measured, Stamp, ToolPose
+from specvla_ros.control.guard.robot_state import RobotStates
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.guard.tool_gates import EDGE_M, pose_of, text
 from specvla_ros.control.pose import Pose
@@ -94,7 +95,9 @@ class Watch:
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        self.clock, self.confirmation = ClockWatch(), Confirmation()
+        self.clock, self.confirmation, self.robot = ClockWatch(), Confirmation(), RobotStates(settings.state_rules)
+        self._button_s: float | None = None  # when the stop button was heard last
+        self._button_pressed = False
         self._poses: deque[tuple[int, Pose]] = deque()  # with their stamps, of the last _SWING_S
         self._hear_nothing_yet()
         self._deaf_until_s = -np.inf
@@ -186,6 +189,21 @@ class Watch:
         self._enabled_s = now.steady_s if held else -np.inf
         self._enable_said = "" if held else "~/enable says false"
 
+    def stop_button(self, pressed: bool, now: Instant) -> None:
+        self._button_s, self._button_pressed = now.steady_s, pressed
+
+    def _button_problem(self, now: Instant) -> Refusal | None:
+        if self._button_pressed:
+            return Refusal(Cause.STOP, "~/stop_pressed says true")
+        if self._button_s is None:
+            if not self._settings.require_stop_button:
+                return None
+            return Refusal(Cause.NOT_ENABLED, "~/stop_pressed: none came yet, and require_stop_button is set")
+        silent_s = now.steady_s - self._button_s
+        if silent_s <= self._settings.enable_timeout_s:
+            return None
+        return Refusal(Cause.NOT_ENABLED, f"~/stop_pressed is silent for {silent_s:.2f} s: is the button connected?")
+
     def measured(self, now: Instant) -> Measured:
         """Where the robot is, as far as it is known now."""
         limit_s = self._settings.state_timeout_s
@@ -196,12 +214,12 @@ class Watch:
             velocity=self._velocity(),
         )
 
-    def _velocity(self) -> np.ndarray:
+    def _velocity(self) -> np.ndarray | None:
         if len(self._poses) < 2:
-            return np.zeros(3)
+            return None
         (first_ns, first), (last_ns, last) = self._poses[0], self._poses[-1]
         passed_s = (last_ns - first_ns) * 1e-9
-        return (last.position - first.position) / passed_s if passed_s >= _SWING_S / 2 else np.zeros(3)
+        return (last.position - first.position) / passed_s if passed_s >= _SWING_S / 2 else None
 
     def command_silent(self, now: Instant) -> Refusal | None:
         if self._command.age_s(now) <= self._settings.command_timeout_s:
@@ -230,6 +248,9 @@ class Watch:
         if settings.require_enable and now.steady_s - self._enabled_s > settings.enable_timeout_s:
             said = self._enable_said or "~/enable is silent: the dead-man's switch is not held"
             found.append(Refusal(Cause.NOT_ENABLED, said))
+        if button := self._button_problem(now):
+            found.append(button)
+        found += self.robot.problems()
         if settings.require_confirm and self.confirmation.problem():
             found.append(Refusal(Cause.NOT_CONFIRMED, self.confirmation.problem()))
         if self.sources_problem:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.time import Time
-from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
 from specvla_ros.control.bounded_motion import BoundedMotion
@@ -23,14 +22,14 @@ from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
 from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import stamped_action
-from specvla_ros.msg import VlaAction
+from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
-from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic
 from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, raise_priority, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
+from specvla_ros.ros.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic
 
 _NS = 1e-9
 _WATCH_S = 0.2
@@ -134,9 +133,9 @@ class DriverNode(ManagedNode):
         if self._pose_source is not None:
             self._listening.callback(self._pose_source.destroy)
         actions = self.create_subscription(VlaAction, "action", self._on_action, ACTION)
-        passing = self.create_subscription(Bool, "guard_passing", self._on_passing, LATCHED_STATE)
+        state = self.create_subscription(GuardState, "guard_state", self._on_guard, LATCHED_STATE)
         self._action_topic = actions.topic_name
-        for subscription in (actions, passing):
+        for subscription in (actions, state):
             self._listening.callback(self.destroy_subscription, subscription)
 
     def _stop(self) -> None:
@@ -207,9 +206,11 @@ class DriverNode(ManagedNode):
         else:
             self._taken += 1
 
-    def _on_passing(self, message: Bool) -> None:
+    def _on_guard(self, message: GuardState) -> None:
         if self._driver is not None:
-            self._driver.passing(message.data, self._now_s())
+            self._driver.speed_scale = message.speed_scale
+            passing = message.state == GuardState.PASSING and not message.overridden
+            self._driver.passing(passing, self._now_s())
 
     def _read(self, message: VlaAction) -> StampedAction:
         """The action that a message holds; raises ValueError where it cannot be one of this robot's."""

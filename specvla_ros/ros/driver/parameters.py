@@ -10,7 +10,7 @@ from specvla_ros.control.inverse_kinematics import JointModel, load_joint_model
 from specvla_ros.control.limits import NO_NAMES, Joints, Limits
 from specvla_ros.errors import UserError
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS
-from specvla_ros.ros.driver.tool_pose import POSE_SOURCES
+from specvla_ros.ros.tool_pose import POSE_SOURCES
 from specvla_ros.settings.parameter import check, parameter, section
 
 DRY_RUN = "none"

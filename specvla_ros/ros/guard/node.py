@@ -4,8 +4,7 @@
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from rclpy.node import Node
 from rclpy.publisher import Publisher
 from rclpy.qos import QoSProfile
 from rclpy.serialization import deserialize_message, serialize_message
+from rclpy.time import Time
 from sensor_msgs.msg import JointState
-from std_msgs.msg import Bool, Empty, Float64MultiArray, String
+from std_msgs.msg import Bool, Empty, Float64, Float64MultiArray, Header, String
 from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory
 
@@ -25,12 +25,15 @@ from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, Sent, SentTwist
 from specvla_ros.control.guard.guard import Guard, Outcome, State
+from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.guard.settings import GuardParameters, Output
 from specvla_ros.control.pose import Pose
-from specvla_ros.msg import VlaAction
+from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros import motion_messages as messages
 from specvla_ros.ros.guard.black_box import BlackBox
 from specvla_ros.ros.guard.loop import SteadyLoop
+from specvla_ros.ros.guard.publishers import Senders, sources_problem
+from specvla_ros.ros.guard.robot import Escalation, GripperGoals, state_type
 from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, make_status, raise_priority, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters
 from specvla_ros.ros.qos import (
@@ -43,16 +46,22 @@ from specvla_ros.ros.qos import (
     LATCHED_STATE,
     STATE,
 )
+from specvla_ros.ros.tool_pose import PoseFromTf
 
 _SOURCES_S = 0.5
-_RECENT_S = 0.5  # within which two publishers of a topic take turns
 _LOG_S = 0.1
+_LOOK_S = 0.01  # between two looks at tf
 _END_S = 0.2  # more than a stop takes
 _LOG_PERIOD_S = 5.0  # between two messages of one cause
 _LEVELS = {
     State.PASSING: DiagnosticStatus.OK,
     State.HOLDING: DiagnosticStatus.WARN,
     State.STOPPED: DiagnosticStatus.ERROR,
+}
+_STATES = {
+    State.HOLDING: GuardState.HOLDING,
+    State.PASSING: GuardState.PASSING,
+    State.STOPPED: GuardState.STOPPED,
 }
 _COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
     Output.POSE: ("pose", PoseStamped, messages.tool_pose),
@@ -63,29 +72,8 @@ _COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
 _GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {
     GripperOutput.ARRAY: ("gripper", Float64MultiArray, messages.gripper_array),
     GripperOutput.TRAJECTORY: ("gripper_trajectory", JointTrajectory, messages.gripper_trajectory),
+    GripperOutput.ACTION: ("gripper", Float64MultiArray, messages.gripper_array),
 }
-
-
-class Senders:
-    """Tells at once when two take turns on a topic: the graph tells later, and only of those it has found."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[bytes, float]] = {}
-        self._heard: dict[str, tuple[str, int]] = {}
-
-    def again(self, topic: str, info: Any) -> bool:
-        """If the topic's last message comes once more, by a second subscription of other QoS."""
-        sent_ns = info.get("source_timestamp", 0) if isinstance(info, dict) else 0
-        sent = str(info.get("publisher_gid")) if sent_ns else "", sent_ns
-        last, self._heard[topic] = self._heard.get(topic), sent
-        return bool(sent_ns) and last == sent
-
-    def another(self, topic: str, info: Any, steady_s: float) -> bool:
-        """Whether another publisher than this message's was heard on the topic a moment ago."""
-        identity = info.get("publisher_gid") if isinstance(info, dict) else None
-        gid = bytes(identity["data"]) if isinstance(identity, dict) else b""
-        last, self._last[topic] = self._last.get(topic), (gid, steady_s)
-        return last is not None and gid != last[0] and steady_s - last[1] < _RECENT_S
 
 
 class GuardNode(Node):
@@ -105,14 +93,15 @@ class GuardNode(Node):
         self._logged_s: dict[Cause, float] = {}
         self._seen = State.HOLDING
         self._scheduling = ""
-        self._fault = ""
+        self._fault = self._escalation_problem = ""
         directory, seconds = Path(self._chosen.black_box_dir).expanduser(), self._chosen.black_box_s
         self.black_box = BlackBox(directory, seconds, self._chosen.black_box_files) if seconds else None
         self._inputs: list[str] = []
         self._outputs: list[str] = []
         self._subscribe()
+        self._escalation = Escalation(self, self._chosen.escalation_service, self._chosen.escalation_controllers)
         self._robot, self._gripper = self._advertise()
-        self._passing = self.create_publisher(Bool, "~/passing", LATCHED_STATE)
+        self._state = self.create_publisher(GuardState, "~/state", LATCHED_STATE)
         self._loop = SteadyLoop(self._settings.rate_hz, self._tick, self._on_fault)
         self.create_timer(_SOURCES_S, self._look_for_sources, clock=STEADY)
         self.create_timer(_LOG_S, self._log, clock=STEADY)
@@ -143,6 +132,12 @@ class GuardNode(Node):
             guard.command(read(message, sent_ns), now)
 
         self._listen(message_type, f"command/{name}", COMMAND, on_command, alone=True)
+        if self._settings.override:
+
+            def on_override(message: Any, sent_ns: int | None, now: Instant) -> None:
+                guard.command(read(message, sent_ns), now, override=True)
+
+            self._listen(message_type, f"override/{name}", COMMAND, on_override, alone=True)
         if gripper is not GripperOutput.NONE:
             name, message_type, read_gripper = _GRIPPERS[gripper]
 
@@ -160,7 +155,10 @@ class GuardNode(Node):
         def on_action(message: VlaAction, sent_ns: int | None, now: Instant) -> None:
             guard.action(messages.stamp_of(message.header), message.instruction, now)
 
-        self._listen(PoseStamped, "tool_pose", STATE, on_tool, alone=True)
+        if self._chosen.tool_pose_source == "topic":
+            self._listen(PoseStamped, "tool_pose", STATE, on_tool, alone=True)
+        else:
+            self._listen_to_tf()
         if kind.of_joints:
             self._listen(JointState, "joint_states", STATE, on_joints)
         self._listen(VlaAction, "action", ACTION, on_action, alone=True)
@@ -168,12 +166,48 @@ class GuardNode(Node):
         # A reliable subscription does not match a best-effort publisher (micro-ROS); a best-effort one loses presses.
         for qos in (DIAGNOSTICS, STATE):
             self._listen(Empty, "~/stop", qos, lambda m, s, now: guard.press_stop("topic", now))
+        self._listen(Bool, "~/stop_pressed", HEARTBEAT, lambda m, s, now: guard.stop_button(m.data, now), alone=True)
+        for qos in (INSTRUCTION, LATCHED_STATE):
+            self._listen(Float64, "~/speed_scale", qos, self._on_speed_scale)
+        self._listen_to_robot()
         self._listen(String, "~/confirm", INSTRUCTION, lambda m, s, now: guard.confirm(m.data))
         for qos in (INSTRUCTION, LATCHED_INSTRUCTION):
             self._listen(String, "instruction", qos, lambda m, s, now: guard.instruction(m.data))
         self._listen(DiagnosticArray, "/diagnostics", DIAGNOSTICS, lambda m, s, now: None)
         self.create_service(Trigger, "~/stop", self._on_stop)
         self.create_service(Trigger, "~/clear_stop", self._on_clear_stop)
+
+    def _listen_to_robot(self) -> None:
+        """States that are published when they change are latched, and those published all the time are not."""
+        for rule in self._settings.state_rules:
+
+            def on_state(message: Any, sent_ns: int | None, now: Instant, rule: StateRule = rule) -> None:
+                self.guard.robot_state(rule, message)
+
+            for qos in (LATCHED_STATE, STATE):
+                self._listen(state_type(rule), rule.topic, qos, on_state)
+
+    def _listen_to_tf(self) -> None:
+        """The measured pose, looked up; the black box gets it as if it had come on `tool_pose`."""
+        name, frame = self.resolve_topic_name("tool_pose"), self._settings.base_frame
+        self._announce(name, PoseStamped)
+
+        def on_pose(stamp_s: float, pose: Pose) -> None:
+            message = messages.pose_message(pose, round(stamp_s * 1e9), frame)
+            self._record(name, serialize_message(message))
+            with self._lock:
+                self.guard.tool(messages.tool_pose(message, None), self._now())
+
+        def on_bad(problem: str) -> None:
+            self.get_logger().error(problem, throttle_duration_sec=_LOG_PERIOD_S)
+
+        source = PoseFromTf(self, frame, self._chosen.tool_frame, on_pose, on_bad)
+        self.create_timer(_LOOK_S, source.look, clock=STEADY)
+
+    def _on_speed_scale(self, message: Float64, sent_ns: int | None, now: Instant) -> None:
+        if not self.guard.scale_speed(message.data):
+            problem = f"~/speed_scale {message.data:g} is not from 0 to 1: {self.guard.speed_scale:g} still holds"
+            self.get_logger().warning(problem, throttle_duration_sec=_LOG_PERIOD_S)
 
     def _listen(
         self,
@@ -189,7 +223,7 @@ class GuardNode(Node):
         if alone:
             self._inputs.append(name)
         self._announce(name, message_type)
-        is_command = topic.startswith("command/")
+        is_command = topic.startswith(("command/", "override/"))
 
         def on_bytes(raw: bytes, info: Any) -> None:
             if self._senders.again(name, info):
@@ -232,6 +266,8 @@ class GuardNode(Node):
         gripper = GripperOutput(self._settings.gripper.output)
         if gripper is GripperOutput.NONE:
             return robot, None
+        if gripper is GripperOutput.ACTION:
+            return robot, GripperGoals(self).send
         name, message_type, _ = _GRIPPERS[gripper]
         return robot, self._publisher(message_type, f"~/{name}")
 
@@ -255,6 +291,8 @@ class GuardNode(Node):
             reason = self.guard.reason if outcome.stopped else ""
             last = self.guard.tally.last
         self._send(outcome, now.clock_ns)
+        if outcome.disobeyed:
+            self.get_logger().error(f"the robot does not obey: {self._escalation.ask()}")
         if outcome.stopped and self.black_box is not None:
             self.black_box.stop(last.cause.value if last is not None else "stop", reason)
 
@@ -263,7 +301,9 @@ class GuardNode(Node):
         if outcome.sent is not None:
             self._robot(self._message(outcome.sent, clock_ns))
         if outcome.gripper is not None:
-            if gripper.output == GripperOutput.ARRAY.value:
+            if gripper.output == GripperOutput.ACTION.value:
+                self._gripper(outcome.gripper)
+            elif gripper.output == GripperOutput.ARRAY.value:
                 self._gripper(Float64MultiArray(data=[outcome.gripper]))
             else:
                 self._gripper(messages.gripper_trajectory_message(outcome.gripper, gripper.joint))
@@ -298,14 +338,22 @@ class GuardNode(Node):
             self.black_box.record(topic, raw)
 
     def _look_for_sources(self) -> None:
-        problem = _sources_problem(self, self._inputs, self._outputs)
+        problem = sources_problem(self, self._inputs, self._outputs)
+        topics = {rule.topic for rule in self._settings.state_rules}
+        gone = frozenset(topic for topic in topics if not self.count_publishers(topic))
+        self._escalation_problem = self._escalation.look()
         with self._lock:
             self.guard.sources(problem)
+            self.guard.robot_gone(gone)
 
     def _log(self) -> None:
         with self._lock:
-            new, state, reason = self.guard.tally.take_new(), self.guard.state, self.guard.reason
-        self._passing.publish(Bool(data=state is State.PASSING))
+            guard, now = self.guard, self._now()
+            new, state, reason, overridden = guard.tally.take_new(), guard.state, guard.reason, guard.overridden(now)
+            cause, speed_scale = guard.cause, guard.speed_scale
+        said = GuardState(state=_STATES[state], cause=cause, reason=reason, overridden=overridden)
+        said.header, said.speed_scale = Header(stamp=Time(nanoseconds=now.clock_ns).to_msg()), speed_scale
+        self._state.publish(said)
         now_s = time.monotonic()
         for refusal in new:
             if now_s - self._logged_s.get(refusal.cause, -np.inf) >= _LOG_PERIOD_S:
@@ -323,7 +371,10 @@ class GuardNode(Node):
         values = {f"refused_{cause.value}": counts.get(cause, 0) for cause in Cause}
         said = f"{last.cause.value}: {last.detail}" if last is not None else "(none)"
         what = f"{state.value}: {reason}" if reason else state.value
-        gate = make_status(_LEVELS[state], what, {"last_cause": said, **values})
+        values_and_scale = {"last_cause": said, "speed_scale": guard.speed_scale, **values}
+        if self._escalation_problem:
+            values_and_scale["escalation"] = self._escalation_problem
+        gate = make_status(_LEVELS[state], what, values_and_scale)
         return {"gate": gate, "loop": self._loop_status(stalls), **self._black_box_status()}
 
     def _loop_status(self, stalls: int) -> DiagnosticStatus:
@@ -356,27 +407,6 @@ def _sent_ns(info: Any, now: Instant) -> int | None:
     """When a message was sent, on the node's clock; for kinds without a stamp."""
     source_ns = info.get("source_timestamp", 0) if isinstance(info, dict) else 0
     return now.clock_ns - (time.time_ns() - source_ns) if source_ns else None
-
-
-def _sources_problem(node: Node, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    """What is wrong with who publishes, in words: inputs have one publisher at most, outputs the guard alone."""
-    publishers = {topic: _publishers(node, topic) for topic in (*inputs, *outputs)}
-    for topic in inputs:
-        if len(publishers[topic]) > 1:
-            return f"{topic} has {len(publishers[topic])} publishers: {', '.join(sorted(publishers[topic]))}"
-    me = node.get_fully_qualified_name()
-    for topic in outputs:
-        others = [name for name in publishers[topic] if name != me]
-        if others:
-            return f"{topic} is also published by {', '.join(sorted(others))}, past the guard"
-    counts = Counter(f"{namespace.rstrip('/')}/{name}" for name, namespace in node.get_node_names_and_namespaces())
-    matter = {me, *(name for topic in inputs for name in publishers[topic])}
-    twins = sorted(name for name in matter if counts[name] > 1)
-    return f"there are {counts[twins[0]]} nodes named {twins[0]}" if twins else ""
-
-
-def _publishers(node: Node, topic: str) -> list[str]:
-    return [f"{info.node_namespace.rstrip('/')}/{info.node_name}" for info in node.get_publishers_info_by_topic(topic)]
 
 
 def main() -> None:

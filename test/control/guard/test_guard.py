@@ -595,3 +595,83 @@ def test_a_robot_that_lags_is_not_one_that_is_not_reached() -> None:
     each.until_passing()
     each.run(10.0)
     assert each.guard.state is State.PASSING and each.guard.tally.counts[Cause.NOT_FOLLOWING] == 0
+
+
+def test_a_stop_button_that_is_pressed_latches_and_one_that_falls_silent_holds() -> None:
+    each = rig("twist")
+    each.until_passing()  # nobody asked for a button
+    each.guard.stop_button(False, each.now)
+    each.run(0.4)
+    assert each.guard.state is State.PASSING
+    each.run(0.2)
+    assert each.guard.state is State.HOLDING and "is the button connected?" in each.guard.reason
+    each.guard.stop_button(True, each.now)
+    each.run(0.1)
+    assert each.guard.state is State.STOPPED
+    each.run(1.0)
+    assert "persists" in each.guard.clear_stop(each.now), "it is still pressed, as far as anybody knows"
+    each.guard.stop_button(False, each.now)
+    for _ in range(12):
+        each.run(0.1)
+        each.guard.stop_button(False, each.now)
+    assert each.guard.clear_stop(each.now) == ""
+
+
+def test_a_stop_button_that_is_required_must_be_heard_first() -> None:
+    each = rig("twist", require_stop_button=True)
+    each.run(1.5)
+    assert each.guard.state is State.HOLDING and "none came yet" in each.guard.reason
+    for _ in range(10):
+        each.guard.stop_button(False, each.now)
+        each.run(0.1)
+    assert each.guard.state is State.PASSING
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+def test_a_share_of_the_speed_is_kept_and_reached_within_the_acceleration(output: str, share: float) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.run(0.5)
+    assert not each.guard.scale_speed(1.1) and not each.guard.scale_speed(float("nan")) and each.guard.speed_scale == 1
+    assert each.guard.scale_speed(share)
+    each.run(0.2)
+    begun = len(each.sent)
+    each.run(1.0)
+    assert_within_limits(each)
+    of_joints = output not in ("twist", "pose")
+    limits = JOINTS.speeds if of_joints else np.array([LIMITS.linear_speed, LIMITS.angular_speed])
+    found = velocities(each.sent[begun - 1 :], of_trajectory=output == "joint_trajectory")
+    assert (np.array([np.linalg.norm(each, axis=1) for _, _, each in found]) <= share * limits + 1e-9).all()
+    assert not any(cause.latches for cause in each.guard.tally.counts), each.guard.tally.counts
+
+
+@pytest.mark.parametrize("output", ["twist", "pose"])
+def test_another_source_outranks_the_driver_while_it_speaks_and_then_the_driver_goes_on(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    place = each.tool.copy()
+
+    def lead(seconds: float) -> None:
+        for k in range(round(seconds * 100)):
+            each.advance(0.01)
+            each.hear(("action",))  # a policy that is silent does not matter
+            forward = np.array([0.03, 0, 0, 0, 0, 0.0])
+            by_hand = (
+                TwistCommand(each.stamp, forward)
+                if output == "twist"
+                else ToolPose(each.stamp, place + np.array([0.0003 * k, 0, 0]), UPRIGHT)
+            )
+            each.guard.command(by_hand, each.now, override=True)
+            each.tick()
+
+    lead(2.0)
+    assert each.guard.state is State.PASSING and each.guard.overridden(each.now)
+    assert each.tool[0] - place[0] > 0.04 and not each.guard.tally.counts[Cause.TWO_SOURCES]
+    assert_within_limits(each)
+    each.begin_anew()
+    each.run(0.15)
+    assert not each.guard.overridden(each.now)
+    if output == "twist":
+        each.run(1.0)
+        assert each.guard.state is State.PASSING

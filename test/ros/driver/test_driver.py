@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from rclpy.client import Client
 from rclpy.parameter import Parameter
-from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 from support.driving import LIMITS, MOVE, NAMES, START, arm
 
 import specvla_ros.lab.simulation
 from specvla_ros.control.pose import Pose
+from specvla_ros.msg import GuardState
 from specvla_ros.ros.qos import LATCHED_STATE
 
 TABLE = Path(specvla_ros.lab.simulation.__file__).parent / "assets" / "table.xml"
@@ -214,17 +214,17 @@ def test_a_robot_that_was_held_elsewhere_is_not_pulled_to_where_it_was_sent():
 def test_while_the_guard_lets_nothing_through_the_target_stays_at_the_robot():
     with arm(output="pose") as robot:
         robot.start()
-        passing = robot.node.create_publisher(Bool, "guard_passing", LATCHED_STATE)
+        passing = robot.node.create_publisher(GuardState, "guard_state", LATCHED_STATE)
         robot.act((0.2, 0, 0, 0, 0, 0, 0), action_dt=1.0)
         robot.spin(10)
         robot.held = True
-        passing.publish(Bool(data=False))
+        passing.publish(GuardState(state=GuardState.HOLDING, speed_scale=1.0))
         robot.until(lambda: robot.core.guarded)
         robot.until(lambda: robot.core.target.pose.distance(robot.pose)[0] < 0.003)
         robot.act(action_dt=1.0)
         assert robot.refused() == {"not_following": 1}
         here, robot.held = robot.pose, False
-        passing.publish(Bool(data=True))
+        passing.publish(GuardState(state=GuardState.PASSING, speed_scale=1.0))
         robot.until(lambda: not robot.core.guarded)
         robot.act(action_dt=1.0)
         reaches(robot, here.displaced(np.array(MOVE[:6])), 0.004)

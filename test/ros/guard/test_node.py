@@ -13,18 +13,21 @@ import pytest
 import rclpy
 import yaml
 from geometry_msgs.msg import TwistStamped
+from lifecycle_msgs.msg import State as RobotMode
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.time import Time
 from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import JointState
-from std_msgs.msg import Bool, Empty, Float64MultiArray, String
+from std_msgs.msg import Bool, Empty, Float64, Float64MultiArray, String
+from std_srvs.srv import Trigger
 from support.guard_scene import PARAMETERS, TOPICS, Scene, scene
 from support.guarding import JOINTS
 
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.guard import State
 from specvla_ros.errors import UserError
-from specvla_ros.ros.qos import CLOCK, COMMAND, STATE
+from specvla_ros.msg import GuardState
+from specvla_ros.ros.qos import CLOCK, COMMAND, LATCHED_STATE, STATE
 
 
 @pytest.mark.parametrize("output", TOPICS)
@@ -234,6 +237,125 @@ def test_diagnostics_say_what_is_refused_and_how_the_loop_runs() -> None:
         values = {pair.key: pair.value for pair in each.status("gate").values}
         assert int(values["refused_driver_silent"]) >= 1
         each.until(lambda: any(pair.key == "late_max_ms" for pair in each.status("loop").values))
+
+
+def test_the_state_is_told_latched_with_its_cause() -> None:
+    with scene("twist") as each:
+        each.start()
+        heard: list[GuardState] = []
+        each.user.create_subscription(GuardState, "/guard/state", heard.append, LATCHED_STATE)
+        each.until(lambda: heard and heard[-1].state == GuardState.PASSING and not heard[-1].reason)
+        assert heard[-1].speed_scale == 1.0 and not heard[-1].overridden
+        each.stops.publish(Empty())
+        each.until(lambda: heard[-1].state == GuardState.STOPPED)
+        assert heard[-1].cause == "stop" and "stop was pressed (topic)" in heard[-1].reason
+
+
+@pytest.mark.parametrize("latched", [True, False])
+def test_what_the_robot_says_of_itself_stops_whether_it_is_latched_or_repeated(latched: bool) -> None:
+    with scene("twist", robot_states=["/robot/mode lifecycle_msgs/msg/State id=3"]) as each:
+        each.until(lambda: "/robot/mode: nobody publishes it" in each.guard.guard.reason)
+        modes = each.user.create_publisher(RobotMode, "/robot/mode", LATCHED_STATE if latched else STATE)
+        modes.publish(RobotMode(id=3))
+        if not latched:
+            say, mode = each.say, {"id": 3}
+            each.say = lambda: (say(), modes.publish(RobotMode(**mode)))[0]  # type: ignore[method-assign]
+        each.start()
+        if latched:
+            modes.publish(RobotMode(id=2))
+        else:
+            mode["id"] = 2
+        each.until_stopped("robot_stopped: /robot/mode says id 2, and 3 is needed")
+        assert each.state is State.STOPPED
+
+
+def test_a_state_of_a_package_that_is_not_installed_is_refused_with_the_command() -> None:
+    wanted = "apt install ros-.ROS_DISTRO-nobodys-msgs"
+    with pytest.raises(UserError, match=wanted), scene("twist", robot_states=["/mode nobodys_msgs/msg/Mode mode=1"]):
+        pass
+    rclpy.try_shutdown()
+
+
+def test_a_robot_that_goes_on_is_stopped_by_the_service_that_was_named() -> None:
+    with scene("twist", escalation_service="/robot/stop", obey_time_s=0.2) as each:
+        asked: list[Trigger.Request] = []
+
+        def on_stop(request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+            asked.append(request)
+            return response
+
+        each.until(lambda: "/robot/stop does not exist yet" in each.guard._escalation_problem)
+        each.user.create_service(Trigger, "/robot/stop", on_stop)
+        each.start()
+        each.until(lambda: not each.guard._escalation_problem)
+        each.silent = {"enable"}  # and the tool of the scene goes on to and fro
+        each.enables.publish(Bool(data=False))
+        each.until(lambda: asked)
+        each.until_stopped("not_obeying")
+        assert each.state is State.STOPPED
+        assert len(asked) == 1
+
+
+def test_a_share_of_the_speed_is_taken_from_a_topic_and_nonsense_is_not() -> None:
+    with scene("twist") as each:
+        each.speed = 0.2
+        each.start()
+        scales = each.user.create_publisher(Float64, "/guard/speed_scale", LATCHED_STATE)
+        scales.publish(Float64(data=0.1))
+        each.until(lambda: each.sent[-1].twist.linear.y == pytest.approx(0.025))
+        scales.publish(Float64(data=7.0))
+        each.until(lambda: each.user.count_subscribers("/guard/speed_scale") > 0)
+        scales.publish(Float64(data=0.4))
+        each.until(lambda: each.sent[-1].twist.linear.y == pytest.approx(0.1))
+        assert max(message.twist.linear.y for message in each.sent) <= 0.2
+
+
+def test_who_outranks_the_driver_is_followed_while_it_speaks() -> None:
+    with scene("twist", override=True) as each:
+        each.start()
+        heard: list[GuardState] = []
+        each.user.create_subscription(GuardState, "/guard/state", heard.append, LATCHED_STATE)
+        hand = each.user.create_publisher(TwistStamped, "/override/twist", COMMAND)
+        say, leads = each.say, {"now": True}
+
+        def with_hand() -> None:
+            say()
+            if leads["now"]:
+                message = each.header(TwistStamped())
+                message.twist.linear.x = 0.03
+                hand.publish(message)
+
+        each.say = with_hand  # type: ignore[method-assign]
+        each.until(lambda: each.sent[-1].twist.linear.x == pytest.approx(0.03))
+        each.until(lambda: heard and heard[-1].overridden)
+        assert each.state is State.PASSING
+        leads["now"] = False
+        each.until(lambda: each.sent[-1].twist.linear.x == 0 and each.sent[-1].twist.linear.y == each.speed)
+        each.until(lambda: not heard[-1].overridden)
+
+
+def test_a_gripper_of_actions_gets_each_position_as_one_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[float] = []
+    goal = lambda: SimpleNamespace(command=SimpleNamespace(position=None))  # noqa: E731
+    client = SimpleNamespace(
+        server_is_ready=lambda: True, send_goal_async=lambda each: sent.append(each.command.position)
+    )
+    actions = SimpleNamespace(GripperCommand=SimpleNamespace(Goal=goal))
+    monkeypatch.setitem(sys.modules, "control_msgs", SimpleNamespace(action=actions))
+    monkeypatch.setitem(sys.modules, "control_msgs.action", actions)
+    monkeypatch.setattr("specvla_ros.ros.guard.robot.ActionClient", lambda *given: client)
+    with scene("twist", gripper__output="action") as each:
+        each.start()
+        for position in (0.03, 0.03, 0.03, 0.0):
+            each.grippers.publish(Float64MultiArray(data=[position]))
+            each.until(lambda position=position: sent and sent[-1] == position)
+        assert sent == [0.03, 0.0]
+
+
+def test_a_gripper_of_actions_whose_package_is_missing_is_refused_with_the_command() -> None:
+    with pytest.raises(UserError, match="control-msgs"), scene("twist", gripper__output="action"):
+        pass
+    rclpy.try_shutdown()
 
 
 def test_limits_that_are_missing_are_refused_by_name() -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gripper's command: an array, a trajectory, or a goal of the `control_msgs` action where that is installed."""
+"""The gripper's command: an array, of which the guard makes an action's goal where it is asked to, or a trajectory."""
 
 from collections.abc import Callable
-from typing import Any
 
 from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory
@@ -18,14 +17,12 @@ _REPEAT_S = 0.5
 class GripperCommands:
     """Sends a gripper's position when it changes, and again twice a second: a lost command must not stay lost.
 
-    Raises:
-        UserError: the action is not installed, or the joint is not named.
+    Raises UserError where a trajectory's joint is not named.
     """
 
     def __init__(self, context: OutputContext, settings: GripperSettings) -> None:
         kind = GripperOutput(settings.output)
         self._send = _SENDERS[kind](context, settings.joint)
-        self._repeats = kind in (GripperOutput.ARRAY, GripperOutput.TRAJECTORY)
         self._sent: float | None = None
         self._sent_s = 0.0
 
@@ -34,7 +31,7 @@ class GripperCommands:
         if position is None:
             self._sent = None
             return
-        if position == self._sent and not (self._repeats and now_s - self._sent_s >= _REPEAT_S):
+        if position == self._sent and now_s - self._sent_s < _REPEAT_S:
             return
         self._sent, self._sent_s = position, now_s
         self._send(position)
@@ -52,29 +49,9 @@ def _trajectory(context: OutputContext, joint: str) -> Callable[[float], None]:
     return lambda position: publisher.publish(gripper_trajectory_message(position, joint))
 
 
-def _action(context: OutputContext, joint: str) -> Callable[[float], None]:
-    try:
-        from control_msgs.action import GripperCommand
-    except ImportError:
-        raise UserError(
-            "gripper.output: action needs the package control_msgs, which is not installed; "
-            "apt install ros-$ROS_DISTRO-control-msgs, or set gripper.output to array or trajectory"
-        ) from None
-    from rclpy.action import ActionClient
-
-    client: Any = ActionClient(context.node, GripperCommand, "~/gripper_command")
-
-    def send(position: float) -> None:
-        goal = GripperCommand.Goal()
-        goal.command.position = position
-        client.send_goal_async(goal)
-
-    return send
-
-
 _SENDERS: dict[GripperOutput, Callable[[OutputContext, str], Callable[[float], None]]] = {
     GripperOutput.NONE: lambda context, joint: lambda position: None,
     GripperOutput.ARRAY: _array,
     GripperOutput.TRAJECTORY: _trajectory,
-    GripperOutput.ACTION: _action,
+    GripperOutput.ACTION: _array,
 }

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a robot says of itself, by rules on fields of its own messages; and if it comes to rest when it is stopped."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.control.guard.cause import Cause, Refusal
+from specvla_ros.control.guard.commands import Measured
+from specvla_ros.errors import UserError
+
+_RULE = re.compile(r"(?P<topic>\S+)\s+(?P<type>\w+/msg/\w+)\s+(?P<field>\w[^=]*?)\s*=\s*(?P<values>.+)")
+_PART = re.compile(r"(\w+)(?:\[([^\]]+)\])?")
+_STILL_M_S = 0.02  # slower than this a tool stands, as far as its measured pose tells
+
+
+@dataclass(frozen=True)
+class StateRule:
+    """A field that must have one of some values for the robot to be moved: 'TOPIC TYPE FIELD=VALUE|VALUE'.
+
+    A field is a path such as `state.id`; `controllers[arm]` is that element of a list whose `name` is arm.
+    """
+
+    topic: str
+    message_type: str  # package/msg/Name
+    field: str
+    allowed: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "StateRule":
+        """Reads a rule; raises UserError with the form that it must have."""
+        found = _RULE.fullmatch(text.strip())
+        if found is None:
+            raise UserError(
+                f"robot_states has '{text}', but it must be 'TOPIC PACKAGE/msg/TYPE FIELD=VALUE|VALUE', such as "
+                "'/io_and_status_controller/safety_mode ur_dashboard_msgs/msg/SafetyMode mode=1|2'"
+            )
+        values = tuple(value.strip() for value in found["values"].split("|"))
+        return cls(found["topic"], found["type"], found["field"], values)
+
+    def problem(self, message: Any) -> str:
+        """Why the robot must not be moved, in words; empty: it may."""
+        try:
+            value = _text(self._value(message))
+        except LookupError as error:
+            return f"{self.topic} has no {error.args[0]}"
+        if value in self.allowed:
+            return ""
+        return f"{self.topic} says {self.field} {value}, and {' or '.join(self.allowed)} is needed"
+
+    def _value(self, message: Any) -> Any:
+        for name, key in _PART.findall(self.field):
+            if not hasattr(message, name):
+                raise LookupError(name)
+            message = getattr(message, name)
+            if key:
+                named = [each for each in message if each.name == key]
+                if not named:
+                    raise LookupError(f"{name}[{key}]")
+                message = named[0]
+        return message
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes):  # what ROS calls a byte
+        return str(int.from_bytes(value, "little"))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class RobotStates:
+    """The newest of each rule. A state that is published only when it changes holds while its publisher lives."""
+
+    def __init__(self, rules: Sequence[StateRule]) -> None:
+        self._problems: dict[StateRule, str | None] = dict.fromkeys(rules)  # None: nothing was heard yet
+        self._gone: frozenset[str] = frozenset()
+
+    def take(self, rule: StateRule, message: Any) -> None:
+        self._problems[rule] = rule.problem(message)
+
+    def gone(self, topics: frozenset[str]) -> None:
+        """Topics that nobody publishes: what was heard of them no longer counts."""
+        self._gone = topics
+        for rule in self._problems:
+            if rule.topic in topics:
+                self._problems[rule] = None
+
+    def problems(self) -> list[Refusal]:
+        found = []
+        for rule, problem in self._problems.items():
+            if problem is None:
+                what = "nobody publishes it" if rule.topic in self._gone else "none came yet"
+                found.append(Refusal(Cause.STATE_MISSING, f"{rule.topic}: {what}"))
+            elif problem:
+                found.append(Refusal(Cause.ROBOT_STOPPED, problem))
+        return found
+
+
+class Obedience:
+    """Looks if the robot comes to rest once motion has ended, so that something stronger can be asked if not."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._looking = False
+        self._zero_s: float | None = None  # since when what goes out stands still
+
+    def look(self, passing: bool, at_rest: bool, measured: Measured, now_s: float) -> Refusal | None:
+        """Looks once a tick; a refusal, once, where the robot goes on though it was told to stand."""
+        if passing:
+            self._looking, self._zero_s = True, None
+        if passing or not self._looking or not at_rest or measured.velocity is None:
+            return None
+        self._zero_s = now_s if self._zero_s is None else self._zero_s
+        speed = float(np.linalg.norm(measured.velocity))
+        if speed <= _STILL_M_S:
+            self._looking = False
+        elif now_s - self._zero_s > self._after_s:
+            self._looking = False
+            detail = f"the tool still moves at {speed:.3f} m/s, {now_s - self._zero_s:.2f} s after it was told to stand"
+            return Refusal(Cause.NOT_OBEYING, detail)
+        return None

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard's side of the robot's own interfaces: its states, its gripper's action, who is asked when it disobeys."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from rclpy.action import ActionClient
+from rclpy.node import Node
+from std_srvs.srv import Trigger
+
+from specvla_ros.control.guard.robot_state import StateRule
+from specvla_ros.errors import UserError
+
+SWITCH = "controller_manager_msgs/srv/SwitchController"
+
+
+def state_type(rule: StateRule) -> type:
+    """The class of a rule's message; raises UserError where its package is not installed."""
+    package, _, name = rule.message_type.partition("/msg/")
+    try:
+        found: type = getattr(importlib.import_module(f"{package}.msg"), name)
+    except (ImportError, AttributeError):
+        apt = f"apt install ros-$ROS_DISTRO-{package.replace('_', '-')}"
+        raise UserError(f"robot_states names {rule.message_type}, which is not installed; {apt}") from None
+    return found
+
+
+class GripperGoals:
+    """Sends a gripper's positions as goals of its action, each once: a goal that is repeated would begin anew.
+
+    Raises UserError where the action's package is not installed.
+    """
+
+    def __init__(self, node: Node) -> None:
+        try:
+            from control_msgs.action import GripperCommand
+        except ImportError:
+            raise UserError(
+                "gripper.output: action needs the package control_msgs, which is not installed; "
+                "apt install ros-$ROS_DISTRO-control-msgs, or set gripper.output to array or trajectory"
+            ) from None
+        self._goal: Callable[[], Any] = GripperCommand.Goal
+        self._client: Any = ActionClient(node, GripperCommand, "~/gripper_command")
+        self._sent: float | None = None
+
+    def send(self, position: float) -> None:
+        if position == self._sent or not self._client.server_is_ready():
+            return  # the driver repeats it twice a second
+        self._sent, goal = position, self._goal()
+        goal.command.position = position
+        self._client.send_goal_async(goal)
+
+
+class Escalation:
+    """Asks a service to stop the robot: a Trigger, such as a UR's dashboard has, or ros2_control's SwitchController.
+
+    `controllers` are deactivated by the latter. Nothing is asked of a service that does not exist, and that is told.
+    """
+
+    def __init__(self, node: Node, service: str, controllers: tuple[str, ...]) -> None:
+        self._node, self._controllers = node, [name for name in controllers if name]
+        self._service = node.resolve_service_name(service) if service else ""
+        self._client: Any = None
+        self._make: Callable[[], Any] = Trigger.Request
+
+    def look(self) -> str:
+        """Finds the service, outside of the loop; what is wrong with it, in words; empty: nothing."""
+        if not self._service or self._client is not None:
+            return ""
+        types = dict(self._node.get_service_names_and_types()).get(self._service)
+        if not types:
+            return f"escalation_service {self._service} does not exist yet"
+        kind: Any = Trigger
+        if SWITCH in types:
+            kind = importlib.import_module("controller_manager_msgs.srv").SwitchController
+            self._make = lambda: kind.Request(deactivate_controllers=self._controllers, strictness=1)
+        self._client = self._node.create_client(kind, self._service)
+        return ""
+
+    def ask(self) -> str:
+        """Asks, without waiting; what was asked, in words."""
+        if self._client is None:
+            return "nobody is asked: escalation_service is not set" if not self._service else f"no {self._service}"
+        self._client.call_async(self._make())
+        return f"asked {self._service}"
