@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ament_index_python.packages import get_package_share_directory
 from launch.actions import DeclareLaunchArgument, IncludeLaunchDescription, LogInfo, OpaqueFunction
+from launch.events.process import ProcessExited
 from launch.launch_description_sources import PythonLaunchDescriptionSource
 from launch.substitutions import LaunchConfiguration
 from launch_ros.actions import LifecycleNode, Node
@@ -101,6 +102,7 @@ def _start(context: LaunchContext) -> list:
             name="guard",
             parameters=[_parameters("guard", context)],
             remappings=topics.guard,
+            on_exit=_guard_ended,
             **common,  # never again: it would have forgotten that somebody pressed stop
         )
         nodes.append(guard)
@@ -115,6 +117,13 @@ def _start(context: LaunchContext) -> list:
         )
         nodes.append(task)
     return nodes
+
+
+def _guard_ended(event: ProcessExited, context: LaunchContext) -> None:
+    """A guard that refuses its parameters ends the launch, with the last word: nothing can move without it."""
+    if event.returncode == 2 and not context.is_shutdown:
+        robot = LaunchConfiguration("robot").perform(context)
+        raise RuntimeError(f"the guard refused {robot}: its own message above says what to mend; nothing can move without it")
 
 
 def _with_task(context: LaunchContext) -> bool:
