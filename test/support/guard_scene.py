@@ -43,6 +43,7 @@ PARAMETERS = {
     "gripper.output": "array",
     "gripper.open_value": 0.04,
     "black_box_s": 0.0,
+    "rate_hz": 100.0,
     "realtime_priority": 0,
     **{f"limits.{name}": value for name, value in vars(LIMITS).items()},
     **values_of(JOINTS),

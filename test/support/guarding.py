@@ -54,7 +54,9 @@ MOVES_S = 0.02  # two periods
 
 def settings(output: str, **changes: Any) -> GuardSettings:
     """Settings that start."""
-    chosen = GuardSettings(output=output, base_frame=BASE, limits=LIMITS, joints=JOINTS, gripper=GRIPPER)
+    chosen = GuardSettings(
+        output=output, base_frame=BASE, limits=LIMITS, joints=JOINTS, gripper=GRIPPER, rate_hz=100.0
+    )
     return replace(chosen, **changes)
 
 
