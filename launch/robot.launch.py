@@ -123,7 +123,9 @@ def _guard_ended(event: ProcessExited, context: LaunchContext) -> None:
     """A guard that refuses its parameters ends the launch, with the last word: nothing can move without it."""
     if event.returncode == 2 and not context.is_shutdown:
         robot = LaunchConfiguration("robot").perform(context)
-        raise RuntimeError(f"the guard refused {robot}: its own message above says what to mend; nothing can move without it")
+        raise RuntimeError(
+            f"the guard refused {robot}: its own message above says what to mend; nothing can move without it"
+        )
 
 
 def _with_task(context: LaunchContext) -> bool:

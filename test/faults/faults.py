@@ -123,7 +123,7 @@ def _timings(path: Path, device: str, modes: list[str]) -> dict[str, Timing]:
 
 
 def _run(job: tuple[Job, Timing]) -> dict[str, Any]:
-    return run_fault(*job)
+    return run_fault(*job, paired=True)
 
 
 def _run_missing(jobs: list[Job], timings: dict[str, Timing], path: Path, workers: int) -> Rows:
@@ -173,6 +173,7 @@ def summary(found: Rows) -> dict[str, Any]:
         "runs": len(guarded),
         "runs_without_guard": len(bare),
         "beyond": sum(bool(row["beyond"]) for row in guarded),
+        "caused": sum(bool(row["caused"]) for row in guarded),
         "in_contact": sum(row["in_contact"] for row in guarded),
         "late": sum(row["late"] for row in guarded),
         "promised": sum(row["promised"] for row in guarded),
@@ -211,6 +212,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
     return {
         "runs": len(rows),
         "beyond": sum(bool(row["beyond"]) for row in rows),
+        "caused": sum(bool(row["caused"]) for row in rows),
         "in_contact": sum(row["in_contact"] for row in rows),
         "promised": sum(row["promised"] for row in rows),
         "late": sum(row["late"] for row in rows),

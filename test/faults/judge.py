@@ -83,11 +83,12 @@ class Judge:
         self._speeds = _lengths(rows["velocity"])  # m/s and rad/s
         self._moving = (self._speeds > (STANDS_M_S, STANDS_RAD_S)).any(axis=1)
 
-    def extremes(self) -> Extremes:
-        """Of the whole run."""
+    def extremes(self, since_s: float = -np.inf) -> Extremes:
+        """Of the whole run, or of what follows a moment."""
         rows, limits, joints = self._record.rows, self._settings.limits, self._settings.joints
+        later = self._times_s >= since_s
         tool_speed = (self._speeds / (limits.linear_speed, limits.angular_speed)).max(axis=1)
-        free = ~self._touched()
+        free = ~self._touched() & later
         if self._settings.kind.of_joints:
             speed = (np.abs(rows["joint_velocity"]) / joints.speeds).max(axis=1)
             changes = np.diff(rows["joint_velocity"], axis=0) / np.diff(self._times_s)[:, None]
@@ -99,10 +100,10 @@ class Judge:
         position = rows["position"]
         outside = np.maximum(np.array(limits.workspace_min) - position, position - np.array(limits.workspace_max))
         return Extremes(
-            float(speed.max()),
+            float(speed[later].max(initial=0.0)),
             float(accelerations.max(axis=1)[free[1:]].max(initial=0.0)),
-            float(max(0.0, outside.max())),
-            float(tool_speed.max()),
+            float(outside[later].max(initial=0.0)),
+            float(tool_speed[later].max(initial=0.0)),
             float(speed[free].max(initial=0.0)),
         )
 

@@ -117,6 +117,36 @@ def _find(topic: str, scene: Scene) -> None:
     scene.time.silent.discard(topic)
 
 
+def _lateness() -> list[Fault]:
+    """Who runs late and goes on: a page fault, a collection of garbage; and a machine with more load than cores."""
+    busy: set[int] = set()
+
+    def hold(scene: Scene, who: str) -> None:
+        if id(scene) not in busy:
+            return
+        time, until_s = scene.time, scene.time.clocks.steady_s + scene.time.random.uniform(0.005, 0.08)
+        time.freeze(who)
+        time.at(until_s, partial(time.resume, who))
+        time.at(until_s + time.random.uniform(0.01, 0.1), partial(hold, scene, who))
+
+    def begin(scene: Scene) -> None:
+        busy.add(id(scene))
+        for who in ("driver", "guard"):
+            hold(scene, who)
+
+    late = [
+        Fault(
+            f"late {who}",
+            partial(_to_process, "freeze", who),
+            partial(_to_process, "resume", who),
+            (0.01, 0.099),
+            needs_guard=True,
+        )
+        for who in ("guard", "driver")
+    ]
+    return [*late, Fault("busy machine", begin, lambda scene: busy.discard(id(scene)), needs_guard=True)]
+
+
 def _silences() -> list[Fault]:
     topics: dict[str, Notice | None] = {topic: _NOTICED[who] for topic, who in _WHO_SENDS.items()}
     topics["joint_states"] = silent_for("joint_states", lambda scene: scene.settings.state_timeout_s)
@@ -354,6 +384,6 @@ def _twins() -> list[Fault]:
 NONE = Fault("none", lambda scene: None, lambda scene: None, (1.0, 1.0))
 FAULTS = {
     fault.name: fault
-    for make in (_processes, _silences, _clocks, _frames, _numbers, _poses, _commands, _people, _twins)
+    for make in (_processes, _lateness, _silences, _clocks, _frames, _numbers, _poses, _commands, _people, _twins)
     for fault in make()
 } | {NONE.name: NONE}

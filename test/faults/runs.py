@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from faults.judge import Judge
-from faults.kinds import FAULTS, Fault
+from faults.kinds import FAULTS, NONE, Fault
 from faults.timing import Timing
 from support.fault_scene import Scene, Setup
 
@@ -47,15 +47,24 @@ class _Times:
     cleared: bool
 
 
-def run_fault(job: Job, timing: Timing, fault: Fault | None = None) -> dict[str, Any]:
+def run_fault(job: Job, timing: Timing, fault: Fault | None = None, *, paired: bool = False) -> dict[str, Any]:
     """Runs a job.
 
     Args:
         job: the run.
         timing: of its mode.
         fault: in place of the one that the job names.
+        paired: whether the same start is run once more without a fault. `caused` is then what was beyond the limits
+            after the fault began, and at no time after that moment without it: what an arm does anyway is no fault's.
     """
-    fault = fault or FAULTS[job.fault]
+    found = _run(job, timing, fault or FAULTS[job.fault])
+    if paired and found["beyond_then"]:
+        alone = _run(job, timing, NONE)
+        found["caused"] = sorted(set(found["beyond_then"]) - set(alone["beyond_then"]))
+    return asdict(job) | found
+
+
+def _run(job: Job, timing: Timing, fault: Fault) -> dict[str, Any]:
     setup = Setup(job.robot, job.output, job.speed, timing, job.seed, job.guarded)
     with TemporaryDirectory() as folder:
         record = Path(folder, "record")
@@ -65,7 +74,7 @@ def run_fault(job: Job, timing: Timing, fault: Fault | None = None) -> dict[str,
         finally:
             scene.close()
         judge = Judge(read_motion_record(record), scene.settings)
-    return asdict(job) | _found(scene, judge, fault, times)
+    return _found(scene, judge, fault, times)
 
 
 def _act(scene: Scene, fault: Fault) -> _Times:
@@ -112,6 +121,8 @@ def _found(scene: Scene, judge: Judge, fault: Fault, times: _Times) -> dict[str,
     return {
         **asdict(extremes),
         "beyond": extremes.beyond,
+        "beyond_then": judge.extremes(times.began_s).beyond,  # after the fault began
+        "caused": [],
         "in_contact": extremes.in_contact,
         "promised": bool(promised),
         "late": any(judge.moved_between(*window) for window in promised),

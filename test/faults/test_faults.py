@@ -63,6 +63,19 @@ def test_the_judge_holds_the_arm_to_the_limits(tmp_path: Path):
     assert Judge(record, replace(settings, limits=smaller)).extremes().beyond == ["workspace"]
 
 
+@pytest.mark.parametrize("fault", ["late guard", "busy machine"])
+def test_who_runs_late_makes_no_arm_leap(fault):
+    found = run(fault, "pose")
+    assert not found["beyond"] and found["recovered_s"] is not None
+
+
+def test_what_an_arm_does_without_the_fault_too_is_not_caused_by_it():
+    job = Job("commands that leap", "spec", "pose", "table", 0.25, 1, guarded=False)
+    assert "speed" in run_fault(job, TIMING, paired=True)["caused"]
+    same = run_fault(job, TIMING, NONE, paired=True)
+    assert same["caused"] == []
+
+
 def test_the_plan_has_each_fault_in_each_mode_by_each_output():
     names = {"faults": list(FAULTS), "modes": list(MODES), "outputs": list(COMMANDS), "robots": ["table", "panda"]}
     jobs = list(plan(2000, 10, 0, names=names, speeds=[0.25, 0.1]))

@@ -54,9 +54,7 @@ MOVES_S = 0.02  # two periods
 
 def settings(output: str, **changes: Any) -> GuardSettings:
     """Settings that start."""
-    chosen = GuardSettings(
-        output=output, base_frame=BASE, limits=LIMITS, joints=JOINTS, gripper=GRIPPER, rate_hz=100.0
-    )
+    chosen = GuardSettings(output=output, base_frame=BASE, limits=LIMITS, joints=JOINTS, gripper=GRIPPER, rate_hz=100.0)
     return replace(chosen, **changes)
 
 
