@@ -35,7 +35,7 @@ demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simula
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
 test: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests (about 12 minutes on 2 cores)
-	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
+	@$(RUN) $(BIN)/python -m pytest -n 3 --dist loadfile -m "not nightly"
 
 test-all: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests, those too that make test leaves to the night
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=night

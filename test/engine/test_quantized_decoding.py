@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.checkpoints import load_openvla
 from support.draft_heads import write_random_head
+from support.nightly import nightly_but
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_kernels.int8_linear import packed_product
@@ -44,7 +45,10 @@ FRAMES = 12
 MARGIN = 0.05
 
 
-@pytest.fixture(scope="module", params=[dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, layers=1)])
+SHAPES = (dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, layers=1))
+
+
+@pytest.fixture(scope="module", params=nightly_but(lambda shape: shape is SHAPES[0], SHAPES))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(path, **request.param)
