@@ -2,7 +2,6 @@
 """The parameters of the driver."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from specvla_ros.control.follower import Compensation
 from specvla_ros.control.gripper import GripperSettings
@@ -20,7 +19,6 @@ DRY_RUN = "none"
 class JointParameters(Joints):
     """The arm's joints and its kinematics."""
 
-    model: str = parameter("", "The robot's MJCF or URDF file, whose world frame is base_frame; for joint outputs.")
     tool: str = parameter("", "Name of the tool's site or body in the model.")
 
     def load(self) -> JointModel | None:
@@ -29,7 +27,7 @@ class JointParameters(Joints):
             return None
         if self.names == NO_NAMES:
             raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
-        return load_joint_model(Path(self.model).expanduser(), self.names, self.tool, self.max_speed)
+        return load_joint_model(self, self.tool)
 
 
 @dataclass(frozen=True)
