@@ -24,6 +24,7 @@ from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import VlaAction
+from specvla_ros.ros.driver.joint_order import JointOrder
 from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
@@ -37,6 +38,7 @@ _WATCH_S = 0.2
 _STANDS = 0.001  # metres and radians that a measured tool that stands may move meanwhile
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
 _LOG_PERIOD_S = 5.0
+_TRIES_ORDER = "each joint is moved a little first, to see that joints.names is in the controller's order"
 _CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are synchronised over a network
 
 
@@ -63,6 +65,7 @@ class DriverNode(ManagedNode):
         self._refusals: Counter[str] = Counter()
         self._stood_at: Pose | None = None
         self._scheduling = "ordinary"
+        self._guard_spoke = False
         self._taken = 0
         self._last_refusal = ""
         self._clocks, self._action_age_s = ClockOffset(), 0.0
@@ -79,10 +82,9 @@ class DriverNode(ManagedNode):
         names = () if model is None else model.joints
         self._output_context = OutputContext(self, chosen.base_frame, period_s, names, self._solver)
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
+        self._order = JointOrder(self._output_context, chosen, self._output)
         self._gripper = Gripper(chosen.gripper)
         self._gripper_output = GripperCommands(self._output_context, chosen.gripper)
-        if chosen.tool_pose_source == "joint_states" and self._solver is None:
-            raise UserError("tool_pose_source: joint_states needs the robot's kinematics; set joints.model")
         self.get_logger().info(self._introduction())
 
     def _introduction(self) -> str:
@@ -135,7 +137,7 @@ class DriverNode(ManagedNode):
             self._listening.callback(self._pose_source.destroy)
         actions = self.create_subscription(VlaAction, "action", self._on_action, ACTION)
         passing = self.create_subscription(Bool, "guard_passing", self._on_passing, LATCHED_STATE)
-        self._action_topic = actions.topic_name
+        self._action_topic, self._passing_topic = actions.topic_name, passing.topic_name
         for subscription in (actions, passing):
             self._listening.callback(self.destroy_subscription, subscription)
 
@@ -197,6 +199,8 @@ class DriverNode(ManagedNode):
             self._action_age_s = now_s - action.stamp_s
             self._clocks.add(receive_s=message.receive_s, latency_s=message.latency_s, age_s=self._action_age_s)
             if self._driver is not None:
+                if self._order.pending:
+                    raise NotFollowingError(_TRIES_ORDER)
                 self._driver.take(action, now_s)
         except ActionRefusedError as error:
             self._refuse(error.refusal.value, str(error))
@@ -208,6 +212,7 @@ class DriverNode(ManagedNode):
             self._taken += 1
 
     def _on_passing(self, message: Bool) -> None:
+        self._guard_spoke = True
         if self._driver is not None:
             self._driver.passing(message.data, self._now_s())
 
@@ -249,7 +254,7 @@ class DriverNode(ManagedNode):
         target = driver.step(now_s, time.monotonic())
         if driver.anchored and not began:
             self.get_logger().info("the tool's pose is known: following actions")
-        if target is None:
+        if target is None or self._order.step(driver, self._joints, time.monotonic()):
             return
         try:
             self._output.send(target, self.get_clock().now())
@@ -263,6 +268,7 @@ class DriverNode(ManagedNode):
             self.get_logger().error(mismatch, throttle_duration_sec=_LOG_PERIOD_S)
             raise UserError(mismatch)
         self._output.start(self._joints)
+        self._order.start()
 
     def _mismatch(self) -> str:
         """How the measured joints differ from the measured pose, in words; empty: not, or only one of them is known."""
@@ -276,6 +282,8 @@ class DriverNode(ManagedNode):
         if self._driver is None:
             return
         self._driver.action_publishers = self.count_publishers(self._action_topic)
+        heard = self._output_context is not None and self._output_context.heard
+        self._order.look(heard=heard and (self._guard_spoke or not self.count_publishers(self._passing_topic)))
         newest = self._history.newest
         before, self._stood_at = self._stood_at, newest[1] if newest is not None else None
         if before is None or self._stood_at is None or max(before.distance(self._stood_at)) > _STANDS:
@@ -325,6 +333,8 @@ class DriverNode(ManagedNode):
             return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
         if not driver.anchored:
             return DiagnosticStatus.WARN, "waiting for the tool's pose"
+        if self._order.pending:
+            return DiagnosticStatus.WARN, _TRIES_ORDER
         clocks = self._clocks.best
         if clocks is not None and abs(clocks.ahead_s) - clocks.error_s > _CLOCKS_APART_S:
             return DiagnosticStatus.WARN, (
