@@ -13,10 +13,10 @@ from launch_ros.parameter_descriptions import ParameterValue
 
 from launch import LaunchContext, LaunchDescription
 from specvla_ros.control.guard.settings import GuardParameters
-from specvla_ros.ros.bringup import autostart, respawning
+from specvla_ros.ros.bringup import autostart, policy_parameters, respawning
 from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
 from specvla_ros.ros.task import TaskParameters
-from specvla_ros.ros.wiring import COMMANDS, RobotTopics
+from specvla_ros.ros.wiring import COMMANDS, RobotTopics, unused_pictures
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters
 
@@ -93,7 +93,7 @@ def _start(context: LaunchContext) -> list:
         **common,
         **again,
     )
-    nodes = [*autostart(driver, "driver", context), driver, *_live_view(context, topics)]
+    nodes = [*_old_pictures(context), *autostart(driver, "driver", context), driver, *_live_view(context, topics)]
     if _file_parameters("driver", context).get("output", DRY_RUN) == DRY_RUN:
         nodes.append(LogInfo(msg="output: none, a dry run: there is nothing to guard"))
     else:
@@ -126,6 +126,16 @@ def _guard_ended(event: ProcessExited, context: LaunchContext) -> None:
         raise RuntimeError(
             f"the guard refused {robot}: its own message above says what to mend; nothing can move without it"
         )
+
+
+def _old_pictures(context: LaunchContext) -> list:
+    """Says before any motion that the policy answers pictures which driver and guard refuse."""
+    if not as_bool("policy", LaunchConfiguration("policy").perform(context)):
+        return []
+    usual = {"driver": DriverParameters().max_action_age_s, "guard": GuardParameters().guard.max_action_age_s}
+    refused_s = min(_file_parameters(node, context).get("max_action_age_s", age_s) for node, age_s in usual.items())
+    warning = unused_pictures(policy_parameters(context)["max_image_age_s"], refused_s)
+    return [LogInfo(msg=f"WARNING: {warning}")] if warning else []
 
 
 def _with_task(context: LaunchContext) -> bool:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint positions that take a tool to a pose, within the joints' ranges and speeds, by `mink` on the robot's model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specvla_ros.control.limits import Joints
 from specvla_ros.control.pose import Pose
+from specvla_ros.control.robot_model import RobotModel, load_robot_model
 from specvla_ros.errors import UserError, missing_package
 
 if TYPE_CHECKING:  # only joint outputs need them: a robot that takes poses or twists has neither, nor has the guard
@@ -35,6 +37,11 @@ class JointModel:
     joints: tuple[str, ...]  # names of the arm's joints, in the order of the commands
     tool: str  # name of the tool's site, or body where no site has that name
     max_speed: np.ndarray  # float64 [n], rad/s or m/s of each joint
+    model_names: tuple[str, ...] = ()  # of the same joints in the model; empty: as `joints`
+
+    @property
+    def in_model(self) -> tuple[str, ...]:
+        return self.model_names or self.joints
 
     @property
     def tool_kind(self) -> str:
@@ -44,40 +51,53 @@ class JointModel:
         return "site" if mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, self.tool) >= 0 else "body"
 
 
-def load_joint_model(path: Path, joints: Sequence[str], tool: str, max_speed: Sequence[float]) -> JointModel:
-    """Reads a robot's MJCF or URDF; see `JointModel`. One `max_speed` for all joints may stand alone.
+def load_joint_model(joints: Joints, tool: str) -> JointModel:
+    """The kinematics of `joints.model`, within the limits that are given; see `JointModel`.
 
     Raises:
-        UserError: the file cannot be read, or has no such joint or tool; with those that it has.
+        UserError: the file cannot be read, or has no such joint or tool, with those that it has; a limit is missing.
     """
     try:
         import mink  # noqa: F401 (what follows the poses)
         import mujoco
     except ModuleNotFoundError as error:
         raise missing_package(error, "requirements/robot-joints.txt") from None
-    try:
-        model = mujoco.MjModel.from_xml_path(str(path))
-    except ValueError as error:
-        raise UserError(f"robot model {path} cannot be read by MuJoCo {mujoco.__version__}: {error}") from None
-    speeds = np.array(max_speed if len(max_speed) != 1 else [*max_speed] * len(joints), dtype=np.float64)
-    if len(speeds) != len(joints):
-        raise UserError(f"joints.max_speed has {len(speeds)} numbers for {len(joints)} joints; give one for each")
-    if not (speeds > 0).all():
-        raise UserError("joints.max_speed must be set, larger than 0: a joint's limit has no default")
-    known = [model.joint(index).name for index in range(model.njnt)]
-    for joint in joints:
-        if joint not in known:
-            raise UserError(f"{path} has no joint '{joint}'; it has: {', '.join(known)}")
-        if model.joint(joint).type[0] not in (mujoco.mjtJoint.mjJNT_HINGE, mujoco.mjtJoint.mjJNT_SLIDE):
-            raise UserError(f"joint '{joint}' of {path} neither turns nor slides: it cannot be commanded as one number")
-    made = JointModel(model, tuple(joints), tool, speeds)
+    robot = load_robot_model(Path(joints.model).expanduser())
+    model, names = robot.model, joints.in_model
+    robot.require(names)
+    for name in names:
+        if model.joint(name).type[0] not in (mujoco.mjtJoint.mjJNT_HINGE, mujoco.mjtJoint.mjJNT_SLIDE):
+            raise UserError(
+                f"joint '{name}' of {robot.path} neither turns nor slides: it cannot be commanded as one number"
+            )
+    made = JointModel(model, joints.names, tool, _speeds(joints, robot), names)
     if mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_BODY, tool) < 0 and made.tool_kind == "body":
         sites = [model.site(index).name for index in range(model.nsite)]
         bodies = [model.body(index).name for index in range(model.nbody)]
         raise UserError(
-            f"{path} has no site or body '{tool}'; sites: {', '.join(sites) or 'none'}; bodies: {', '.join(bodies)}"
+            f"{robot.path} has no site or body '{tool}'; sites: {', '.join(sites) or 'none'}; bodies: "
+            f"{', '.join(bodies)}"
         )
+    if joints.has_positions:
+        joints.require_positions("joints.model")
+        for name, *ends in zip(names, joints.position_min, joints.position_max, strict=True):
+            model.joint(name).range, model.jnt_limited[model.joint(name).id] = ends, True
     return made
+
+
+def _speeds(joints: Joints, robot: RobotModel) -> np.ndarray:
+    """Largest speed of each joint, float64 [n]: as given, or the model's."""
+    speeds = joints.max_speed
+    if not any(speeds):
+        speeds = tuple(robot.max_speed.get(name, 0.0) for name in joints.in_model)
+    if len(speeds) not in (1, len(joints.names)):
+        raise UserError(f"joints.max_speed has {len(speeds)} numbers for {len(joints.names)} joints; give one for each")
+    if min(speeds) <= 0:
+        raise UserError(
+            "joints.max_speed must be set, larger than 0, or joints.model be a URDF with <limit velocity> for every "
+            "joint: a joint's limit has no default"
+        )
+    return np.broadcast_to(speeds, len(joints.names)).astype(np.float64)
 
 
 class JointSolver:
@@ -90,21 +110,31 @@ class JointSolver:
         model = robot.model
         self._configuration = mink.Configuration(model)
         self._measured = mink.Configuration(model)
-        self._positions = np.array([model.joint(name).qposadr[0] for name in robot.joints])
-        self._dofs = np.array([model.joint(name).dofadr[0] for name in robot.joints])
+        self._positions = np.array([model.joint(name).qposadr[0] for name in robot.in_model])
+        self._dofs = np.array([model.joint(name).dofadr[0] for name in robot.in_model])
         self._tool = mink.FrameTask(robot.tool, robot.tool_kind, 1.0, 1.0, lm_damping=_DAMPING)
         self._posture = mink.PostureTask(model, _POSTURE_COST)
         # What is no joint of the arm stands still: mink's limits take a speed of zero as an equality.
         free = [dof for dof in range(model.nv) if dof not in set(self._dofs.tolist())]
         self._still = mink.DofFreezingTask(model, free) if free else None
-        speeds = {name: np.array([speed]) for name, speed in zip(robot.joints, robot.max_speed, strict=True)}
+        speeds = {name: np.array([speed]) for name, speed in zip(robot.in_model, robot.max_speed, strict=True)}
         self._limits = [mink.ConfigurationLimit(model), mink.VelocityLimit(model, speeds)]
 
     @property
     def ranges(self) -> np.ndarray:
         """float64 [n, 2], the joints' smallest and largest positions; infinite where the model has none."""
-        joints = [self._robot.model.joint(name) for name in self._robot.joints]
+        joints = [self._robot.model.joint(name) for name in self._robot.in_model]
         return np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
+
+    @property
+    def positions(self) -> np.ndarray:
+        """float64 [n], where the joints were sent last."""
+        at: np.ndarray = self._configuration.q[self._positions].copy()
+        return at
+
+    @property
+    def max_speed(self) -> np.ndarray:  # float64 [n]
+        return self._robot.max_speed
 
     def start(self, positions: Mapping[str, float]) -> None:
         """Begins at measured joint positions; raises UserError where one is missing or out of the joint's range."""
@@ -177,7 +207,7 @@ class JointSolver:
                 f"the joints are {lag_m:.3f} m and {lag_rad:.2f} rad behind the tool's target: it is out of their "
                 "reach, or faster than joints.max_speed allows"
             )
-        return self._configuration.q[self._positions].copy(), velocity[self._dofs]
+        return self.positions, velocity[self._dofs]
 
 
 def _text(pose: Pose) -> str:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of a tool's motion and of joints: what the driver plans within, and what the guard holds it to."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,7 +16,6 @@ _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") fo
 _NO_CORNER = (0.0, 0.0, 0.0)
 _NO_NUMBERS = (0.0,)
 NO_NAMES = ("",)
-_PER_JOINT = {"position_min": False, "position_max": False, "max_speed": True, "max_acceleration": True}
 
 
 def _largest(what: str, unit: str, maximum: float) -> float:
@@ -106,32 +108,88 @@ def _stop_s(speed: float, acceleration: float, jerk: float) -> float:
 
 @dataclass(frozen=True)
 class Joints:
-    """An arm's joints, for outputs that command them."""
+    """An arm's joints and their limits, in the order of the commands, for outputs that command them."""
 
     ROS_PREFIX = "joints."
 
     names: tuple[str, ...] = parameter(NO_NAMES, "Names of the arm's joints, in the order of the commands.")
+    model: str = parameter("", "The robot's MJCF or URDF file, whose world frame is base_frame; for joint outputs.")
+    model_names: tuple[str, ...] = parameter(
+        NO_NAMES, "Names of the same joints in the model, where they differ; empty: joints.names."
+    )
+    position_min: tuple[float, ...] = parameter(
+        _NO_NUMBERS, "Smallest position of each joint; both ends zero: the model's.", unit="rad or m"
+    )
+    position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest position of each joint.", unit="rad or m")
     max_speed: tuple[float, ...] = parameter(
         _NO_NUMBERS,
-        "Largest speed of each joint, or one for all of them; 0: not set.",
+        "Largest speed of each joint, or one for all of them; 0: that of the URDF's <limit velocity>.",
         unit="rad/s or m/s",
         minimum=0.0,
     )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.model_names != NO_NAMES and len(self.model_names) != len(self.names):
+            raise UserError(
+                f"joints.model_names has {len(self.model_names)} names for the {len(self.names)} of joints.names; "
+                "give the model's name of each, in the same order, or none"
+            )
+
+    @property
+    def in_model(self) -> tuple[str, ...]:
+        """The joints' names in the model."""
+        return self.names if self.model_names == NO_NAMES else self.model_names
+
+    @property
+    def has_positions(self) -> bool:
+        return self.position_min != _NO_NUMBERS or self.position_max != _NO_NUMBERS
+
+    def require_positions(self, what_for: str) -> None:
+        """Raises UserError where the positions are missing or do not fit."""
+        self._require_one_each(what_for, ("position_min", "position_max"))
+        if not (np.array(self.position_min) < np.array(self.position_max)).all():
+            raise UserError(
+                "joints.position_min must be smaller than joints.position_max for every joint; where neither is given "
+                "the ranges of joints.model are taken"
+            )
+
+    def _require_one_each(self, what_for: str, names: Sequence[str], *, one_for_all: bool = False) -> None:
+        count = len(self.names)
+        for name in names:
+            given = len(getattr(self, name))
+            if given != count and not (one_for_all and given == 1):
+                words = f"{count} numbers, one for each of joints.names" + (", or one for all" if one_for_all else "")
+                instead = "" if one_for_all else "; or set joints.model to an MJCF or URDF, whose ranges are then taken"
+                raise UserError(f"{what_for} needs joints.{name}: {words}; got {given}{instead}")
 
     @property
     def speeds(self) -> np.ndarray:  # float64 [joints]
         return np.broadcast_to(self.max_speed, len(self.names)).astype(float)
 
+    def completed(self: "AnyJoints") -> "AnyJoints":
+        """With the limits that are not given from the model, if it has them; raises UserError as it is read."""
+        if not self.model or self.names == NO_NAMES or (self.has_positions and any(self.max_speed)):
+            return self
+        from specvla_ros.control.robot_model import load_robot_model
+
+        robot = load_robot_model(Path(self.model).expanduser())
+        robot.require(self.in_model)
+        low, high, speeds = self.position_min, self.position_max, self.max_speed
+        if not self.has_positions:
+            low, high = map(tuple, robot.ranges(self.in_model).T.tolist())
+        if not any(speeds) and all(name in robot.max_speed for name in self.in_model):
+            speeds = tuple(robot.max_speed[name] for name in self.in_model)
+        return replace(self, position_min=low, position_max=high, max_speed=speeds)
+
+
+AnyJoints = TypeVar("AnyJoints", bound=Joints)
+
 
 @dataclass(frozen=True)
 class JointLimits(Joints):
-    """Limits of each joint, in the order of the names; required where joints are commanded."""
+    """What the guard holds joints to; required where joints are commanded."""
 
-    position_min: tuple[float, ...] = parameter(_NO_NUMBERS, "Smallest position of each joint.", unit="rad or m")
-    position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest position of each joint.", unit="rad or m")
     max_acceleration: tuple[float, ...] = parameter(
         _NO_NUMBERS,
         "Largest acceleration of each joint, or one for all of them; 0: not set.",
@@ -148,12 +206,10 @@ class JointLimits(Joints):
         count = len(self.names)
         if not all(self.names) or len(set(self.names)) != count:
             raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
-        for name, one_for_all in _PER_JOINT.items():
-            given = len(getattr(self, name))
-            if given != count and not (one_for_all and given == 1):
-                words = f"{count} numbers, one for each of joints.names" + (", or one for all" if one_for_all else "")
-                raise UserError(f"{what_for} needs joints.{name}: {words}; got {given}")
-        if not (np.array(self.position_min) < np.array(self.position_max)).all():
-            raise UserError("joints.position_min must be smaller than joints.position_max for every joint")
+        self.require_positions(what_for)
+        self._require_one_each(what_for, ("max_speed", "max_acceleration"), one_for_all=True)
         if min(self.max_speed) <= 0 or min(self.max_acceleration) <= 0:
-            raise UserError(f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults")
+            raise UserError(
+                f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults; a URDF in "
+                "joints.model with <limit velocity> for every joint gives the first"
+            )

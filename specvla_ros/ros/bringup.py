@@ -21,7 +21,7 @@ from lifecycle_msgs.msg import Transition
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.ros.wiring import Autostart, Step, image_remappings, sensor_remappings
 from specvla_ros.settings.parameter import walk
-from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters
+from specvla_ros.settings.profiles import Value, as_bool, as_number, merge_parameters
 
 _AGAIN_S = 5.0  # longer than a process takes to come up on most machines
 PROFILES = ["cpu", "desktop", "orin"]
@@ -73,19 +73,27 @@ def _choice(name: str, default: str, choices: list[str], description: str) -> De
     return DeclareLaunchArgument(name, default_value=default, choices=choices, description=description)
 
 
+def policy_parameters(context: LaunchContext, profile: str = "") -> dict[str, Value]:
+    """The policy's parameters by the launch's arguments and files; see `merge_parameters`."""
+
+    def argument(name: str) -> str:
+        return str(LaunchConfiguration(name).perform(context))
+
+    config = Path(get_package_share_directory("specvla_ros"), "config")
+    files = [config / "common.yaml", config / f"{profile or argument('profile')}.yaml"]
+    if argument("params_file"):
+        files.append(Path(argument("params_file")).expanduser())
+    given = {name: argument(name) for name in PARAMETERS}
+    return merge_parameters(files, given, node="policy", namespace=argument("namespace"))
+
+
 def _start(context: LaunchContext, profile: str) -> list[Any]:
     def argument(name: str) -> str:
         return str(LaunchConfiguration(name).perform(context))
 
     if not as_bool("policy", argument("policy")):
         return []
-    config = Path(get_package_share_directory("specvla_ros"), "config")
-    files = [config / "common.yaml", config / f"{profile or argument('profile')}.yaml"]
-    if argument("params_file"):
-        files.append(Path(argument("params_file")).expanduser())
-    merged = merge_parameters(
-        files, {name: argument(name) for name in PARAMETERS}, node="policy", namespace=argument("namespace")
-    )
+    merged = policy_parameters(context, profile)
     # Without a type, launch would read the instruction "5" as a number.
     parameters = {
         name: ParameterValue(value, value_type=str) if isinstance(value, str) else value
@@ -96,7 +104,7 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
     if robots:
         parameters["robots"] = robots
     # As a file, since only so it reaches the robots' own nodes; the policy node's share of it is in `parameters` too.
-    whole = [str(files[-1])] if robots and argument("params_file") else []
+    whole = [str(Path(argument("params_file")).expanduser())] if robots and argument("params_file") else []
     image_topic = argument("image_topic")
     node = LifecycleNode(
         package="specvla_ros",

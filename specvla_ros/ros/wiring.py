@@ -63,6 +63,17 @@ def sensor_remappings(text: str) -> Remaps:
     return remappings
 
 
+def unused_pictures(max_image_age_s: float, max_action_age_s: float) -> str:
+    """Why a policy computes actions that nobody follows, in words; empty: it does not."""
+    if max_image_age_s <= max_action_age_s:
+        return ""
+    return (
+        f"the policy's max_image_age_s is {max_image_age_s:g} s, but max_action_age_s of driver and guard is "
+        f"{max_action_age_s:g} s: actions of older pictures are computed and refused; raise max_action_age_s in the "
+        "robot's file, or lower max_image_age_s"
+    )
+
+
 class Step(Enum):
     """What the launch file does next."""
 

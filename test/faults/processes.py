@@ -256,7 +256,7 @@ def _start(nodes: NodeProcesses, settings: GuardSettings, seed: int, folder: Pat
     if settings.kind.of_joints:
         model = folder / "arm.xml"
         model.write_text(TABLE_ARM.kinematics(), encoding="utf-8")
-        driver |= {"joints.model": str(model), "joints.tool": "pinch"}
+        driver |= {"joints.model": str(model), "joints.tool": "pinch", "joints.check_order": False}
         driver |= {key: motion[key] for key in ("joints.names", "joints.max_speed")}
     parameters: dict[str, dict[str, Any]] = {
         "policy": clock | {"checkpoint": str(nano_policy()), "base_frame": settings.base_frame},

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("launch_ros", reason="launch and launch_ros come with an apt ROS 2, not with wheels")
 
-from launch.actions import IncludeLaunchDescription, OpaqueFunction
+from launch.actions import IncludeLaunchDescription, LogInfo, OpaqueFunction
 from launch.launch_context import LaunchContext
 from launch_ros.actions import Node
 
@@ -74,16 +74,39 @@ def test_a_wrong_robots_file_is_told_before_any_process_starts(tmp_path: Path) -
         of_kind(description("robot").entities, OpaqueFunction).execute(context)
 
 
-def robot_nodes(tmp_path: Path, output: str, **arguments: str) -> dict[str, Node]:
-    """Nodes that robot.launch.py adds to bringup, by executable."""
+def robot_entities(tmp_path: Path, parameters: str, **arguments: str) -> list:
+    """What robot.launch.py adds to bringup."""
     robot = tmp_path / "robot.yaml"
-    robot.write_text(f"/**: {{ros__parameters: {{output: {output}}}}}\n")
+    robot.write_text(f"/**: {{ros__parameters: {{{parameters}}}}}\n")
     context = LaunchContext()
     for argument in description("robot").get_launch_arguments():
         context.launch_configurations[argument.name] = "".join(part.text for part in argument.default_value or ())
     context.launch_configurations.update({"robot": str(robot), "autostart": "false", **arguments})
     *_, start = (entity for entity in description("robot").entities if isinstance(entity, OpaqueFunction))
-    return {entity.node_executable: entity for entity in start.execute(context) if isinstance(entity, Node)}
+    return start.execute(context)
+
+
+def robot_nodes(tmp_path: Path, output: str, **arguments: str) -> dict[str, Node]:
+    """Nodes among them, by executable."""
+    entities = robot_entities(tmp_path, f"output: {output}", **arguments)
+    return {entity.node_executable: entity for entity in entities if isinstance(entity, Node)}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "told"),
+    [
+        ("output: pose", {"profile": "cpu"}, True),
+        ("output: pose, max_action_age_s: 2.0", {"profile": "cpu"}, False),
+        ("output: pose", {"profile": "desktop"}, False),
+        ("output: pose", {"profile": "cpu", "policy": "false"}, False),
+    ],
+)
+def test_pictures_that_are_answered_and_not_followed_are_told_before_anything_starts(
+    tmp_path: Path, parameters: str, arguments: dict[str, str], told: bool
+) -> None:
+    entities = robot_entities(tmp_path, parameters, **arguments)
+    said = ["".join(part.text for part in each.msg) for each in entities if isinstance(each, LogInfo)]
+    assert [("max_image_age_s" in line, "max_action_age_s" in line) for line in said] == [(True, True)] * told
 
 
 def test_a_dry_run_starts_no_guard(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch argument that names the topics of further cameras and of the state."""
+"""What launch files make of their arguments and of parameters."""
 
 import pytest
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.wiring import sensor_remappings
+from specvla_ros.ros.wiring import sensor_remappings, unused_pictures
 
 
 def test_cameras_and_the_state_are_remapped() -> None:
@@ -20,3 +20,9 @@ def test_cameras_and_the_state_are_remapped() -> None:
 def test_what_is_no_pair_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"must be NAME=TOPIC, comma-separated"):
         sensor_remappings(text)
+
+
+def test_a_policy_that_answers_older_pictures_than_anybody_follows_is_told_with_both_parameters() -> None:
+    assert unused_pictures(1.0, 1.0) == ""
+    said = unused_pictures(2.0, 1.0)
+    assert "max_image_age_s is 2 s" in said and "max_action_age_s of driver and guard is 1 s" in said

@@ -55,6 +55,7 @@ class Arm:
     pose: Pose = START
     joints: dict[str, float] = field(default_factory=dict)
     held: bool = False  # whether it stays where it is, whatever it is sent
+    wired: tuple[int, ...] | None = None  # which number of an array each joint takes; None: its own
     measured: bool = True  # whether the tool's pose is published
     poses: list[PoseStamped] = field(default_factory=list)
     twists: list[TwistStamped] = field(default_factory=list)
@@ -173,7 +174,8 @@ class Arm:
 
     def _on_array(self, message: Float64MultiArray) -> None:
         self.arrays.append(message)
-        self.joints = dict(zip(self.joints, message.data, strict=True))
+        data = np.array(message.data)
+        self.joints = dict(zip(self.joints, data if self.wired is None else data[list(self.wired)], strict=True))
 
     def _on_twist(self, message: TwistStamped) -> None:
         if self.twists:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the guard is held to, declared once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from specvla_ros.control.gripper import GripperLimits
@@ -129,6 +129,10 @@ class GuardSettings:
         limits = self.limits
         linear = limits.linear_speed / limits.linear_acceleration
         return max(linear, limits.angular_speed / limits.angular_acceleration) + 2 / self.rate_hz
+
+    def completed(self) -> "GuardSettings":
+        """With the limits of joints that are not given, where joints are commanded; see `Joints.completed`."""
+        return replace(self, joints=self.joints.completed()) if self.kind.of_joints else self
 
     def require(self) -> None:
         """Raises UserError for what is missing, or a stop that would take longer than promised."""

@@ -23,6 +23,7 @@ from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import GuardState, VlaAction
+from specvla_ros.ros.driver.joint_order import JointOrder
 from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
@@ -36,6 +37,7 @@ _WATCH_S = 0.2
 _STANDS = 0.001  # metres and radians that a measured tool that stands may move meanwhile
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
 _LOG_PERIOD_S = 5.0
+_TRIES_ORDER = "each joint is moved a little first, to see that joints.names is in the controller's order"
 _CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are synchronised over a network
 
 
@@ -62,6 +64,7 @@ class DriverNode(ManagedNode):
         self._refusals: Counter[str] = Counter()
         self._stood_at: Pose | None = None
         self._scheduling = "ordinary"
+        self._guard_spoke = False
         self._taken = 0
         self._last_refusal = ""
         self._clocks, self._action_age_s = ClockOffset(), 0.0
@@ -78,10 +81,9 @@ class DriverNode(ManagedNode):
         names = () if model is None else model.joints
         self._output_context = OutputContext(self, chosen.base_frame, period_s, names, self._solver)
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
+        self._order = JointOrder(self._output_context, chosen, self._output)
         self._gripper = Gripper(chosen.gripper)
         self._gripper_output = GripperCommands(self._output_context, chosen.gripper)
-        if chosen.tool_pose_source == "joint_states" and self._solver is None:
-            raise UserError("tool_pose_source: joint_states needs the robot's kinematics; set joints.model")
         self.get_logger().info(self._introduction())
 
     def _introduction(self) -> str:
@@ -134,7 +136,7 @@ class DriverNode(ManagedNode):
             self._listening.callback(self._pose_source.destroy)
         actions = self.create_subscription(VlaAction, "action", self._on_action, ACTION)
         state = self.create_subscription(GuardState, "guard_state", self._on_guard, LATCHED_STATE)
-        self._action_topic = actions.topic_name
+        self._action_topic, self._state_topic = actions.topic_name, state.topic_name
         for subscription in (actions, state):
             self._listening.callback(self.destroy_subscription, subscription)
 
@@ -196,6 +198,8 @@ class DriverNode(ManagedNode):
             self._action_age_s = now_s - action.stamp_s
             self._clocks.add(receive_s=message.receive_s, latency_s=message.latency_s, age_s=self._action_age_s)
             if self._driver is not None:
+                if self._order.pending:
+                    raise NotFollowingError(_TRIES_ORDER)
                 self._driver.take(action, now_s)
         except ActionRefusedError as error:
             self._refuse(error.refusal.value, str(error))
@@ -207,6 +211,7 @@ class DriverNode(ManagedNode):
             self._taken += 1
 
     def _on_guard(self, message: GuardState) -> None:
+        self._guard_spoke = True
         if self._driver is not None:
             self._driver.speed_scale = message.speed_scale
             passing = message.state == GuardState.PASSING and not message.overridden
@@ -250,7 +255,7 @@ class DriverNode(ManagedNode):
         target = driver.step(now_s, time.monotonic())
         if driver.anchored and not began:
             self.get_logger().info("the tool's pose is known: following actions")
-        if target is None:
+        if target is None or self._order.step(driver, self._joints, time.monotonic()):
             return
         try:
             self._output.send(target, self.get_clock().now())
@@ -264,6 +269,7 @@ class DriverNode(ManagedNode):
             self.get_logger().error(mismatch, throttle_duration_sec=_LOG_PERIOD_S)
             raise UserError(mismatch)
         self._output.start(self._joints)
+        self._order.start()
 
     def _mismatch(self) -> str:
         """How the measured joints differ from the measured pose, in words; empty: not, or only one of them is known."""
@@ -277,6 +283,8 @@ class DriverNode(ManagedNode):
         if self._driver is None:
             return
         self._driver.action_publishers = self.count_publishers(self._action_topic)
+        heard = self._output_context is not None and self._output_context.heard
+        self._order.look(heard=heard and (self._guard_spoke or not self.count_publishers(self._state_topic)))
         newest = self._history.newest
         before, self._stood_at = self._stood_at, newest[1] if newest is not None else None
         if before is None or self._stood_at is None or max(before.distance(self._stood_at)) > _STANDS:
@@ -326,6 +334,8 @@ class DriverNode(ManagedNode):
             return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
         if not driver.anchored:
             return DiagnosticStatus.WARN, "waiting for the tool's pose"
+        if self._order.pending:
+            return DiagnosticStatus.WARN, _TRIES_ORDER
         clocks = self._clocks.best
         if clocks is not None and abs(clocks.ahead_s) - clocks.error_s > _CLOCKS_APART_S:
             return DiagnosticStatus.WARN, (

@@ -2,7 +2,6 @@
 """The parameters of the driver."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from specvla_ros.control.follower import Compensation
 from specvla_ros.control.gripper import GripperSettings
@@ -20,8 +19,17 @@ DRY_RUN = "none"
 class JointParameters(Joints):
     """The arm's joints and its kinematics."""
 
-    model: str = parameter("", "The robot's MJCF or URDF file, whose world frame is base_frame; for joint outputs.")
     tool: str = parameter("", "Name of the tool's site or body in the model.")
+    controller: str = parameter(
+        "",
+        "Node of the controller that takes a position_array, such as /forward_position_controller: it is asked for its "
+        "joints, whose order must be that of joints.names, before anything moves.",
+    )
+    check_order: bool = parameter(
+        True,
+        "Without joints.controller: at the first enabling each joint is moved by 0.02 and back, to see that a "
+        "position_array is in the controller's order.",
+    )
 
     def load(self) -> JointModel | None:
         """The robot's kinematics, if a model is named; raises UserError as `load_joint_model` does."""
@@ -29,7 +37,7 @@ class JointParameters(Joints):
             return None
         if self.names == NO_NAMES:
             raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
-        return load_joint_model(Path(self.model).expanduser(), self.names, self.tool, self.max_speed)
+        return load_joint_model(self, self.tool)
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,8 @@ class DriverParameters:
         check(self)
 
     def check_complete(self) -> None:
-        """Raises UserError for a limit that has to be set before a robot moves."""
+        """Raises UserError for what has to be set before a robot moves."""
         if self.output != DRY_RUN:
             self.limits.require(f"output: {self.output}")
+        if self.tool_pose_source == "joint_states" and not self.joints.model:
+            raise UserError("tool_pose_source: joint_states needs the robot's kinematics; set joints.model")

@@ -86,7 +86,7 @@ class GuardNode(Node):
         super().__init__("guard", **node_arguments)
         with parameters_declared(self, GuardParameters):
             self._chosen = read_parameters(self, GuardParameters)
-            self._settings = self._chosen.guard
+            self._settings = self._chosen.guard.completed()
             self.guard = Guard(self._settings)
         self._lock = threading.Lock()
         self._senders = Senders()

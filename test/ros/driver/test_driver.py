@@ -2,12 +2,15 @@
 """The driver over real topics: every output arrives where the action meant, and what is wrong moves nothing."""
 
 import math
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import mujoco
 import numpy as np
 import pytest
 from rclpy.client import Client
+from rclpy.node import Node
 from rclpy.parameter import Parameter
 from std_srvs.srv import SetBool
 from support.driving import LIMITS, MOVE, NAMES, START, arm
@@ -17,6 +20,7 @@ from specvla_ros.control.pose import Pose
 from specvla_ros.msg import GuardState
 from specvla_ros.ros.qos import LATCHED_STATE
 
+ORDER = "specvla_ros.ros.driver.joint_order"
 TABLE = Path(specvla_ros.lab.simulation.__file__).parent / "assets" / "table.xml"
 JOINTS = [f"joint{i}" for i in range(1, 8)]
 HOME = dict(zip(JOINTS, (0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785), strict=True))
@@ -26,8 +30,11 @@ JOINT_OUTPUT = {
     "joints__names": JOINTS,
     "joints__tool": "pinch",
     "joints__max_speed": [2.0],
+    "joints__check_order": False,
     "tool_pose_source": "joint_states",
 }
+TRIES = {"output": "position_array", **JOINT_OUTPUT, "joints__check_order": True}
+ASKS = {"output": "position_array", **JOINT_OUTPUT, "joints__controller": "/forward_position_controller"}
 
 
 def assert_at(pose, goal, tolerance=1e-4):
@@ -220,6 +227,7 @@ def test_while_the_guard_lets_nothing_through_the_target_stays_at_the_robot():
         robot.held = True
         passing.publish(GuardState(state=GuardState.HOLDING, speed_scale=1.0))
         robot.until(lambda: robot.core.guarded)
+        robot.rest()  # it brakes past the robot first
         robot.until(lambda: robot.core.target.pose.distance(robot.pose)[0] < 0.003)
         robot.act(action_dt=1.0)
         assert robot.refused() == {"not_following": 1}
@@ -309,3 +317,119 @@ def test_a_policy_whose_clock_is_another_is_found_out():
         values = {each.key: each.value for each in motion().values}
         ahead, _, error = values["policy's clock ahead s"].split()
         assert abs(float(ahead) - 1.0) <= float(error) + 1e-3 < 0.5
+
+
+@contextmanager
+def controller(robot, joints):
+    """A node with the parameter of ros2_control's controllers."""
+    node = Node("forward_position_controller")
+    node.declare_parameter("joints", joints)
+    robot.executor.add_node(node)
+    try:
+        yield
+    finally:
+        robot.executor.remove_node(node)
+        node.destroy_node()
+
+
+def activated(robot):
+    robot.joints = HOME
+    assert robot.driver.trigger_configure().name == "SUCCESS"
+    assert robot.driver.trigger_activate().name == "SUCCESS"
+
+
+def test_a_controller_of_the_same_order_is_asked_and_then_the_arm_follows():
+    with arm(**ASKS) as robot:
+        activated(robot)
+        robot.until(lambda: "has not told its joints yet" in robot.core.problem)
+        assert not robot.arrays
+        with controller(robot, JOINTS):
+            robot.until(lambda: robot.core.anchored)
+        robot.act()
+        assert not robot.refused()
+
+
+@pytest.mark.parametrize("theirs", [[JOINTS[1], JOINTS[0], *JOINTS[2:]], JOINTS[:6], [""]])
+def test_a_controller_of_another_order_is_refused_with_both_and_nothing_is_sent(theirs):
+    with arm(**ASKS) as robot, controller(robot, theirs):
+        activated(robot)
+        robot.until(lambda: "configure the driver again" in robot.core.problem)
+        assert str(theirs) in robot.core.problem and str(JOINTS) in robot.core.problem
+        robot.act()
+        assert robot.refused() == {"not_following": 1} and not robot.arrays
+        robot.driver.trigger_deactivate()
+        assert robot.driver.trigger_activate().name == "SUCCESS"
+        robot.until(lambda: "configure the driver again" in robot.core.problem)
+        assert not robot.arrays
+
+
+def test_a_controller_that_does_not_answer_is_asked_again_and_nothing_is_sent():
+    with patch(f"{ORDER}._ANSWER_S", 0.1), arm(**ASKS) as robot:
+        activated(robot)
+        robot.until(lambda: "does not tell its joints" in robot.core.problem)
+        assert "/forward_position_controller" in robot.core.problem and str(JOINTS) in robot.core.problem
+        assert not robot.arrays
+        with controller(robot, JOINTS):
+            robot.until(lambda: robot.core.anchored)
+
+
+@contextmanager
+def trying(**changes):
+    """An arm that tries its order in less time than a real one may."""
+    with ExitStack() as patches:
+        for name, value in {"_SPEED": 0.5, "_ACCELERATION": 10.0, "_JERK": 500.0, "_STILL_S": 0.05}.items():
+            patches.enter_context(patch(f"specvla_ros.control.joint_order.{name}", value))
+        with arm(**TRIES, **changes) as robot:
+            yield robot
+
+
+def test_the_right_order_is_tried_once_and_then_actions_are_followed():
+    with trying() as robot:
+        activated(robot)
+        robot.until(lambda: robot.core.anchored and robot.actions.get_subscription_count())
+        robot.act()
+        assert robot.refused() == {"not_following": 1} and "moved a little" in robot.driver._last_refusal
+        robot.until(lambda: not robot.driver._order.pending)
+        sent = np.array([message.data for message in robot.arrays])
+        np.testing.assert_allclose(np.ptp(sent, axis=0), 0.02, atol=1e-3)
+        robot.until(lambda: robot.core.anchored)
+        start = tool_of([*robot.joints.values()])
+        robot.act()
+        robot.rest()
+        assert_at(tool_of(robot.arrays[-1].data), start.displaced(np.array(MOVE[:6])), 2e-3)
+        robot.driver.trigger_deactivate()
+        assert robot.driver.trigger_activate().name == "SUCCESS"
+        assert not robot.driver._order.pending
+
+
+def test_a_wrong_order_is_named_and_nothing_is_followed_until_it_is_configured_again(capfd):
+    with trying() as robot:
+        robot.wired = (2, 1, 0, 3, 4, 5, 6)  # two that stand alike
+        activated(robot)
+        robot.until(lambda: "configure the driver again" in robot.core.problem)
+        assert "'joint1' was sent on by 0.02, and what moved is 'joint3'" in robot.core.problem
+        assert "'joint1' was sent on by" in capfd.readouterr().err
+        sent = len(robot.arrays)
+        np.testing.assert_allclose(robot.arrays[-1].data, [*HOME.values()], atol=1e-3)
+        robot.act()
+        robot.spin(20)
+        assert robot.refused() == {"not_following": 1} and len(robot.arrays) == sent
+
+
+def test_nothing_is_tried_while_the_guard_lets_nothing_through_and_it_begins_anew_after_a_stop():
+    with trying() as robot:
+        passing = robot.node.create_publisher(GuardState, "guard_state", LATCHED_STATE)
+        passing.publish(GuardState(state=GuardState.HOLDING, speed_scale=1.0))
+        activated(robot)
+        robot.until(lambda: robot.core.anchored and robot.core.guarded)
+        robot.spin(60)
+        assert not np.ptp([message.data for message in robot.arrays], axis=0).any()
+        passing.publish(GuardState(state=GuardState.PASSING, speed_scale=1.0))
+        robot.until(lambda: robot.joints["joint1"] > 0.01)
+        passing.publish(GuardState(state=GuardState.HOLDING, speed_scale=1.0))
+        robot.until(lambda: robot.core.guarded)
+        robot.spin(2)
+        assert robot.driver._order.pending and robot.driver._order._trial is None
+        passing.publish(GuardState(state=GuardState.PASSING, speed_scale=1.0))
+        robot.until(lambda: not robot.driver._order.pending)
+        assert not robot.driver._order.problem

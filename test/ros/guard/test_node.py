@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,13 @@ from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import JointState
 from std_msgs.msg import Bool, Empty, Float64, Float64MultiArray, String
 from std_srvs.srv import Trigger
+from support.descriptions import Joint, write_urdf
 from support.guard_scene import PARAMETERS, TOPICS, Scene, scene
 from support.guarding import JOINTS
 
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.guard import State
+from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState
 from specvla_ros.ros.qos import CLOCK, COMMAND, LATCHED_STATE, STATE
@@ -432,3 +435,26 @@ def test_a_guard_that_is_told_to_end_brakes_first(signal_number: int, tmp_path: 
 def as_yaml(**changes: Any) -> dict[str, Any]:
     chosen = PARAMETERS | changes
     return {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
+
+
+def test_ranges_and_speeds_that_are_not_given_are_those_of_the_model(tmp_path: Path) -> None:
+    arm = [
+        Joint("shoulder_pan", "base", "upper", axis=(0, 0, 1), low=-2.0, high=2.0, speed=1.0),
+        Joint("elbow_lift", "upper", "fore", axis=(0, 1, 0), low=-0.1, high=0.1, speed=2.0),
+    ]
+    given = {
+        "joints__model": str(write_urdf(tmp_path / "arm.urdf", arm)),
+        "joints__model_names": ["shoulder_pan", "elbow_lift"],
+        "joints__max_speed": [0.0],
+        "joints__position_min": [0.0],
+        "joints__position_max": [0.0],
+    }
+    with scene("position_array", **given) as each:
+        each.start()
+        right = each.command
+        each.command = lambda: Float64MultiArray(data=[*right().data[:1], 0.3])
+        refused = lambda: each.guard.guard.tally.last  # noqa: E731
+        each.until(lambda: refused() and "elbow is commanded out of -0.1 to 0.1" in refused().detail)
+    with pytest.raises(UserError, match="no joint 'shoulder'"):
+        joints = replace(JOINTS, model=str(given["joints__model"]), max_speed=(0.0,))
+        GuardSettings(output="position_array", joints=joints).completed()

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 from rclpy.time import Time
 from std_msgs.msg import Float64MultiArray
 
@@ -15,6 +16,8 @@ from specvla_ros.ros.motion_messages import array_message
 class PositionArrayOutput(RobotOutput):
     """The joints' positions in the order of `joints.names`, at the control rate."""
 
+    by_order = True
+
     def __init__(self, context: OutputContext) -> None:
         self._solver = context.require_solver("position_array")
         self._publisher = context.create_publisher(Float64MultiArray, "~/joint_positions")
@@ -23,5 +26,7 @@ class PositionArrayOutput(RobotOutput):
         self._solver.start(joint_positions)
 
     def send(self, target: Target, now: Time) -> None:
-        positions, _ = self._solver.follow(target)
+        self.send_positions(self._solver.follow(target)[0])
+
+    def send_positions(self, positions: np.ndarray) -> None:
         self._publisher.publish(array_message(positions))

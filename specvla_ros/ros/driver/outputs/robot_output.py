@@ -5,9 +5,11 @@ Another package adds one by an entry point of the group `specvla_ros.robot_outpu
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 from rclpy.lifecycle import LifecycleNode
 from rclpy.time import Time
 
@@ -33,6 +35,7 @@ class OutputContext:
     joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none are named
     solver: JointSolver | None = None  # inverse kinematics; None: no model of the robot is given
     publishers: list[Any] = field(default_factory=list)
+    ending: ExitStack = field(default_factory=ExitStack)  # what else ends when the driver is cleaned up
 
     def create_publisher(self, kind: type, topic: str) -> Any:
         """A publisher that is silent while the driver is not active."""
@@ -40,8 +43,14 @@ class OutputContext:
         return self.publishers[-1]
 
     def close(self) -> None:
+        self.ending.close()
         while self.publishers:
             self.node.destroy_lifecycle_publisher(self.publishers.pop())
+
+    @property
+    def heard(self) -> bool:
+        """Whether anybody subscribes to what is sent."""
+        return any(publisher.get_subscription_count() for publisher in self.publishers)
 
     def require_solver(self, output: str) -> JointSolver:
         """The inverse kinematics; raises UserError where there is no model to compute it with."""
@@ -59,15 +68,20 @@ class RobotOutput(Protocol):
     Attributes:
         follows_velocity: whether the robot is sent velocities, so that where it is must be measured again and again;
             otherwise it is sent to positions.
+        by_order: whether joints are sent without their names, so that their order must be the controller's.
     """
 
     follows_velocity: bool = False
+    by_order: bool = False
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         """Begins at the robot's present joints, or raises UserError where they are not known; sends nothing yet."""
 
     def send(self, target: Target, now: Time) -> None:
         """Sends the command of one control step, or raises UnreachableError."""
+
+    def send_positions(self, positions: np.ndarray) -> None:
+        """Sends joints' positions, float64 [n], as they are; of outputs that are `by_order`."""
 
 
 @ROBOT_OUTPUTS.register("none", order=0)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla robot check`: everything about a robot's parameter file that can be checked before anything moves."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import numpy as np
+import typer
+import yaml
+
+from specvla_ros.errors import UserError
+from specvla_ros.settings.parameter import hint, walk, with_values
+from specvla_ros.settings.profiles import Value, merge_parameters
+
+if TYPE_CHECKING:
+    from specvla_ros.control.guard.settings import GuardParameters
+    from specvla_ros.control.inverse_kinematics import JointModel
+    from specvla_ros.control.limits import Limits
+    from specvla_ros.ros.driver.parameters import DriverParameters
+
+app = typer.Typer()
+robot = typer.Typer(help="A robot's parameter file.", no_args_is_help=True)
+app.add_typer(robot, name="robot")
+
+_FIRST_SHARE = 0.1  # of the speeds, for the first motions
+_STARTS, _STEPS, _NEAR_M, _DAMPING = 40, 60, 0.005, 1e-3  # of the search for joints that reach a corner
+
+Settings = TypeVar("Settings")
+
+
+@robot.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="Parameter file of driver and guard, as `robot:=` takes it.")],
+    urdf: Annotated[Path | None, typer.Option(help="MJCF or URDF of the robot, in place of joints.model.")] = None,
+    profile: Annotated[
+        str, typer.Option(help="The policy's: cpu, desktop, orin or a file; its ages of images are compared too.")
+    ] = "",
+) -> None:
+    """Check a robot's parameter file as driver and guard read it, without motion. Exit code 1: something is wrong."""
+    report = Report()
+    driver, guard = _read(report, file, urdf)
+    if driver is not None:
+        _check_model(report, driver)
+    if driver is not None and guard is not None:
+        _check_together(report, driver, guard)
+        _check_timeouts(report, driver, guard, profile)
+    if driver is not None and not driver.limits.missing:
+        _print_first_motions(driver.limits, file)
+    raise typer.Exit(int(report.wrong))
+
+
+class Report:
+    """One line for each check."""
+
+    def __init__(self) -> None:
+        self.wrong = False
+
+    def note(self, name: str, text: str) -> None:
+        """What is not wrong, and to be known."""
+        self._print("note", name, text)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A check: gives what says that all is well; a UserError ends it, and says what is not."""
+        try:
+            yield lambda text: self._print("ok", name, text)
+        except UserError as error:
+            self.wrong = True
+            self._print("wrong", name, str(error))
+
+    def _print(self, state: str, name: str, text: str) -> None:
+        colour = {"wrong": typer.colors.RED, "ok": typer.colors.GREEN}.get(state, typer.colors.YELLOW)
+        typer.echo(typer.style(f"{state:6}", fg=colour) + f"{name:11}{text}")
+
+
+def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParameters | None, GuardParameters | None]":
+    """The settings of driver and guard; None: they cannot be read, or there is no guard."""
+    from specvla_ros.control.guard.settings import GuardParameters
+    from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
+    from specvla_ros.ros.task import TaskParameters
+
+    known = {each.name for kind in (DriverParameters, GuardParameters, TaskParameters) for each in walk(kind())}
+    given: dict[str, dict[str, Value]] = {}
+    with report.part("file") as well:
+        given = {node: merge_parameters([file], {}, node=node) for node in ("driver", "guard")}
+        well(f"{file} is a parameter file")
+    if not given:
+        return None, None
+    for name in sorted({*given["driver"], *given["guard"]} - known - {"use_sim_time"}):
+        with report.part("file"):
+            raise UserError(f"no node has a parameter '{name}'; {_likely(name, known)}")
+    driver, guard = None, None
+    with report.part("driver") as well:
+        driver = _settings(DriverParameters(), given["driver"], urdf)
+        driver.check_complete()
+        driver.gripper.require()
+        well(f"output {driver.output} in {driver.base_frame}, gripper {driver.gripper.output}")
+    if driver is not None and driver.output == DRY_RUN:
+        report.note("guard", "output: none is a dry run: nothing is sent, and no guard is started")
+        return driver, None
+    with report.part("guard") as well:
+        guard = _settings(GuardParameters(), given["guard"], urdf)
+        guard = replace(guard, guard=guard.guard.completed())
+        guard.guard.require()
+        stops = f"a stop takes {guard.guard.ramp_s:.3f} s of the {guard.guard.stop_time_s:g} s promised"
+        well(f"output {guard.guard.output}; {stops}")
+    return driver, guard
+
+
+def _likely(name: str, known: set[str]) -> str:
+    text = hint(name, dict.fromkeys(known))
+    return text if text.startswith("did you mean") else "docs/reference/parameters.md has them all"
+
+
+def _settings(defaults: Settings, given: Mapping[str, Value], urdf: Path | None) -> Settings:
+    """As a node reads them: ROS takes no 1 for 1.0."""
+    declared = {each.name: each for each in walk(defaults)}
+    values = {name: _as_ros(value) for name, value in given.items() if name in declared}
+    for name, value in values.items():
+        if problem := declared[name].problem(value):
+            raise UserError(problem)
+    return with_values(defaults, values | ({"joints.model": str(urdf)} if urdf is not None else {}))
+
+
+def _as_ros(value: Value) -> Any:
+    """A list as launch passes it on: of whole and other numbers, all become the latter."""
+    if not isinstance(value, list):
+        return value
+    return tuple(map(float, value)) if {int, float} == {type(each) for each in value} else tuple(value)
+
+
+def _check_model(report: Report, driver: "DriverParameters") -> None:
+    joints = driver.joints
+    if not joints.model and driver.output not in ("joint_trajectory", "position_array"):
+        report.note("model", "none is needed; joints.model with joints.tool would have tool and joints compared")
+        return
+    model = None
+    with report.part("model") as well:
+        model = joints.load()
+        if model is None:
+            raise UserError(f"output: {driver.output} needs joints.model, joints.names, joints.tool, joints.max_speed")
+        well(f"{joints.model} has {', '.join(model.in_model)} and the {model.tool_kind} {model.tool}")
+    if model is None:
+        return
+    if others := _others_on_the_way(model):
+        with report.part("model"):
+            raise UserError(
+                f"{', '.join(others)} move {model.tool} too and are not in joints.names: the tool is right only while "
+                "they stand at 0; give a model in which they are fixed where they stand"
+            )
+    with report.part("workspace") as well:
+        corners = [*product(*zip(driver.limits.workspace_min, driver.limits.workspace_max, strict=True))]
+        missed = [corner for corner in corners if not reaches(model, np.array(corner))]
+        words = f"the arm reaches {len(corners) - len(missed)} of {len(corners)} corners of the workspace"
+        if missed:
+            there = "; ".join(", ".join(f"{number:g}" for number in corner) for corner in missed)
+            raise UserError(f"{words}, not ({there}) m; draw limits.workspace_min and workspace_max in")
+        well(words)
+
+
+def _others_on_the_way(robot: "JointModel") -> list[str]:
+    """Joints between base and tool that are not the arm's."""
+    model = robot.model
+    body = model.site(robot.tool).bodyid[0] if robot.tool_kind == "site" else model.body(robot.tool).id
+    found = []
+    while body:
+        begin = model.body_jntadr[body]
+        found += [model.joint(begin + each).name for each in range(model.body_jntnum[body])]
+        body = model.body_parentid[body]
+    return [name for name in found if name not in robot.in_model]
+
+
+def reaches(robot: "JointModel", place: np.ndarray) -> bool:
+    """Whether some joint positions within the ranges take the tool to a place, float64 [3], however it is turned."""
+    import mujoco
+
+    model, draw = robot.model, np.random.default_rng(0)
+    data = mujoco.MjData(model)
+    tool = data.site(robot.tool) if robot.tool_kind == "site" else data.body(robot.tool)
+    body = model.site(robot.tool).bodyid[0] if robot.tool_kind == "site" else model.body(robot.tool).id
+    joints = [model.joint(name) for name in robot.in_model]
+    addresses, dofs = [each.qposadr[0] for each in joints], [each.dofadr[0] for each in joints]
+    low, high = np.array([each.range if each.limited[0] else (-np.pi, np.pi) for each in joints]).T
+    jacobian = np.zeros((3, model.nv))
+    for _ in range(_STARTS):
+        q = draw.uniform(low, high)
+        for _ in range(_STEPS):
+            data.qpos[addresses] = q
+            mujoco.mj_kinematics(model, data)
+            mujoco.mj_comPos(model, data)
+            missing = place - tool.xpos
+            if np.linalg.norm(missing) < _NEAR_M:
+                return True
+            mujoco.mj_jac(model, data, jacobian, None, tool.xpos, body)
+            moves = jacobian[:, dofs]
+            q = np.clip(q + moves.T @ np.linalg.solve(moves @ moves.T + _DAMPING * np.eye(3), missing), low, high)
+    return False
+
+
+def _check_together(report: Report, driver: "DriverParameters", guard: "GuardParameters") -> None:
+    """What both nodes are told must be the same; under /** it stands once."""
+    settings = guard.guard
+    pairs = {
+        "output": (driver.output, settings.output),
+        "base_frame": (driver.base_frame, settings.base_frame),
+        "limits": (driver.limits, settings.limits),
+        "joints.names": (driver.joints.names, settings.joints.names),
+        **{
+            f"gripper.{name}": (getattr(driver.gripper, name), getattr(settings.gripper, name))
+            for name in ("output", "joint", "open_value", "closed_value")
+            if driver.gripper.output != "none"
+        },
+    }
+    with report.part("both") as well:
+        for name, (one, other) in pairs.items():
+            if one != other:
+                raise UserError(f"{name} differs: driver {one}, guard {other}; write it once, under /**")
+        well("driver and guard are told the same")
+    if driver.output == "position_array" and not driver.joints.controller:
+        report.note(
+            "order",
+            "name the controller's node in joints.controller: it is asked for the joints' order before anything is "
+            "sent; without it a wrong order is noticed only when the first command moves the wrong joints",
+        )
+    if driver.tool_pose_source != "topic":
+        report.note(
+            "tool_pose", f"the guard reads the topic alone: beside {driver.tool_pose_source} something must publish it"
+        )
+
+
+def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str) -> None:
+    from specvla_ros.ros.wiring import unused_pictures
+
+    settings = guard.guard
+    with report.part("timeouts") as well:
+        if driver.max_action_age_s > settings.max_action_age_s:
+            raise UserError(
+                f"the driver follows actions {driver.max_action_age_s:g} s old, and to the guard they are no sign of "
+                f"life after {settings.max_action_age_s:g} s; write max_action_age_s once, under /**"
+            )
+        if settings.command_timeout_s < 2 / driver.rate_hz:
+            raise UserError(
+                f"command_timeout_s {settings.command_timeout_s:g} is less than two periods of rate_hz "
+                f"{driver.rate_hz:g}: the guard would stop between two commands; raise either"
+            )
+        well(f"publish ~/enable {2 / settings.enable_timeout_s:.3g} times a second at least")
+    if profile:
+        with report.part("profile") as well:
+            age_s = _max_image_age_s(profile)
+            if words := unused_pictures(age_s, min(driver.max_action_age_s, settings.max_action_age_s)):
+                raise UserError(words)
+            well(f"max_image_age_s {age_s:g} fits max_action_age_s")
+
+
+def _max_image_age_s(profile: str) -> float:
+    from ament_index_python.packages import get_package_share_directory
+
+    file = Path(profile)
+    files = [file]
+    if not file.suffix:
+        config = Path(get_package_share_directory("specvla_ros"), "config")
+        files = [config / "common.yaml", config / f"{profile}.yaml"]
+    from specvla_ros.ros.policy.parameters import PolicyParameters
+
+    merged = merge_parameters(files, {}, node="policy")
+    default = next(each.value for each in walk(PolicyParameters()) if each.name == "max_image_age_s")
+    return float(merged.get("max_image_age_s", default))
+
+
+def _print_first_motions(limits: "Limits", file: Path) -> None:
+    slow = replace(
+        limits,
+        linear_speed=float(f"{_FIRST_SHARE * limits.linear_speed:.6g}"),
+        angular_speed=float(f"{_FIRST_SHARE * limits.angular_speed:.6g}"),
+    )
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(slow).items()}
+    typer.echo(f"\nfor the first motions a tenth of the speed, in a copy of {file}:")
+    typer.echo(yaml.safe_dump({"limits": values}, sort_keys=False, default_flow_style=None), nl=False)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an array of positions is in the controller's order: the controller is asked, or the arm tries it."""
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+from rcl_interfaces.srv import GetParameters
+from rclpy.client import Client
+from rclpy.task import Future
+
+from specvla_ros.control.driver import Driver
+from specvla_ros.control.joint_order import JointOrderTrial, choose_ways
+from specvla_ros.errors import UserError
+from specvla_ros.ros.driver.outputs.robot_output import OutputContext, RobotOutput
+from specvla_ros.ros.driver.parameters import DriverParameters
+
+_ANSWER_S = 3.0
+_LOOKS = 2  # a guard's publisher is found a little after its subscription
+_OUTSIDE_M = 0.005  # as the driver allows where it begins
+
+
+class JointOrder:
+    """Lets nothing be sent before the controller's order is known to be right, nor actions be followed.
+
+    What is found wrong stays so until the driver is configured anew.
+    """
+
+    def __init__(self, context: OutputContext, chosen: DriverParameters, output: RobotOutput) -> None:
+        self._node, self._solver, self._output = context.node, context.solver, output
+        self._names, self._limits = context.joints, chosen.limits
+        self._controller = chosen.joints.controller.rstrip("/") if output.by_order else ""
+        tries = output.by_order and chosen.joints.check_order and not self._controller
+        self.pending = tries and context.solver is not None  # whether it is still to be tried
+        self.problem = f"{self._controller} has not told its joints yet" if self._controller else ""
+        self._client: Client | None = None
+        if self._controller:
+            self._client = context.node.create_client(GetParameters, f"{self._controller}/get_parameters")
+            context.ending.callback(self._close)
+        self._answer: Future[GetParameters.Response] | None = None
+        self._asked_s = time.monotonic()
+        self._trial: JointOrderTrial | None = None
+        self._here: np.ndarray | None = None  # float64 [n], the joints as measured
+        self._looks = 0
+
+    def look(self, *, heard: bool) -> None:
+        """Called now and then; `heard`: whether somebody takes what is sent, and any guard said what it does."""
+        self._looks = self._looks + 1 if heard else 0
+        if self._client is None:
+            return
+        if self._answer is None and self._client.service_is_ready():
+            self._answer, self._asked_s = (
+                self._client.call_async(GetParameters.Request(names=["joints"])),
+                time.monotonic(),
+            )
+        if self._answer is not None and self._answer.done():
+            result = self._answer.result()
+            values = result.values if result is not None else []
+            self._compare(tuple(values[0].string_array_value) if values else ())
+        elif time.monotonic() - self._asked_s > _ANSWER_S:
+            self._tell(
+                f"joints.controller '{self._controller}' does not tell its joints, which must be {list(self._names)} "
+                "as in joints.names; start it, or name the controller's node as `ros2 node list` does"
+            )
+            self._answer, self._asked_s = None, time.monotonic()
+
+    def start(self) -> None:
+        """Called when the joints' start is known; raises UserError while nothing may be sent."""
+        if self.problem:
+            raise UserError(self.problem)
+        if self.pending and self._solver is not None:
+            self._ways = choose_ways(self._names, self._solver.positions, self._solver.ranges, self._allowed)
+
+    def step(self, driver: Driver, joints: Mapping[str, float], steady_s: float) -> bool:
+        """Tries the order, if it is to be tried and may be; False: what the driver wants to send goes out."""
+        if not self.pending or self._solver is None:
+            return False
+        if all(name in joints for name in self._names):
+            self._here = np.array([joints[name] for name in self._names])
+        if driver.guarded or driver.holding or driver.problem or self._looks < _LOOKS or self._here is None:
+            interrupted, self._trial = self._trial is not None, None
+            driver.anchored = driver.anchored and not interrupted
+            return interrupted
+        if self._trial is None:
+            self._node.get_logger().info("moving each joint a little: is joints.names in the controller's order?")
+            self._trial = JointOrderTrial(self._names, self._solver.positions, self._ways, self._solver.max_speed)
+        self._output.send_positions(self._trial.step(self._here, steady_s))
+        if self._trial.done:
+            self._tell(self._trial.problem)
+            self.pending, self._trial = False, None
+            driver.anchored = False  # it begins anew where the robot is now
+        return True
+
+    def _allowed(self, positions: np.ndarray) -> bool:
+        assert self._solver is not None
+        tool = self._solver.pose_of(dict(zip(self._names, positions.tolist(), strict=True)))
+        return self._limits.holds(tool.position, margin_m=_OUTSIDE_M)
+
+    def _compare(self, theirs: tuple[str, ...]) -> None:
+        self._close()
+        wrong = f"{self._controller} takes {list(theirs)}, and joints.names is {list(self._names)}"
+        self._tell("" if theirs == self._names else f"{wrong}; write its order, then configure the driver again")
+
+    def _tell(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            self._node.get_logger().error(problem)
+        self.problem = problem
+
+    def _close(self) -> None:
+        if self._client is not None:
+            self._node.destroy_client(self._client)
+            self._client = None

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla robot check`: a line for each check of a robot's file, and what to do where one fails."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.descriptions import PANDA, Z1, Joint, moved, write_urdf
+from typer.testing import CliRunner
+
+from specvla_ros.cli.app import app
+from specvla_ros.control.guard.settings import GuardParameters
+from specvla_ros.ros.driver.parameters import DriverParameters
+from specvla_ros.settings.parameter import with_values
+from specvla_ros.settings.profiles import merge_parameters, write_parameters
+
+CONFIG = Path(__file__).resolve().parents[2] / "config"
+LIMITS = {
+    "limits.linear_speed": 0.25,
+    "limits.angular_speed": 1.0,
+    "limits.linear_acceleration": 2.0,
+    "limits.angular_acceleration": 8.0,
+    "limits.linear_jerk": 50.0,
+    "limits.angular_jerk": 200.0,
+    "limits.workspace_min": [0.35, -0.2, 0.2],
+    "limits.workspace_max": [0.5, 0.2, 0.5],
+}
+GOOD = {"output": "twist", "base_frame": "base_link", **LIMITS}
+
+
+def joint_output(tmp_path: Path, joints: list[Joint]) -> dict[str, Any]:
+    return {
+        **GOOD,
+        "output": "position_array",
+        "joints.names": [each.name for each in moved(joints)],
+        "joints.model": str(write_urdf(tmp_path / "robot.urdf", joints)),
+        "joints.tool": "tool0",
+        "joints.max_acceleration": [20.0],
+    }
+
+
+def check(tmp_path: Path, values: dict[str, Any], *options: object) -> tuple[int, str]:
+    write_parameters(tmp_path / "robot.yaml", values)
+    return run(tmp_path / "robot.yaml", *options)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["robot", "check", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def wrong(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("wrong")]
+
+
+@pytest.mark.parametrize("file", [*(CONFIG / "robots").glob("*.yaml")], ids=lambda file: file.name)
+def test_the_robots_that_come_with_the_package_are_right(file: Path) -> None:
+    code, output = run(file)
+    assert code == 0 and not wrong(output)
+    assert "ok    guard      output pose; a stop takes" in output
+
+
+def test_an_arm_whose_joints_are_commanded_is_checked_to_the_corners_of_its_workspace(tmp_path: Path) -> None:
+    code, output = check(tmp_path, joint_output(tmp_path, PANDA), "--profile", "desktop")
+    assert code == 0, output
+    assert "has panda_joint1, panda_joint2" in output and "the body tool0" in output
+    assert "the arm reaches 8 of 8 corners" in output
+    assert "ok    profile" in output
+    assert "note  order      name the controller's node in joints.controller" in output
+
+
+def test_the_first_motions_are_a_tenth_as_fast_and_can_be_taken_as_they_are_printed(tmp_path: Path) -> None:
+    code, output = check(tmp_path, GOOD)
+    assert code == 0
+    limits = yaml.safe_load(output[output.index("\nlimits:") :])["limits"]
+    given = {name.removeprefix("limits."): value for name, value in LIMITS.items()}
+    assert limits == {**given, "linear_speed": 0.025, "angular_speed": 0.1}
+    slow = tmp_path / "slow.yaml"
+    write_parameters(slow, {**GOOD, **{f"limits.{name}": value for name, value in limits.items()}})
+    assert run(slow)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"limits.linear_sped": 0.1}, "did you mean 'limits.linear_speed'?"),
+        ({"limits.linear_speed": 1}, "'limits.linear_speed' is 1, but it must be a number with a decimal point"),
+        ({"limits.linear_jerk": 0.0}, "set limits.linear_jerk"),
+        ({"limits.linear_speed": 2.0}, "but stop_time_s promises 0.2 s"),
+        ({"limits.workspace_min": [0.6, -0.2, 0.2]}, "must be smaller than limits.workspace_max"),
+        ({"output": "twists"}, "'output' is 'twists'"),
+        ({"gripper.output": "action"}, "'gripper.output' is 'action'"),
+        ({"gripper.output": "trajectory"}, "gripper.joint"),
+        ({"tool_pose_source": "joint_states"}, "set joints.model"),
+        ({"output": "joint_trajectory"}, "joints.model"),
+        ({"command_timeout_s": 0.01}, "less than two periods of rate_hz"),
+    ],
+)
+def test_what_is_wrong_is_told_with_what_to_do(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    code, output = check(tmp_path, {**GOOD, **changes})
+    assert code == 1
+    assert any(words in line for line in wrong(output)), output
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"joints.names": ["elbow"]}, "has no joint 'elbow'"),
+        ({"joints.tool": "hand_of_god"}, "has no site or body 'hand_of_god'"),
+        ({"joints.max_acceleration": [5.0]}, "but stop_time_s promises 0.2 s"),
+        ({"joints.max_acceleration": None}, "joints.max_acceleration"),
+        ({"limits.workspace_max": [0.5, 0.2, 1.5]}, "the arm reaches 4 of 8 corners"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_told(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    values = {name: value for name, value in {**joint_output(tmp_path, PANDA), **changes}.items() if value is not None}
+    code, output = check(tmp_path, values)
+    assert code == 1
+    assert any(words in line for line in wrong(output)), output
+
+
+def test_a_joint_between_base_and_tool_that_nobody_commands_is_told(tmp_path: Path) -> None:
+    values = joint_output(tmp_path, Z1)
+    values["joints.names"] = values["joints.names"][1:]
+    code, output = check(tmp_path, values)
+    assert code == 1 and any("joint1 move tool0 too" in line for line in wrong(output)), output
+
+
+def test_another_model_can_be_tried_in_place_of_the_files(tmp_path: Path) -> None:
+    values = joint_output(tmp_path, PANDA)
+    other = write_urdf(tmp_path / "other.urdf", Z1)
+    code, output = check(tmp_path, values, "--urdf", other)
+    assert code == 1 and any("other.urdf has no joint 'panda_joint1'" in line for line in wrong(output))
+
+
+def test_a_policy_that_answers_pictures_which_nobody_follows_is_told(tmp_path: Path) -> None:
+    code, output = check(tmp_path, GOOD, "--profile", "cpu")
+    (line,) = wrong(output)
+    assert code == 1 and "max_image_age_s is 2 s" in line and "max_action_age_s of driver and guard is 1 s" in line
+    assert check(tmp_path, {**GOOD, "max_action_age_s": 2.0}, "--profile", "cpu")[0] == 0
+    profile = tmp_path / "own.yaml"
+    write_parameters(profile, {"max_image_age_s": 0.5})
+    assert check(tmp_path, GOOD, "--profile", profile)[0] == 0
+
+
+def test_driver_and_guard_that_are_told_different_things_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "robot.yaml"
+    write_parameters(file, {**GOOD, "max_action_age_s": 3.0})
+    shared = file.read_text(encoding="utf-8")
+    file.write_text(f"{shared}guard:\n  ros__parameters:\n    base_frame: world\n    max_action_age_s: 1.0\n")
+    code, output = run(file)
+    assert code == 1 and "base_frame differs: driver base_link, guard world" in output
+    assert "the driver follows actions 3 s old" in output
+
+
+def test_a_dry_run_needs_no_guard_and_a_file_that_is_none_is_told(tmp_path: Path) -> None:
+    code, output = check(tmp_path, {"output": "none"})
+    assert code == 0 and "dry run" in output and "limits:" not in output
+    code, output = run(tmp_path / "nowhere.yaml")
+    assert code == 1 and "does not exist" in wrong(output)[0]
+
+
+def test_what_is_checked_is_what_the_nodes_read(tmp_path: Path) -> None:
+    """The file that passes here is one that both nodes' settings take whole."""
+    write_parameters(tmp_path / "robot.yaml", GOOD)
+    assert run(tmp_path / "robot.yaml")[0] == 0
+    merged = merge_parameters([tmp_path / "robot.yaml"], {}, node="guard")
+    with_values(DriverParameters(), merged).check_complete()
+    with_values(GuardParameters(), merged).guard.require()
