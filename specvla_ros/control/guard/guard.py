@@ -37,7 +37,7 @@ class Outcome:
 
     sent: Sent | None  # to the robot; None: nothing
     gripper: float | None  # position, if a new command of it goes through; else None
-    stopped: bool  # whether passing has just ended: a reason to keep what led to it
+    stopped: Refusal | None  # why passing has just ended: a reason to keep what led to it
 
 
 class Guard:
@@ -56,6 +56,7 @@ class Guard:
         self.state = State.HOLDING
         self._failing: list[Refusal] = []
         self._latched: Refusal | None = None
+        self._first: Refusal | None = None  # of what failed since motion began to pass
         self._latch_seen_s = self._failed_s = -np.inf
         self._failed = False  # since motion began to pass
         self._ticked: Instant | None = None
@@ -163,11 +164,12 @@ class Guard:
             sent = self._gate.stop(measured, dt_s)
             self._gripper = None
             latches = self.state is State.STOPPED and before is not State.STOPPED
-            return Outcome(sent, None, stopped=before is State.PASSING or latches)
+            ended = before is State.PASSING or latches
+            return Outcome(sent, None, stopped=(self._latched or self._first) if ended else None)
         if before is not State.PASSING:
             self._gate.begin(measured)
         gripper, self._gripper = self._gripper, None
-        return Outcome(self._gate.go(now, dt_s), gripper, stopped=False)
+        return Outcome(self._gate.go(now, dt_s), gripper, stopped=None)
 
     @property
     def reason(self) -> str:
@@ -220,6 +222,7 @@ class Guard:
             self._fail(refusal, now)
 
     def _fail(self, refusal: Refusal, now: Instant) -> None:
+        self._first = self._first if self._failed else refusal
         self._failed_s, self._failed = now.steady_s, True
         if refusal.cause.latches:
             self._latched = self._latched or refusal
