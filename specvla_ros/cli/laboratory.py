@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_laboratory(app: typer.Typer) -> None:
     """Adds the laboratory's commands."""
-    for name in ("experiments", "recordings", "training", "plan"):
+    for name in ("experiments", "recordings", "training", "plan", "robot"):
         app.add_typer(import_module(f"specvla_ros.lab.cli.{name}").app)
 
 
