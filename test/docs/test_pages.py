@@ -59,7 +59,10 @@ def test_shown_commands_have_the_options_that_are_shown(page: Path) -> None:
     for line in "".join(blocks).replace("\\\n", " ").splitlines():
         name, *given = line.partition("  #")[0].removeprefix("$ ").split()[1:] or [""]
         if line.removeprefix("$ ").startswith("specvla ") and not name.startswith("-"):
-            known = {option for each in commands[name].params for option in each.opts}
+            command = commands[name]
+            if isinstance(command, TyperGroup):
+                command = command.commands[given.pop(0)]
+            known = {option for each in command.params for option in each.opts}
             assert set(re.findall(r"(?<!\S)\[?(--?[a-z][\w-]*)", " ".join(given))) <= known, line
 
 

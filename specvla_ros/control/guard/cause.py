@@ -7,29 +7,36 @@ from enum import Enum
 
 
 class Cause(str, Enum):
-    """Every reason for which the guard lets no motion through."""
+    """Every reason for which the guard lets no motion through, in words that name settings of the guard."""
 
-    STOP = "stop"  # somebody pressed stop
-    NOT_FINITE = "not_finite"  # NaN or infinity in a command
-    BAD_FORM = "bad_form"  # a command with another frame, other names or lengths, or that is no message at all
-    OVER_SPEED = "over_speed"  # a command, or two in a row, that ask for more than the limits
-    OVER_ACCELERATION = "over_acceleration"  # commands that change faster than the limits let anything follow
-    OUTSIDE = "outside"  # of the workspace or of a joint's range: the robot, a command, or where it leads
-    TOOL_TOO_FAST = "tool_too_fast"  # joints within their limits move the measured tool faster than its own
-    FAR = "far"  # a command too far from where the robot is measured
-    NOT_FOLLOWING = "not_following"  # the robot does not go where it was sent
-    POSE_LEAPS = "pose_leaps"  # the measured pose moves as no robot can within the limits: nobody knows where it is
-    DRIVER_SILENT = "driver_silent"  # no command that is new enough
-    POLICY_SILENT = "policy_silent"  # no action that is new enough, and the driver asks for motion
-    STATE_MISSING = "state_missing"  # measured pose or joints: none, frozen, NaN, or of another frame
-    CLOCK = "clock"  # the node's clock stands still, or jumped
-    STALLED = "stalled"  # this process itself did not run for a while
-    ROBOT_STOPPED = "robot_stopped"  # the robot says that it does not run: a protective stop, another mode
-    NOT_OBEYING = "not_obeying"  # the robot went on though it was told to stand
-    NOT_ENABLED = "not_enabled"  # the dead-man's heartbeat is false or silent, or the stop button is not connected
-    NOT_CONFIRMED = "not_confirmed"  # the instruction in force was not confirmed
-    TWO_SOURCES = "two_sources"  # two publishers of one topic, or two nodes of one name
-    NOT_NEAR = "not_near"  # after a hold: the driver's command is not near the robot
+    words: str
+
+    def __new__(cls, value: str, words: str) -> "Cause":
+        each = str.__new__(cls, value)
+        each._value_, each.words = value, words
+        return each
+
+    STOP = "stop", "stop was pressed"
+    NOT_FINITE = "not_finite", "NaN or infinity in a command"
+    BAD_FORM = "bad_form", "a command of another frame, other names or lengths, or no message at all"
+    OVER_SPEED = "over_speed", "a command, or two in a row, faster than the limits"
+    OVER_ACCELERATION = "over_acceleration", "commands that change faster than the limits let anything follow"
+    OUTSIDE = "outside", "the robot, a command, or where it leads, out of the workspace or of a joint's range"
+    TOOL_TOO_FAST = "tool_too_fast", "joints within their limits move the tool faster than its own"
+    FAR = "far", "a command too far from where the robot is measured"
+    NOT_FOLLOWING = "not_following", "the robot does not go where it was sent"
+    POSE_LEAPS = "pose_leaps", "the measured pose moved as no robot can: nobody knows where it is"
+    DRIVER_SILENT = "driver_silent", "no new command of the driver within {command_timeout_s:g} s"
+    POLICY_SILENT = "policy_silent", "no new action within {action_timeout_s:g} s, and the driver asks for motion"
+    STATE_MISSING = "state_missing", "no sound measured pose or joints within {state_timeout_s:g} s"
+    CLOCK = "clock", "the clock stood still, or jumped"
+    STALLED = "stalled", "the guard itself did not run for a while"
+    ROBOT_STOPPED = "robot_stopped", "the robot says that it does not run: a protective stop, another mode"
+    NOT_OBEYING = "not_obeying", "the robot went on though it was told to stand"
+    NOT_ENABLED = "not_enabled", "the dead-man's switch was not held, or the stop button fell silent"
+    NOT_CONFIRMED = "not_confirmed", "nobody confirmed the instruction in force"
+    TWO_SOURCES = "two_sources", "two publishers of one topic, or two nodes of one name"
+    NOT_NEAR = "not_near", "after a hold: the driver's command is not near the robot"
 
     @property
     def latches(self) -> bool:

@@ -38,7 +38,7 @@ class Outcome:
 
     sent: Sent | None  # to the robot; None: nothing
     gripper: float | None  # position, if a new command of it goes through; else None
-    stopped: bool  # whether passing has just ended: a reason to keep what led to it
+    stopped: Refusal | None  # why passing has just ended: a reason to keep what led to it
     disobeyed: bool = False  # whether the robot is now known not to obey: a reason to ask for something stronger
 
 
@@ -61,6 +61,7 @@ class Guard:
         self.state = State.HOLDING
         self._failing: list[Refusal] = []
         self._latched: Refusal | None = None
+        self._first: Refusal | None = None  # of what failed since motion began to pass
         self._latch_seen_s = self._failed_s = -np.inf
         self._failed = False  # since motion began to pass
         self._ticked: Instant | None = None
@@ -198,16 +199,18 @@ class Guard:
             sent = self._gate.stop(measured, dt_s)
             self._gripper = None
             latches = self.state is State.STOPPED and before is not State.STOPPED
+            ended = before is State.PASSING or latches
             disobeys = self._obedience.look(False, self._gate.at_rest, measured, now.steady_s)
             if disobeys is not None:
                 self.tally.add(disobeys)
                 self._fail(disobeys, now)
-            return Outcome(sent, None, before is State.PASSING or latches, disobeys is not None)
+            why = (self._latched or self._first) if ended else None
+            return Outcome(sent, None, stopped=why, disobeyed=disobeys is not None)
         if before is not State.PASSING:
             self._gate.begin(measured)
         self._obedience.look(True, False, measured, now.steady_s)
         gripper, self._gripper = self._gripper, None
-        return Outcome(self._gate.go(now, dt_s), gripper, stopped=False)
+        return Outcome(self._gate.go(now, dt_s), gripper, stopped=None)
 
     @property
     def cause(self) -> str:
@@ -268,6 +271,7 @@ class Guard:
             self._fail(refusal, now)
 
     def _fail(self, refusal: Refusal, now: Instant) -> None:
+        self._first = self._first if self._failed else refusal
         self._failed_s, self._failed = now.steady_s, True
         if refusal.cause.latches:
             self._latched = self._latched or refusal

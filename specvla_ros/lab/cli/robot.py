@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla robot check`: everything about a robot's parameter file that can be checked before anything moves."""
+"""The commands on your own robot: what its parameter file can be checked for, and how it stopped."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ import numpy as np
 import typer
 import yaml
 
+from specvla_ros.cli.terminal import print_table
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import hint, walk, with_values
 from specvla_ros.settings.profiles import Value, merge_parameters
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from specvla_ros.ros.driver.parameters import DriverParameters
 
 app = typer.Typer()
-robot = typer.Typer(help="A robot's parameter file.", no_args_is_help=True)
+robot = typer.Typer(help="Your own robot: its parameter file, and how it stops.", no_args_is_help=True)
 app.add_typer(robot, name="robot")
 
 _FIRST_SHARE = 0.1  # of the speeds, for the first motions
@@ -51,6 +52,42 @@ def check(
     if driver is not None and not driver.limits.missing:
         _print_first_motions(driver.limits, file)
     raise typer.Exit(int(report.wrong))
+
+
+@robot.command()
+def stops(
+    black_boxes: Annotated[
+        list[str],
+        typer.Argument(metavar="BLACKBOX", help="Files of the guard's black box, folders or globs of them."),
+    ],
+    file: Annotated[
+        Path | None,
+        typer.Option("--robot", help="Its parameter file, with limits. Else shares are of the largest speed seen."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for stops.json and report.html. Default: none.")] = None,
+) -> None:
+    """Tabulate how long and how far your robot took to stop, by cause, speed and reach, from the guard's black box.
+
+    Median and worst case, in the form of the annex on stopping of ISO 10218-1. Exit code 1 when no file tells of a stop
+    of a moving robot.
+    """
+    from specvla_ros.lab.evaluation import stops_page
+    from specvla_ros.lab.evaluation.stops import find_black_boxes, measure_stops
+
+    limit_m_s = stops_page.linear_speed(file) if file is not None else None
+    found = measure_stops(find_black_boxes(black_boxes))
+    table = stops_page.tabulate(found, limit_m_s)
+    if table.rows:
+        print_table(stops_page.TABLE_HEAD, [row.cells for row in table.rows])
+        typer.echo(table.caption)
+    typer.echo(f"{len(found.measured)} stops measured, {len(found.left_out)} files left out")
+    for each in found.left_out:
+        typer.echo(f"  {each.file}: {each.why}")
+    if out is not None:
+        stops_page.write_stops(out, found, table)
+        typer.echo(f"see {out / 'report.html'}")
+    if not found.measured:
+        raise typer.Exit(1)
 
 
 class Report:

@@ -172,7 +172,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
         _acted_on(summary),
         "<h2>Latency</h2>",
         _latency(summary),
-        _refused(summary.context.get("refused")),
+        _refused(summary.context.get("refused"), summary.context.get("refused_in_motion", {})),
         _decoding(summary.decode),
         _films(path, films),
         page.recording(summary.context.get("recording")),
@@ -225,15 +225,21 @@ def _latency(summary: SimulateSummary) -> str:
     )
 
 
-def _refused(refused: Mapping[str, Mapping[str, int]] | None) -> str:
+def _refused(refused: Mapping[str, Mapping[str, int]] | None, moving: Mapping[str, Mapping[str, int]]) -> str:
     if refused is None:
         return ""
-    rows = [(who, kind, str(times)) for who, counts in refused.items() for kind, times in counts.items()]
+    rows = [
+        (who, kind, str(times), str(moving.get(who, {}).get(kind, 0)))
+        for who, counts in refused.items()
+        for kind, times in counts.items()
+    ]
     note = (
         "Actions that the driver did not follow; commands that the guard did not let through, and conditions for which "
-        "it held the arm. After an episode the world is set back, the arm too: both wait, and begin anew where it is."
+        "it held the arm. After an episode the world is set back, the arm too: the dead-man's switch is let go, and "
+        "both begin anew where it is."
     )
-    return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + page.table(("who", "refused", "times"), rows)
+    head = ("who", "refused", "times", "of these in motion")
+    return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + page.table(head, rows)
 
 
 def _decoding(tally: DecodeTally) -> str:

@@ -109,6 +109,7 @@ class Stop:
 
     cause: str
     reason: str
+    time_ns: int  # of the first tick that braked
     due_s: float
 
 
@@ -148,12 +149,10 @@ class Recorder:
             self._guard.settimeout(0.2)
             try:
                 packet = self._guard.recv(_PACKET_BYTES)
-            except TimeoutError:
+            except (TimeoutError, ConnectionError):  # reset by reports that it left unread; what it sent follows
                 packet = None
-            except ConnectionError:
-                packet = b""
             if packet == b"":
-                self._stop = Stop("guard_died", "the guard's process ended without a goodbye", 0.0)
+                self._stop = Stop("guard_died", "the guard's process ended without a goodbye", time.time_ns(), 0.0)
             if packet == b"" or (packet is not None and packet[:1] == BYE):
                 break
             if packet is not None:
@@ -175,7 +174,7 @@ class Recorder:
         elif kind == STOP and self._stop is None:
             said = json.loads(data)
             due_s = max(time.monotonic() + _AFTERMATH_S, self._written_s + _PAUSE_S)
-            self._stop = Stop(said["cause"], said["reason"], due_s)
+            self._stop = Stop(said["cause"], said["reason"], time_ns, due_s)
 
     def _write_if_due(self) -> None:
         writing = self._writer is not None and self._writer.is_alive()
@@ -232,7 +231,8 @@ def write_mcap(path: Path, stop: Stop, messages: list[tuple[int, int, bytes]], t
     with path.open("wb") as file:
         writer = Writer(file, compression=CompressionType.NONE)
         writer.start(profile="ros2", library="specvla_ros guard")
-        writer.add_metadata("guard", {"cause": stop.cause, "reason": stop.reason})
+        about = {"cause": stop.cause, "reason": stop.reason, "time_ns": str(stop.time_ns)}
+        writer.add_metadata("guard", about)
         schemas = {
             msgtype: writer.register_schema(msgtype, "ros2msg", definition(msgtype).encode())
             for msgtype in {msgtype for _, msgtype in topics.values()}

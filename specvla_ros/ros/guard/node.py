@@ -288,13 +288,11 @@ class GuardNode(Node):
         with self._lock:
             now = self._now()
             outcome = self.guard.tick(now)
-            reason = self.guard.reason if outcome.stopped else ""
-            last = self.guard.tally.last
         self._send(outcome, now.clock_ns)
         if outcome.disobeyed:
             self.get_logger().error(f"the robot does not obey: {self._escalation.ask()}")
-        if outcome.stopped and self.black_box is not None:
-            self.black_box.stop(last.cause.value if last is not None else "stop", reason)
+        if outcome.stopped is not None and self.black_box is not None:
+            self.black_box.stop(outcome.stopped.cause.value, outcome.stopped.detail)
 
     def _send(self, outcome: Outcome, clock_ns: int) -> None:
         gripper = self._settings.gripper

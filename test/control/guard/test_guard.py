@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.guarding import BASE, HOME, JOINTS, LIMITS, MOVES_S, UPRIGHT, Rig, rig, velocities
+from support.guarding import BASE, HOME, JOINTS, LIMITS, MOVES_S, START_NS, UPRIGHT, Rig, rig, velocities
 from support.guarding import settings as guard_settings
 from support.nightly import examples
 
@@ -675,3 +675,19 @@ def test_another_source_outranks_the_driver_while_it_speaks_and_then_the_driver_
     if output == "twist":
         each.run(1.0)
         assert each.guard.state is State.PASSING
+
+
+@pytest.mark.parametrize(
+    ("output", "command", "cause"),
+    [
+        ("pose", ToolPose(Stamp(START_NS, BASE), HOME + 0.3, UPRIGHT), Cause.FAR),
+        ("twist", TwistCommand(Stamp(START_NS, BASE), np.full(6, np.nan)), Cause.NOT_FINITE),
+    ],
+)
+def test_a_stop_is_told_by_what_ended_motion_and_not_by_the_silence_that_follows(output, command, cause) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.advance(0.01)
+    each.hear(command=replace(command, stamp=each.stamp))
+    stopped = each.tick().stopped
+    assert stopped is not None and stopped.cause is cause

@@ -2,6 +2,7 @@
 """The black box: what it keeps, what it writes and when, and that it never holds up who records."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -83,6 +84,15 @@ def test_a_goodbye_right_after_a_stop_still_writes_it(tmp_path: Path) -> None:
         box.record("/words", RAW)
         box.stop("stop", "and at once the end")
     assert len(written(tmp_path)) == 1
+
+
+def test_a_goodbye_with_a_report_unread_is_no_death(tmp_path: Path) -> None:
+    with recording(tmp_path) as box:
+        box.record("/words", RAW)
+        box.stop("stop", "somebody pressed it")
+        wait_until(lambda: written(tmp_path))
+        wait_until(lambda: select.select([box._socket], [], [], 0)[0])  # it was told, and does not look
+    assert ["stop" in file.name for file in written(tmp_path)] == [True]
 
 
 def test_a_guard_that_is_killed_leaves_what_led_there(tmp_path: Path) -> None:

@@ -4,10 +4,9 @@
 import os
 import select
 import sys
-from dataclasses import dataclass, field
 
 import numpy as np
-from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
+from diagnostic_msgs.msg import DiagnosticArray
 from rclpy.client import Client
 from rclpy.clock import Clock, ClockType
 from rclpy.node import Node
@@ -20,6 +19,7 @@ from std_msgs.msg import Bool, Empty, String
 from std_srvs.srv import Trigger
 
 from specvla_ros.lab.ros.demo.record import DemoRecord, first_values
+from specvla_ros.lab.ros.demo.refusals import Motion
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.messages.image_message import rgb_from_image
@@ -36,56 +36,28 @@ STOP_KEY, CLEAR_KEY = "\x1b", "\x12"  # Esc, Ctrl-R
 _ENTER, _ERASE, _KILL_LINE = ("\n", "\r"), ("\x7f", "\b"), "\x15"
 _COLOURS = {"passing": "green", "holding": "yellow", "stopped": "bold red"}
 _HEARTBEAT_S = 0.1
-_GUARD, _DRIVER = "guard: gate", "driver: motion"
-_REFUSED = {_GUARD: "refused_", _DRIVER: "refused: "}
-_STOPPED = "stopped: "
-_PRESSED = f"{_STOPPED}stop: "
-
-
-@dataclass
-class Motion:
-    """The last diagnostics of driver and guard."""
-
-    guard: str = ""  # passing, holding or stopped, and why; empty: not heard yet
-    driver: str = ""  # likewise
-    refused: dict[str, dict[str, int]] = field(default_factory=dict)  # by who refused it: a count per kind
-
-    @property
-    def latched(self) -> bool:
-        """Whether the guard stopped by itself, and stays so until it is cleared."""
-        return self.guard.startswith(_STOPPED) and not self.guard.startswith(_PRESSED)
-
-    def hear(self, status: DiagnosticStatus, *, count: bool) -> None:
-        """Takes a status of /diagnostics, if it is one of theirs.
-
-        Args:
-            status: of any node.
-            count: whether refusals count: once the robot has ended, everything is refused.
-        """
-        if status.name not in _REFUSED:
-            return
-        who, prefix = status.name.partition(":")[0], _REFUSED[status.name]
-        setattr(self, who, status.message)
-        if count:
-            counted = [(each.key, int(each.value)) for each in status.values if each.key.startswith(prefix)]
-            self.refused[who] = {key.removeprefix(prefix): times for key, times in counted if times}
+_OVER = (SimEpisode.SUCCEEDED, SimEpisode.FAILED)  # one that was aborted starts again with the first command
 
 
 class Operator(Node):
-    """Tells `record` of actions, episodes and images, and enables the motion of a commanded arm from `enable` on."""
+    """Tells `record` of actions, episodes and images, and holds the dead-man's switch of a commanded arm in episodes.
+
+    Between two episodes the world is set back, the arm with it, and nothing may fight that.
+    """
 
     def __init__(self, record: DemoRecord, commanded: bool) -> None:
         super().__init__("demo")
         self.motion = Motion()
         self.answer = ""
         self._record = record
-        self._enabled = False
+        self._commanded = commanded
+        self._held = False
         self._clears = False
         self._instruction = self.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
         self.create_subscription(VlaAction, "/policy/action", record.on_action, ACTION)
         self.create_subscription(DecodeStats, "/policy/decode_stats", record.on_stats, ACTION)
         self.create_subscription(Reasoning, "/policy/reasoning", record.on_reasoning, ACTION)
-        self.create_subscription(SimEpisode, "/sim_robot/episode", record.on_episode, LATCHED_INSTRUCTION)
+        self.create_subscription(SimEpisode, "/sim_robot/episode", self._on_episode, LATCHED_INSTRUCTION)
         self.create_subscription(Image, IMAGE_TOPIC, lambda image: record.on_image(rgb_from_image(image)), NEWEST_IMAGE)
         if not commanded:
             return
@@ -99,9 +71,9 @@ class Operator(Node):
         """Publishes an instruction."""
         self._instruction.publish(String(data=instruction))
 
-    def enable(self, held: bool) -> None:
-        """Presses the dead-man's switch, or releases it. The drawing thread sends its heartbeat: a hang releases it."""
-        self._enabled = held
+    def hold_switch(self, held: bool) -> None:
+        """Presses the dead-man's switch, or lets go. The drawing thread sends its heartbeat: a hang lets go."""
+        self._held = held
         self._enable.publish(Bool(data=held))
 
     def stop(self) -> None:
@@ -114,19 +86,25 @@ class Operator(Node):
         self._clear.call_async(Trigger.Request()).add_done_callback(self._on_cleared)
 
     def begin_episode(self) -> str:
-        """Clears a stop that the guard latched by itself before this start; one that was pressed stays.
+        """Clears what stopped the guard by itself, until motion begins; a stop that was pressed stays.
 
         Returns:
             The reason for the stop, in words; empty: nothing that is cleared now.
         """
-        self._clears = self.motion.latched
-        if not self._clears:
+        self._clears, self.motion.begun = True, False
+        if not self.motion.latched:
             return ""
         self.clear_stop()
-        return self.motion.guard.removeprefix(_STOPPED)
+        return self.motion.stopped_by
+
+    def _on_episode(self, episode: SimEpisode) -> None:
+        self._record.on_episode(episode)
+        held = episode.state not in _OVER
+        if self._commanded and held is not self._held:
+            self.hold_switch(held)
 
     def _beat(self) -> None:
-        if self._enabled:
+        if self._held:
             self._enable.publish(Bool(data=True))
 
     def _on_cleared(self, future: Future) -> None:
@@ -137,9 +115,9 @@ class Operator(Node):
         episode = self._record.episode
         running = episode is not None and episode.state == SimEpisode.RUNNING
         for status in message.status:
-            self.motion.hear(status, count=running)
-        self._clears = self._clears and self.motion.latched
-        if self._clears:  # the guard refuses it while the cause lasts
+            self.motion.hear(status, held=self._held, count=running)
+        self._clears = self._clears and not self.motion.begun
+        if self._clears and self.motion.latched:  # the guard refuses it while the cause lasts
             self.clear_stop()
 
 

@@ -40,6 +40,7 @@ _CONFIGURE_TIMEOUT_S = 120.0
 _DIAGNOSTICS_PERIOD_S = 0.25  # often enough for a watcher, and for the counts at the demo's end
 _SILENCE_S = 60.0  # limit without news of an episode
 _CLOCK = "realtime"
+_PAUSE_S = 1.0  # between episodes: poses from before that a busy machine delivers later make the reset a leap
 _CAMERA = image_remappings("image", IMAGE_TOPIC)
 # A policy of several cameras is shown the robot's in their order; the first is always the one above.
 _FURTHER, _STATE = (WRIST_TOPIC,), [("state", JOINTS_TOPIC)]
@@ -160,7 +161,7 @@ def _start_robot(
     nodes: NodeProcesses, out: Path, robot: DemoRobot, world: Mapping[str, Any], shown: RerunSettings | None
 ) -> None:
     """Starts the other nodes that may run before the policy can act; `world`: parameters of the simulated robot."""
-    world = {"robot": robot.arm.name, "command": robot.interface, "clock": _CLOCK, **world}
+    world = {"robot": robot.arm.name, "command": robot.interface, "clock": _CLOCK, "pause_between_s": _PAUSE_S, **world}
     nodes.start("lab.ros.sim_robot.node", *(f"{name}:={value}" for name, value in world.items()))
     limits = {}
     if robot.commanded:
@@ -185,7 +186,6 @@ def _bring_up(nodes: NodeProcesses, operator: Operator, out: Path, robot: DemoRo
         nodes.start(
             "ros.guard.node", black_box, params_file=out / ROBOT_FILE, remaps=robot.topics.guard, log=out / GUARD_LOG
         )
-        operator.enable(True)
 
 
 def _show(
@@ -228,7 +228,7 @@ def _show(
                     console.print(f"guard: {motion.guard}", markup=False)
             view.update(picture(record, motion, typed, operator.answer or warning))
     if robot.commanded:
-        operator.enable(False)
+        operator.hold_switch(False)
     for _ in range(5):  # the last message may still be on its way
         rclpy.spin_once(operator, timeout_sec=0.1)
     code = nodes.exit_code("sim_robot")
@@ -263,6 +263,7 @@ def _context(
     }
     if robot.commanded:
         context["refused"] = operator.motion.refused
+        context["refused_in_motion"] = operator.motion.in_motion
     if shown is not None and shown.out:
         context["recording"] = Path(shown.out).name
     return context
@@ -277,8 +278,8 @@ def _print_results(
         p50, p95 = summary.latency_s["p50"] * 1e3, summary.latency_s["p95"] * 1e3
         rate = f"{summary.action_rate_hz:.1f} actions/s"
         console.print(f"observation-to-action latency: p50 {p50:.1f} ms, p95 {p95:.1f} ms; {rate}")
-    for who, counts in operator.motion.refused.items():
-        console.print(f"{who} refused: {', '.join(f'{count} × {kind}' for kind, count in counts.items()) or 'nothing'}")
+    for sentence in operator.motion.sentences():
+        console.print(sentence, markup=False, highlight=False)
     console.print(f"report with films: {out / 'report.html'}")
     if shown is not None and shown.out:
         console.print(f"recording: rerun {out / RECORDING_FILE}")

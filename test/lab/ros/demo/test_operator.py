@@ -5,26 +5,34 @@ import pytest
 import rclpy
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
 from rclpy.executors import SingleThreadedExecutor
+from std_msgs.msg import Bool
 from std_srvs.srv import Trigger
 from support.patience import wait_until
 
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.ros.demo.operator import Operator
 from specvla_ros.lab.ros.demo.record import DemoRecord
-from specvla_ros.ros.qos import DIAGNOSTICS
+from specvla_ros.msg import SimEpisode
+from specvla_ros.ros.qos import DIAGNOSTICS, HEARTBEAT, LATCHED_INSTRUCTION
 
 
 class Guard:
-    """Says a state, and refuses to clear a stop as long as its cause persists."""
+    """Says a state, and refuses to clear a stop as long as its cause persists; it is the robot too."""
 
     def __init__(self):
         self.node = rclpy.create_node("guard")
         self.state, self.persists, self.asked = "passing", 0, 0
         self._diagnostics = self.node.create_publisher(DiagnosticArray, "/diagnostics", DIAGNOSTICS)
         self.node.create_service(Trigger, "/guard/clear_stop", self._on_clear)
+        self._episodes = self.node.create_publisher(SimEpisode, "/sim_robot/episode", LATCHED_INSTRUCTION)
+        self.held = []
+        self.node.create_subscription(Bool, "/guard/enable", lambda m: self.held.append(m.data), HEARTBEAT)
 
     def say(self):
         self._diagnostics.publish(DiagnosticArray(status=[DiagnosticStatus(name="guard: gate", message=self.state)]))
+
+    def episode(self, number, state):
+        self._episodes.publish(SimEpisode(episode=number, state=state, task="lift_red"))
 
     def _on_clear(self, request, response):
         self.asked += 1
@@ -81,9 +89,53 @@ def test_a_new_start_leaves_what_was_pressed_and_what_ends_by_itself(scene, stat
 
 def test_a_stop_in_the_middle_of_an_episode_stays_until_the_next(scene):
     guard, operator, spin = scene
+    guard.state = "passing"
+    guard.episode(0, SimEpisode.RUNNING)
     assert operator.begin_episode() == ""
+    wait_until(lambda: operator.motion.begun, meanwhile=spin)
     guard.state = "stopped: not_following: the arm is 60 mm from its command"
     wait_until(lambda: operator.motion.latched, meanwhile=spin)
     for _ in range(20):
         spin()
     assert guard.asked == 0
+
+
+def test_what_stops_the_guard_as_the_world_is_set_back_is_cleared_before_motion_begins(scene):
+    guard, operator, spin = scene
+    guard.state = "holding: not_enabled: ~/enable says false"
+    guard.episode(0, SimEpisode.RUNNING)
+    wait_until(lambda: operator.motion.guard == guard.state, meanwhile=spin)
+    assert operator.begin_episode() == ""
+    guard.state = "stopped: pose_leaps: the measured pose went 0.300 m and 0.00 rad within 0.010 s"
+    wait_until(lambda: operator.motion.begun, meanwhile=spin)
+    assert guard.asked >= 1
+
+
+def test_the_switch_is_held_while_an_aborted_episode_waits_for_commands(scene):
+    guard, _, spin = scene
+    guard.episode(0, SimEpisode.RUNNING)
+    wait_until(lambda: guard.held and guard.held[-1], meanwhile=spin)
+    guard.episode(0, SimEpisode.ABORTED)
+    for _ in range(40):
+        spin()
+    held = len(guard.held)
+    wait_until(lambda: len(guard.held) > held + 3, meanwhile=spin)
+    assert False not in guard.held
+
+
+def test_the_switch_is_held_in_episodes_and_let_go_between_them(scene):
+    guard, _, spin = scene
+    for _ in range(20):
+        spin()
+    assert True not in guard.held, "not before the first"
+    for number in (0, 1):
+        guard.episode(number, SimEpisode.RUNNING)
+        wait_until(lambda: guard.held and guard.held[-1], meanwhile=spin)
+        held = len(guard.held)
+        wait_until(lambda held=held: len(guard.held) > held + 3, meanwhile=spin)  # the heartbeat goes on
+        guard.episode(number, SimEpisode.SUCCEEDED)
+        wait_until(lambda: not guard.held[-1], meanwhile=spin)
+        released = len(guard.held)
+        for _ in range(20):
+            spin()
+        assert True not in guard.held[released:]

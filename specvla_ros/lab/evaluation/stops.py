@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla robot stops`: how long and how far a robot took to stop, from what the guard's black box kept of it.
+
+Everything is judged by the guard's clock: when its process received a message or sent one. Three moments count:
+
+- *Time zero*, when the cause arrived: the message on ~/stop; for a dead-man's switch the message that says false, or,
+  where it fell silent, the last one that said true; for silence of driver, policy or robot the last message whose stamp
+  was new; for a command that was refused that message. Where the file does not tell, or the cause is a condition and no
+  message, time zero is when the guard began to brake.
+- *Braking*, which the guard notes in the file: the first tick that let nothing through.
+- *The end*, from which on the measured tool is slower than 10 mm/s and 0.1 rad/s for 0.1 s. Speeds are over 50 ms of
+  the poses' own stamps.
+
+The speed is the largest from 50 ms before time zero to braking, the reach the tool's distance from the base at time
+zero, the way the length of the measured path from there to the end, in steps of 50 ms, so that noise does not add up. A
+file tells of the stop that it was written for, the first of those that share it.
+"""
+
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mcap.exceptions import McapError
+from mcap.reader import make_reader
+
+from specvla_ros.control.guard.cause import Cause
+from specvla_ros.control.pose import Pose, quaternion_matrix
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.message_types import MessageTypes
+from specvla_ros.lab.bags.reader import Storage, open_storage
+
+STANDS_M_S, STANDS_RAD_S, STANDS_S = 0.01, 0.1, 0.1
+_HALF_WINDOW_S = 0.025
+_STEP_S = 0.05
+_GAP_S = 0.2  # without a measured pose, after which nobody knows how the robot moved
+_PRESSED_S = 0.5  # before braking, in which a stop that caused it was pressed
+_ACTION = "specvla_ros/msg/VlaAction"
+_STAMPED_BYTES = 12  # encapsulation and stamp
+_UNSTAMPED = ("std_msgs/msg/Float64MultiArray", "trajectory_msgs/msg/JointTrajectory")  # or stamped zero, for "now"
+_OUTPUTS = {
+    "geometry_msgs/msg/PoseStamped": "pose",
+    "geometry_msgs/msg/TwistStamped": "twist",
+    "trajectory_msgs/msg/JointTrajectory": "joint_trajectory",
+    "std_msgs/msg/Float64MultiArray": "position_array",
+}
+_REFUSED_COMMANDS = (Cause.NOT_FINITE, Cause.BAD_FORM, Cause.OVER_SPEED, Cause.OVER_ACCELERATION, Cause.FAR)
+
+
+class NotMeasuredError(Exception):
+    """Why a file says nothing about stopping, in words."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One stop of a moving robot."""
+
+    file: str
+    output: str  # the kind of command: pose, twist, joint_trajectory, position_array
+    cause: str
+    time_zero: str  # what it was judged by, in words
+    speed_m_s: float
+    reach_m: float
+    time_s: float  # from time zero to the end
+    braking_s: float  # of this after the guard began to brake
+    way_m: float
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A file that tells of no stop."""
+
+    file: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What was found in all files."""
+
+    measured: tuple[Stop, ...]
+    left_out: tuple[LeftOut, ...]
+    reach_m: float  # the largest of any measured pose
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find_black_boxes(given: Sequence[str]) -> list[Path]:
+    """The MCAP files that paths, folders and globs lead to; a UserError names one that leads to none."""
+    found: dict[Path, None] = {}
+    for each in given:
+        path = Path(each).expanduser()
+        matches = [path] if path.exists() else sorted(map(Path, glob(str(path), recursive=True)))
+        files = [file for match in matches for file in (sorted(match.rglob("*.mcap")) if match.is_dir() else [match])]
+        if not files:
+            raise UserError(
+                f"{each} leads to no .mcap file; give files of the guard's black box, or its folder: black_box_dir, "
+                "~/.ros/black_box unless it was set"
+            )
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+def measure_stops(files: Sequence[Path]) -> Stops:
+    """The stop of each file; those without one are named."""
+    measured, left_out, reach_m = [], [], 0.0
+    for file in files:
+        try:
+            with closing(open_storage(file, file.parent)) as storage:
+                box = BlackBoxFile(file, storage)
+                reach_m = max(reach_m, box.tool.largest_reach_m)
+                measured.append(box.stop())
+        except (NotMeasuredError, UserError) as error:
+            left_out.append(LeftOut(str(file), str(error)))
+    return Stops(tuple(measured), tuple(left_out), reach_m)
+
+
+class ToolMotion:
+    """The measured tool: when each pose arrived, its stamp, and how fast the tool then was."""
+
+    def __init__(self, poses: Sequence[tuple[float, float, Pose]]) -> None:
+        self._poses = [pose for *_, pose in poses]
+        self.arrived_s = np.array([arrived_s for arrived_s, *_ in poses])
+        self._stamps_s = np.array([stamp_s for _, stamp_s, _ in poses])
+        self.positions = np.array([pose.position for pose in self._poses]).reshape(-1, 3)
+
+    @property
+    def largest_reach_m(self) -> float:
+        return float(np.linalg.norm(self.positions, axis=1).max(initial=0.0))
+
+    @cached_property
+    def speeds(self) -> np.ndarray:
+        """Translation in m/s and rotation in rad/s at each pose, float64 [poses, 2]."""
+        stamps_s, last = self._stamps_s, len(self._poses) - 1
+        before = np.maximum(np.searchsorted(stamps_s, stamps_s - _HALF_WINDOW_S, side="right") - 1, 0)
+        after = np.minimum(np.searchsorted(stamps_s, stamps_s + _HALF_WINDOW_S), last)
+        ways = np.array([self._poses[i].distance(self._poses[j]) for i, j in zip(before, after, strict=True)])
+        return ways / np.maximum(stamps_s[after] - stamps_s[before], 1e-9)[:, None]
+
+    @cached_property
+    def moves(self) -> np.ndarray:
+        """Whether the tool moves, bool [poses]."""
+        moves: np.ndarray = (self.speeds >= (STANDS_M_S, STANDS_RAD_S)).any(axis=1)
+        return moves
+
+    def at(self, time_s: float) -> int:
+        """The last pose that had arrived."""
+        return max(0, bisect_right(self.arrived_s, time_s) - 1)
+
+    def end(self, zero: int, braking_s: float) -> int:
+        """The first pose from which on the tool stands for STANDS_S and until after the guard began to brake.
+
+        Raises:
+            NotMeasuredError: the file ends before, or the poses fail to come meanwhile.
+        """
+        arrived_s, began = self.arrived_s, int(np.searchsorted(self.arrived_s, braking_s))
+        for index in range(began, len(arrived_s)):
+            gap_s = arrived_s[index] - arrived_s[max(index - 1, 0)]
+            if gap_s > _GAP_S:
+                raise NotMeasuredError(f"no measured pose for {gap_s:.2f} s of the stop")
+            last_move = zero + int(np.flatnonzero(self.moves[zero : index + 1])[-1])
+            if last_move < index and arrived_s[index] - arrived_s[last_move + 1] >= STANDS_S - 1e-6:
+                return last_move + 1
+        raise NotMeasuredError("it ends before the tool stands")
+
+    def way_m(self, first: int, last: int) -> float:
+        """Length of the path between two poses."""
+        kept = [first]
+        for index in range(first + 1, last):
+            if self.arrived_s[index] - self.arrived_s[kept[-1]] >= _STEP_S:
+                kept.append(index)
+        steps = np.diff(self.positions[[*kept, last]], axis=0)
+        return float(np.linalg.norm(steps, axis=1).sum())
+
+
+class BlackBoxFile:
+    """One file of the guard's black box.
+
+    Topics are known by their kind and their order, which is the guard's, as their names are the user's: the command
+    first, the measured pose after it.
+
+    Raises:
+        NotMeasuredError: it is no black box, or of a guard that did not note when it braked.
+    """
+
+    def __init__(self, path: Path, storage: Storage) -> None:
+        self._path, self._storage, self._types = path, storage, MessageTypes()
+        about = _metadata(path)
+        self.cause, self.reason = about["cause"], about.get("reason", "")
+        if "time_ns" not in about:
+            raise NotMeasuredError("a guard of an older version wrote it, which did not note when it began to brake")
+        self.braking_s = int(about["time_ns"]) * 1e-9
+        self._connections = sorted(storage.connections, key=lambda each: each.id)
+        for each in self._connections:
+            self._types.learn(each.msgtype, each.msgdef)
+        self._command = self._connections[0].msgtype if self._connections else ""
+        self.output = _OUTPUTS.get(self._command, "")
+        if not self.output:
+            raise NotMeasuredError("its first topic is no motion command: the guard's black box did not write it")
+        self.tool = ToolMotion(list(self._poses()))
+
+    def stop(self) -> Stop:
+        """The stop for which the guard wrote the file."""
+        if not len(self.tool.arrived_s):
+            raise NotMeasuredError("it holds no measured pose of the tool")
+        if self.cause == Cause.POSE_LEAPS:
+            raise NotMeasuredError("the measured pose leapt: nobody knows how the tool moved")
+        zero_s, judged_by = self._time_zero()
+        tool, zero = self.tool, self.tool.at(zero_s)
+        until = tool.at(self.braking_s) + 1
+        if not tool.moves[zero:until].any():
+            raise NotMeasuredError("the tool stood before the stop")
+        end, before = tool.end(zero, self.braking_s), tool.at(zero_s - _STEP_S)
+        return Stop(
+            file=str(self._path),
+            output=self.output,
+            cause=self.cause,
+            time_zero=judged_by,
+            speed_m_s=float(tool.speeds[before:until, 0].max()),
+            reach_m=float(np.linalg.norm(tool.positions[zero])),
+            time_s=float(tool.arrived_s[end] - zero_s),
+            braking_s=max(0.0, float(tool.arrived_s[end] - self.braking_s)),
+            way_m=tool.way_m(zero, end),
+        )
+
+    def _time_zero(self) -> tuple[float, str]:
+        """When the cause arrived, in seconds, and what that was judged by."""
+        judges: dict[str, tuple[Callable[[], float | None], str]] = {
+            Cause.STOP: (self._pressed, "the message on ~/stop"),
+            Cause.NOT_ENABLED: (self._released, "~/enable that said false, or true for the last time"),
+            Cause.DRIVER_SILENT: (partial(self._newest, self._command), "the last new command"),
+            Cause.POLICY_SILENT: (partial(self._newest, _ACTION), "the last new action"),
+            Cause.STATE_MISSING: (self._last_state, "the last new state of the robot"),
+            **dict.fromkeys(_REFUSED_COMMANDS, (self._last_command, "the command that was refused")),
+        }
+        find, words = judges.get(self.cause, (lambda: None, ""))
+        time_s = find()
+        return (self.braking_s, "the guard's first braking tick") if time_s is None else (time_s, words)
+
+    def _pressed(self) -> float | None:
+        times_s = [time_s for time_s, _ in self._messages("std_msgs/msg/Empty")]
+        return _last([each for each in times_s if each > self.braking_s - _PRESSED_S])  # else by the service
+
+    def _last_command(self) -> float | None:
+        return _last([time_s for time_s, _ in self._messages(self._command)])
+
+    def _last_state(self) -> float | None:
+        if "joint_states" in self.reason:
+            return self._newest("sensor_msgs/msg/JointState")
+        return _last([each for each in self.tool.arrived_s if each <= self.braking_s])
+
+    def _released(self) -> float | None:
+        kind = "std_msgs/msg/Bool"
+        said = [(time_s, self._read(raw, kind)) for time_s, raw in self._messages(kind)]
+        held_s = _last([time_s for time_s, message in said if message is not None and message.data])
+        if held_s is None:
+            return None
+        return next((time_s for time_s, message in said if message is not None and time_s > held_s), held_s)
+
+    def _newest(self, msgtype: str) -> float | None:
+        """When the last message came whose stamp was newer than those before; of a kind without stamps the last."""
+        found, newest, unstamped = None, -1, msgtype in _UNSTAMPED
+        for time_s, raw in self._messages(msgtype):
+            if unstamped or _stamp_ns(raw) > newest:
+                found, newest = time_s, _stamp_ns(raw)
+        return found
+
+    def _messages(self, msgtype: str) -> Iterator[tuple[float, bytes]]:
+        """Of the first topic of a kind, until the guard braked: when they came, and their bytes."""
+        name = next((each.topic for each in self._connections if each.msgtype == msgtype), None)
+        if name is None:
+            return
+        for _, time_ns, raw in self._storage.messages(frozenset({name})):
+            if time_ns * 1e-9 <= self.braking_s:
+                yield time_ns * 1e-9, raw
+
+    def _poses(self) -> Iterator[tuple[float, float, Pose]]:
+        """Sound poses with new stamps."""
+        kind, newest = "geometry_msgs/msg/PoseStamped", -1
+        name = next((each.topic for each in self._connections[1:] if each.msgtype == kind), None)
+        for _, time_ns, raw in self._storage.messages(frozenset({name} if name else ())):
+            message = self._read(raw, kind)
+            if message is None or _stamp_ns(raw) <= newest:
+                continue
+            place, turn = message.pose.position, message.pose.orientation
+            position = np.array([place.x, place.y, place.z])
+            with suppress(ValueError):  # NaN among them
+                rotation = quaternion_matrix(turn.w, turn.x, turn.y, turn.z)
+                if np.isfinite(position).all():
+                    newest = _stamp_ns(raw)
+                    yield time_ns * 1e-9, newest * 1e-9, Pose(position, rotation)
+
+    def _read(self, raw: bytes, msgtype: str) -> Any:
+        """A message; None for bytes that are none, which the guard refused too."""
+        try:
+            return self._types.deserialise(raw, msgtype)
+        except UserError:
+            return None
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with path.open("rb") as file:
+        try:
+            found = [each.metadata for each in make_reader(file).iter_metadata() if each.name == "guard"]
+        except (McapError, ValueError, KeyError) as error:
+            raise NotMeasuredError(f"it is damaged ({error})") from None
+    if not found or "cause" not in found[0]:
+        raise NotMeasuredError("the guard's black box did not write it: it says no cause")
+    return found[0]
+
+
+def _stamp_ns(raw: bytes) -> int:
+    """Of a message that begins with its header, from its CDR bytes; -1 for bytes that are too few."""
+    if len(raw) < _STAMPED_BYTES:
+        return -1
+    seconds, nanoseconds = struct.unpack_from("<iI" if raw[1] & 1 else ">iI", raw, 4)
+    return int(seconds * 10**9 + nanoseconds)
+
+
+def _last(times_s: Sequence[float]) -> float | None:
+    return times_s[-1] if times_s else None

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of stopping times and ways, in the form of the annex on stopping of ISO 10218-1, as JSON and as a page."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from statistics import median
+
+from specvla_ros.errors import UserError
+from specvla_ros.lab.evaluation import page
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, head
+from specvla_ros.lab.evaluation.stops import Stop, Stops
+from specvla_ros.settings.profiles import merge_parameters
+
+STOPS_FILE = "stops.json"
+THIRDS = (33, 66, 100)
+TABLE_HEAD = (
+    *("output", "cause", "speed %", "reach %", "n"),
+    *("time median s", "time worst s", "way median mm", "way worst mm"),
+)
+_COLOURS = (page.BLUE, page.RED, page.GREEN, page.AMBER, page.GREY, page.INK)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Stops of one output and cause, from nearly the same speed and reach."""
+
+    output: str
+    cause: str
+    speed_percent: int  # of full speed, the nearest of THIRDS
+    reach_percent: int  # upper edge of the third of the largest reach
+    n: int
+    time_median_s: float
+    time_worst_s: float
+    way_median_mm: float
+    way_worst_mm: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        figures = (f"{self.time_median_s:.3f}", f"{self.time_worst_s:.3f}")
+        ways = (f"{self.way_median_mm:.1f}", f"{self.way_worst_mm:.1f}")
+        return self.output, self.cause, str(self.speed_percent), str(self.reach_percent), str(self.n), *figures, *ways
+
+
+@dataclass(frozen=True)
+class StopTable:
+    """The rows, and what their shares are of."""
+
+    rows: tuple[Row, ...]
+    full_speed_m_s: float
+    full_speed_is: str  # in words
+    reach_m: float
+
+    @property
+    def caption(self) -> str:
+        return (
+            f"100 % of speed: {self.full_speed_m_s:.3g} m/s, {self.full_speed_is}. 100 % of reach: {self.reach_m:.3g} "
+            "m from the base, the largest measured."
+        )
+
+
+def linear_speed(robot: Path) -> float:
+    """`limits.linear_speed` of a robot's parameter file, m/s."""
+    speed = merge_parameters([robot], {}, node="guard").get("limits.linear_speed")
+    if not isinstance(speed, (int, float)) or isinstance(speed, bool) or speed <= 0:
+        raise UserError(f"{robot}: limits.linear_speed is missing, or no speed; give the file that the guard was given")
+    return float(speed)
+
+
+def tabulate(stops: Stops, limit_m_s: float | None) -> StopTable:
+    """Groups the stops; without a limit, shares of speed are of the largest that was seen."""
+    seen_m_s = max((stop.speed_m_s for stop in stops.measured), default=0.0)
+    full_m_s = limit_m_s or seen_m_s
+    groups: defaultdict[tuple[str, str, int, int], list[Stop]] = defaultdict(list)
+    for stop in stops.measured:
+        speed = min(THIRDS, key=lambda share: abs(100 * stop.speed_m_s / max(full_m_s, 1e-9) - share))
+        reach = next((third for third in THIRDS if stop.reach_m <= stops.reach_m * third / 100), 100)
+        groups[stop.output, stop.cause, speed, reach].append(stop)
+    rows = tuple(_row(*key, group) for key, group in sorted(groups.items()))
+    whose = "limits.linear_speed" if limit_m_s else "the largest of these stops, as no --robot says the limit"
+    return StopTable(rows, full_m_s, whose, stops.reach_m)
+
+
+def _row(output: str, cause: str, speed: int, reach: int, group: Sequence[Stop]) -> Row:
+    times_s, ways_mm = [stop.time_s for stop in group], [stop.way_m * 1e3 for stop in group]
+    figures = (median(times_s), max(times_s), median(ways_mm), max(ways_mm))
+    return Row(output, cause, speed, reach, len(group), *figures)
+
+
+def write_stops(out: Path, stops: Stops, table: StopTable) -> None:
+    """Writes stops.json and report.html into a directory; those of an earlier `specvla robot stops` are replaced."""
+    directory = RunDirectory(out, "robot stops")
+    directory.begin()
+    with directory.reporting_errors():
+        directory.write_json(STOPS_FILE, {**asdict(table), **stops.as_json(), **head()})
+        _write_page(directory.path / REPORT_FILE, stops, table)
+
+
+def _write_page(path: Path, stops: Stops, table: StopTable) -> None:
+    left_out = f", {len(stops.left_out)} files tell of none" if stops.left_out else ""
+    parts = [
+        page.verdict("", f"{len(stops.measured)} stops of a moving robot{left_out}. {table.caption}"),
+        f"<p class=note>{escape(_HOW)}</p>",
+        page.table(TABLE_HEAD, [row.cells for row in table.rows]),
+    ]
+    if stops.measured:
+        parts += ["<h2>Way over speed</h2>", _ways(stops.measured)]
+        found = [(stop.file, stop.cause, stop.time_zero, *_figures(stop)) for stop in stops.measured]
+        columns = ("file", "cause", "time zero", "speed mm/s", "reach m", "time s", "of this braking s", "way mm")
+        parts += ["<h2>Each stop</h2>", page.table(columns, found)]
+    if stops.left_out:
+        rows = [(each.file, each.why) for each in stops.left_out]
+        parts += ["<h2>Files without a stop</h2>", page.table(("file", "why"), rows)]
+    parts.append(page.provenance(head()))
+    page.write_page(path, "Stopping time and way, from the guard's black box", parts)
+
+
+_HOW = (
+    "In the form of the annex on stopping of ISO 10218-1, the worst case beside the median. It is what this robot did "
+    "in these stops, under the guard, which is no certified safety function; it is not the manufacturer's declaration."
+)
+
+
+def _figures(stop: Stop) -> tuple[str, ...]:
+    times = (f"{stop.time_s:.3f}", f"{stop.braking_s:.3f}")
+    return f"{stop.speed_m_s * 1e3:.0f}", f"{stop.reach_m:.2f}", *times, f"{stop.way_m * 1e3:.1f}"
+
+
+def _ways(measured: Sequence[Stop]) -> str:
+    drawn = page.subplots(1, 1, x_title="speed, mm/s", y_title="way, mm")
+    for number, cause in enumerate(sorted({stop.cause for stop in measured})):
+        of_cause = [stop for stop in measured if stop.cause == cause]
+        speeds, ways = [stop.speed_m_s * 1e3 for stop in of_cause], [stop.way_m * 1e3 for stop in of_cause]
+        marker = {"color": _COLOURS[number % len(_COLOURS)], "size": 8}
+        files = [Path(stop.file).name for stop in of_cause]
+        drawn.add_scatter(x=speeds, y=ways, mode="markers", name=cause, marker=marker, text=files)
+    return page.plot(drawn, 420)
