@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.guarding import JOINTS, rig
 
+from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.commands import JointCommand, Stamp
 from specvla_ros.control.guard.guard import State
 from specvla_ros.control.joint_order import WAY, JointOrderTrial, choose_ways
@@ -105,12 +106,12 @@ def test_near_a_limit_or_where_it_may_not_be_a_joint_goes_the_other_way():
 
 def test_the_guard_lets_the_trial_through():
     each, sent = rig("position_array"), [np.zeros(2)]
-    each.command = lambda: JointCommand(Stamp(None), None, sent[-1][None], np.zeros(1))
+    each.command = lambda: JointCommand(Stamp(None), None, sent[-1][None], np.zeros(1))  # type: ignore[method-assign]
     each.until_passing()
     trial = JointOrderTrial(JOINTS.names, np.zeros(2), np.full(2, WAY), JOINTS.speeds)
     while not trial.done:
         sent.append(trial.step(each.joints, each.steady_s))
         each.run(0.01)
         assert each.guard.state is State.PASSING, each.guard.reason
-    assert not trial.problem and not each.guard.tally.counts.get("over_speed")
+    assert not trial.problem and not each.guard.tally.counts.get(Cause.OVER_SPEED)
     np.testing.assert_allclose(np.ptp(sent, axis=0), WAY, rtol=1e-3)

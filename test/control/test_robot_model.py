@@ -23,7 +23,8 @@ def rotation(axis: Sequence[float], angle: float) -> np.ndarray:
 
 def tool_by_hand(joints: Sequence[Joint], positions: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
     """The product of the transforms from the root to tool0."""
-    chain, link = [], "tool0"
+    chain: list[Joint] = []
+    link = "tool0"
     while found := next((each for each in joints if each.child == link), None):
         chain.insert(0, found)
         link = found.parent
@@ -46,8 +47,7 @@ def test_a_fixed_tool0_is_where_the_product_of_the_transforms_puts_it(tmp_path: 
     assert model.max_speed.tolist() == [each.speed for each in joints]
     solver, draw = JointSolver(model, 0.01), np.random.default_rng(0)
     for _ in range(5):
-        ranges = {each.name: (-2.0, 2.0) if each.low is None else (each.low, each.high) for each in joints}
-        at = {name: draw.uniform(*ends) for name, ends in ranges.items()}
+        at = {each.name: draw.uniform(*(each.ends or (-2.0, 2.0))) for each in joints}
         position, turn = tool_by_hand(ARMS[arm], at)
         pose = solver.pose_of(at)
         np.testing.assert_allclose(pose.position, position, atol=1e-9)
@@ -61,8 +61,7 @@ def test_the_guard_takes_ranges_and_speeds_that_are_not_given_from_the_model(tmp
     limits = JointLimits(names=names, model=model, max_acceleration=(20.0,)).completed()
     limits.require("output: position_array")
     for joint, low, high in zip(joints, limits.position_min, limits.position_max, strict=True):
-        expected = (joint.low, joint.high) if joint.kind == "revolute" else (-1000.0, 1000.0)
-        np.testing.assert_allclose((low, high), expected)
+        assert (low, high) == (joint.ends or (-1000.0, 1000.0))
     assert limits.max_speed == tuple(joint.speed for joint in joints)
 
 

@@ -26,6 +26,11 @@ class Joint:
     kind: str = "revolute"
     more: str = ""
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Of the range; None: it has none."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
     def xml(self) -> str:
         kind = self.kind if self.axis else "fixed"
         ends = f'lower="{self.low}" upper="{self.high}"' if self.low is not None else ""

@@ -409,6 +409,7 @@ def test_a_wrong_order_is_named_and_nothing_is_followed_until_it_is_configured_a
         robot.until(lambda: "configure the driver again" in robot.core.problem)
         assert "'joint1' was sent on by 0.02, and what moved is 'joint3'" in robot.core.problem
         assert "'joint1' was sent on by" in capfd.readouterr().err
+        robot.spin(10)  # what was sent last arrives
         sent = len(robot.arrays)
         np.testing.assert_allclose(robot.arrays[-1].data, [*HOME.values()], atol=1e-3)
         robot.act()
