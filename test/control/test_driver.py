@@ -113,7 +113,8 @@ class Started:
     """A driver that begins at a measured pose and is stepped by hand, on two clocks."""
 
     def __init__(self, *, follows_velocity=False, at=(0.0, 0.0, 0.0), start_output=lambda: None):
-        self.history, self.now_s, self.steady_s, self.said = PoseHistory(), 100.0, 7.0, []
+        self.history, self.now_s, self.steady_s = PoseHistory(), 100.0, 7.0
+        self.said: list[str] = []
         self.follower = ActionFollower(BoundedMotion(LIMITS), Gripper(GripperSettings()), self.history)
         self.driver = Driver(
             self.follower,

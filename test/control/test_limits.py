@@ -2,6 +2,7 @@
 """Limits say what is missing, how long a stop takes, and where the workspace ends."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ SIZES = (
 
 @given(st.sets(st.sampled_from(SIZES), min_size=1))
 def test_exactly_the_limits_that_are_not_set_are_missing(unset: set[str]) -> None:
-    limits = replace(LIMITS, **dict.fromkeys(unset, 0.0))
+    none: dict[str, Any] = dict.fromkeys(unset, 0.0)
+    limits = replace(LIMITS, **none)
     assert set(limits.missing) == {f"limits.{name}" for name in unset}
     with pytest.raises(UserError, match="output: pose needs limits"):
         limits.require("output: pose")

@@ -684,6 +684,16 @@ def test_a_grippers_command_that_came_before_or_during_a_stop_never_goes_out() -
     assert [outcome.gripper for outcome in each.outcomes if outcome.gripper is not None] == []
 
 
+def test_a_grippers_command_of_the_moment_before_motion_passes_does_not_go_out() -> None:
+    each = rig("twist")
+    while each.guard.state is not State.PASSING:
+        each.guard.gripper(GripperCommand(None, np.array([0.04])), each.now)
+        each.run(0.01)
+    assert each.outcomes[-1].gripper is None
+    each.run(0.1)
+    assert not [outcome for outcome in each.outcomes if outcome.gripper is not None]
+
+
 @pytest.mark.parametrize(
     ("command", "cause"),
     [

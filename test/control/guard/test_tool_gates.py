@@ -227,7 +227,7 @@ def test_a_pose_is_refused_further_from_the_one_before_than_the_limits_of_speed_
     refusal = gate.take(pose(0.01, *way, turn_rad=turn_rad), HERE, at(0.01))
     assert cause(refusal) == refused
     if refusal is not None:
-        speed = max(np.linalg.norm(way), turn_rad) / 0.01
+        speed = max(float(np.linalg.norm(way)), turn_rad) / 0.01
         assert f" is {speed:.4g} {'rad/s' if turn_rad else 'm/s'}, and limits." in refusal.detail
 
 
