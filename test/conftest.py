@@ -26,9 +26,14 @@ settings.register_profile(
     "night", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=ALL_EXAMPLES
 )
 settings.register_profile("day", settings.get_profile("night"), max_examples=3 * ALL_EXAMPLES // 10)
-# A mutant is to be noticed, not to be explained; and by the same examples in every run.
+# A mutant is to be noticed, not to be explained: soon, and by the same examples in every run.
 settings.register_profile(
-    "mutants", settings.get_profile("day"), phases=(Phase.explicit, Phase.generate), derandomize=True, database=None
+    "mutants",
+    settings.get_profile("day"),
+    max_examples=ALL_EXAMPLES // 10,
+    phases=(Phase.explicit, Phase.generate),
+    derandomize=True,
+    database=None,
 )
 settings.load_profile("day")
 

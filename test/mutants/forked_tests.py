@@ -4,11 +4,13 @@
 python -m mutants.forked_tests    # a request a line on stdin, an answer a line on stdout; see `Tree` in mutants.py
 """
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ def _load_libraries() -> None:
     libraries = [each for each in (("EGL", "OSMesa") if gpu else ("OSMesa", "EGL")) if ctypes.util.find_library(each)]
     if libraries:  # as specvla_ros.lab.simulation chooses it, before MuJoCo is imported
         os.environ.setdefault("MUJOCO_GL", libraries[0].lower())
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton")  # before MuJoCo, too
     for name in _LIBRARIES:
         importlib.import_module(name)
 
@@ -49,7 +53,7 @@ def _answer(tests: list[str], options: list[str], timeout_s: float, output: str,
             return {"outcome": "timeout", "took_s": time.monotonic() - began_s}
         time.sleep(0.02)
     code = os.waitstatus_to_exitcode(ended[1])
-    outcome = {0: "passed", _NO_TESTS: "passed", _FAILED: "failed"}.get(code, "broken")
+    outcome = {0: "passed", _NO_TESTS: "passed", _FAILED: "failed"}.get(code, "broken")  # a crash, too
     return {"outcome": outcome, "took_s": time.monotonic() - began_s}
 
 
@@ -66,10 +70,20 @@ def _run(tests: list[str], options: list[str], output: str, caches: bool) -> Non
 
     code = 3
     try:
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *options, *tests]))
-        sys.stdout.flush()
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *options, *tests], [_QuickFirst()]))
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
+
+
+class _QuickFirst:
+    """A plug-in of pytest: examples first, then properties, which take longer to notice something."""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items.sort(key=lambda item: getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
 
 if __name__ == "__main__":

@@ -30,21 +30,32 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
-from mutants.operators import CHOSEN, Skips
+from mutants.operators import Skips
 
 from benchmarks.harness import Out, finish, result_head
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 CONTROL, DRIVER, GUARD = "specvla_ros/control/", "specvla_ros/ros/driver/", "specvla_ros/ros/guard/"
+
+
+def _guard(*quick: str) -> tuple[str, ...]:
+    """Tests of the guard; those of all of it, which take longest, come last."""
+    return tuple(f"test/control/guard/{name}.py" for name in (*quick, "test_guard"))
+
+
 # The tests that are about a module, by the beginning of its name: the first that fits.
 NEAR = {
-    f"{CONTROL}guard/": ("test/control/guard",),
+    f"{CONTROL}guard/watch.py": _guard("test_watch", "test_tool_gates", "test_gate", "test_joint_gate"),
+    f"{CONTROL}guard/joint_gate.py": _guard("test_joint_gate", "test_tool_gates", "test_gate", "test_watch"),
+    f"{CONTROL}guard/tool_gates.py": _guard("test_tool_gates", "test_gate", "test_watch", "test_joint_gate"),
+    f"{CONTROL}guard/guard.py": ("test/control/guard/test_guard.py",),
+    f"{CONTROL}guard/": _guard("test_gate", "test_tool_gates", "test_joint_gate", "test_watch"),
     f"{CONTROL}driver.py": ("test/control/test_driver.py", "test/control/test_clock_offset.py"),
     f"{CONTROL}follower.py": ("test/control/test_follower.py",),
     f"{CONTROL}gripper.py": ("test/control/test_gripper.py", "test/control/test_follower.py"),
     f"{CONTROL}bounded_motion.py": ("test/control/test_bounded_motion.py",),
-    f"{CONTROL}limits.py": ("test/control/test_bounded_motion.py", "test/control/guard"),
+    f"{CONTROL}limits.py": ("test/control/test_limits.py", "test/control/test_bounded_motion.py"),
     f"{CONTROL}pose.py": ("test/control/test_pose.py", "test/control/test_follower.py"),
     f"{CONTROL}inverse_kinematics.py": ("test/control/test_inverse_kinematics.py",),
     f"{CONTROL}convention.py": ("test/control/test_convention_settings.py",),
@@ -56,7 +67,7 @@ WIDER = ("test/control", "test/ros/driver", "test/ros/guard")
 # How much more often than another a module's mutants are drawn.
 _WEIGHTS = {f"{CONTROL}{name}": 4 for name in ("guard/", "driver.py", "follower.py", "bounded_motion.py")}
 _OPTIONS = ("--hypothesis-profile=mutants",)
-_PATIENCE, _MIN_TIMEOUT_S = 4.0, 30.0
+_PATIENCE, _MIN_TIMEOUT_S, _LONGEST_S = 4.0, 30.0, 3600.0
 _BY_HAND = "by hand"
 _COUNTED = {"mutants": 0, "killed": 0, "timeouts": 0, "survivors": 0, "equivalent": 0}
 
@@ -80,7 +91,7 @@ class Tree:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._took_s: dict[tuple[str, ...], float] = {}
+        self._took_s: dict[frozenset[str], float] = {}
         _copy_tree(directory)
         environment = os.environ | {"PYTHONPATH": str(directory / "test"), "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -99,7 +110,7 @@ class Tree:
 
     def notices(self, mutant: Mutant, tests: Sequence[str]) -> str:
         """`failed`, `timeout` or `broken` where tests notice a mutant; `passed`: they do not."""
-        timeout_s = max(_MIN_TIMEOUT_S, _PATIENCE * self._unharmed_s(tuple(tests)))
+        timeout_s = max(_MIN_TIMEOUT_S, _PATIENCE * self._unharmed_s(tests))
         module = self.directory / mutant.module
         kept = module.read_bytes()
         for compiled in (module.parent / "__pycache__").glob(f"{module.stem}.*.pyc"):
@@ -114,13 +125,14 @@ class Tree:
         """The end of what the last tests said."""
         return "\n".join((self.directory / "output.txt").read_text(errors="replace").splitlines()[-12:])
 
-    def _unharmed_s(self, tests: tuple[str, ...]) -> float:
+    def _unharmed_s(self, tests: Sequence[str]) -> float:
         """How long tests take that nothing makes fail."""
-        if tests not in self._took_s:
-            answer = self._ask(tests, 3600.0, caches=True)
+        which = frozenset(tests)
+        if which not in self._took_s:
+            answer = self._ask(tests, _LONGEST_S, caches=True)
             assert answer["outcome"] == "passed", f"they fail without a mutant: {tests}\n{self.last_words()}"
-            self._took_s[tests] = answer["took_s"]
-        return self._took_s[tests]
+            self._took_s[which] = answer["took_s"]
+        return self._took_s[which]
 
     def _ask(self, tests: Sequence[str], timeout_s: float, *, caches: bool) -> dict[str, Any]:
         process = self._process
@@ -163,8 +175,8 @@ def main(
     items = _items(session)
     left_out = Counter(result.output for _, result in session.results if result.worker_outcome is WorkerOutcome.SKIPPED)
     thought_of = by_hand()
-    keys = draw(items, sample - len(thought_of), seed) if sample else set(items)
-    drawn = thought_of + [_mutant(item) for key, item in items.items() if key in keys]
+    keys = draw(items, sample - len(thought_of), seed) if sample else list(items)
+    drawn = thought_of + [_mutant(items[key]) for key in keys]
     if only:
         drawn = [mutant for mutant in drawn if any(part in mutant.module for part in only.split(","))]
     verdicts = _Verdicts(work / "verdicts.jsonl", session, items)
@@ -198,10 +210,7 @@ def _session(work: Path) -> WorkDB:
     reasons: dict[str, list[str]] = {}
     for item in session.work_items:
         (mutation,) = item.mutations
-        reason = "another replacement of the same operator"
-        if mutation.operator_name in CHOSEN:
-            reason = skips[str(mutation.module_path)].reason(mutation)
-        if reason:
+        if reason := skips[str(mutation.module_path)].reason(mutation):
             reasons.setdefault(reason, []).append(item.job_id)
     for reason, jobs in reasons.items():
         session.set_multiple_results(jobs, WorkResult(WorkerOutcome.SKIPPED, output=reason))
@@ -250,8 +259,8 @@ def _changed(key: str, module: str, operator: str, source: str, mutated: str) ->
     return Mutant(key, module, operator, line, was[0], becomes[0], "\n".join(lines[2:]), mutated)
 
 
-def draw(keys: Iterable[str], count: int, seed: int) -> set[str]:
-    """A seeded sample by weight (Efraimidis and Spirakis 2006)."""
+def draw(keys: Iterable[str], count: int, seed: int) -> list[str]:
+    """A seeded sample by weight (Efraimidis and Spirakis 2006); a smaller one is the beginning of a larger one."""
     chances = random.Random(seed)
 
     def luck(key: str) -> float:
@@ -259,7 +268,7 @@ def draw(keys: Iterable[str], count: int, seed: int) -> set[str]:
         return float(chances.random() ** (1 / weight))
 
     lucky = sorted(((luck(key), key) for key in sorted(keys)), reverse=True)
-    return {key for _, key in lucky[: max(0, count)]}
+    return [key for _, key in lucky[: max(0, count)]]
 
 
 class _Verdicts:

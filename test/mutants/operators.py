@@ -11,7 +11,6 @@ import parso
 from cosmic_ray.operators.operator import Example, Operator
 from cosmic_ray.work_item import MutationSpec
 
-PROVIDER = "specvla"
 _NEGATED = (
     *("Lt_GtE", "LtE_Gt", "Gt_LtE", "GtE_Lt"),
     *("Eq_NotEq", "NotEq_Eq", "Is_IsNot", "IsNot_Is"),
@@ -20,13 +19,13 @@ _BOUNDARY = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt")
 _ARITHMETIC = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "Pow_Mul", "BitOr_BitAnd")
 # One replacement of each operator: a shift of a float, say, raises at once, and would only flatter the score.
 CHOSEN = {
-    *(f"core/ReplaceBinaryOperator_{pair}" for pair in _ARITHMETIC),
-    *(f"core/ReplaceComparisonOperator_{pair}" for pair in (*_NEGATED, *_BOUNDARY)),
-    *("core/ReplaceUnaryOperator_USub_UAdd", "core/ReplaceUnaryOperator_Delete_Not", "core/AddNot"),
-    *("core/ReplaceTrueWithFalse", "core/ReplaceFalseWithTrue", "core/ReplaceAndWithOr", "core/ReplaceOrWithAnd"),
-    *("core/ReplaceBreakWithContinue", "core/ReplaceContinueWithBreak", "core/ExceptionReplacer"),
-    *("core/NumberReplacer", "core/RemoveDecorator", "core/ZeroIterationForLoop"),
-    f"{PROVIDER}/RemoveStatement",
+    *(f"ReplaceBinaryOperator_{pair}" for pair in _ARITHMETIC),
+    *(f"ReplaceComparisonOperator_{pair}" for pair in (*_NEGATED, *_BOUNDARY)),
+    *("ReplaceUnaryOperator_USub_UAdd", "ReplaceUnaryOperator_Delete_Not", "AddNot"),
+    *("ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd"),
+    *("ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer"),
+    *("NumberReplacer", "RemoveDecorator", "ZeroIterationForLoop"),
+    "RemoveStatement",
 }
 _TELLS = re.compile(r"^(self\.)?(get_logger\(\)\.\w+|_say|print)\(")
 _OF_INTEGERS = re.compile(r"\blen\(|_ns\b|(?<![\w.])\d+(?![\w.])")
@@ -67,18 +66,19 @@ def _within(node: Any, function: str) -> bool:
     return False
 
 
-class _Own:
-    """cosmic-ray's interface for operators of others."""
+class _Chosen:
+    """cosmic-ray's interface for operators: those that are chosen, from it and from here."""
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("RemoveStatement",))
+        return iter(sorted(CHOSEN))
 
     def __getitem__(self, name: str) -> type[Operator]:
-        assert name == "RemoveStatement"
-        return RemoveStatement
+        found: type[Operator] = RemoveStatement if name == RemoveStatement.__name__ else _CORE[name]
+        return found
 
 
-cosmic_ray.plugins.OPERATOR_PROVIDERS[PROVIDER] = _Own()
+_CORE = cosmic_ray.plugins.OPERATOR_PROVIDERS.pop("core")
+cosmic_ray.plugins.OPERATOR_PROVIDERS["chosen"] = _Chosen()
 
 
 class Skips:
