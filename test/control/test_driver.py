@@ -243,6 +243,16 @@ def test_actions_are_refused_while_it_holds_and_while_the_guard_lets_nothing_thr
     robot.act()
 
 
+def test_a_driver_that_is_told_to_hold_comes_to_rest():
+    robot = Started()
+    robot.step()
+    robot.act(np.array([[0.2, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]]))
+    robot.follow(0.1)
+    robot.driver.hold(robot.now_s)
+    robot.follow(LIMITS.stop_s + 2 * DT_S)
+    assert not robot.driver.target.moving and robot.pose.position[0] < 0.15
+
+
 def test_a_guard_that_stops_motion_brings_the_target_to_rest():
     robot = Started()
     robot.step()

@@ -14,6 +14,7 @@ from support.nightly import examples
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.commands import (
+    Command,
     GripperCommand,
     JointCommand,
     JointPositions,
@@ -596,6 +597,51 @@ def test_a_robot_that_lags_is_not_one_that_is_not_reached() -> None:
     each.until_passing()
     each.run(10.0)
     assert each.guard.state is State.PASSING and each.guard.tally.counts[Cause.NOT_FOLLOWING] == 0
+
+
+SLUGGISH = replace(LIMITS, linear_acceleration=0.2)  # 0.16 m to get to full speed
+WEAK = replace(JOINTS, max_acceleration=(1.0, 2.0))  # 0.5 rad
+
+
+def rushed(each: Rig, seconds: float, *, dt_s: float = 0.01) -> None:
+    """A driver that goes at nearly full speed at once, and a robot that follows."""
+    begun, way = (
+        (each.tool.copy(), np.array([0.0, 1.0, 0.0])) if each.output == "pose" else (each.joints, np.array([0.98, 0]))
+    )
+    for tick in range(1, 1 + round(seconds / dt_s)):
+        each.advance(dt_s)
+        if each.output == "pose":
+            command: Command = ToolPose(each.stamp, begun + 0.245 * way * tick * dt_s, UPRIGHT)
+        else:
+            stamp = Stamp(None if each.output == "position_array" else each.clock_ns)
+            command = JointCommand(stamp, None, (begun + way * tick * dt_s)[None], np.array([0.0]))
+        each.hear(command=command)
+        each.tick()
+        if each.guard.state is not State.PASSING:
+            return
+
+
+@pytest.mark.parametrize("output", ["pose", "joint_trajectory", "position_array"])
+def test_commands_that_run_away_from_what_the_acceleration_allows_latch(output: str) -> None:
+    """What goes out may be 0.2 s behind at full speed: 0.05 m, or 0.2 rad."""
+    each = rig(output, limits=SLUGGISH, joints=WEAK, stop_time_s=2.0, max_lead_m=0.5, max_lead_rad=1.0)
+    each.until_passing()
+    rushed(each, 1.0)
+    last = each.guard.tally.last
+    assert last is not None and last.cause is Cause.OVER_ACCELERATION
+    behind = float(last.detail.partition("ran away by ")[2].split()[0])
+    allowed = 0.05 if output == "pose" else 0.2
+    assert allowed <= behind < 1.15 * allowed
+
+
+@pytest.mark.parametrize("output", ["pose", "position_array"])
+def test_time_that_late_ticks_lost_is_not_the_drivers_fault(output: str) -> None:
+    each = rig(output, max_lead_m=0.5, max_lead_rad=1.0)
+    each.until_passing()
+    rushed(each, 0.2)
+    rushed(each, 0.54, dt_s=0.09)
+    assert each.guard.state is State.PASSING, each.guard.reason
+    assert not each.guard.tally.counts.keys() & set(LATCHING)
 
 
 def passes_again_after(each: Rig, dt_s: float = 0.01) -> float:

@@ -279,6 +279,28 @@ def test_a_box_holds_its_edges(where: float, inside: bool, axis: int) -> None:
     assert within(here, (np.zeros(3), np.ones(3))) is inside
 
 
+def test_a_pose_that_is_refused_is_forgotten_with_the_one_before() -> None:
+    gate = PoseGate(settings("pose"))
+    assert gate.take(pose(0.0), HERE, at(0.0)) is None and gate.wants_motion
+    assert gate.take(pose(0.01, 0.05), HERE, at(0.01)) is not None
+    assert not gate.wants_motion
+    assert gate.take(pose(0.02, 0.05), HERE, at(0.02)) is None, "there is none before it"
+
+
+@pytest.mark.parametrize(("turns_rad", "moves"), [(0.006, True), (0.00003, False)])
+def test_a_tool_that_only_turns_moves(turns_rad: float, moves: bool) -> None:
+    gate, turned = TwistGate(settings("twist")), HERE.tool
+    assert turned is not None
+    gate.begin(HERE)
+    for tick in range(130):
+        measured = Measured(turned, None, np.zeros(3))
+        gate.watch(measured)
+        gate.take(twist(0.01 * tick, 0.0, 0.0, 0.0, 0.0, 0.0, 0.6), measured, at(0.01 * tick))
+        gate.go(at(0.01 * tick), 0.01)
+        turned = turned.displaced(np.array([0, 0, 0, 0, 0, turns_rad]))
+    assert (gate.conditions(measured) == []) is moves
+
+
 def creeping(each: Rig, seconds: float, speed: float) -> list[Pose]:
     """A driver that goes on towards the edge, whatever the guard does; what goes out."""
     sent = []
