@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 # The demo's arm: table, or panda or ur5e through driver and guard.
 ROBOT ?=
+# How many mutants make mutants tries. Empty: all.
+SAMPLE ?=
 # What drives it: a checkpoint's directory, or the name of a policy that comes with the package. Empty: nano.
 POLICY ?=
 
@@ -21,12 +23,13 @@ TESTING := $(VENV)/.testing-installed
 CLIENTS := $(VENV)/.clients-installed
 ROBOTS := $(VENV)/.robots-installed
 COLCON := $(VENV)/.colcon-installed
+MUTANTS := $(VENV)/.mutants-installed
 OLDEST_TRITON := $(VENV)/oldest-triton
 GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all attacks faults lint mypy format kernels colcon build doctor benchmark clean
+.PHONY: help demo test test-all attacks faults mutants lint mypy format kernels colcon build doctor benchmark clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -50,6 +53,11 @@ faults: build $(TESTING)  ## Kill, freeze, silence and load everything (hours; w
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.guard_stop --rounds 20 --out benchmarks/results/guard_stop_cpu.json
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.soak --out benchmarks/results/soak_cpu.json
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.serving_under_load
+
+# SAMPLE=300 draws so many; a run that was stopped goes on where it was.
+mutants: build $(TESTING) $(MUTANTS)  ## Change control, driver and guard in one place at a time (hours; writes benchmarks/results)
+	@$(RUN) PYTHONPATH=test $(BIN)/python -m mutants.mutants $(if $(SAMPLE),--sample $(SAMPLE)) \
+	    --out benchmarks/results/mutants.json
 
 lint: build $(TESTING) mypy  ## Run ruff and mypy, and look for licence headers
 	@$(BIN)/ruff check .
@@ -133,6 +141,10 @@ $(OLDEST_TRITON)/.installed: requirements/oldest-triton.txt | $(VENV)/bin/python
 
 $(COLCON): requirements/colcon.txt | $(RUNTIME)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/colcon.txt
+	@touch $@
+
+$(MUTANTS): requirements/mutants.txt | $(RUNTIME)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/mutants.txt
 	@touch $@
 
 # Their NumPy is another than ours.

@@ -492,6 +492,26 @@ def _attacks(result: Result) -> Result:
     }
 
 
+def _mutants(result: Result) -> Result:
+    rows = [{**row, "noticed": row["killed"] + row["timeouts"]} for row in _named(result["modules"], "name")]
+    sums = {key: sum(row[key] for row in rows) for key in ("mutants", "noticed", "timeouts", "equivalent")}
+    matter = sums["mutants"] - sums["equivalent"]
+    all_of_them = result["drawn"] == result["of"]
+    left_out = ", ".join(f"{count} × {reason}" for reason, count in result["left_out"].items())
+    live = [f"`{each['module']}:{each['line']}` ({each['operator']})" for each in result["survivors"]]
+    return {
+        **sums,
+        "which": "mutants, all that there are," if all_of_them else f"mutants, a sample of {result['of']},",
+        "that_matter": matter,
+        "score": sums["noticed"] / max(1, matter),
+        "survivors_count": len(live),
+        "left_out_words": left_out or "none",
+        "rows": rows,
+        "any_live": bool(live),
+        "live": ", ".join(live),
+    }
+
+
 _KINDS = {
     "kill": "a process killed (kill -9), started again",
     "freeze": "a process stopped (SIGSTOP), gone on with",
@@ -612,6 +632,6 @@ VIEWS: Mapping[str, Callable[[Result], Result]] = {
         *(_tick_cost, _decode_modes, _sensitivity, _kernels, _launches),
         *(_emulation, _speculation, _spec_vla, _head_recipes, _acceptance_rules, _lvspec, _fly, _actionflow),
         *(_pipelining, _draft_nodes, _simulation, _formats, _driving, _live_driving),
-        *(_soak, _attacks, _faults, _robots_per_device, _serving_under_load),
+        *(_soak, _attacks, _faults, _robots_per_device, _serving_under_load, _mutants),
     )
 } | {"attack_nodes": _attacks}

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models only wait for each
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from support.nightly import ALL_EXAMPLES
 
 if not torch.cuda.is_available():
@@ -26,6 +26,15 @@ settings.register_profile(
     "night", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=ALL_EXAMPLES
 )
 settings.register_profile("day", settings.get_profile("night"), max_examples=3 * ALL_EXAMPLES // 10)
+# A mutant is to be noticed, not to be explained: soon, and by the same examples in every run.
+settings.register_profile(
+    "mutants",
+    settings.get_profile("day"),
+    max_examples=ALL_EXAMPLES // 10,
+    phases=(Phase.explicit, Phase.generate),
+    derandomize=True,
+    database=None,
+)
 settings.load_profile("day")
 
 torch.set_num_threads(1)

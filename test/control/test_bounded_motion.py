@@ -2,6 +2,7 @@
 """Whatever is aimed at, and whenever: the motion stays within its limits, and comes to rest."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import examples
 
-from specvla_ros.control.bounded_motion import BoundedMotion
+from specvla_ros.control.bounded_motion import BoundedMotion, Target, shortened, tracking_velocity
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.errors import UserError
@@ -138,6 +139,115 @@ def test_a_goal_that_is_passed_is_passed_at_speed_and_braked_behind():
     np.testing.assert_allclose(motion.at(0.5).pose.position, first.position, atol=1e-6)
     np.testing.assert_allclose(motion.at(0.5).velocity[0], 0.2, atol=1e-6)
     assert not motion.at(0.5 + LIMITS.stop_s + 1e-6).moving
+
+
+def peak(way, *, pace=math.inf, seconds=0.0):
+    """Largest speed, acceleration and jerk on a way, float64 [6] from the middle of a large workspace."""
+    wide = replace(LIMITS, workspace_min=(-5.0, -5.0, -5.0), workspace_max=(5.0, 5.0, 5.0))
+    motion, step_s = BoundedMotion(wide), 0.001
+    motion.rest_at(Pose(np.zeros(3), np.eye(3)))
+    goal = Pose(np.zeros(3), np.eye(3)).displaced(np.array(way))
+    assert motion.aim(goal, 0.0, move_s=seconds, turn_s=seconds, pace=(pace, pace))
+    velocities = np.array([motion.at(time_s).velocity for time_s in np.arange(0.0, 6.0, step_s)])
+    part = velocities[:, :3] if np.any(way[:3]) else velocities[:, 3:]
+    accelerations = np.diff(part, axis=0) / step_s
+    jerks = np.diff(accelerations, axis=0) / step_s
+    return [float(np.linalg.norm(each, axis=1).max()) for each in (part, accelerations, jerks)]
+
+
+@pytest.mark.parametrize("way", [(1.0, 1.0, 1.0, 0, 0, 0), (-1.0, 1.0, -1.0, 0, 0, 0)])
+def test_along_a_diagonal_all_of_each_limit_is_used_and_no_more(way):
+    limits = (LIMITS.linear_speed, LIMITS.linear_acceleration, LIMITS.linear_jerk)
+    np.testing.assert_allclose(peak(way), limits, rtol=1e-3)
+
+
+def test_along_an_axis_a_share_of_each_limit_is_used():
+    limits = np.array([LIMITS.linear_speed, LIMITS.linear_acceleration, LIMITS.linear_jerk])
+    np.testing.assert_allclose(peak((2.0, 0, 0, 0, 0, 0)), limits / math.sqrt(3), rtol=1e-3)
+    turning = np.array([LIMITS.angular_speed, LIMITS.angular_acceleration, LIMITS.angular_jerk])
+    np.testing.assert_allclose(peak((0, 0, 0, 0, 2.5, 0)), turning / math.sqrt(3), rtol=1e-3)
+
+
+@pytest.mark.parametrize("way", [(0.3, 0.3, 0.3, 0, 0, 0), (0.4, 0.2, 0.15, 0, 0, 0), (0.5, 0, 0, 0, 0, 0)])
+def test_a_pace_is_that_of_the_whole_way_whatever_its_direction(way):
+    speed, _, _ = peak(way, pace=0.1)
+    assert 0.095 < speed <= 0.1 * 1.001
+
+
+def test_a_pace_that_is_nothing_still_gets_there():
+    assert peak((0.001, 0, 0, 0, 0, 0), pace=0.0)[0] > 0
+
+
+@pytest.mark.parametrize("start", [START, Pose(np.array([0.1, -0.05, 0.1]), np.eye(3))])
+def test_a_rotation_turns_at_the_rate_that_it_says(start):
+    """Velocities of rotation are the tool's own, however far the plan has turned."""
+    motion, step_s = BoundedMotion(LIMITS), 1e-4
+    motion.rest_at(start)
+    motion.aim(start.displaced(np.array([0, 0, 0, 0.4, 1.5, -0.9])), 0.0, move_s=0.0, turn_s=0.0)
+    motion.aim(start.displaced(np.array([0, 0, 0, -0.8, 0.9, 1.2])), 0.6, move_s=0.0, turn_s=0.0)
+    for time_s in np.arange(0.65, 2.5, 0.1):
+        before, now, after = (motion.at(each) for each in (time_s - step_s, time_s, time_s + step_s))
+        measured = rotation_vector(after.pose.rotation @ before.pose.rotation.T) / (2 * step_s)
+        np.testing.assert_allclose(now.velocity[3:], measured, atol=1e-4)
+
+
+def test_a_goal_outside_of_the_workspace_is_its_nearest_place_inside():
+    motion = resting()
+    assert motion.aim(Pose(np.array([0.5, 0.0, 0.2]), START.rotation), 0.0, move_s=0.0, turn_s=0.0)
+    np.testing.assert_allclose(motion.at(20.0).pose.position, [0.3, 0.0, 0.2], atol=1e-9)
+
+
+def test_a_tool_that_is_outside_may_come_back_and_go_no_further_out():
+    motion = BoundedMotion(LIMITS)
+    motion.rest_at(Pose(np.array([0.32, 0.0, 0.2]), np.eye(3)))
+    assert motion.aim(Pose(np.array([0.1, 0.0, 0.2]), np.eye(3)), 0.0, move_s=0.3, turn_s=0.3)
+    assert max(motion.at(time_s).pose.position[0] for time_s in np.arange(0.0, 1.0, 0.01)) <= 0.32 + 1e-9
+
+
+def test_what_is_passed_too_near_to_the_edge_is_stopped_at():
+    """To come to rest behind the goal would lead out: the tool comes to rest at it."""
+    motion = resting()
+    edge, beyond = (Pose(np.array([x, 0.0, 0.1]), START.rotation) for x in (0.29, 0.5))
+    assert motion.aim(edge, 0.0, move_s=0.8, turn_s=0.8, onward=(beyond, 0.05))
+    furthest = max(motion.at(time_s).pose.position[0] for time_s in np.arange(0.0, 3.0, 0.01))
+    assert furthest <= LIMITS.workspace_max[0] + 1e-4
+
+
+def test_a_way_to_nowhere_is_one_of_no_motion():
+    motion = resting()
+    assert motion.aim(START, 0.0, move_s=0.0, turn_s=0.0)
+    assert not motion.at(0.01).moving and not motion.at(1.0).moving
+
+
+HERE = Pose(np.array([0.1, 0.0, 0.1]), np.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("missing", "sent"),
+    [
+        ((0.0009, 0, 0, 0, 0, 0.009), (0.0,) * 6),
+        ((0.002, 0, 0, 0, 0, 0), (0.012, 0, 0, 0, 0, 0)),
+        ((0.0, 0, 0, 0, 0, 0.02), (0, 0, 0, 0, 0, 0.12)),
+        ((0.3, 0.4, 0, 0, 0, 0), (0.3, 0.4, 0, 0, 0, 0)),  # no faster than 0.5 m/s
+        ((0, 0, 0, 0, 1.0, 0), (0, 0, 0, 0, 1.5, 0)),
+    ],
+)
+def test_a_target_at_rest_is_gone_to_until_it_is_reached(missing, sent):
+    target = Target(HERE.displaced(np.array(missing)), np.zeros(6))
+    np.testing.assert_allclose(tracking_velocity(target, HERE, LIMITS), sent, atol=1e-9)
+
+
+def test_a_target_that_moves_is_followed_with_its_velocity_and_what_is_missing():
+    velocity = np.array([0.1, 0, 0, 0, 0, 0.2])
+    target = Target(HERE.displaced(np.array([0.0005, 0, 0, 0, 0, 0])), velocity)
+    np.testing.assert_allclose(tracking_velocity(target, HERE, LIMITS), [0.103, 0, 0, 0, 0, 0.2], atol=1e-9)
+
+
+def test_translation_and_rotation_are_shortened_each_by_itself():
+    vector = np.array([3.0, 4.0, 0.0, 0.0, 0.0, 0.5])
+    np.testing.assert_allclose(shortened(vector, 1.0, 1.0), [0.6, 0.8, 0, 0, 0, 0.5])
+    np.testing.assert_allclose(shortened(vector, 10.0, 0.1), [3.0, 4.0, 0, 0, 0, 0.1])
+    np.testing.assert_allclose(shortened(np.zeros(6), 1.0, 1.0), np.zeros(6))
 
 
 def test_limits_that_are_not_set_are_named():

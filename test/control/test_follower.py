@@ -243,6 +243,181 @@ def test_what_cannot_be_followed_is_refused_and_moves_nothing(values, how, refus
     assert_at(arm.target.pose, START, 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("values", "how"),
+    [
+        (MOVE, {"age_s": 0.99}),
+        (MOVE, {"age_s": -0.09}),
+        (MOVE[:6], {}),
+        (np.array([0.299, 0, 0, 0, 0, 0, 0]), {}),
+        (np.array([0, 0, 0, 0, 0, 3.1, 0]), {}),
+        (np.array([0.3, 0.3, 0.3, 0, 0, 0, 0]), {"convention": ActionConvention(DT_S, reference=Reference.ABSOLUTE)}),
+    ],
+)
+def test_what_is_just_within_the_bounds_is_followed(values, how):
+    arm = Arm()
+    arm.run(1.0)
+    arm.take(values, **how)
+    arm.run(0.05)
+    assert arm.target.moving
+
+
+@pytest.mark.parametrize(
+    ("values", "refusal"),
+    [
+        (np.array([0.301, 0, 0, 0, 0, 0, 0]), RefusalReason.TOO_LARGE),
+        (np.array([0.2, 0.2, 0.2, 0, 0, 0, 0]), RefusalReason.TOO_LARGE),
+        (
+            np.tile([0.01, 0, 0, 0, 0, 0, 0], (3, 1)) + np.array([[0], [0.3], [0]]) * np.eye(7)[0],
+            RefusalReason.TOO_LARGE,
+        ),
+        (np.zeros((1, 8)), RefusalReason.WRONG_SHAPE),
+        (np.zeros((1, 1, 7)), RefusalReason.WRONG_SHAPE),
+    ],
+)
+def test_what_is_just_beyond_the_bounds_is_refused(values, refusal):
+    arm = Arm()
+    with pytest.raises(ActionRefusedError) as why:
+        arm.follower.take(StampedAction(arm.now_s, np.array(values, ndmin=2), BASE), arm.now_s)
+    assert why.value.refusal is refusal
+
+
+def test_other_ages_are_in_force_from_the_next_action_on():
+    arm = Arm()
+    arm.run(1.0)
+    arm.follower.set_ages(0.1, 0.0)
+    assert arm.refused(age_s=0.11) is RefusalReason.TOO_OLD
+    assert arm.refused(age_s=-0.01) is RefusalReason.FROM_THE_FUTURE
+    arm.take(age_s=0.09)
+
+
+@pytest.mark.parametrize(
+    ("pushed", "counts_from_measured"),
+    [((0.029, 0.0), False), ((0.031, 0.0), True), ((0.0, 0.19), False), ((0.0, 0.21), True)],
+)
+def test_an_action_counts_from_where_the_tool_was_sent_unless_it_was_far_from_there(pushed, counts_from_measured):
+    arm = Arm()
+    there = START.displaced(np.array([0, 0, pushed[0], pushed[1], 0, 0]))
+    for _ in range(30):
+        arm.follower.step(arm.now_s)
+        arm.history.add(arm.now_s, there)
+        arm.now_s = round(arm.now_s + CONTROL_S, 4)
+    arm.take(age_s=0.05)
+    arm.run(3.0)
+    assert_at(arm.target.pose, (there if counts_from_measured else START).displaced(MOVE[:6]))
+
+
+def test_what_is_dropped_is_not_followed_again():
+    chunk = np.tile([0.01, 0, 0, 0, 0, 0.0], (20, 1))
+    for drop in ("rest_at", "return_to", "hold"):
+        arm = Arm()
+        arm.take(chunk, convention=ActionConvention(0.05))
+        arm.run(0.2)
+        here = arm.target.pose
+        if drop == "rest_at":
+            arm.follower.rest_at(here)
+        elif drop == "return_to":
+            arm.follower.return_to(START, arm.now_s)
+        else:
+            arm.follower.hold(arm.now_s)
+        arm.run(2.0)
+        assert not arm.target.moving
+        assert_at(arm.target.pose, START if drop == "return_to" else here, 0.02 if drop == "hold" else 1e-6)
+
+
+def test_a_tool_that_was_put_elsewhere_counts_from_there():
+    arm = Arm()
+    elsewhere = START.displaced(np.array([0.0, 0.02, 0, 0, 0, 0]))
+    arm.follower.rest_at(elsewhere)
+    stamp_s = arm.now_s
+    arm.run(0.1)
+    arm.follower.take(StampedAction(stamp_s, MOVE[None], BASE), arm.now_s)
+    arm.run(3.0)
+    assert_at(arm.target.pose, elsewhere.displaced(MOVE[:6]))
+
+
+def test_a_way_that_is_blocked_is_refused_and_the_one_before_goes_on(monkeypatch):
+    arm = Arm()
+    arm.take()
+    arm.run(0.05)
+    with monkeypatch.context() as blocked:
+        blocked.setattr(arm.follower._motion, "aim", lambda *goal, **how: False)
+        assert arm.refused(-MOVE) is RefusalReason.BLOCKED
+    arm.run(2.0)
+    assert_at(arm.target.pose, START.displaced(MOVE[:6]))
+
+
+def test_a_blocked_way_leaves_the_gripper_as_it_is(monkeypatch):
+    arm = Arm()
+    monkeypatch.setattr(arm.follower._motion, "aim", lambda *goal, **how: False)
+    assert arm.refused() is RefusalReason.BLOCKED
+    assert arm.gripper.position is None
+
+
+def test_the_gripper_is_told_each_rows_number_when_its_turn_comes():
+    arm = Arm()
+    chunk = np.zeros((4, 7))
+    chunk[:, 6] = (1.0, 0.0, 1.0, 0.0)
+    arm.take(chunk, convention=ActionConvention(0.1))
+    positions = []
+    for _ in range(4):
+        arm.run(0.05)
+        positions.append(arm.gripper.position)
+        arm.run(0.05)
+    assert positions == [0.08, 0.0, 0.08, 0.0]
+    arm.follower.forget_gripper()
+    assert arm.gripper.position is None
+
+
+def test_a_row_without_a_grippers_number_leaves_it_as_it_is():
+    arm = Arm()
+    arm.take(MOVE[:6])
+    assert arm.gripper.position is None
+
+
+def test_a_target_says_how_much_of_the_motion_passed():
+    arm = Arm()
+    arm.run(CONTROL_S)
+    assert arm.target.passed_s == pytest.approx(CONTROL_S)
+    arm.now_s = round(arm.now_s + 0.5, 4)
+    arm.run(CONTROL_S)
+    assert arm.target.passed_s == pytest.approx(0.05), "no more than a late loop may make up for"
+    arm.now_s = round(arm.now_s - 0.3, 4)
+    arm.target = arm.follower.step(arm.now_s)
+    assert arm.target.passed_s == 0.0, "nor does a clock that goes back undo any"
+
+
+def late_speeds(pause_s):
+    """A slow action, a pause, and then one that is slow and late: how fast the tool is in the end."""
+    arm = Arm()
+    arm.take(np.array([0.06, 0, 0, 0, 0, 0, 1.0]))
+    arm.run(pause_s)
+    arm.take(np.array([0.01, 0, 0, 0, 0, 0, 1.0]), age_s=0.25)
+    fastest = 0.0
+    for _ in range(60):
+        arm.run(CONTROL_S)
+        fastest = max(fastest, float(np.linalg.norm(arm.target.velocity[:3])))
+    return fastest
+
+
+def test_the_pace_is_that_of_the_fastest_action_of_the_last_two_seconds():
+    assert late_speeds(1.9) > 2 * late_speeds(2.1)
+    assert late_speeds(2.1) <= 1.5 * 0.05 + 1e-6
+
+
+def test_actions_of_another_epoch_set_no_pace():
+    arm = Arm()
+    arm.take(np.array([0.06, 0, 0, 0, 0, 0, 1.0]))
+    arm.run(1.0)
+    arm.follower.forget()
+    arm.take(np.array([0.01, 0, 0, 0, 0, 0, 1.0]), age_s=0.25)
+    fastest = 0.0
+    for _ in range(60):
+        arm.run(CONTROL_S)
+        fastest = max(fastest, float(np.linalg.norm(arm.target.velocity[:3])))
+    assert fastest <= 1.5 * 0.05 + 1e-6
+
+
 def test_repeated_and_overtaken_actions_are_refused_until_a_new_epoch():
     arm = Arm()
     arm.run(0.2)

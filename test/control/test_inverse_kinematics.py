@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joints that follow a tool, on the Panda's kinematics, without ROS."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from support.fault_scene import kinematics
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.inverse_kinematics import JointModel, JointSolver
+from specvla_ros.control.inverse_kinematics import JointModel, JointSolver, UnreachableError, load_joint_model
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose
+from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import TABLE_ARM
 
 PERIOD_S = 0.01
@@ -63,3 +66,66 @@ def test_a_measured_tool_at_another_point_than_the_models_is_told_with_both(
     assert (said == "") is fits
     if not fits:
         assert f"{apart_m:.3f} m and 0.000 rad apart" in said and "joints.tool 'pinch' is at" in said
+
+
+ARM = """<mujoco><compiler angle="radian"/><worldbody>
+<body name="upper"><joint name="shoulder" axis="0 0 1" range="-1 1" limited="true"/><geom size="0.1"/>
+<body name="lower" pos="0.5 0 0"><joint name="slide" type="slide" axis="1 0 0"/><geom size="0.1"/>
+<body name="hand" pos="0.3 0 0"><joint name="wrist" type="ball"/><geom size="0.1"/><site name="tip"/></body>
+</body></body>
+</worldbody></mujoco>"""
+
+
+@pytest.fixture
+def arm(tmp_path: Path) -> Path:
+    (tmp_path / "arm.xml").write_text(ARM)
+    return tmp_path / "arm.xml"
+
+
+@pytest.mark.parametrize(("tool", "kind"), [("tip", "site"), ("hand", "body")])
+def test_a_model_is_read_with_its_tool_and_one_speed_for_all_joints(arm: Path, tool: str, kind: str) -> None:
+    model = load_joint_model(arm, ["slide", "shoulder"], tool, [2.0])
+    assert model.tool_kind == kind and model.max_speed.tolist() == [2.0, 2.0]
+    solver = JointSolver(model, PERIOD_S)
+    assert solver.ranges.tolist() == [[-np.inf, np.inf], [-1.0, 1.0]]
+    np.testing.assert_allclose(
+        solver.pose_of({"slide": 0.1, "shoulder": np.pi / 4}).position, [0.9 * 0.5**0.5] * 2 + [0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("joints", "tool", "speeds", "words"),
+    [
+        (["elbow"], "tip", [1.0], "no joint 'elbow'; it has: shoulder, slide, wrist"),
+        (["wrist"], "tip", [1.0], "'wrist' .* neither turns nor slides"),
+        (["shoulder"], "claw", [1.0], "no site or body 'claw'; sites: tip; bodies: world, upper, lower, hand"),
+        (["shoulder", "slide"], "tip", [1.0, 1.0, 1.0], "3 numbers for 2 joints"),
+        (["shoulder"], "tip", [0.0], "larger than 0"),
+    ],
+)
+def test_what_a_model_lacks_is_told_with_what_it_has(
+    arm: Path, joints: list[str], tool: str, speeds: list[float], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        load_joint_model(arm, joints, tool, speeds)
+
+
+@pytest.mark.parametrize(("position", "fits"), [(1.0005, True), (1.002, False), (-1.0005, True), (-1.002, False)])
+def test_a_joint_that_is_measured_out_of_its_range_is_told(arm: Path, position: float, fits: bool) -> None:
+    solver = JointSolver(load_joint_model(arm, ["shoulder", "slide"], "tip", [1.0]), PERIOD_S)
+    if fits:
+        solver.start({"shoulder": position, "slide": 0.0})
+    else:
+        with pytest.raises(UserError, match="out of its range -1 to 1"):
+            solver.start({"shoulder": position, "slide": 0.0})
+    with pytest.raises(UserError, match="joint_states has no 'slide'; it has: shoulder"):
+        solver.start({"shoulder": 0.0})
+
+
+@pytest.mark.parametrize("away", [(0.3, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 1.0, 0.0)])
+def test_a_target_that_the_joints_cannot_keep_up_with_is_told(
+    solver: JointSolver, start: dict[str, float], away: tuple[float, ...]
+) -> None:
+    target = solver.pose_of(start).displaced(np.array(away))
+    with pytest.raises(UnreachableError, match="behind the tool's target"):
+        solver.follow(Target(target, np.zeros(6), PERIOD_S))

@@ -14,11 +14,13 @@ from support.nightly import examples
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.commands import (
+    Command,
     GripperCommand,
     JointCommand,
     JointPositions,
     Sent,
     SentJoints,
+    SentTwist,
     Stamp,
     ToolPose,
     TwistCommand,
@@ -691,3 +693,283 @@ def test_a_stop_is_told_by_what_ended_motion_and_not_by_the_silence_that_follows
     each.hear(command=replace(command, stamp=each.stamp))
     stopped = each.tick().stopped
     assert stopped is not None and stopped.cause is cause
+
+
+SLUGGISH = replace(LIMITS, linear_acceleration=0.2)  # 0.16 m to get to full speed
+WEAK = replace(JOINTS, max_acceleration=(1.0, 2.0))  # 0.5 rad
+
+
+def rushed(each: Rig, seconds: float, *, dt_s: float = 0.01) -> None:
+    """A driver that goes at nearly full speed at once, and a robot that follows."""
+    begun, way = (
+        (each.tool.copy(), np.array([0.0, 1.0, 0.0])) if each.output == "pose" else (each.joints, np.array([0.98, 0]))
+    )
+    for tick in range(1, 1 + round(seconds / dt_s)):
+        each.advance(dt_s)
+        if each.output == "pose":
+            command: Command = ToolPose(each.stamp, begun + 0.245 * way * tick * dt_s, UPRIGHT)
+        else:
+            stamp = Stamp(None if each.output == "position_array" else each.clock_ns)
+            command = JointCommand(stamp, None, (begun + way * tick * dt_s)[None], np.array([0.0]))
+        each.hear(command=command)
+        each.tick()
+        if each.guard.state is not State.PASSING:
+            return
+
+
+@pytest.mark.parametrize("output", ["pose", "joint_trajectory", "position_array"])
+def test_commands_that_run_away_from_what_the_acceleration_allows_latch(output: str) -> None:
+    """What goes out may be 0.2 s behind at full speed: 0.05 m, or 0.2 rad."""
+    each = rig(output, limits=SLUGGISH, joints=WEAK, stop_time_s=2.0, max_lead_m=0.5, max_lead_rad=1.0)
+    each.until_passing()
+    rushed(each, 1.0)
+    last = each.guard.tally.last
+    assert last is not None and last.cause is Cause.OVER_ACCELERATION
+    behind = float(last.detail.partition("ran away by ")[2].split()[0])
+    allowed = 0.05 if output == "pose" else 0.2
+    assert allowed <= behind < 1.15 * allowed
+
+
+@pytest.mark.parametrize("output", ["pose", "position_array"])
+def test_time_that_late_ticks_lost_is_not_the_drivers_fault(output: str) -> None:
+    each = rig(output, max_lead_m=0.5, max_lead_rad=1.0)
+    each.until_passing()
+    rushed(each, 0.2)
+    rushed(each, 0.54, dt_s=0.09)
+    assert each.guard.state is State.PASSING, each.guard.reason
+    assert not each.guard.tally.counts.keys() & set(LATCHING)
+
+
+def passes_again_after(each: Rig, dt_s: float = 0.01) -> float:
+    """Seconds until motion passes, from now, when all is well."""
+    for tick in range(300):
+        each.begin_anew()
+        each.advance(dt_s)
+        each.hear()
+        each.tick()
+        if each.guard.state is State.PASSING:
+            return round(tick * dt_s, 3)
+    raise AssertionError(each.guard.reason)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_motion_resumes_half_a_second_after_the_last_failure(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.guard.sources("two")
+    each.run(0.3)
+    assert each.guard.state is State.HOLDING
+    each.guard.sources("")
+    assert passes_again_after(each) == pytest.approx(0.49, abs=0.011)
+
+
+def test_what_fails_and_heals_by_turns_lets_nothing_through() -> None:
+    each = rig("twist")
+    each.until_passing()
+    for _ in range(10):
+        each.guard.sources("two")
+        each.run(0.02)
+        each.guard.sources("")
+        each.run(0.4)
+        assert each.guard.state is State.HOLDING
+
+
+def test_a_stop_can_be_cleared_half_a_second_after_its_cause_was_last_seen() -> None:
+    each = rig("twist")
+    assert each.guard.clear_stop(each.now) == "", "nothing is stopped"
+    each.until_passing()
+    each.guard.press_stop("test", each.now)
+    each.run(0.49)
+    assert "persists: stop, stop was pressed (test)" in each.guard.clear_stop(each.now)
+    assert each.guard.state is State.STOPPED
+    each.run(0.02)
+    assert each.guard.clear_stop(each.now) == ""
+    assert passes_again_after(each) == pytest.approx(0.49, abs=0.011), "who clears a stop has a moment to step back"
+
+
+def test_a_stop_is_not_cleared_while_the_robot_still_moves() -> None:
+    each = rig("twist", limits=replace(LIMITS, linear_acceleration=0.15), stop_time_s=2.0)
+    each.until_passing()
+    each.run(1.0)
+    each.guard.press_stop("test", each.now)
+    each.advance(0.08)
+    each.tick()
+    for _ in range(5):
+        each.advance(0.09)
+        each.tick()
+    assert each.guard.clear_stop(each.now) == "the robot is still being stopped"
+
+
+def test_the_first_cause_that_latched_is_told_and_the_last_one_must_be_gone() -> None:
+    each = rig("twist")
+    each.until_passing()
+    each.guard.press_stop("first", each.now)
+    each.run(0.4)
+    each.guard.press_stop("second", each.now)
+    each.run(0.3)
+    assert "first" in each.guard.clear_stop(each.now)
+
+
+def test_a_grippers_command_that_came_before_or_during_a_stop_never_goes_out() -> None:
+    each = rig("twist")
+    each.until_passing()
+    grip = GripperCommand(None, np.array([0.04]))
+    each.guard.gripper(grip, each.now)
+    each.guard.press_stop("test", each.now)
+    each.run(0.3)
+    each.guard.gripper(grip, each.now)
+    each.run(0.3)
+    assert each.guard.clear_stop(each.now) == ""
+    each.guard.gripper(grip, each.now)
+    each.until_passing()
+    each.run(0.5)
+    assert [outcome.gripper for outcome in each.outcomes if outcome.gripper is not None] == []
+
+
+def test_a_grippers_command_of_the_moment_before_motion_passes_does_not_go_out() -> None:
+    each = rig("twist")
+    while each.guard.state is not State.PASSING:
+        each.guard.gripper(GripperCommand(None, np.array([0.04])), each.now)
+        each.run(0.01)
+    assert each.outcomes[-1].gripper is None
+    each.run(0.1)
+    assert not [outcome for outcome in each.outcomes if outcome.gripper is not None]
+
+
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [
+        (GripperCommand(None, np.array([0.0])), None),
+        (GripperCommand(None, np.array([0.04])), None),
+        (GripperCommand(("finger",), np.array([0.02])), None),
+        (GripperCommand(None, np.array([-1e-6])), Cause.OUTSIDE),
+        (GripperCommand(None, np.array([0.04 + 1e-6])), Cause.OUTSIDE),
+        (GripperCommand(None, np.array([np.inf])), Cause.NOT_FINITE),
+        (GripperCommand(None, np.array([0.01, 0.02])), Cause.BAD_FORM),
+        (GripperCommand(None, np.array([])), Cause.BAD_FORM),
+        (GripperCommand(("thumb",), np.array([0.02])), Cause.BAD_FORM),
+        (GripperCommand(("finger", "finger"), np.array([0.02])), Cause.BAD_FORM),
+    ],
+)
+def test_a_grippers_command_is_one_position_between_its_ends(command: GripperCommand, cause: Cause | None) -> None:
+    each = rig("twist")
+    each.until_passing()
+    before = each.guard.tally.counts.copy()
+    each.guard.gripper(command, each.now)
+    assert [*(each.guard.tally.counts - before)] == [cause] * (cause is not None)
+    each.run(0.01)
+    assert (each.outcomes[-1].gripper is None) is (cause is not None)
+
+
+@pytest.mark.parametrize(("still_s", "stalls"), [(0.095, 0), (0.105, 1)])
+def test_a_guard_that_did_not_run_for_a_tenth_of_a_second_begins_anew(still_s: float, stalls: int) -> None:
+    each = rig("twist")
+    each.until_passing()
+    each.run(0.5)
+    each.advance(still_s)
+    each.hear()
+    outcome = each.tick()
+    assert each.guard.stalls == stalls and each.guard.tally.counts[Cause.STALLED] == stalls
+    assert (each.guard.state is State.PASSING) is (stalls == 0)
+    if stalls:
+        assert isinstance(outcome.sent, SentTwist) and not outcome.sent.velocity.any()
+        assert outcome.stopped
+    each.until_passing()
+
+
+def test_after_a_standstill_what_was_queued_is_not_heard() -> None:
+    each = rig("twist", require_enable=False)
+    each.until_passing()
+    each.advance(0.2)
+    each.tick()
+    each.advance(0.04)
+    each.hear()
+    assert each.guard._watch.measured(each.now).tool is None
+    each.guard.gripper(GripperCommand(None, np.array([np.nan])), each.now)
+    assert each.guard.state is State.HOLDING and not each.guard.tally.counts[Cause.NOT_FINITE]
+    each.advance(0.02)
+    each.hear()
+    assert each.guard._watch.measured(each.now).tool is not None
+
+
+def test_a_hand_that_lets_go_is_heard_even_then() -> None:
+    each = rig("twist")
+    each.until_passing()
+    each.advance(0.2)
+    each.tick()
+    each.guard.enable(False, each.now)
+    each.tick()
+    assert "~/enable says false" in each.guard.reason
+
+
+@pytest.mark.parametrize("passing", [True, False])
+def test_a_guard_that_ends_brakes_and_lets_nothing_through_any_more(passing: bool) -> None:
+    each = rig("twist")
+    if passing:
+        each.until_passing()
+        each.run(0.5)
+    assert each.guard.at_rest is not passing
+    each.guard.end(each.now)
+    each.run(0.3)
+    assert each.guard.at_rest and each.guard.state is (State.STOPPED if passing else State.HOLDING)
+    assert each.guard.tally.counts[Cause.STOP] == passing
+
+
+def test_each_end_of_motion_is_told_once_and_so_is_a_stop_while_it_holds() -> None:
+    each = rig("twist")
+    each.until_passing()
+    each.outcomes.clear()
+    each.run(0.3, without=["enable"])
+    each.run(0.6, without=["enable"])
+    assert sum(outcome.stopped for outcome in each.outcomes) == 1
+    each.guard.press_stop("test", each.now)
+    each.run(0.3)
+    assert sum(outcome.stopped for outcome in each.outcomes) == 2
+
+
+def test_a_failure_counts_each_time_that_it_begins_and_is_told_to_the_log_once() -> None:
+    each = rig("twist")
+    each.until_passing()
+    each.guard.tally.take_new()
+    for _ in range(2):
+        each.guard.sources("two of them")
+        each.run(0.1)
+        each.guard.sources("")
+        each.run(0.1)
+    assert each.guard.tally.counts[Cause.TWO_SOURCES] == 2
+    assert [refusal.detail for refusal in each.guard.tally.take_new()] == ["two of them"] * 2
+    assert each.guard.tally.take_new() == []
+
+
+def test_the_reason_is_empty_while_motion_passes_and_says_when_it_is_about_to() -> None:
+    each = rig("twist")
+    each.until_passing()
+    assert each.guard.reason == ""
+    each.guard.sources("two of them")
+    each.run(0.01)
+    assert each.guard.reason == "two_sources: two of them"
+    each.guard.sources("")
+    each.run(0.1)
+    assert each.guard.reason == "everything is well: about to resume"
+
+
+def test_a_clock_that_jumps_stops_motion_and_forgets_what_was_heard() -> None:
+    for jump_s, jumps in ((0.24, 0), (0.27, 1), (-0.02, 1)):
+        each = rig("twist")
+        each.until_passing()
+        each.advance(0.01, clock_s=0.01 + jump_s)
+        each.tick()
+        assert each.guard.tally.counts[Cause.CLOCK] == jumps
+        assert (each.guard._watch.measured(each.now).tool is None) is bool(jumps)
+
+
+def test_a_driver_that_waited_begins_with_any_command() -> None:
+    """While nothing passes its commands follow on nothing: it may begin anew where the robot is."""
+    each = rig("twist")
+    each.until_passing()
+    each.run(0.5)
+    each.guard.sources("two")
+    each.run(0.2)
+    each.advance(0.01)
+    each.hear(command=TwistCommand(each.stamp, np.array([0.0, -0.2, 0.0, 0.0, 0.0, 0.0])))
+    assert not each.guard.tally.counts[Cause.OVER_ACCELERATION]

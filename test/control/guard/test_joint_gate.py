@@ -3,11 +3,12 @@
 
 import numpy as np
 import pytest
-from support.guarding import HOME, JOINTS, LIMITS, Rig, rig
+from support.guarding import HOME, JOINTS, LIMITS, Rig, rig, settings
 
-from specvla_ros.control.guard.cause import Cause
-from specvla_ros.control.guard.commands import JointCommand, SentJoints, Stamp
+from specvla_ros.control.guard.cause import Cause, Refusal
+from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, SentJoints, Stamp
 from specvla_ros.control.guard.guard import State
+from specvla_ros.control.guard.joint_gate import JointGate, _Path
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S
 
 OUTPUTS = ("joint_trajectory", "position_array")
@@ -107,3 +108,112 @@ def test_a_trajectory_gives_measured_joints_the_time_that_their_speed_needs() ->
     point = far.positions + TRAJECTORY_AHEAD_S * far.velocities
     assert far.after_s == pytest.approx((np.abs(point - each.joints) / JOINTS.max_speed).max())
     assert far.after_s > 0.15
+
+
+def taken(*commands: JointCommand, joints: tuple[float, float] | None = (0.0, 0.0)) -> Refusal | None:
+    """What a gate says of the last of some commands, each 0.01 s after the one before."""
+    gate, refusal = JointGate(settings("joint_trajectory")), None
+    measured = Measured(None, None if joints is None else np.array(joints), np.zeros(3))
+    for index, command in enumerate(commands):
+        now = Instant(50.0 + 0.01 * index, 10**9 + index * 10**7)
+        refusal = gate.take(command, measured, now)
+    return refusal
+
+
+def command(
+    *points: tuple[float, ...],
+    times_s: tuple[float, ...] = (0.1,),
+    at_s: float = 0.0,
+    names: tuple[str, ...] | None = None,
+) -> JointCommand:
+    return JointCommand(Stamp(10**9 + round(at_s * 1e9)), names, np.array(points), np.array(times_s))
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        (command((0.1, 0.1)), None),
+        (command((0.1, 0.1), (0.1, 0.1), times_s=(0.1, 0.1)), Cause.BAD_FORM),
+        (command((0.1, 0.1), (0.1, 0.1), times_s=(0.2, 0.1)), Cause.BAD_FORM),
+        (command((0.1, 0.1), times_s=(-0.01,)), Cause.BAD_FORM),
+        (command((0.1, 0.1), times_s=(0.1, 0.2)), Cause.BAD_FORM),
+        (command((0.1, 0.1, 0.1)), Cause.BAD_FORM),
+        (command((0.1,)), Cause.BAD_FORM),
+        (command(times_s=()), Cause.BAD_FORM),
+        (command((0.1, np.nan)), Cause.NOT_FINITE),
+        (command((0.1, 0.1), times_s=(np.inf,)), Cause.NOT_FINITE),
+        (command((0.1, 0.1), names=("elbow", "shoulder")), None),
+        (command((0.1, 0.1), names=("elbow", "wrist")), Cause.BAD_FORM),
+        (command((0.49, 0.0)), None),
+        (command((0.51, 0.0)), Cause.FAR),
+        (command((0.0, 0.0), (0.099, 0.199), times_s=(0.1, 0.2)), None),
+        (command((0.0, 0.0), (0.102, 0.0), times_s=(0.1, 0.2)), Cause.OVER_SPEED),
+        (command((0.0, 0.0), (0.0, 0.202), times_s=(0.1, 0.2)), Cause.OVER_SPEED),
+    ],
+)
+def test_a_command_is_judged_by_its_form_its_distance_and_its_own_speed(
+    given: JointCommand, refused: Cause | None
+) -> None:
+    refusal = taken(given)
+    assert (refusal.cause if refusal else None) == refused
+
+
+@pytest.mark.parametrize(
+    ("then", "refused"),
+    [((0.0295, 0.0), None), ((0.031, 0.0), Cause.OVER_SPEED), ((0.0, 0.0595), None), ((0.0, -0.061), Cause.OVER_SPEED)],
+)
+def test_a_step_between_two_commands_is_judged_by_each_joints_speed(
+    then: tuple[float, float], refused: Cause | None
+) -> None:
+    """1 and 2 rad/s in 0.01 s and 0.02 s of slack."""
+    refusal = taken(command((0.0, 0.0)), command(then, at_s=0.01))
+    assert (refusal.cause if refusal else None) == refused
+    assert refusal is None or ("shoulder" in refusal.detail) is (then[0] != 0.0)
+
+
+@pytest.mark.parametrize(
+    ("there", "commanded", "passes"),
+    [
+        (1.99, 2.0, True),
+        (1.99, 2.01, False),
+        (2.1, 2.1, True),
+        (2.1, 2.11, False),
+        (-2.1, -2.1, True),
+        (-2.1, -2.11, False),
+    ],
+)
+def test_a_joint_out_of_its_range_may_come_back_and_get_no_further_out(
+    there: float, commanded: float, passes: bool
+) -> None:
+    refusal = taken(command((commanded, 0.0)), joints=(there, 0.0))
+    assert (refusal is None) is passes
+    assert refusal is None or refusal.cause is Cause.OUTSIDE
+
+
+def test_a_path_is_where_it_is_at_each_time_from_where_it_begins_to_its_end() -> None:
+    path = _Path(np.array([[1.0, 0.0], [2.0, 4.0]]), np.array([0.5, 1.0]), np.array([0.0, 0.0]))
+    for age_s, position, velocity in (
+        (0.0, (0.0, 0.0), (2.0, 0.0)),
+        (0.25, (0.5, 0.0), (2.0, 0.0)),
+        (0.5, (1.0, 0.0), (2.0, 8.0)),
+        (0.75, (1.5, 2.0), (2.0, 8.0)),
+        (1.0, (2.0, 4.0), (0.0, 0.0)),
+        (9.0, (2.0, 4.0), (0.0, 0.0)),
+    ):
+        where, speed = path.at(age_s)
+        np.testing.assert_allclose(where, position)
+        np.testing.assert_allclose(speed, velocity)
+    early, still = _Path(path.positions, path.times_s, None).at(0.25)
+    assert early.tolist() == [1.0, 0.0] and not still.any(), "where it begins is not known: it waits at its first point"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_hand_may_move_the_tool_fast_while_motion_is_held(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.run(0.5, without=["enable", "command"])
+    each.run(0.2, without=["enable", "command"])
+    for _ in range(20):
+        each.tool = each.tool + np.array([0.0, 0.0045, 0.0])
+        each.run(0.01, without=["enable", "command"])
+    assert not each.guard.tally.counts[Cause.TOOL_TOO_FAST]

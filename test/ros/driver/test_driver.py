@@ -299,6 +299,7 @@ def test_it_can_be_configured_again():
         for _ in range(2):
             robot.start()
             assert robot.driver.trigger_deactivate().name == "SUCCESS"
+            robot.until(lambda: robot.actions.get_subscription_count() == 0)
             assert robot.driver.trigger_cleanup().name == "SUCCESS"
         robot.until(lambda: robot.node.count_publishers("/driver/pose") == 0)
 
@@ -311,6 +312,7 @@ def test_a_policy_whose_clock_is_another_is_found_out():
         robot.until(lambda: robot.diagnostics and motion().message == "following actions")
         values = {each.key: each.value for each in motion().values}
         assert float(values["action age s"]) > 0
+        assert {"speed m/s", "from target m", "scheduling", "output"} <= values.keys()
         for _ in range(8):  # a second ahead
             robot.act((0.0,) * 7, receive_s=1.0, latency_s=1.0)
         robot.until(lambda: "synchronise the machines" in motion().message)

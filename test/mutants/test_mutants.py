@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes the mutants makes them, and leaves out what cannot matter."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cosmic_ray", reason="pip install -r requirements/mutants.txt")
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_item import MutationSpec
+from mutants.mutants import NEAR, WIDER, by_hand, draw, equivalent, modules, reason_of, stages
+from mutants.operators import CHOSEN, RemoveStatement, Skips
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Arm:
+    joints: int | None = 7
+
+    def stop(self, *, at_s: float | None = None) -> "float | None":
+        self.speed = 0.0
+        self.brake()
+        self.get_logger().info(f"stopped {self.joints - 1} joints")
+        if self.way_m > 0.5:
+            return at_s
+        return at_s if len(self.parts) < 6 and at_s else None
+
+__all__ = ["Arm"[1 - 1:]]
+"""
+
+
+def made(operator: str) -> list[tuple[str, str]]:
+    """What an operator makes of the source, and why that is left out, if it is."""
+    skips, found = Skips(SOURCE), []
+    positions = [
+        each
+        for node in ast_nodes(get_ast(SOURCE))
+        for each in get_operator(f"chosen/{operator}")().mutation_positions(node)
+    ]
+    for occurrence, (start, end) in enumerate(positions):
+        mutated = mutate_code(SOURCE, get_operator(f"chosen/{operator}")(), occurrence)
+        (line,) = set(mutated.splitlines()) - set(SOURCE.splitlines())
+        found.append((line.strip(), skips.reason(MutationSpec("arm.py", operator, occurrence, start, end))))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("operator", "mutants"),
+    [
+        ("ReplaceBinaryOperator_BitOr_BitAnd", {"a type annotation"}),
+        ("ReplaceTrueWithFalse", {"how a dataclass is made"}),
+        ("ReplaceBinaryOperator_Sub_Add", {"the text of a message", "__all__"}),
+        ("ReplaceComparisonOperator_Gt_GtE", {"a comparison that differs on one float only"}),
+        ("ReplaceComparisonOperator_Lt_LtE", {""}),
+        ("ReplaceAndWithOr", {""}),
+    ],
+)
+def test_what_cannot_matter_is_left_out_with_its_reason(operator: str, mutants: set[str]) -> None:
+    assert operator in CHOSEN
+    assert {reason for _, reason in made(operator)} == mutants
+
+
+def test_calls_and_assignments_to_fields_are_left_out_one_at_a_time() -> None:
+    kept = [line for line, reason in made("RemoveStatement") if not reason]
+    assert kept == ["pass", "pass"]
+
+
+@pytest.mark.parametrize("example", RemoveStatement.examples())
+def test_examples_are_made(example: object) -> None:
+    pre, post = example.pre_mutation_code, example.post_mutation_code  # type: ignore[attr-defined]
+    assert mutate_code(pre, RemoveStatement(), 0) == post
+
+
+def test_a_sample_is_the_same_for_a_seed_and_prefers_the_guard() -> None:
+    keys = [
+        f"{name}:{number}"
+        for name in ("specvla_ros/control/guard/x.py", "specvla_ros/control/pose.py")
+        for number in range(500)
+    ]
+    drawn = draw(keys, 200, seed=1)
+    assert len(drawn) == 200 and drawn == draw(reversed(keys), 200, seed=1) != draw(keys, 200, seed=2)
+    assert drawn[:50] == draw(keys, 50, seed=1)
+    assert sum("guard" in key for key in drawn) > 130
+
+
+def test_every_module_has_tests_that_are_about_it() -> None:
+    for module in modules():
+        for tests in stages(module):
+            assert all((ROOT / test).exists() for test in tests), module
+    assert all(any(name.startswith(begin) for name in modules()) for begin in NEAR)
+    assert stages("specvla_ros/ros/driver/node.py")[0] == ("test/ros/driver",) and len(WIDER) == 3
+
+
+def test_mutants_that_people_thought_of_still_fit_the_code() -> None:
+    mutants = by_hand()
+    assert len({mutant.key for mutant in mutants}) == len(mutants) > 10
+    assert all(mutant.was != mutant.becomes and mutant.line for mutant in mutants)
+
+
+def test_each_equivalent_mutant_is_of_a_line_that_is_there_and_says_why() -> None:
+    for each in equivalent():
+        lines = {line.strip() for line in (ROOT / each["module"]).read_text(encoding="utf-8").splitlines()}
+        assert each["was"] in lines, each
+        assert len(each["reason"]) > 10 and each["was"] != each["becomes"]
+    assert json.loads((ROOT / "test" / "mutants" / "equivalent.json").read_text()) == equivalent()
+
+
+def test_only_a_mutant_on_the_list_is_equivalent() -> None:
+    mutant = by_hand()[0]
+    listed = {"module": mutant.module, "was": mutant.was, "becomes": mutant.becomes, "reason": "because"}
+    assert reason_of(mutant, [listed]) == "because"
+    assert reason_of(mutant, [{**listed, "becomes": "pass"}]) == ""
