@@ -11,7 +11,7 @@ class Cause(str, Enum):
 
     words: str
 
-    def __new__(cls, value: str, words: str) -> "Cause":
+    def __new__(cls, value: str, words: str = "") -> "Cause":
         each = str.__new__(cls, value)
         each._value_, each.words = value, words
         return each

@@ -147,8 +147,7 @@ class ToolMotion:
     @cached_property
     def moves(self) -> np.ndarray:
         """Whether the tool moves, bool [poses]."""
-        moves: np.ndarray = (self.speeds >= (STANDS_M_S, STANDS_RAD_S)).any(axis=1)
-        return moves
+        return np.asarray((self.speeds >= (STANDS_M_S, STANDS_RAD_S)).any(axis=1))
 
     def at(self, time_s: float) -> int:
         """The last pose that had arrived."""
