@@ -9,7 +9,7 @@ from support.fault_scene import kinematics
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
 from specvla_ros.control.inverse_kinematics import JointModel, JointSolver, UnreachableError, load_joint_model
-from specvla_ros.control.limits import Limits
+from specvla_ros.control.limits import Joints, Limits
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import TABLE_ARM
@@ -82,9 +82,13 @@ def arm(tmp_path: Path) -> Path:
     return tmp_path / "arm.xml"
 
 
+def model_of(arm: Path, names: list[str], tool: str, speeds: list[float]) -> JointModel:
+    return load_joint_model(Joints(names=tuple(names), model=str(arm), max_speed=tuple(speeds)), tool)
+
+
 @pytest.mark.parametrize(("tool", "kind"), [("tip", "site"), ("hand", "body")])
 def test_a_model_is_read_with_its_tool_and_one_speed_for_all_joints(arm: Path, tool: str, kind: str) -> None:
-    model = load_joint_model(arm, ["slide", "shoulder"], tool, [2.0])
+    model = model_of(arm, ["slide", "shoulder"], tool, [2.0])
     assert model.tool_kind == kind and model.max_speed.tolist() == [2.0, 2.0]
     solver = JointSolver(model, PERIOD_S)
     assert solver.ranges.tolist() == [[-np.inf, np.inf], [-1.0, 1.0]]
@@ -107,12 +111,12 @@ def test_what_a_model_lacks_is_told_with_what_it_has(
     arm: Path, joints: list[str], tool: str, speeds: list[float], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        load_joint_model(arm, joints, tool, speeds)
+        model_of(arm, joints, tool, speeds)
 
 
 @pytest.mark.parametrize(("position", "fits"), [(1.0005, True), (1.002, False), (-1.0005, True), (-1.002, False)])
 def test_a_joint_that_is_measured_out_of_its_range_is_told(arm: Path, position: float, fits: bool) -> None:
-    solver = JointSolver(load_joint_model(arm, ["shoulder", "slide"], "tip", [1.0]), PERIOD_S)
+    solver = JointSolver(model_of(arm, ["shoulder", "slide"], "tip", [1.0]), PERIOD_S)
     if fits:
         solver.start({"shoulder": position, "slide": 0.0})
     else:

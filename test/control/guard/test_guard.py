@@ -921,10 +921,10 @@ def test_each_end_of_motion_is_told_once_and_so_is_a_stop_while_it_holds() -> No
     each.outcomes.clear()
     each.run(0.3, without=["enable"])
     each.run(0.6, without=["enable"])
-    assert sum(outcome.stopped for outcome in each.outcomes) == 1
+    assert sum(outcome.stopped is not None for outcome in each.outcomes) == 1
     each.guard.press_stop("test", each.now)
     each.run(0.3)
-    assert sum(outcome.stopped for outcome in each.outcomes) == 2
+    assert sum(outcome.stopped is not None for outcome in each.outcomes) == 2
 
 
 def test_a_failure_counts_each_time_that_it_begins_and_is_told_to_the_log_once() -> None:

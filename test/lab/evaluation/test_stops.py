@@ -208,7 +208,7 @@ def test_the_topics_of_a_real_guard_are_told_apart(output: str, tmp_path: Path) 
             return pose_at(gone[0])
 
         if output == "twist":
-            each.pose_at = follow  # type: ignore[method-assign]
+            each.pose_at = follow  # type: ignore[method-assign, assignment]
         each.start()
         each.until(lambda: max(each.position, gone[0]) > 0.01)
         each.stops.publish(Empty())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,7 +263,12 @@ def test_what_the_robot_says_of_itself_stops_whether_it_is_latched_or_repeated(l
         modes.publish(RobotMode(id=3))
         if not latched:
             say, mode = each.say, {"id": 3}
-            each.say = lambda: (say(), modes.publish(RobotMode(**mode)))[0]  # type: ignore[method-assign]
+
+            def say_with_mode() -> None:
+                say()
+                modes.publish(RobotMode(**mode))
+
+            each.say = say_with_mode  # type: ignore[method-assign]
         each.start()
         if latched:
             modes.publish(RobotMode(id=2))
@@ -351,7 +357,7 @@ def test_a_gripper_of_actions_gets_each_position_as_one_goal(monkeypatch: pytest
         each.start()
         for position in (0.03, 0.03, 0.03, 0.0):
             each.grippers.publish(Float64MultiArray(data=[position]))
-            each.until(lambda position=position: sent and sent[-1] == position)
+            each.until(partial(sent.__contains__, position))
         assert sent == [0.03, 0.0]
 
 

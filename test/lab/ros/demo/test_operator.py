@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's operator, beside a guard that answers as the real one does."""
 
+from functools import partial
+
 import pytest
 import rclpy
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
@@ -16,6 +18,10 @@ from specvla_ros.msg import SimEpisode
 from specvla_ros.ros.qos import DIAGNOSTICS, HEARTBEAT, LATCHED_INSTRUCTION
 
 
+def _longer(what, than):
+    return len(what) > than
+
+
 class Guard:
     """Says a state, and refuses to clear a stop as long as its cause persists; it is the robot too."""
 
@@ -25,7 +31,7 @@ class Guard:
         self._diagnostics = self.node.create_publisher(DiagnosticArray, "/diagnostics", DIAGNOSTICS)
         self.node.create_service(Trigger, "/guard/clear_stop", self._on_clear)
         self._episodes = self.node.create_publisher(SimEpisode, "/sim_robot/episode", LATCHED_INSTRUCTION)
-        self.held = []
+        self.held: list[bool] = []
         self.node.create_subscription(Bool, "/guard/enable", lambda m: self.held.append(m.data), HEARTBEAT)
 
     def say(self):
@@ -132,7 +138,7 @@ def test_the_switch_is_held_in_episodes_and_let_go_between_them(scene):
         guard.episode(number, SimEpisode.RUNNING)
         wait_until(lambda: guard.held and guard.held[-1], meanwhile=spin)
         held = len(guard.held)
-        wait_until(lambda held=held: len(guard.held) > held + 3, meanwhile=spin)  # the heartbeat goes on
+        wait_until(partial(_longer, guard.held, held + 3), meanwhile=spin)  # the heartbeat goes on
         guard.episode(number, SimEpisode.SUCCEEDED)
         wait_until(lambda: not guard.held[-1], meanwhile=spin)
         released = len(guard.held)
