@@ -199,6 +199,14 @@ def test_a_clock_that_leaps_or_goes_back_begins_everything_anew(ahead_s, jumps):
         robot.act()
 
 
+def test_a_clock_that_leaps_before_motion_began_harms_nothing():
+    robot = Started()
+    robot.step(measured=False)
+    assert robot.step(clock_s=5.0, measured=False) is None
+    assert robot.driver.clock_jumps == 1
+    assert robot.step() is not None and robot.driver.anchored
+
+
 def test_a_clock_that_leaps_leaves_the_tool_where_it_was_sent():
     robot = Started()
     robot.step()

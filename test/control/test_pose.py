@@ -64,6 +64,16 @@ def test_half_a_turn_and_hardly_any_keep_their_digits(axis, angle):
     assert min(np.abs(found - vector).max(), np.abs(found + vector).max() if angle == np.pi else 1.0) < 1e-9
 
 
+@pytest.mark.parametrize("axis", [(0.8, 0.5, -0.3), (-0.3, 0.8, 0.5), (0.5, -0.3, 0.8), (-0.5, -0.3, 0.8)])
+@pytest.mark.parametrize("angle", [0.4, 2.0, 2.9, -2.9])
+def test_whichever_part_of_a_quaternion_is_largest_it_comes_back(axis, angle):
+    vector = angle * np.array(axis) / np.linalg.norm(axis)
+    parts = np.array([np.cos(angle / 2), *(np.sin(angle / 2) * vector / angle)])
+    found = np.array(quaternion(rotation_matrix(vector)))
+    np.testing.assert_allclose(found * np.sign(found @ parts), parts, atol=1e-12)
+    np.testing.assert_allclose(rotation_vector(rotation_matrix(vector)), vector, atol=1e-9)
+
+
 def test_a_quaternion_is_the_textbook_one():
     half = np.sqrt(0.5)
     np.testing.assert_allclose(quaternion_matrix(half, 0, 0, half) @ [1, 0, 0], [0, 1, 0], atol=1e-12)

@@ -174,18 +174,18 @@ def main(
     session = _session(work)
     items = _items(session)
     left_out = Counter(result.output for _, result in session.results if result.worker_outcome is WorkerOutcome.SKIPPED)
-    thought_of = by_hand()
-    keys = draw(items, sample - len(thought_of), seed) if sample else list(items)
-    drawn = thought_of + [_mutant(items[key]) for key in keys]
-    if only:
-        drawn = [mutant for mutant in drawn if any(part in mutant.module for part in only.split(","))]
+    parts = only.split(",")
+    thought_of = [mutant for mutant in by_hand() if any(part in mutant.module for part in parts)]
+    keys = [key for key in draw(items, len(items), seed) if any(part in key.partition(":")[0] for part in parts)]
+    of = len(thought_of) + len(keys)
+    drawn = thought_of + [_mutant(items[key]) for key in keys[: max(0, sample - len(thought_of)) if sample else None]]
     verdicts = _Verdicts(work / "verdicts.jsonl", session, items)
     try:
         _try_all(drawn, verdicts, again=again, wider=wider)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(130) from None
-    finish(head | summary(drawn, len(items) + len(thought_of), verdicts, dict(left_out.most_common())), out)
+    finish(head | summary(drawn, of, verdicts, dict(left_out.most_common())), out)
 
 
 def modules() -> list[str]:

@@ -111,6 +111,16 @@ def test_each_equivalent_mutant_is_of_a_line_that_is_there_and_says_why() -> Non
     assert json.loads((ROOT / "test" / "mutants" / "equivalent.json").read_text()) == equivalent()
 
 
+def test_the_guide_tells_the_figures_of_the_run() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "mutants.json").read_text(encoding="utf-8"))
+    names = ("mutants", "killed", "timeouts", "equivalent")
+    tried, killed, timeouts, equal = (sum(row[name] for row in result["modules"].values()) for name in names)
+    assert tried == result["drawn"] == killed + timeouts + equal + len(result["survivors"])
+    said = f"Of {tried} of {result['of']} mutants {equal} do what the original does; of the others {killed + timeouts} "
+    said += "were noticed"
+    assert said in " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+
+
 def test_only_a_mutant_on_the_list_is_equivalent() -> None:
     mutant = by_hand()[0]
     listed = {"module": mutant.module, "was": mutant.was, "becomes": mutant.becomes, "reason": "because"}

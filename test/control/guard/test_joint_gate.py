@@ -190,6 +190,11 @@ def test_a_joint_out_of_its_range_may_come_back_and_get_no_further_out(
     assert refusal is None or refusal.cause is Cause.OUTSIDE
 
 
+def test_the_joint_that_is_furthest_beyond_its_own_speed_is_named() -> None:
+    refusal = taken(command((0.0, 0.0), (0.105, 0.15), times_s=(0.1, 0.2)))
+    assert refusal is not None and "moves shoulder at 1.05 per second, and joints.max_speed is 1" in refusal.detail
+
+
 def test_a_path_is_where_it_is_at_each_time_from_where_it_begins_to_its_end() -> None:
     path = _Path(np.array([[1.0, 0.0], [2.0, 4.0]]), np.array([0.5, 1.0]), np.array([0.0, 0.0]))
     for age_s, position, velocity in (
