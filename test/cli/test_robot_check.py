@@ -91,7 +91,7 @@ def test_the_first_motions_are_a_tenth_as_fast_and_can_be_taken_as_they_are_prin
         ({"limits.linear_speed": 2.0}, "but stop_time_s promises 0.2 s"),
         ({"limits.workspace_min": [0.6, -0.2, 0.2]}, "must be smaller than limits.workspace_max"),
         ({"output": "twists"}, "'output' is 'twists'"),
-        ({"gripper.output": "action"}, "'gripper.output' is 'action'"),
+        ({"gripper.output": "claws"}, "'gripper.output' is 'claws'"),
         ({"gripper.output": "trajectory"}, "gripper.joint"),
         ({"tool_pose_source": "joint_states"}, "set joints.model"),
         ({"output": "joint_trajectory"}, "joints.model"),

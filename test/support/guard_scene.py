@@ -44,6 +44,7 @@ PARAMETERS = {
     "gripper.open_value": 0.04,
     "black_box_s": 0.0,
     "rate_hz": 100.0,
+    "obey_time_s": 10.0,  # a tool that is told to stand goes on to and fro here
     "realtime_priority": 0,
     **{f"limits.{name}": value for name, value in vars(LIMITS).items()},
     **values_of(JOINTS),

@@ -158,7 +158,9 @@ class GuardParameters:
 
     guard: GuardSettings = section(GuardSettings)
     tool_pose_source: str = parameter(
-        "topic", "Where the tool's measured pose comes from: the topic tool_pose, or tf.", choices=("topic", "tf")
+        "topic",
+        "Where the tool's measured pose comes from: tf, or the topic tool_pose, which joint_states needs here too.",
+        choices=("topic", "tf", "joint_states"),
     )
     tool_frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.")
     escalation_service: str = parameter(

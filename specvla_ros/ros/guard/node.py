@@ -155,10 +155,10 @@ class GuardNode(Node):
         def on_action(message: VlaAction, sent_ns: int | None, now: Instant) -> None:
             guard.action(messages.stamp_of(message.header), message.instruction, now)
 
-        if self._chosen.tool_pose_source == "topic":
-            self._listen(PoseStamped, "tool_pose", STATE, on_tool, alone=True)
-        else:
+        if self._chosen.tool_pose_source == "tf":
             self._listen_to_tf()
+        else:
+            self._listen(PoseStamped, "tool_pose", STATE, on_tool, alone=True)
         if kind.of_joints:
             self._listen(JointState, "joint_states", STATE, on_joints)
         self._listen(VlaAction, "action", ACTION, on_action, alone=True)

@@ -41,7 +41,7 @@ def test_refusals_are_told_apart_by_whether_motion_had_begun() -> None:
         "  not following 4 times: an action came while the driver held still, as while the guard lets nothing through",
         "  too old once: an action's picture was too old: the policy, or the machine, is slow",
         "between them, while nothing may move, the guard refused:",
-        "  not enabled 2 times: the dead-man's switch was not held",
+        "  not enabled 2 times: the dead-man's switch was not held, or the stop button fell silent",
         "between them, while nothing may move, the driver refused:",
         "  not following 15 times: an action came while the driver held still, as while the guard lets nothing through",
     ]
