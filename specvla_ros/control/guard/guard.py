@@ -200,7 +200,7 @@ class Guard:
             self._gripper = None
             latches = self.state is State.STOPPED and before is not State.STOPPED
             ended = before is State.PASSING or latches
-            disobeys = self._obedience.look(False, self._gate.at_rest, measured, now.steady_s)
+            disobeys = self._obedience.look(False, self._gate.at_rest, measured, now.clock_ns * 1e-9)
             if disobeys is not None:
                 self.tally.add(disobeys)
                 self._fail(disobeys, now)
@@ -208,7 +208,7 @@ class Guard:
             return Outcome(sent, None, stopped=why, disobeyed=disobeys is not None)
         if before is not State.PASSING:
             self._gate.begin(measured)
-        self._obedience.look(True, False, measured, now.steady_s)
+        self._obedience.look(True, False, measured, now.clock_ns * 1e-9)
         gripper, self._gripper = self._gripper, None
         return Outcome(self._gate.go(now, dt_s), gripper, stopped=None)
 

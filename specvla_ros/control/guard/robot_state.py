@@ -107,7 +107,10 @@ class Obedience:
         self._zero_s: float | None = None  # since when what goes out stands still
 
     def look(self, passing: bool, at_rest: bool, measured: Measured, now_s: float) -> Refusal | None:
-        """Looks once a tick; a refusal, once, where the robot goes on though it was told to stand."""
+        """Looks once a tick; a refusal, once, where the robot goes on though it was told to stand.
+
+        `now_s` is of the node's clock, which a simulated robot moves by.
+        """
         if passing:
             self._looking, self._zero_s = True, None
         if passing or not self._looking or not at_rest or measured.velocity is None:

@@ -43,7 +43,7 @@ class GuardSettings:
     joints: JointLimits = section(JointLimits)
     gripper: GripperLimits = section(GripperLimits)
     rate_hz: float = parameter(
-        250.0, "How often a command goes out, on the steady clock.", unit="Hz", minimum=20.0, maximum=500.0
+        100.0, "How often a command goes out, on the steady clock.", unit="Hz", minimum=20.0, maximum=500.0
     )
     stop_time_s: float = parameter(
         0.2,
