@@ -263,9 +263,9 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
             "name the controller's node in joints.controller: it is asked for the joints' order before anything is "
             "sent; without it a wrong order is noticed only when the first command moves the wrong joints",
         )
-    if driver.tool_pose_source != "topic":
+    if driver.tool_pose_source == "joint_states":
         report.note(
-            "tool_pose", f"the guard reads the topic alone: beside {driver.tool_pose_source} something must publish it"
+            "tool_pose", "the guard takes tf or the topic: beside joint_states something must publish tool_pose"
         )
 
 
