@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from benchmarks.acceptance_trace import ANYTHING, Trace
 from benchmarks.harness import synchronise
 from benchmarks.random_policy import TEXT_TOKENS, RandomPolicy, frame
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.mailbox import Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import TickWork, percentiles
 from specvla_ros.lab.planning.limits import AcceptanceLengths
+from specvla_ros.lab.tally import percentiles
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import Int8Linear
 from specvla_ros.models.target import Target

@@ -27,10 +27,10 @@ import typer
 from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_devices, of_weights, result_head
 from benchmarks.results_page import RESULTS
 from benchmarks.saturated import make_engine
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import TickWork
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.simulation.robot import ACTION_DT_S

@@ -45,9 +45,9 @@ from benchmarks.harness import (
 from benchmarks.results_page import RESULTS, weights_digest
 from benchmarks.saturated import Saturated, make_engine
 from benchmarks.speculation.text_policy import LONGEST_TEXT
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import TickWork
 from specvla_ros.lab.bundled.policies import bundled_policy, nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate

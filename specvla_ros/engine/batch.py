@@ -21,7 +21,7 @@ from specvla_ros.engine.mailbox import Waiting
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.verifier import Commit, VerifyInput
 from specvla_ros.models.target import Decoder, ForwardResult
-from specvla_ros.speculation.drafters.registry import DraftInput, FinishedAnswer, NewRows
+from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork, FinishedAnswer, NewRows
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,26 @@ class ScheduledRequest:
         return self.hidden[-len(self.request.tree) :]
 
 
+@dataclass(frozen=True)
+class TickWork:
+    """The work of one tick, from which its time on another device can be predicted.
+
+    Args:
+        images: that went through the vision tower.
+        prompts: in the forward; a chunk counts for its share of its prompt.
+        trees: requests in the forward whose prompt is through.
+        nodes: of their trees.
+        head_prompts: prompts that the draft head was fed with; a chunk counts for its share.
+    """
+
+    images: int = 0
+    prompts: float = 0.0
+    trees: int = 0
+    nodes: int = 0
+    drafting: DraftWork = field(default_factory=DraftWork)
+    head_prompts: float = 0.0
+
+
 @dataclass
 class Batch:
     """The work of one tick.
@@ -283,6 +303,16 @@ class Batch:
     @property
     def verified(self) -> list[ScheduledRequest]:
         return [share for share in self.shares if share.verifies]
+
+    @property
+    def work(self) -> TickWork:
+        """But for the drafting, which comes after it."""
+        return TickWork(
+            images=sum(share.begins for share in self.shares),
+            prompts=sum(share.prompt_rows / share.request.layout.rows for share in self.shares),
+            trees=sum(not share.ends_prompt for share in self.verified),
+            nodes=sum(len(share.request.tree) - share.ends_prompt for share in self.verified),
+        )
 
     @property
     def elapsed_s(self) -> float:

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from specvla_kernels.device import device_fault, operators_on
-from specvla_ros.engine.batch import Batch
+from specvla_ros.engine.batch import Batch, TickWork
 from specvla_ros.engine.kv_cache import allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
 from specvla_ros.engine.outcome import ChunkEnsemble, Drop, DropReason, Outcome
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import TickWork
 from specvla_ros.engine.verifier import Commit, Verifier
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
@@ -272,7 +271,7 @@ class Engine:
                 self.scheduler.fail(batch, share, f"{type(error).__name__}: {error}")
 
     def _forward(self, batch: Batch) -> list[Commit]:
-        self.last_work = _work_of(batch)
+        self.last_work = batch.work
         for share in batch.shares:
             if share.begins:
                 share.request.rule = self.verifier.rule
@@ -363,15 +362,6 @@ def _remedy(drop: Drop) -> str:
     return (
         ". Lower decode.max_in_flight, decode.max_text_tokens or draft.nodes, choose a smaller model.quantization, or "
         "close what else uses the GPU"
-    )
-
-
-def _work_of(batch: Batch) -> TickWork:
-    return TickWork(
-        images=sum(share.begins for share in batch.shares),
-        prompts=sum(share.prompt_rows / share.request.layout.rows for share in batch.shares),
-        trees=sum(not share.ends_prompt for share in batch.verified),
-        nodes=sum(len(share.request.tree) - share.ends_prompt for share in batch.verified),
     )
 
 

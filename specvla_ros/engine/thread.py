@@ -21,9 +21,9 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 
 if TYPE_CHECKING:
+    from specvla_ros.engine.batch import TickWork
     from specvla_ros.engine.engine import Engine
     from specvla_ros.engine.mailbox import Pictures
-    from specvla_ros.engine.tally import TickWork
 
 _log = logging.getLogger(__name__)
 

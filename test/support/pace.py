@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seconds that ticks count for, invented."""
 
-from specvla_ros.engine.tally import TickWork
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.lab.simulation.rollout import TickTime
 
 

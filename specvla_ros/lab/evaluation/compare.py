@@ -15,7 +15,6 @@ import plotly.graph_objects as go
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import DecodeTally, percentiles
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
@@ -25,6 +24,7 @@ from specvla_ros.lab.evaluation.simulate import SimulateSettings, policy_of, rea
 from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary, compare_episodes
 from specvla_ros.lab.plans import SimulatePlan
 from specvla_ros.lab.simulation.rollout import EpisodeResult, TickTime, tick_time
+from specvla_ros.lab.tally import DecodeTally, percentiles
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason
-from specvla_ros.engine.tally import percentiles
 from specvla_ros.lab.bags.frames import BagFrame
 from specvla_ros.lab.plans import Thresholds
+from specvla_ros.lab.tally import percentiles
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 

@@ -15,11 +15,11 @@ import numpy as np
 import plotly.graph_objects as go
 from PIL import Image, ImageDraw
 
-from specvla_ros.engine.tally import DecodeTally, percentiles
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.paired import PairedComparison, Rate
 from specvla_ros.lab.simulation.rollout import EpisodeResult
 from specvla_ros.lab.simulation.tasks import TASKS
+from specvla_ros.lab.tally import DecodeTally, percentiles
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import TickWork
 from specvla_ros.engine.thread import Decoded, SharedEngine
 from specvla_ros.lab.jobs.workers import Host
 from specvla_ros.models.codecs.codec import Codec

@@ -13,7 +13,7 @@ from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.settings import WeightFormat
 
 if TYPE_CHECKING:  # the engine imports torch
-    from specvla_ros.engine.tally import TickWork
+    from specvla_ros.engine.batch import TickWork
 
 # Hugging Face openvla/openvla-7b, config.json: Llama-2-7B with a vocabulary padded to 32064, DINOv2 ViT-L/14 with four
 # registers and SigLIP SoViT-400m/14 at 224 pixels; the towers' shapes are timm's for the names given there.

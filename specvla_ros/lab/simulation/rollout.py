@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
-from specvla_ros.engine.tally import DecodeTally, TickWork
 from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
@@ -21,6 +21,7 @@ from specvla_ros.lab.planning.cost import StageTimes, stage_times
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
+from specvla_ros.lab.tally import DecodeTally
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts

@@ -12,7 +12,6 @@ import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
 
 from specvla_ros.engine.outcome import DropCounter, DropReason
-from specvla_ros.engine.tally import percentiles
 from specvla_ros.errors import shortened
 from specvla_ros.ros.node import make_status
 from specvla_ros.ros.policy.inputs import Instruction
@@ -37,6 +36,7 @@ _STAMPS = 51  # of the newest images, whose gaps show losses
 _FEWEST_GAPS = 10
 _TRANSPORTS = {"raw": 0, "compressed": 0}
 _LATENCIES = 500  # of the newest actions, for the percentiles
+_PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,10 @@ class InferenceHealth:
             elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
             actions, self._actions = self._actions, 0
             fault, self._fault = self._fault, ""
-            latency_s, action_dt = percentiles(self._latencies_s), self._action_dt
+            latencies_s, action_dt = [*self._latencies_s], self._action_dt
+        percentiles_s = np.percentile(latencies_s, _PERCENTILES).tolist() if latencies_s else []
         values: dict[str, object] = {"action_hz": f"{actions / elapsed_s:.2f}"}
-        values |= {f"latency_{name}_s": f"{latency_s[name]:.4f}" for name in ("p50", "p95", "p99") if latency_s}
+        values |= {f"latency_p{p}_s": f"{each:.4f}" for p, each in zip(_PERCENTILES, percentiles_s, strict=False)}
         values |= {f"dropped_{reason.value}": drops.counts[reason] for reason in _INFERENCE_FAULTS}
         values["dropped_superseded"] = drops.counts[DropReason.SUPERSEDED]
         if fault:
@@ -219,7 +220,7 @@ class InferenceHealth:
             return make_status(DiagnosticStatus.OK, idle, values)
         if not actions:
             return make_status(DiagnosticStatus.OK, "no action in this period", values)
-        median_s = latency_s["p50"]
+        median_s = percentiles_s[0]
         if median_s > action_dt:
             what = (
                 f"the median latency, {median_s:.3f} s, is longer than action_dt, {action_dt:g} s: the time for which "

@@ -22,7 +22,6 @@ from benchmarks.papers.lvspec_baselines import RandomRelaxation
 from benchmarks.results_page import section
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.tally import DecodeTally
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.compare import Setting, SweepRow
 from specvla_ros.lab.evaluation.paired import PairedComparison
@@ -30,6 +29,7 @@ from specvla_ros.lab.evaluation.simulate import SimulateSettings, policy_of
 from specvla_ros.lab.evaluation.simulate_summary import summarise_episodes
 from specvla_ros.lab.simulation.rollout import EpisodeResult
 from specvla_ros.lab.simulation.tasks import TASKS
+from specvla_ros.lab.tally import DecodeTally
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.accept import AcceptReason, Verification

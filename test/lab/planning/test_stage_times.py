@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specvla_ros.engine.tally import TickWork
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.cost import (
     OPENVLA_7B,

@@ -10,8 +10,8 @@ from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
 from support.pace import invented_pace
 
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.outcome import Action, Drop, DropReason
-from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.simulation.robot import TableRobot

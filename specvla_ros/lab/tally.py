@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ticks and answers were decoded, added up: the figures of Spec-VLA's tables 1 to 3."""
+"""How answers were decoded, added up: the figures of Spec-VLA's tables 1 to 3."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,27 +9,6 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.engine.outcome import DecodeRecord
-from specvla_ros.speculation.drafters.registry import DraftWork
-
-
-@dataclass(frozen=True)
-class TickWork:
-    """The work of one tick, from which its time on another device can be predicted.
-
-    Args:
-        images: that went through the vision tower.
-        prompts: in the forward; a chunk counts for its share of its prompt.
-        trees: requests in the forward whose prompt is through.
-        nodes: of their trees.
-        head_prompts: prompts that the draft head was fed with; a chunk counts for its share.
-    """
-
-    images: int = 0
-    prompts: float = 0.0
-    trees: int = 0
-    nodes: int = 0
-    drafting: DraftWork = field(default_factory=DraftWork)
-    head_prompts: float = 0.0
 
 
 @dataclass

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from specvla_ros.engine.outcome import DecodeRecord
-from specvla_ros.engine.tally import DecodeTally
+from specvla_ros.lab.tally import DecodeTally
 
 FIRST = DecodeRecord(
     "spec",
