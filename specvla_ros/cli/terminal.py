@@ -3,15 +3,11 @@
 
 import errno
 import os
-import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import typer
 from rich import box
@@ -55,32 +51,6 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(width=Console(width=10_000).measure(table).maximum).print(table)
-
-
-@contextmanager
-def deferred_interruption() -> Iterator[Callable[[], bool]]:
-    """Gives a function that returns whether SIGINT or SIGTERM has arrived.
-
-    The first signal is only noted; a second one has its usual effect. Outside of the main thread, which alone gets
-    signals, the handlers are left alone.
-    """
-    received: list[int] = []
-    handlers: dict[int, Any] = {}
-
-    def note(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        restore()
-
-    def restore() -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(received)
-    finally:
-        restore()
 
 
 @contextmanager

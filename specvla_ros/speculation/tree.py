@@ -100,16 +100,8 @@ class Branches:
     @staticmethod
     def from_chains(chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int) -> Branches:
         """Joins chains, each cut to `max_depth` tokens; beyond `max_nodes` in all, the last tokens are left out."""
-        nodes: dict[tuple[int, int], int] = {}
-        for chain in chains:
-            node = -1
-            for token in chain[:max_depth]:
-                if (node, token) not in nodes:
-                    if len(nodes) >= max_nodes:
-                        break
-                    nodes[node, token] = len(nodes)
-                node = nodes[node, token]
-        return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
+        whole = [max_depth] * len(chains)
+        return Branches.level_by_level(chains, max_depth=max_depth, max_nodes=max_nodes, paces=whole)
 
     @staticmethod
     def level_by_level(

@@ -2,19 +2,21 @@
 """`specvla replay`: a recording in; actions, figures, a report and a bag of the actions out."""
 
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from specvla_ros.cli.terminal import deferred_interruption, progress_bar
+from specvla_ros.cli.terminal import progress_bar
 from specvla_ros.control.convention import ActionConvention, ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
@@ -318,7 +320,7 @@ def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice 
 def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str | None, *, progress: bool) -> str:
     """Replays frame by frame; returns why not all of them, empty when all."""
     total, played = topics.image.count, 0
-    with deferred_interruption() as interrupted, progress_bar(shown=progress) as bar:
+    with _deferred_interruption() as interrupted, progress_bar(shown=progress) as bar:
         task = bar.add_task("replaying", total=total)
         try:
             for frame in bag_frames(bag, topics, instruction):
@@ -330,6 +332,32 @@ def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str |
         except UserError as error:
             return f"stopped after {played} of {total} frames: {error}"
     return bag.damage
+
+
+@contextmanager
+def _deferred_interruption() -> Iterator[Callable[[], bool]]:
+    """Gives a function that returns whether SIGINT or SIGTERM has arrived.
+
+    The first signal is only noted; a second one has its usual effect. Outside of the main thread, which alone gets
+    signals, the handlers are left alone.
+    """
+    received: list[int] = []
+    handlers: dict[int, Any] = {}
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        restore()
 
 
 def _open_output(out_dir: str | Path) -> RunDirectory:
