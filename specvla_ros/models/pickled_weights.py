@@ -23,7 +23,10 @@ def read_pickled(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is missing; copy it from where the others are from") from None
     except Exception as error:  # a damaged file raises nearly anything
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{path} cannot be read as weights ({reason}); download this file again") from None
+        raise UserError(
+            f"{path} cannot be read as weights: it is damaged or holds more than tensors ({reason}); download this "
+            "file again"
+        ) from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__} in place of named weights; download this file again")
     return value
@@ -61,5 +64,6 @@ def copy_weights(
 def tensors_in(value: Any, path: Path, where: str = "") -> dict[str, Tensor]:
     """The state dictionary in a value at place `where` of the file `path`; UserError if it is none."""
     if not isinstance(value, dict) or not all(isinstance(each, Tensor) for each in value.values()):
-        raise UserError(f"{path} has no named weights{f' as {where}' if where else ''}; download this file again")
+        place = f" as {where}" if where else ""
+        raise UserError(f"{path} has no named weights{place}: it holds no tensors by name; download this file again")
     return value

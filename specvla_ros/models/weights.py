@@ -114,13 +114,18 @@ def tensor_names(directory: Path) -> frozenset[str]:
 
 def tensor_sizes(directory: Path) -> dict[str, int]:
     """Values of each tensor of a checkpoint; reads headers alone."""
+    return {name: math.prod(shape) for name, shape in tensor_shapes(directory).items()}
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint; reads headers alone."""
     index = _index(directory)
     files = _files(directory, ("",) if index is None else _weight_map(index))
-    sizes: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with _opened(path) as file:
-            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return sizes
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -2,14 +2,11 @@
 """The EAGLE draft head: one decoder layer over features and embeddings, and its checkpoint."""
 
 import json
-import pickle
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from specvla_kernels.layout import MAX_TREE_NODES, PackedLayout
@@ -17,7 +14,7 @@ from specvla_kernels.linear import linear
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
-from specvla_ros.models.weights import load_weights, save_weights
+from specvla_ros.models.weights import load_weights, save_weights, tensor_shapes
 
 
 class EagleHead(nn.Module):
@@ -113,21 +110,13 @@ def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
         head = EagleHead(config, parallel_depth)
     head.to(decoder.dtype).to_empty(device=decoder.device)
     tensors = head.checkpoint_tensors()
-    pickled = directory / "pytorch_model.bin"
-    if any(directory.glob("model.safetensors*")):
-        load_weights(directory, tensors)
-        single = directory / "model.safetensors"
-        for path in [single] if single.exists() else sorted(directory.glob("model-*-of-*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
-            _check_kind(path, shapes, tensors, decoder)
-    elif pickled.exists():
-        _copy(pickled, _unpickle(pickled), tensors, decoder)
-    else:
+    if not any(directory.glob("model.safetensors*")) and not (directory / "pytorch_model.bin").exists():
         raise UserError(
             f"draft.head: {directory} holds neither model.safetensors nor pytorch_model.bin; copy the head's weights "
             "there, or train one with `specvla train-draft`"
         )
+    load_weights(directory, tensors)
+    _check_kind(directory, tensors, decoder.config.vocab_size)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
         raise UserError(f"{directory}: the draft head's weights hold NaN or infinity; train it again")
     return head.eval().requires_grad_(False)
@@ -188,40 +177,13 @@ def _config(directory: Path, target: DecoderShape) -> tuple[DecoderShape, int]:
     return config, raw.whole("parallel_depth", 1, minimum=1, maximum=MAX_TREE_NODES)
 
 
-def _unpickle(path: Path) -> dict[str, Tensor]:
-    try:
-        # Files of torch before 1.6 are no zip archives and cannot be mapped.
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} is damaged or holds more than tensors ({error}); download it again") from None
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise UserError(f"{path} holds no tensors by name; is it a draft head?")
-    return tensors
-
-
-def _copy(path: Path, found: dict[str, Tensor], tensors: dict[str, Tensor], decoder: PackedDecoder) -> None:
-    missing = [name for name in tensors if name not in found]
-    if missing:
-        raise UserError(f"{path} lacks {missing[0]} and {len(missing) - 1} more tensors: it is no EAGLE draft head")
-    _check_kind(path, {name: tensor.shape for name, tensor in found.items()}, tensors, decoder)
-    for name, tensor in tensors.items():
-        if tuple(found[name].shape) != tuple(tensor.shape):
-            raise UserError(
-                f"{path}: {name} has shape {list(found[name].shape)}, but config.json implies {list(tensor.shape)}"
-            )
-        tensor.copy_(found[name])
-
-
-def _check_kind(
-    path: Path, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor], decoder: PackedDecoder
-) -> None:
-    """Refuses a file that has more than an EAGLE head has, or embeddings of another vocabulary."""
+def _check_kind(path: Path, tensors: Mapping[str, Tensor], vocab_size: int) -> None:
+    """Refuses files that have more than an EAGLE head has, or embeddings of another vocabulary."""
+    shapes = tensor_shapes(path)
     # The vocabulary in config.json is not asked: SpecVLA's says 32000 where the embeddings have 32064 rows.
-    rows = next(iter(shapes.get("embed_tokens.weight", ())), decoder.config.vocab_size)
-    if rows != decoder.config.vocab_size:
-        raise UserError(
-            f"{path}: the head was made for a vocabulary of {rows} ids, this target has {decoder.config.vocab_size}"
-        )
+    rows = next(iter(shapes.get("embed_tokens.weight", ())), vocab_size)
+    if rows != vocab_size:
+        raise UserError(f"{path}: the head was made for a vocabulary of {rows} ids, this target has {vocab_size}")
     extra = [name for name in shapes if name not in tensors and name != "embed_tokens.weight"]
     if extra:
         raise UserError(f"{path} has {extra[0]}, which this kind of draft head does not: it is of another kind")
