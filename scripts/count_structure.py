@@ -65,9 +65,9 @@ WALKS: Mapping[str, Sequence[str]] = {
     ),
     "checkpoint to OpenVLA": ("models.families.openvla.target:load_openvla",),
     "checkpoint to Qwen-VL": ("models.families.qwen_vl.target:load_qwen_vl",),
-    "checkpoint to StarVLA": ("models.families.starvla.target:load_starvla",),
+    "checkpoint to StarVLA": ("models.families.starvla:load_starvla",),
     "checkpoint to pi0-FAST": ("models.families.pi0_fast.target:load_pi0_fast",),
-    "checkpoint to MiniVLA": ("models.families.minivla.target:load_minivla",),
+    "checkpoint to MiniVLA": ("models.families.minivla:load_minivla",),
 }
 
 Graph = Mapping[str, set[str]]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between the engine and the models: what a policy must provide so that any engine mode can decode it.
 
-The engine sees a model through these protocols alone. A family implements `Target` in its own folder and registers a
-loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another package uses the entry point group
+The engine sees a model through these protocols alone. A family implements `Target` in its own file or folder and
+registers a loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another package uses the entry point group
 `specvla_ros.targets`.
 """
 
@@ -23,8 +23,8 @@ from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation
 from specvla_ros.settings.registry import Registry
 
-_FAMILIES = ("openvla", "qwen_vl", "pi0_fast", "minivla", "starvla")
-TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.families.{family}.target" for family in _FAMILIES])
+_FAMILIES = ("openvla.target", "qwen_vl.target", "pi0_fast.target", "minivla", "starvla")
+TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.families.{family}" for family in _FAMILIES])
 
 ImageEmbeddings = Callable[[Tensor], Tensor]
 """Pixels [channels, size, size] on the host to embeddings [image_tokens, hidden], which the next call may overwrite."""

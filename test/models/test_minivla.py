@@ -21,7 +21,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.vq import VqCodec
-from specvla_ros.models.families.minivla.target import MiniVLATarget
+from specvla_ros.models.families.minivla import MiniVLATarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ORACLE = ORACLES / "minivla_tiny_a"
