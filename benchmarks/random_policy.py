@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specvla_ros.lab.training.artifacts import save_draft_head
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import DecoderShape, VisionTowerConfig
@@ -23,7 +24,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.target import ImageEmbeddings, Pixels
-from specvla_ros.speculation.drafters.eagle.head import EagleHead, save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.settings import DRAFT_FOLDER
 
 TEXT_TOKENS = 34  # of OpenVLA's prompt, about

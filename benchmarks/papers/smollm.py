@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.weights import save_weights
+from specvla_ros.lab.training.artifacts import save_weights
 
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -33,13 +33,13 @@ from benchmarks.papers.text_target import TextTarget
 from benchmarks.transformers_baseline import transformers_decoder
 from specvla_ros.errors import UserError
 from specvla_ros.lab.plans import check_settings
+from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.lab.training.batched_forward import decoder_hidden
 from specvla_ros.lab.training.dataset import shuffled
 from specvla_ros.lab.training.train_policy import precision
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
-from specvla_ros.models.weights import save_weights
 
 _ANSWERS = "answers.safetensors"
 _GENERATED_AT_ONCE = 32

@@ -34,6 +34,7 @@ from specvla_ros.lab.simulation.expert import holds
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
+from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.lab.training.batched_forward import decoder_hidden, image_embeddings
 from specvla_ros.lab.training.train_policy import write_nano
 from specvla_ros.lab.training.trainer import write_json
@@ -42,7 +43,6 @@ from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.weights import save_weights
 
 LONGEST_TEXT = 64  # tokens
 _LAYERS = NanoShape().layers  # the nano policy's own, whose weights it begins with

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights between safetensors (or PyTorch's own) files and a model's tensors, shard by shard."""
+"""Weights from safetensors (or PyTorch's own) files into a model's tensors, shard by shard."""
 
 import math
 import re
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specvla_ros.errors import UserError
@@ -126,19 +125,6 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         with _opened(path) as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
-
-
-def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors to one safetensors file; where that fails, a UserError, and an older file stays as it was."""
-    partial = path.with_name(f".{path.name}.partial")
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(whole, partial, metadata={"format": "pt"})
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be written ({error}); free some space, and give the command again") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:

@@ -24,12 +24,13 @@ from benchmarks.papers.text_target import TextCodec
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.lab.evaluation.frame_sources import collect_answers
+from specvla_ros.lab.training.artifacts import save_answers
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.pi0_fast.target import Pi0FastTarget
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.target import Target
-from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE, save_answers
+from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 FRAMES = 4

@@ -22,10 +22,11 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
-from specvla_ros.models.codecs.fast_tokenizer import HALF, FastTokenizer, fit_fast_tokenizer
+from specvla_ros.models.codecs.fast_tokenizer import HALF, FastTokenizer
 from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.target import OpenVLATarget

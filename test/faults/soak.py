@@ -30,12 +30,12 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.plans import NanoShape
+from specvla_ros.lab.training.artifacts import save_draft_head, save_weights
 from specvla_ros.lab.training.train_policy import write_nano
 from specvla_ros.models.checkpoint import DTYPES, load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.weights import save_weights
-from specvla_ros.speculation.drafters.eagle.head import EagleHead, save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.settings import DRAFT_FOLDER, DraftSettings, adjusted
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.

@@ -19,10 +19,11 @@ from support.random_fast import DIMS, HORIZON, write_fast_policy
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.lab.evaluation.replay_summary import compare
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import CODEC_FOLDER as FOLDER
 from specvla_ros.models.codecs.fast import FastCodec
-from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, fit_fast_tokenizer, read_fast_tokenizer
+from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, read_fast_tokenizer
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 

@@ -10,10 +10,10 @@ from support.checkpoints import edit_json, load_openvla, write_checkpoint
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.weights import save_weights
 
 
 def keep_siglip(directory: Path) -> None:

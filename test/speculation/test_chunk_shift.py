@@ -14,11 +14,11 @@ from support.random_qwen_vl import SHAPES, add_vla0, write_qwen_vl
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
-from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
 from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.speculation.drafters.chunk_shift import ChunkShiftDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput, FinishedAnswer, NewRows

@@ -12,8 +12,9 @@ from support.draft_heads import random_head, write_random_head
 
 from benchmarks.random_policy import random_decoder
 from specvla_ros.errors import UserError
+from specvla_ros.lab.training.artifacts import save_draft_head
 from specvla_ros.models.config import DecoderShape
-from specvla_ros.speculation.drafters.eagle.head import load_draft_head, save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import load_draft_head
 
 DECODER = random_decoder(DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50), seed=0, dtype=torch.float32)
 

@@ -14,13 +14,9 @@ from support.random_chunks import any_chunks
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.lab.evaluation.frame_sources import collect_answers
+from specvla_ros.lab.training.artifacts import save_answers
 from specvla_ros.models.families.openvla.target import OpenVLATarget
-from specvla_ros.speculation.drafters.chunk_shift import (
-    ANSWERS_FILE,
-    EarlierAnswers,
-    load_answers,
-    save_answers,
-)
+from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE, EarlierAnswers, load_answers
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 

@@ -8,9 +8,10 @@ import torch
 from support.checkpoints import load_openvla
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_ros.lab.training.artifacts import save_draft_head
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.openvla.target import OpenVLATarget
-from specvla_ros.speculation.drafters.eagle.head import EagleHead, save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 
 def random_head(decoder: PackedDecoder, *, seed: int = 0, parallel_depth: int = 1) -> EagleHead:

@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from torch import Tensor
 
+from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
-from specvla_ros.models.weights import save_weights
 
 _PAD_ROWS = 64
 _BINS = 256

@@ -9,11 +9,10 @@ from safetensors.torch import load_file
 from support.checkpoints import edit_json
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_weights
 from specvla_ros.models.codecs.codec import CODEC_FOLDER
 from specvla_ros.models.codecs.fast import FastCodec
-from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
 from specvla_ros.models.families.openvla.config import read_config
-from specvla_ros.models.weights import save_weights
 
 
 class AnyFast(FastCodec):

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 TEMPLATE = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.models.config import DECODERS
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
-from specvla_ros.models.weights import save_weights
 
 _NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 

@@ -250,8 +250,9 @@ def collect_answers(
 
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation, frame_source
     from specvla_ros.lab.evaluation.frame_sources import collect_answers as collect
+    from specvla_ros.lab.training.artifacts import save_answers
     from specvla_ros.models.checkpoint import load_target
-    from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE, save_answers
+    from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE
 
     bags = bags_or_simulation(data)
     policy = load_target(chosen.checkpoint, **vars(chosen.model))

@@ -21,13 +21,14 @@ from specvla_ros.lab.evaluation.frame_sources import SIMULATION, count_frames, f
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.run_directory import file_hashes
 from specvla_ros.lab.plans import DraftTraining
+from specvla_ros.lab.training.artifacts import save_draft_head
 from specvla_ros.lab.training.batched_forward import draft_features
 from specvla_ros.lab.training.draft_features import MIN_FRAMES, Asked, FeatureStore, Sample, shuffled_samples
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
-from specvla_ros.speculation.drafters.eagle.head import EagleHead, save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree

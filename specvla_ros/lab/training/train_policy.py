@@ -19,6 +19,7 @@ from specvla_ros.control.convention import known_dataset
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.frame_sources import find_bags
 from specvla_ros.lab.plans import NanoShape, PolicyTraining
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_weights
 from specvla_ros.lab.training.batched_forward import action_logits
 from specvla_ros.lab.training.dataset import (
     PADDING,
@@ -36,14 +37,12 @@ from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer,
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
-from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
 from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import ONLY_CAMERA
-from specvla_ros.models.weights import save_weights
 
 # Neighbouring bins are neighbouring actions, which plain cross-entropy has to learn from the data, bin by bin.
 _BLUR_BINS = 2.0

@@ -6,14 +6,13 @@ by row, are characters of a string that byte-level BPE shortens. So answers of o
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
-from tokenizers.trainers import BpeTrainer
+from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import CODEC_FILE
@@ -48,7 +47,7 @@ class FastTokenizer:
 
         UserError if they are not finite, or too far outside of the range the tokenizer was fitted on.
         """
-        text = "".join(map(self._character, _coefficients(actions, self.scale).flatten().tolist()))
+        text = "".join(map(self._character, to_coefficients(actions, self.scale).flatten().tolist()))
         ids: tuple[int, ...] = tuple(self.bpe.encode(text).ids)
         if self.bpe.decode(list(ids), skip_special_tokens=False) != text:
             raise UserError(
@@ -123,7 +122,7 @@ def _byte_symbols() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def _coefficients(actions: np.ndarray, scale: float) -> np.ndarray:
+def to_coefficients(actions: np.ndarray, scale: float) -> np.ndarray:
     """[horizon, dims] to int64 of the same shape."""
     if actions.ndim != 2 or not np.isfinite(actions).all() or np.abs(actions).max(initial=0.0) > MAX_VALUE:
         raise UserError("FAST encodes chunks [horizon, dims] of finite, normalised actions")
@@ -136,44 +135,6 @@ def cosines(horizon: int) -> np.ndarray:
     matrix = np.sqrt(2 / horizon) * np.cos(np.pi * frequency * (2 * time + 1) / (2 * horizon))
     matrix[0] /= np.sqrt(2)
     return matrix
-
-
-def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, vocab_size: int = 1024) -> FastTokenizer:
-    """A tokenizer for one's own actions, as the published one's `fit` makes it.
-
-    Args:
-        chunks: normalised actions, [horizon, dims] each.
-        scale: larger gives finer actions and longer answers; the paper's is 10.
-        vocab_size: number of ids, at least that of different coefficients; the paper's is 1024.
-
-    Raises:
-        UserError: there is no chunk, or there are more different coefficients than ids.
-    """
-    found = [_coefficients(chunk, scale) for chunk in chunks]
-    if not found:
-        raise UserError("a FAST tokenizer is fitted on chunks of actions, and there are none")
-    low, high = min(int(each.min()) for each in found), max(int(each.max()) for each in found)
-    if high - low >= vocab_size:
-        raise UserError(
-            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can tell apart: take more "
-            "ids, or a smaller scale"
-        )
-
-    def texts() -> Iterator[str]:
-        for coefficients in found:
-            yield "".join(map(chr, (coefficients.flatten() - low).tolist()))
-
-    bpe = ByteLevelBPETokenizer()
-    trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=[],
-        initial_alphabet=[chr(i) for i in range(high - low + 1)],
-        max_token_length=10000,
-    )
-    bpe._tokenizer.train_from_iterator(texts(), trainer=trainer)
-    return FastTokenizer(bpe._tokenizer, scale, low)
 
 
 def read_fast_tokenizer(directory: Path) -> FastTokenizer:

@@ -250,22 +250,8 @@ class EarlierAnswers:
         return ranks
 
 
-def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
-    """Writes answers to a file, at once or not at all; raises UserError where it cannot be written."""
-    tokens = np.array([token for answer in answers for token in answer], dtype=np.int32)
-    lengths = np.array([len(answer) for answer in answers], dtype=np.int32)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:  # by name, numpy would add an ending of its own
-            np.savez_compressed(file, tokens=tokens, lengths=lengths)
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); give another --out") from None
-
-
 def load_answers(path: Path, vocab_size: int) -> EarlierAnswers:
-    """Reads a file of `save_answers`; raises UserError if it is missing, damaged, or of another vocabulary."""
+    """Reads a file of earlier answers; raises UserError if it is missing, damaged, or of another vocabulary."""
     again = "make it with `specvla collect-answers`"
     try:
         with np.load(path, allow_pickle=False) as file:

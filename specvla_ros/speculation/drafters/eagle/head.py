@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The EAGLE draft head: one decoder layer over features and embeddings, and its checkpoint."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from specvla_kernels.linear import linear
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
-from specvla_ros.models.weights import load_weights, save_weights, tensor_shapes
+from specvla_ros.models.weights import load_weights, tensor_shapes
 
 
 class EagleHead(nn.Module):
@@ -120,17 +119,6 @@ def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
         raise UserError(f"{directory}: the draft head's weights hold NaN or infinity; train it again")
     return head.eval().requires_grad_(False)
-
-
-def save_draft_head(directory: Path, head: EagleHead) -> None:
-    """Writes config.json and model.safetensors, in bfloat16 as checkpoints are."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = asdict(head.config) | {"model_type": "llama", "num_hidden_layers": 1, "fc_bias": True}
-    del config["variant"]  # model_type says it
-    if head.parallel_depth > 1:
-        config["parallel_depth"] = head.parallel_depth
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_weights(directory / "model.safetensors", {n: t.bfloat16().cpu() for n, t in head.checkpoint_tensors().items()})
 
 
 def _config(directory: Path, target: DecoderShape) -> tuple[DecoderShape, int]:

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from specvla_ros.models.weights import save_weights
+from specvla_ros.lab.training.artifacts import save_weights
 
 _LIMITED = """
 import resource, sys, torch
 sys.dont_write_bytecode = True
 from pathlib import Path
 from specvla_ros.errors import UserError
-from specvla_ros.models.weights import save_weights
+from specvla_ros.lab.training.artifacts import save_weights
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     save_weights(Path(sys.argv[1]), {"a": torch.zeros(10_000)})

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a laboratory makes for a robot to load: weights, draft heads, earlier answers, FAST tokenizers."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, to_coefficients
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
+
+
+def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes tensors to one safetensors file; where that fails, a UserError, and an older file stays as it was."""
+    partial = path.with_name(f".{path.name}.partial")
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, partial, metadata={"format": "pt"})
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be written ({error}); free some space, and give the command again") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_draft_head(directory: Path, head: EagleHead) -> None:
+    """Writes config.json and model.safetensors, in bfloat16 as checkpoints are."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = asdict(head.config) | {"model_type": "llama", "num_hidden_layers": 1, "fc_bias": True}
+    del config["variant"]  # model_type says it
+    if head.parallel_depth > 1:
+        config["parallel_depth"] = head.parallel_depth
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_weights(directory / "model.safetensors", {n: t.bfloat16().cpu() for n, t in head.checkpoint_tensors().items()})
+
+
+def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
+    """Writes answers to a file, at once or not at all; raises UserError where it cannot be written."""
+    tokens = np.array([token for answer in answers for token in answer], dtype=np.int32)
+    lengths = np.array([len(answer) for answer in answers], dtype=np.int32)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:  # by name, numpy would add an ending of its own
+            np.savez_compressed(file, tokens=tokens, lengths=lengths)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); give another --out") from None
+
+
+def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, vocab_size: int = 1024) -> FastTokenizer:
+    """A tokenizer for one's own actions, as the published one's `fit` makes it.
+
+    Args:
+        chunks: normalised actions, [horizon, dims] each.
+        scale: larger gives finer actions and longer answers; the paper's is 10.
+        vocab_size: number of ids, at least that of different coefficients; the paper's is 1024.
+
+    Raises:
+        UserError: there is no chunk, or there are more different coefficients than ids.
+    """
+    found = [to_coefficients(chunk, scale) for chunk in chunks]
+    if not found:
+        raise UserError("a FAST tokenizer is fitted on chunks of actions, and there are none")
+    low, high = min(int(each.min()) for each in found), max(int(each.max()) for each in found)
+    if high - low >= vocab_size:
+        raise UserError(
+            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can tell apart: take more "
+            "ids, or a smaller scale"
+        )
+
+    def texts() -> Iterator[str]:
+        for coefficients in found:
+            yield "".join(map(chr, (coefficients.flatten() - low).tolist()))
+
+    bpe = ByteLevelBPETokenizer()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[],
+        initial_alphabet=[chr(i) for i in range(high - low + 1)],
+        max_token_length=10000,
+    )
+    bpe._tokenizer.train_from_iterator(texts(), trainer=trainer)
+    return FastTokenizer(bpe._tokenizer, scale, low)
