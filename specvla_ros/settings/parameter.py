@@ -263,7 +263,7 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
         if problem:
             raise UserError(problem)
         changes[declared.path] = value
-    return _replaced(settings, changes)
+    return replaced(settings, changes)
 
 
 def hint(name: str, known: Mapping[str, object]) -> str:
@@ -279,13 +279,16 @@ def _converted(value: Any, declared: Declared, *, is_list: bool) -> Any:
     return float(value) if declared.kind is float and type(value) is int else value
 
 
-def _replaced(settings: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-    """Each class is made once, with all of its changes: they may not fit together one by one."""
+def replaced(settings: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
+    """The same settings with other values by path, see `Declared`.
+
+    Each class is made once, with all of its changes: they may not fit together one by one.
+    """
     if () in changes:
         return changes[()]
     by_field: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, value in changes.items():
         by_field.setdefault(path[0], {})[path[1:]] = value
     held = settings if isinstance(settings, Groups) else vars(settings)
-    made = {name: _replaced(held[name], deeper) for name, deeper in by_field.items()}
+    made = {name: replaced(held[name], deeper) for name, deeper in by_field.items()}
     return Groups({**settings, **made}) if isinstance(settings, Groups) else replace(settings, **made)

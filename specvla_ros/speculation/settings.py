@@ -7,12 +7,12 @@ Settings of one rule or drafter are declared in its own file, and are here as a 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from specvla_ros.errors import UserError
-from specvla_ros.settings.parameter import Groups, check, groups, hint, parameter, walk
+from specvla_ros.settings.parameter import Groups, check, groups, hint, parameter, replaced, walk
 from specvla_ros.settings.registry import Registry
 
 # The rules and drafters of this package, by name; other packages add theirs through entry points.
@@ -155,18 +155,11 @@ def adjusted(settings: Settings, **values: Any) -> Settings:
     Raises UserError where there is no such parameter, or a value is out of range.
     """
     paths = {declared.name.removeprefix(settings.ROS_PREFIX): declared.path for declared in walk(settings)}
-    changes: dict[str, Any] = {}
-    for name, value in values.items():
+    for name in values:
         if name not in paths:
             raise UserError(f"there is no parameter '{settings.ROS_PREFIX}{name}'; {hint(name, paths)}")
-        field, *inner = paths[name]
-        if not inner:
-            changes[field] = value
-            continue
-        group, attribute = inner
-        groups = changes.get(field, getattr(settings, field))
-        changes[field] = Groups({**groups, group: replace(groups[group], **{attribute: value})})
-    return replace(settings, **changes)
+    made: Settings = replaced(settings, {paths[name]: value for name, value in values.items()})
+    return made
 
 
 _STRICT = ("0", "strict")
