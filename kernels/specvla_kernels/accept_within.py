@@ -13,13 +13,10 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 @dataclass(frozen=True)
 class Within:
-    """Which drafts are accepted, and the reason reported for exact and near ones.
+    """Which drafts are accepted, and the reason reported for exact and near ones."""
 
-    Args:
-        tolerances: int64 [dimensions + 2], accepted bins from the target's choice per action dimension, then for all
-            dimensions beyond, then for tokens without a dimension; None: the target's own choice alone.
-    """
-
+    # int64 [dimensions + 2], accepted bins from the target's choice per action dimension, then for all dimensions
+    # beyond, then for tokens without a dimension; None: the target's own choice alone
     tolerances: Tensor | None
     exact: int
     near: int

@@ -20,21 +20,16 @@ _PROGRAMS_PER_PROCESSOR = 2  # resident ones that hide each other's waits
 
 @dataclass(frozen=True)
 class Span:
-    """Where one segment lies in the packed batch, `length` rows from `start`, and in its KV slot.
-
-    Args:
-        prefix_len: committed rows of the slot; node j writes its keys and values to row `prefix_len + j`.
-            `-length` for rows that see nothing; see `idle`.
-        is_tree: True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal.
-        sees_all: of a chain: every row sees all of it, as the prompts of prefix language models do.
-    """
+    """Where one segment lies in the packed batch, `length` rows from `start`, and in its KV slot."""
 
     slot: int
     start: int
     length: int
+    # Committed rows of the slot; node j writes its keys and values to row `prefix_len + j`. `-length` for rows that see
+    # nothing; see `idle`
     prefix_len: int
-    is_tree: bool
-    sees_all: bool = False
+    is_tree: bool  # True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal
+    sees_all: bool = False  # of a chain: every row sees all of it, as the prompts of prefix language models do
 
     @staticmethod
     def idle(start: int, length: int) -> "Span":
@@ -56,23 +51,17 @@ class AttentionPlan:
 
     A tile is some nodes of one segment times the query heads that share a key head. The table alone says what a launch
     does, its shape how large the launch is: a new table in the same memory serves a captured launch's next forward.
-
-    Args:
-        tiles: int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), whether
-            its rows' ancestors are read (1: a tree, or rows that see all) or it is causal (0), and the tile's first
-            node. A length of 0: no work.
-        group: query heads per key head.
-        block_m: rows of a tile, a power of two: nodes times `group`, and what is left over is idle.
-        splits: equal shares of each tile's keys, merged by log-sum-exp.
-        chain: the chain without tiles, which flash-attn computes.
     """
 
+    # int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), whether its rows'
+    # ancestors are read (1: a tree, or rows that see all) or it is causal (0), and the tile's first node. A length of
+    # 0: no work
     tiles: Tensor
-    group: int
+    group: int  # query heads per key head
     kv_heads: int
-    block_m: int
-    splits: int
-    chain: Chain | None = None
+    block_m: int  # rows of a tile, a power of two: nodes times `group`, and what is left over is idle
+    splits: int  # equal shares of each tile's keys, merged by log-sum-exp
+    chain: Chain | None = None  # the chain without tiles, which flash-attn computes
 
     @cached_property
     def arrivals(self) -> Tensor:

@@ -19,26 +19,17 @@ class Trees:
     """The trees of several requests after their forward, padded to the same number of nodes, 64 at most.
 
     Padding has a parent and no ancestors, not even itself; the rest of it is not read. All are [requests, n].
-
-    Args:
-        tokens: int64; node 0 is the root.
-        parents, depths: int64; only the root's parent is -1.
-        ancestors: int64; bit j set: node j is an ancestor or the node itself.
-        log_probs: float32, the draft's log-probability of the path to the node.
-        valid: bool; False: never accepted.
-        relaxable: bool; False: accepted only if it is the target's own choice.
-        choices: int64, the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN.
-        positions: int64 [requests], where each answer so far stands; of bins, the action dimension of the next token.
     """
 
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    log_probs: Tensor
-    valid: Tensor
-    relaxable: Tensor
-    choices: Tensor
+    tokens: Tensor  # int64; node 0 is the root
+    parents: Tensor  # int64; only the root's parent is -1
+    depths: Tensor  # int64
+    ancestors: Tensor  # int64; bit j set: node j is an ancestor or the node itself
+    log_probs: Tensor  # float32, the draft's log-probability of the path to the node
+    valid: Tensor  # bool; False: never accepted
+    relaxable: Tensor  # bool; False: accepted only if it is the target's own choice
+    choices: Tensor  # int64, the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN
+    # int64 [requests], where each answer so far stands; of bins, the action dimension of the next token
     positions: Tensor
 
     @cached_property
@@ -108,20 +99,14 @@ class PackedTrees:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Each node's token beside the target's choice after the node's parent, [requests, n].
+    """Each node's token beside the target's choice after the node's parent, [requests, n]."""
 
-    Args:
-        wanted: int64, that choice; NO_TOKEN at the root.
-        exact: bool, whether the token is the target's choice.
-        distances: int64, bins between the two; 0 at the root. Two texts that differ are 1 apart; a text and an action,
-            as many bins as there are.
-        dimensions: int64, the action dimension of the token where both are action tokens, else -1.
-    """
-
-    wanted: Tensor
-    exact: Tensor
+    wanted: Tensor  # int64, that choice; NO_TOKEN at the root
+    exact: Tensor  # bool, whether the token is the target's choice
+    # int64, bins between the two; 0 at the root. Two texts that differ are 1 apart; a text and an action, as many bins
+    # as there are
     distances: Tensor
-    dimensions: Tensor
+    dimensions: Tensor  # int64, the action dimension of the token where both are action tokens, else -1
 
     @staticmethod
     def where_near(trees: Trees, wanted: Tensor, near: Tensor, apart: Tensor, dimensions: Tensor) -> "Comparison":

@@ -14,42 +14,28 @@ _BLOCK = 1024  # elements of a row that a program moves: 8 per thread
 
 @dataclass(frozen=True)
 class DraftSlots:
-    """Where the requests' rows lie, int64 [requests], and the tables that all forwards share.
+    """Where the requests' rows lie, int64 [requests], and the tables that all forwards share."""
 
-    Args:
-        slots: of the head's keys and values.
-        prefix_lens, rows: committed rows of the slots, and how many of these are new.
-        max_depths: of the trees; no position lies beyond them, so that every one exists.
-        cos, sin: [positions, dim], RoPE's tables.
-    """
-
-    slots: Tensor
-    prefix_lens: Tensor
-    rows: Tensor
-    max_depths: Tensor
+    slots: Tensor  # of the head's keys and values
+    prefix_lens: Tensor  # committed rows of the slots
+    rows: Tensor  # how many of these are new
+    max_depths: Tensor  # of the trees; no position lies beyond them, so that every one exists
     slot_rows: int
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # [positions, dim], RoPE's table
+    sin: Tensor  # likewise
 
 
 @dataclass(frozen=True)
 class DraftRows:
-    """One forward's rows, request by request.
+    """One forward's rows, request by request."""
 
-    Args:
-        inputs: [requests, n, 2 hidden], each row's embedding and state.
-        positions, kv_rows, ancestors: int64 [requests * n], as in PackedLayout; ancestors are 0 of chains.
-        cos, sin: [requests * n, dim], of the positions.
-        ends: int64 [requests], the row of each request's last committed token; of chains.
-    """
-
-    inputs: Tensor
-    positions: Tensor
-    kv_rows: Tensor
-    ancestors: Tensor
-    cos: Tensor
-    sin: Tensor
-    ends: Tensor
+    inputs: Tensor  # [requests, n, 2 hidden], each row's embedding and state
+    positions: Tensor  # int64 [requests * n], as in PackedLayout
+    kv_rows: Tensor  # likewise
+    ancestors: Tensor  # likewise; 0 of chains
+    cos: Tensor  # [requests * n, dim], of the positions
+    sin: Tensor  # likewise
+    ends: Tensor  # int64 [requests], the row of each request's last committed token; of chains
 
 
 def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:

@@ -28,25 +28,20 @@ class Window:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What the children of a beam's nodes are chosen from.
+    """What the children of a beam's nodes are chosen from."""
 
-    Args:
-        dimensions: int64 [trees], the action dimension of the first level's children, the next level's is one more;
-            below 0 where they may be text.
-        rows: [trees, beam, columns], of consecutive ids: logits, to be normalised over these ids alone, or
-            log-probabilities. The last dimension is contiguous.
-        first_id: of column 0.
-        normalised: whether the rows are log-probabilities.
-        window: chooses by the mass of windows (`WindowMass` of the EAGLE drafter); None: the likeliest.
-        chosen: tokens, int64, and log-probabilities, both [trees, beam, k], of the children that the rows do not give:
-            in dimensions below 0, or everywhere without rows. The last dimension is contiguous.
-    """
-
+    # int64 [trees], the action dimension of the first level's children, the next level's is one more; below 0 where
+    # they may be text
     dimensions: Tensor
+    # [trees, beam, columns], of consecutive ids: logits, to be normalised over these ids alone, or log-probabilities.
+    # The last dimension is contiguous
     rows: Tensor | None = None
-    first_id: int = 0
-    normalised: bool = False
+    first_id: int = 0  # of column 0
+    normalised: bool = False  # whether the rows are log-probabilities
+    # Chooses by the mass of windows (`WindowMass` of the EAGLE drafter); None: the likeliest
     window: Window | None = None
+    # Tokens, int64, and log-probabilities, both [trees, beam, k], of the children that the rows do not give: in
+    # dimensions below 0, or everywhere without rows. The last dimension is contiguous
     chosen: tuple[Tensor, Tensor] | None = None
 
 
@@ -67,19 +62,14 @@ class Considered:
 
 @dataclass(frozen=True)
 class Beam:
-    """The best nodes of a level, whose children are considered next, [trees, k].
-
-    Args:
-        parents: int64, index of each one's parent in the beam before; 0 in the first, after the root.
-        numbers: int64, see Considered.
-        ancestors: int64 [trees, n], of the nodes of all beams so far, this one last; bit j set: node j is an ancestor
-            or the node itself.
-    """
+    """The best nodes of a level, whose children are considered next, [trees, k]."""
 
     tokens: Tensor
-    parents: Tensor
+    parents: Tensor  # int64, index of each one's parent in the beam before; 0 in the first, after the root
     scores: Tensor
-    numbers: Tensor
+    numbers: Tensor  # int64, see Considered
+    # int64 [trees, n], of the nodes of all beams so far, this one last; bit j set: node j is an ancestor or the node
+    # itself
     ancestors: Tensor
 
 

@@ -63,22 +63,17 @@ class Ancestry:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout that all operators of one packed forward share.
+    """The layout that all operators of one packed forward share."""
 
-    Args:
-        spans: one per segment, in packed order, none empty.
-        positions: int64 [n_rows], RoPE position of each row: prefix length + depth in the segment; [axes, n_rows] for a
-            model whose rows have several (M-RoPE).
-        kv_rows: int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`.
-        ancestors: int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself.
-            0 for the rows of causal chains; all bits for rows that see all of their chain, however long it is.
-        plans: of the attention kernel, by group and key heads, made on demand; a captured forward brings its own.
-    """
-
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # one per segment, in packed order, none empty
+    # int64 [n_rows], RoPE position of each row: prefix length + depth in the segment; [axes, n_rows] for a model whose
+    # rows have several (M-RoPE)
     positions: Tensor
-    kv_rows: Tensor
+    kv_rows: Tensor  # int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`
+    # int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself. 0 for the rows of causal
+    # chains; all bits for rows that see all of their chain, however long it is
     ancestors: Tensor
+    # Of the attention kernel, by group and key heads, made on demand; a captured forward brings its own
     plans: dict[tuple[int, int], AttentionPlan] = field(default_factory=dict, compare=False, repr=False)
 
     def attention_plan(self, heads: int, kv_heads: int, slot_rows: int) -> AttentionPlan:

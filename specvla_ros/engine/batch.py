@@ -26,26 +26,20 @@ from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork, Fin
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of a packed forward; raises ValueError where its parts do not fit each other.
-
-    Args:
-        prefix_len: rows already committed in the slot.
-        inputs: embeddings [n, hidden], or int64 token ids [n].
-        ancestry: None for a chain; of a tree, -1 marks a node that follows the prefix directly (the root).
-        wanted: how many of the last nodes need logits: 0 for a chunk that does not end the prompt, 1 for the end of a
-            prefill, n for a tree.
-        positions: int64 [axes, n], RoPE positions of a chain's rows, or those of a tree's root in each of its rows, for
-            a model whose rows have several; None: they count up with the slot's rows.
-        sees_all: of a chain: every row sees all of it (the prompt of a prefix language model).
-    """
+    """One request's share of a packed forward; raises ValueError where its parts do not fit each other."""
 
     slot: int
-    prefix_len: int
-    inputs: Tensor
+    prefix_len: int  # rows already committed in the slot
+    inputs: Tensor  # embeddings [n, hidden], or int64 token ids [n]
+    # None for a chain; of a tree, -1 marks a node that follows the prefix directly (the root)
     ancestry: Ancestry | None = None
+    # How many of the last nodes need logits: 0 for a chunk that does not end the prompt, 1 for the end of a prefill, n
+    # for a tree
     wanted: int = 1
+    # int64 [axes, n], RoPE positions of a chain's rows, or those of a tree's root in each of its rows, for a model
+    # whose rows have several; None: they count up with the slot's rows
     positions: np.ndarray | None = None
-    sees_all: bool = False
+    sees_all: bool = False  # of a chain: every row sees all of it (the prompt of a prefix language model)
 
     def __post_init__(self) -> None:
         n = len(self)
@@ -147,19 +141,14 @@ def packed_forward(decoder: Decoder, segments: Sequence[Segment], cache: KVCache
 
 @dataclass
 class ScheduledRequest:
-    """One request's share of a forward: a chunk of its prompt, the prompt's end with a drafted tree, or a tree.
-
-    Attributes:
-        prompt_rows: number of prompt rows in it; 0 after the prompt.
-        states: [n, hidden], last hidden states of the forward, valid until the next one.
-        rows: its own of these.
-    """
+    """One request's share of a forward: a chunk of its prompt, the prompt's end with a drafted tree, or a tree."""
 
     request: Request
-    prompt_rows: int
+    prompt_rows: int  # number of prompt rows in it; 0 after the prompt
     ends_prompt: bool
+    # [n, hidden], last hidden states of the forward, valid until the next one
     states: Tensor = field(default_factory=lambda: torch.empty(0))
-    rows: range = range(0)
+    rows: range = range(0)  # its own of these
 
     @staticmethod
     def next_share(request: Request) -> "ScheduledRequest":
@@ -264,41 +253,27 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class TickWork:
-    """The work of one tick, from which its time on another device can be predicted.
+    """The work of one tick, from which its time on another device can be predicted."""
 
-    Args:
-        images: that went through the vision tower.
-        prompts: in the forward; a chunk counts for its share of its prompt.
-        trees: requests in the forward whose prompt is through.
-        nodes: of their trees.
-        head_prompts: prompts that the draft head was fed with; a chunk counts for its share.
-    """
-
-    images: int = 0
-    prompts: float = 0.0
-    trees: int = 0
-    nodes: int = 0
+    images: int = 0  # that went through the vision tower
+    prompts: float = 0.0  # in the forward; a chunk counts for its share of its prompt
+    trees: int = 0  # requests in the forward whose prompt is through
+    nodes: int = 0  # of their trees
     drafting: DraftWork = field(default_factory=DraftWork)
-    head_prompts: float = 0.0
+    head_prompts: float = 0.0  # prompts that the draft head was fed with; a chunk counts for its share
 
 
 @dataclass
 class Batch:
-    """The work of one tick.
+    """The work of one tick."""
 
-    Attributes:
-        shares: each request's share of the forward, oldest frame first.
-        admitted: the frame that begins with this tick, until `Scheduler.begin` makes a request of it.
-        finished: completed answers that stand for an action.
-        started_ns: `time.monotonic_ns()` when the tick began; a frame that begins with it has waited until then.
-        vision_s: seconds of the vision tower in this tick, known after the read-back.
-    """
-
-    shares: list[ScheduledRequest]
+    shares: list[ScheduledRequest]  # each request's share of the forward, oldest frame first
+    # The frame that begins with this tick, until `Scheduler.begin` makes a request of it
     admitted: Waiting | None = None
-    finished: list[FinishedAnswer] = field(default_factory=list)
+    finished: list[FinishedAnswer] = field(default_factory=list)  # completed answers that stand for an action
+    # `time.monotonic_ns()` when the tick began; a frame that begins with it has waited until then
     started_ns: int = field(default_factory=time.monotonic_ns)
-    vision_s: float = 0.0
+    vision_s: float = 0.0  # seconds of the vision tower in this tick, known after the read-back
 
     @property
     def verified(self) -> list[ScheduledRequest]:

@@ -34,34 +34,21 @@ _COLUMNS = 5  # of HostInputs, beside the positions
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One size of forward.
+    """One size of forward."""
 
-    Args:
-        rows: rows of the forward, those that no segment has included.
-        longest: maximum of rows in a segment; decides the attention's tiles.
-    """
-
-    rows: int
-    longest: int
+    rows: int  # rows of the forward, those that no segment has included
+    longest: int  # maximum of rows in a segment; decides the attention's tiles
 
 
 @dataclass(frozen=True)
 class ForwardSizes:
-    """Which forwards an engine's settings can lead to.
+    """Which forwards an engine's settings can lead to."""
 
-    Args:
-        slots: maximum of requests in flight; at most one of them has rows of its prompt in a forward.
-        nodes: maximum in a tree, the root included; also of what is verified after a prompt.
-        prompts: lengths that a prompt may have, in rows; at least one.
-        forwards: that a prompt is spread over.
-        measured: sizes that were found on the device, see `measured_on`; empty: they go by a rule.
-    """
-
-    slots: int
-    nodes: int
-    prompts: tuple[int, ...]
-    forwards: int = 1
-    measured: tuple[int, ...] = ()
+    slots: int  # maximum of requests in flight; at most one of them has rows of its prompt in a forward
+    nodes: int  # maximum in a tree, the root included; also of what is verified after a prompt
+    prompts: tuple[int, ...]  # lengths that a prompt may have, in rows; at least one
+    forwards: int = 1  # that a prompt is spread over
+    measured: tuple[int, ...] = ()  # sizes that were found on the device, see `measured_on`; empty: they go by a rule
 
     @staticmethod
     def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
@@ -159,27 +146,17 @@ def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class HostInputs:
-    """The host's numbers of a forward, in one piece of memory `all`, so that one copy sends it.
-
-    Args:
-        positions: int64 [rows], or [axes, rows] where there are several, as in PackedLayout.
-        kv_rows, ancestors: int64 [rows], as there.
-        wanted: int64 [rows], of which the first are read.
-        ids: int64 [rows], tokens; -1 where the row's embedding is given instead.
-        depths: int64 [rows], added to the positions.
-        chain: int32 [2, 2], as in Chain.
-        tiles: int32 [tiles, 6], as in AttentionPlan.
-    """
+    """The host's numbers of a forward, in one piece of memory `all`, so that one copy sends it."""
 
     all: Tensor
-    positions: Tensor
-    kv_rows: Tensor
-    ancestors: Tensor
-    wanted: Tensor
-    ids: Tensor
-    depths: Tensor
-    chain: Tensor
-    tiles: Tensor
+    positions: Tensor  # int64 [rows], or [axes, rows] where there are several, as in PackedLayout
+    kv_rows: Tensor  # int64 [rows], as there
+    ancestors: Tensor  # likewise
+    wanted: Tensor  # int64 [rows], of which the first are read
+    ids: Tensor  # int64 [rows], tokens; -1 where the row's embedding is given instead
+    depths: Tensor  # int64 [rows], added to the positions
+    chain: Tensor  # int32 [2, 2], as in Chain
+    tiles: Tensor  # int32 [tiles, 6], as in AttentionPlan
 
     @staticmethod
     def in_memory(memory: Tensor, rows: int, axes: int) -> "HostInputs":

@@ -78,20 +78,14 @@ class Waiting:
 
 @dataclass
 class _Stream:
-    """One robot's place.
+    """One robot's place."""
 
-    Attributes:
-        budget_s: in which its frames should be answered, from their arrival on.
-        priority: streams of a higher one are begun first, whatever the budgets.
-        last_stamp_ns: stamp of the last observation taken in; only newer ones are.
-        since_ns: `time.monotonic_ns()` since which one waits. A newer one takes the place of an older one and keeps
-            its turn, so that a fast camera neither gains nor loses by its rate.
-    """
-
-    budget_s: float = 0.0
-    priority: int = 0
-    last_stamp_ns: int = 0
+    budget_s: float = 0.0  # in which its frames should be answered, from their arrival on
+    priority: int = 0  # streams of a higher one are begun first, whatever the budgets
+    last_stamp_ns: int = 0  # stamp of the last observation taken in; only newer ones are
     waiting: Waiting | None = None
+    # `time.monotonic_ns()` since which one waits. A newer one takes the place of an older one and keeps its turn, so
+    # that a fast camera neither gains nor loses by its rate
     since_ns: int = 0
 
     @property

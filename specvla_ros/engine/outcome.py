@@ -114,26 +114,17 @@ class DecodeRecord:
 
 @dataclass(frozen=True)
 class Action:
-    """The answer to one observation, whose stamp travels with it.
-
-    Args:
-        names: one per dimension.
-        actions: float64 [horizon, dims], un-normalised; displacements per `dt_s` of the training data.
-        tokens: the action tokens, one per value for bins.
-        finished_ns: `time.monotonic_ns()` when the last token was committed.
-        dt_s: seconds that one action takes; None where the checkpoint does not say.
-        text_tokens: the text that the policy wrote before its action.
-    """
+    """The answer to one observation, whose stamp travels with it."""
 
     observation: Observation
-    names: tuple[str, ...]
-    actions: np.ndarray
-    tokens: tuple[int, ...]
+    names: tuple[str, ...]  # one per dimension
+    actions: np.ndarray  # float64 [horizon, dims], un-normalised; displacements per `dt_s` of the training data
+    tokens: tuple[int, ...]  # the action tokens, one per value for bins
     timings: StageTimings
     record: DecodeRecord
-    finished_ns: int
-    dt_s: float | None = None
-    text_tokens: tuple[int, ...] = ()
+    finished_ns: int  # `time.monotonic_ns()` when the last token was committed
+    dt_s: float | None = None  # seconds that one action takes; None where the checkpoint does not say
+    text_tokens: tuple[int, ...] = ()  # the text that the policy wrote before its action
 
     @property
     def values(self) -> np.ndarray:

@@ -27,63 +27,42 @@ from specvla_ros.speculation.tree import Tree
 
 @dataclass(frozen=True)
 class VerifyInput:
-    """One request's tree in a forward, as the host knows it before.
+    """One request's tree in a forward, as the host knows it before."""
 
-    Args:
-        tree: drafted tokens; its root may be the prompt's last row.
-        position: where the answer so far stands; see `Codec.position`.
-        root_row: the slot's row of the root.
-        visual: last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward
-            added by it; empty where the rule does not need them.
-        ids: of prompt and answer up to the root.
-    """
-
-    tree: Tree
-    position: int
+    tree: Tree  # drafted tokens; its root may be the prompt's last row
+    position: int  # where the answer so far stands; see `Codec.position`
     slot: int
-    root_row: int
+    root_row: int  # the slot's row of the root
     rule: AcceptanceRule
+    # Last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward added by
+    # it; empty where the rule does not need them
     visual: Sequence[Tensor] = ()
-    ids: Sequence[int] = ()
+    ids: Sequence[int] = ()  # of prompt and answer up to the root
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The nodes of one request's path, and the token after each of them.
+    """The nodes of one request's path, and the token after each of them."""
 
-    Args:
-        nodes: the nodes whose keys and values join the slot's prefix, the root first.
-        tokens: accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER where that is none.
-        bins_off: distance of each token from the target's own choice, in bins.
-        why: an AcceptReason for each token.
-        tokens_on_device: int64 [n], the tokens where the model is.
-    """
-
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # the nodes whose keys and values join the slot's prefix, the root first
+    # Accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER where that is none
     tokens: tuple[int, ...]
-    bins_off: tuple[int, ...]
-    why: tuple[int, ...]
-    tokens_on_device: Tensor
+    bins_off: tuple[int, ...]  # distance of each token from the target's own choice, in bins
+    why: tuple[int, ...]  # an AcceptReason for each token
+    tokens_on_device: Tensor  # int64 [n], the tokens where the model is
 
 
 @dataclass(frozen=True)
 class Group:
-    """The requests of a forward that share a rule, with the host's numbers uploaded.
+    """The requests of a forward that share a rule, with the host's numbers uploaded."""
 
-    Args:
-        parts: their indices among the requests of the forward.
-        max_depth: of their trees.
-        positions, slots, root_rows: int64 [requests]; slots are all different.
-        rows: int64 [requests, n], each node's row among all trees' nodes; padding has the row after the last.
-    """
-
-    parts: tuple[int, ...]
+    parts: tuple[int, ...]  # their indices among the requests of the forward
     rule: AcceptanceRule
-    max_depth: int
-    positions: Tensor
-    slots: Tensor
-    root_rows: Tensor
-    rows: Tensor
+    max_depth: int  # of their trees
+    positions: Tensor  # int64 [requests]
+    slots: Tensor  # int64 [requests], all different
+    root_rows: Tensor  # int64 [requests]
+    rows: Tensor  # int64 [requests, n], each node's row among all trees' nodes; padding has the row after the last
 
 
 @dataclass(frozen=True)

@@ -17,25 +17,19 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class VisionTowerConfig:
-    """Shape of one vision transformer.
+    """Shape of one vision transformer."""
 
-    Args:
-        embed_dim, depth, heads, mlp_dim, patch_size: as in the ViT paper. The tower's output is that of the block
-            before the last, so `depth - 1` blocks are computed.
-        class_token, register_tokens: prefix tokens before the patches (DINOv2), without a position.
-        layer_scale: the blocks scale their residual branches (DINOv2).
-        image_size: height and width of the input in pixels.
-    """
-
+    # embed_dim, depth, heads, mlp_dim, patch_size: as in the ViT paper. The tower's output is that of the block before
+    # the last, so `depth - 1` blocks are computed
     embed_dim: int
     depth: int
     heads: int
     mlp_dim: int
     patch_size: int
-    class_token: bool
-    register_tokens: int
-    layer_scale: bool
-    image_size: int
+    class_token: bool  # a prefix token before the patches (DINOv2), without a position
+    register_tokens: int  # more of them
+    layer_scale: bool  # the blocks scale their residual branches (DINOv2)
+    image_size: int  # height and width of the input in pixels
 
     @property
     def patches(self) -> int:
@@ -55,15 +49,7 @@ class DecoderVariant:
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Shape of a decoder; names and defaults are those of transformers' Llama.
-
-    Args:
-        rope_sections: how many of the `head_dim` / 2 frequencies turn with time, height and width under M-RoPE
-            (Qwen2.5-VL); empty: a row has one position.
-        rope_interleaved: these frequencies take turns (Qwen3-VL) instead of following each other.
-        deepstack: features of each image row that are added after as many of the first layers (DeepStack, arXiv
-            2406.04334; Qwen3-VL); they stand beside its embedding.
-    """
+    """Shape of a decoder; names and defaults are those of transformers' Llama."""
 
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -77,8 +63,12 @@ class DecoderShape:
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     variant: DecoderVariant = DecoderVariant()
+    # How many of the `head_dim` / 2 frequencies turn with time, height and width under M-RoPE (Qwen2.5-VL); empty: a
+    # row has one position
     rope_sections: tuple[int, ...] = ()
-    rope_interleaved: bool = False
+    rope_interleaved: bool = False  # these frequencies take turns (Qwen3-VL) instead of following each other
+    # Features of each image row that are added after as many of the first layers (DeepStack, arXiv 2406.04334;
+    # Qwen3-VL); they stand beside its embedding
     deepstack: int = 0
 
     @property

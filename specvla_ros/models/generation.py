@@ -23,18 +23,13 @@ USUAL_NEW_TOKENS = 20  # transformers' default length of an answer
 
 @dataclass(frozen=True)
 class GreedyRules:
-    """What is done to logits before the largest is taken.
+    """What is done to logits before the largest is taken."""
 
-    Args:
-        repetition_penalty: logits of earlier ids are divided by it if positive, else multiplied (CTRL, arXiv
-            1909.05858, as transformers' RepetitionPenaltyLogitsProcessor); 1: none.
-        allowed_ids: the only ids that may be answered, after the penalty; empty: all.
-        max_new_tokens: length at which generate would end an answer; None: the file does not say.
-    """
-
+    # Logits of earlier ids are divided by it if positive, else multiplied (CTRL, arXiv 1909.05858, as transformers'
+    # RepetitionPenaltyLogitsProcessor); 1: none
     repetition_penalty: float = 1.0
-    allowed_ids: tuple[int, ...] = ()
-    max_new_tokens: int | None = None
+    allowed_ids: tuple[int, ...] = ()  # the only ids that may be answered, after the penalty; empty: all
+    max_new_tokens: int | None = None  # length at which generate would end an answer; None: the file does not say
 
     @property
     def penalises(self) -> bool:

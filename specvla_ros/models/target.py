@@ -45,22 +45,15 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """The rows of an observation's prompt, known on the host before anything is computed.
+    """The rows of an observation's prompt, known on the host before anything is computed."""
 
-    Args:
-        ids: the prompt's text as token ids.
-        rows: length of the prompt in rows of the KV cache, those of the images included.
-        visual_rows: the rows of image embeddings, in order, a range for each stretch.
-        positions: int64 [axes, rows], RoPE positions for a model whose rows have several (M-RoPE); rows after the
-            prompt count up from the largest. None: rows count up from 0.
-        causal: each row sees only earlier ones; False: all rows see each other (a prefix language model).
-    """
-
-    ids: tuple[int, ...]
-    rows: int
-    visual_rows: tuple[range, ...]
+    ids: tuple[int, ...]  # the prompt's text as token ids
+    rows: int  # length of the prompt in rows of the KV cache, those of the images included
+    visual_rows: tuple[range, ...]  # the rows of image embeddings, in order, a range for each stretch
+    # int64 [axes, rows], RoPE positions for a model whose rows have several (M-RoPE); rows after the prompt count up
+    # from the largest. None: rows count up from 0
     positions: np.ndarray | None = None
-    causal: bool = True
+    causal: bool = True  # each row sees only earlier ones; False: all rows see each other (a prefix language model)
 
     def positions_of(self, start: int, stop: int) -> np.ndarray | None:
         """RoPE positions of some rows of the prompt or of an answer without branches.

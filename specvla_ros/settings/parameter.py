@@ -30,29 +30,17 @@ _ABSTRACT: dict[type, type] = {int: Integral, float: Real}  # NumPy's numbers to
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a parameter means and may be.
+    """What a parameter means and may be."""
 
-    Args:
-        description: one sentence.
-        unit: of its numbers, such as m or tokens.
-        minimum: of a number; None: no limit.
-        maximum: of a number; None: no limit.
-        choices: the only values of a string; empty: any. A function, where a registry knows them.
-        writable: whether it may change while a node runs.
-        name: see the module.
-        presets: by choice, values of other parameters.
-        basic: a robot sets it, so that help and reference show it first.
-    """
-
-    description: str
-    unit: str = ""
-    minimum: float | None = None
-    maximum: float | None = None
-    choices: Choices = ()
-    writable: bool = False
-    name: str = ""
-    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    basic: bool = False
+    description: str  # one sentence
+    unit: str = ""  # of its numbers, such as m or tokens
+    minimum: float | None = None  # of a number; None: no limit
+    maximum: float | None = None  # of a number; None: no limit
+    choices: Choices = ()  # the only values of a string; empty: any. A function, where a registry knows them
+    writable: bool = False  # whether it may change while a node runs
+    name: str = ""  # see the module
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by choice, values of other parameters
+    basic: bool = False  # a robot sets it, so that help and reference show it first
 
     @property
     def text(self) -> str:

@@ -31,25 +31,18 @@ class AcceptReason(IntEnum):
 
 @dataclass(frozen=True)
 class Verification:
-    """The trees of several requests after their forward, as an acceptance rule sees them.
+    """The trees of several requests after their forward, as an acceptance rule sees them."""
 
-    Args:
-        trees: the drafts, and the target's greedy choice after each node; padded to n nodes.
-        logits: float32 [rows, vocab], the target's, of all trees' nodes; see `of_nodes`.
-        rows: int64 [requests, n], each node's row of the logits; padding has any. None: one request, its rows in order.
-        hidden: [requests, n, hidden], the target's last hidden states, after the final norm, for rules that need them.
-        visual: [requests, image_tokens, hidden], those of the image's rows; likewise.
-        distances: how far apart tokens are; None: as ids of actions are.
-    """
-
-    trees: Trees
+    trees: Trees  # the drafts, and the target's greedy choice after each node; padded to n nodes
     actions: ActionIds
     max_depth: int
-    logits: Tensor
+    logits: Tensor  # float32 [rows, vocab], the target's, of all trees' nodes; see `of_nodes`
+    # int64 [requests, n], each node's row of the logits; padding has any. None: one request, its rows in order
     rows: Tensor | None = None
+    # [requests, n, hidden], the target's last hidden states, after the final norm, for rules that need them
     hidden: Tensor | None = None
-    visual: Tensor | None = None
-    distances: TokenDistances | None = None
+    visual: Tensor | None = None  # [requests, image_tokens, hidden], those of the image's rows; likewise
+    distances: TokenDistances | None = None  # how far apart tokens are; None: as ids of actions are
 
     @cached_property
     def comparison(self) -> Comparison:
@@ -79,17 +72,13 @@ class Verification:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The decision of a rule.
+    """The decision of a rule."""
 
-    Args:
-        mask: bool [requests, n, n] or [requests, 1, n]; row e, column j: on a path that ends at node e, node j may be
-            committed. Read where j is an ancestor of e, or e itself; not at the root.
-        reasons: int64 [requests, n], an AcceptReason for each node that is accepted.
-        comparison: the comparison that the rule used, which is reported; None: `Verification.comparison`.
-    """
-
+    # bool [requests, n, n] or [requests, 1, n]; row e, column j: on a path that ends at node e, node j may be
+    # committed. Read where j is an ancestor of e, or e itself; not at the root
     mask: Tensor
-    reasons: Tensor
+    reasons: Tensor  # int64 [requests, n], an AcceptReason for each node that is accepted
+    # The comparison that the rule used, which is reported; None: `Verification.comparison`
     comparison: Comparison | None = None
 
 

@@ -10,16 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Node:
-    """A drafted token.
-
-    Args:
-        parent: index of the node that it follows, which comes before it; -1: the root, the answer's last token.
-        log_prob: the draft's log-probability of the path that ends with it.
-    """
+    """A drafted token."""
 
     token: int
-    parent: int
-    log_prob: float = 0.0
+    parent: int  # index of the node that it follows, which comes before it; -1: the root, the answer's last token
+    log_prob: float = 0.0  # the draft's log-probability of the path that ends with it
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tree:
-    """Drafted tokens below a root; the root is node 0, the last committed token.
+    """Drafted tokens below a root; the root is node 0, the last committed token."""
 
-    Args:
-        tokens: int64 [n].
-        ancestry: of the n nodes; only the root's parent is -1.
-        log_probs: float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf if unknown.
-        valid: bool [n]; False marks padding, which is never accepted. The root is valid.
-        relaxable: bool [n]; False: the node is accepted only if it is the target's own choice, whatever the rule.
-        depth: no node is deeper; known to the host.
-    """
-
-    tokens: Tensor
-    ancestry: Ancestry
+    tokens: Tensor  # int64 [n]
+    ancestry: Ancestry  # of the n nodes; only the root's parent is -1
+    # float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf if unknown
     log_probs: Tensor
-    valid: Tensor
-    relaxable: Tensor
-    depth: int
+    valid: Tensor  # bool [n]; False marks padding, which is never accepted. The root is valid
+    relaxable: Tensor  # bool [n]; False: the node is accepted only if it is the target's own choice, whatever the rule
+    depth: int  # no node is deeper; known to the host
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -48,22 +48,16 @@ class ActionTokenizer:
 
 @dataclass(frozen=True)
 class BinsCodec(ChunkCodec):
-    """OpenVLA's answers: one bin token per dimension, after up to `max_text` tokens of text.
+    """OpenVLA's answers: one bin token per dimension, after up to `max_text` tokens of text."""
 
-    Args:
-        tokenizer: token ids to normalised values.
-        statistics: normalised values to the robot's units.
-        max_text: text tokens that may come before the action, as in embodied chain-of-thought; 0 for OpenVLA, whose
-            first token is an action.
-        dt_s: see `Codec`.
-        end_ids: the token ids with which a policy that writes text ends its answer, which then holds one whole action
-            at its end. Empty: an answer ends with the last token of the first whole action.
-    """
-
-    tokenizer: ActionTokenizer
-    statistics: ActionStatistics
+    tokenizer: ActionTokenizer  # token ids to normalised values
+    statistics: ActionStatistics  # normalised values to the robot's units
+    # Text tokens that may come before the action, as in embodied chain-of-thought; 0 for OpenVLA, whose first token is
+    # an action
     max_text: int = 0
-    dt_s: float | None = None
+    dt_s: float | None = None  # see `Codec`
+    # The token ids with which a policy that writes text ends its answer, which then holds one whole action at its end.
+    # Empty: an answer ends with the last token of the first whole action
     end_ids: frozenset[int] = frozenset()
 
     @property

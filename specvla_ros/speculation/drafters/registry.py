@@ -31,21 +31,14 @@ drafter = DRAFTERS.register
 
 @dataclass(frozen=True)
 class DraftContext:
-    """Input to the function that makes a drafter.
-
-    Args:
-        slots: maximum of requests in flight.
-        slot_rows: maximum of committed rows of a slot.
-        chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
-        codec: the policy's, with as much text as may come.
-    """
+    """Input to the function that makes a drafter."""
 
     settings: DraftSettings
     target: Target
-    slots: int
-    slot_rows: int
-    chunk_step_s: float
-    codec: Codec
+    slots: int  # maximum of requests in flight
+    slot_rows: int  # maximum of committed rows of a slot
+    chunk_step_s: float  # seconds that one action of a chunk takes; 0: unknown
+    codec: Codec  # the policy's, with as much text as may come
 
     def own(self, name: str) -> Any:
         return self.settings.drafters[name]
@@ -85,21 +78,16 @@ class NewRows:
     """Rows of a slot committed since the last draft, where the forward left them, gathered lazily.
 
     First come rows whose following rows are known, as those of a prompt, then rows that a tree's nodes wrote.
-
-    Args:
-        known_hidden: [k, hidden], the target's last hidden states at the first rows.
-        known_following: [k, hidden], embedding of the token after each.
-        states: [n, hidden], last hidden states of a forward; that of other requests' rows too.
-        nodes, tokens: rows of `states`, for the rows behind the known ones, and the token after each.
-        embed: token ids to embeddings; needed where there are tokens.
     """
 
+    # [k, hidden], the target's last hidden states at the first rows
     known_hidden: Tensor = field(default_factory=_no_rows)
-    known_following: Tensor = field(default_factory=_no_rows)
+    known_following: Tensor = field(default_factory=_no_rows)  # [k, hidden], embedding of the token after each
+    # [n, hidden], last hidden states of a forward; that of other requests' rows too
     states: Tensor = field(default_factory=_no_rows)
-    nodes: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    embed: Callable[[Tensor], Tensor] | None = None
+    nodes: tuple[int, ...] = ()  # rows of `states`, for the rows behind the known ones
+    tokens: tuple[int, ...] = ()  # the token after each of these
+    embed: Callable[[Tensor], Tensor] | None = None  # token ids to embeddings; needed where there are tokens
 
     def __len__(self) -> int:
         return len(self.known_hidden) + len(self.nodes)
@@ -138,32 +126,20 @@ class NewRows:
 
 @dataclass(frozen=True)
 class DraftInput:
-    """One request, with the rows committed since the last draft.
-
-    Args:
-        prefix_len: committed rows of the slot.
-        new: the last of these, committed since the last draft; after the last one comes the root.
-        root: int64 [], the last committed token, whose keys and values are not written yet.
-        max_depth: of the tree: one less than the tokens still missing.
-        position: action tokens committed so far, the root included: the dimension of the first drafted token.
-        layout: the rows of the prompt; None: unknown, for drafters that do not read it.
-        mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
-        in_text: the answer may still be text, which comes before the action.
-        observation: what is answered, for drafters that look at it themselves.
-    """
+    """One request, with the rows committed since the last draft."""
 
     slot: int
-    prefix_len: int
-    new: NewRows
-    root: Tensor
-    max_depth: int
-    position: int
+    prefix_len: int  # committed rows of the slot
+    new: NewRows  # the last of these, committed since the last draft; after the last one comes the root
+    root: Tensor  # int64 [], the last committed token, whose keys and values are not written yet
+    max_depth: int  # of the tree: one less than the tokens still missing
+    position: int  # action tokens committed so far, the root included: the dimension of the first drafted token
     epoch: int = 0
-    layout: PromptLayout | None = None
+    layout: PromptLayout | None = None  # the rows of the prompt; None: unknown, for drafters that do not read it
     answer: tuple[int, ...] = ()
-    mid_prompt: bool = False
-    in_text: bool = False
-    observation: Observation | None = None
+    mid_prompt: bool = False  # these rows are a chunk of the prompt that does not end it; nothing is drafted yet
+    in_text: bool = False  # the answer may still be text, which comes before the action
+    observation: Observation | None = None  # what is answered, for drafters that look at it themselves
     stream: str = ""
 
     @property

@@ -25,13 +25,11 @@ class BinDistance:
     any token, so that with r = 9 it also takes ids that are no actions, and the -1 that pads its shorter paths.
 
     Other codecs count in their own steps: digits in units of a number's last place, FAST in steps of a coefficient.
-
-    Args:
-        bins: r per step of the codec, of bins per action dimension; a dimension beyond the last is strict.
-        device: where the model is, or each verification copies the tolerances there.
     """
 
+    # r per step of the codec, of bins per action dimension; a dimension beyond the last is strict
     bins: tuple[int, ...]
+    # Where the model is, or each verification copies the tolerances there
     device: torch.device | str = field(default="cpu", compare=False, repr=False)
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False

@@ -39,20 +39,15 @@ class _TowerInput:
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """What preprocessor_config.json prescribes.
+    """What preprocessor_config.json prescribes."""
 
-    Args:
-        strategy: `resize-naive` squeezes to a square; `letterbox` pads to a square first; `resize-crop` scales the
-            shorter side and crops the middle.
-        towers: input size, resampling, mean and std of each vision tower.
-        letterbox_fill: RGB of the padding.
-        center_crop: cut the middle 90 % (by area) first, as OpenVLA's evaluation does for checkpoints that were
-            fine-tuned with image augmentation.
-    """
-
+    # `resize-naive` squeezes to a square; `letterbox` pads to a square first; `resize-crop` scales the shorter side and
+    # crops the middle
     strategy: str
-    towers: tuple[_TowerInput, ...]
-    letterbox_fill: tuple[int, int, int]
+    towers: tuple[_TowerInput, ...]  # input size, resampling, mean and std of each vision tower
+    letterbox_fill: tuple[int, int, int]  # RGB of the padding
+    # Cut the middle 90 % (by area) first, as OpenVLA's evaluation does for checkpoints that were fine-tuned with image
+    # augmentation
     center_crop: bool = False
 
     def __call__(self, image: np.ndarray) -> Tensor:

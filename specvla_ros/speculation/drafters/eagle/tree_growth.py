@@ -50,15 +50,12 @@ class WindowMass:
     A child is not put where its window holds most mass. Where the draft is sure, every window around its guess holds
     nearly all of the mass, and the one that catches a little more of the tails is off by up to r bins, always to the
     same side: accepted, and wrong. The nano policy then hardly ever lifted a cube.
-
-    Args:
-        bins: int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond.
-        text: whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens.
     """
 
     k: int
     actions: ActionIds
-    bins: Tensor
+    bins: Tensor  # int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond
+    # Whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens
     text: bool = False
 
     @staticmethod
@@ -160,19 +157,14 @@ def tree_size(depth: int, k: int, max_nodes: int) -> int:
 
 @dataclass(frozen=True)
 class DraftStart:
-    """DraftInput's numbers of several requests on the device, where a captured growth can read them.
+    """DraftInput's numbers of several requests on the device, where a captured growth can read them."""
 
-    Args:
-        where: the requests' rows of the head's keys and values.
-        nodes: int64 [requests], maximum of the trees' nodes, the root included.
-        dimensions: int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text.
-        spans: slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
-    """
-
-    where: DraftSlots
-    nodes: Tensor
+    where: DraftSlots  # the requests' rows of the head's keys and values
+    nodes: Tensor  # int64 [requests], maximum of the trees' nodes, the root included
+    # int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text
     dimensions: Tensor
     roots: Tensor
+    # Slot and prefix_len of each request once more, on the host; empty where nothing may depend on them
     spans: tuple[tuple[int, int], ...] = ()
     COLUMNS: ClassVar[int] = 7
 
