@@ -20,11 +20,9 @@ PACKAGE = "flash-attn"
 
 @dataclass(frozen=True)
 class Chain:
-    """Where the chain lies, on the device, and bounds of its rows and keys.
+    """Where the chain lies, on the device, and bounds of its rows and keys."""
 
-    `ends` is int32 [2, 2], first and one past the last: of its packed rows, and of its keys counted through all slots.
-    """
-
+    # int32 [2, 2], first and one past the last: of its packed rows, and of its keys counted through all slots
     ends: Tensor
     most_rows: int
     most_keys: int

@@ -64,14 +64,12 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """The trees of several requests after their forward, as packed: `choices` of all nodes, `positions` by request.
-
-    `rows`, int64 [requests, n], is each node's place among all; padding has a place after the last. None: one request.
-    """
+    """The trees of several requests after their forward, as packed."""
 
     nodes: Nodes
-    choices: Tensor
-    positions: Tensor
+    choices: Tensor  # of all nodes
+    positions: Tensor  # by request
+    # int64 [requests, n], each node's place among all; padding has a place after the last. None: one request
     rows: Tensor | None = None
 
     @property

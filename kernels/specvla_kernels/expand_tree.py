@@ -15,15 +15,14 @@ MAX_COLUMNS = 1 << 10  # of a row that the kernel holds; of more, the likeliest 
 
 @dataclass(frozen=True)
 class Window:
-    """How many of a row's ids stand for the same action, near enough, of so many distinct values in `bins`.
+    """How many of a row's ids stand for the same action, near enough.
 
     Column 0 is the highest value, the last column the lowest; where there is one id more than values, columns 0 and 1
-    are the same value. `tolerances`, int64 [dimensions + 1], are the bins that a token may be off per action dimension;
-    the last is for all beyond.
+    are the same value.
     """
 
-    bins: int
-    tolerances: Tensor
+    bins: int  # distinct values
+    tolerances: Tensor  # int64 [dimensions + 1], bins that a token may be off per action dimension; the last: beyond
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Considered:
-    """Every child that some trees have considered, in order, [trees, n]; entry i has number i + 1, the root 0.
-
-    `scores` are log-probabilities of the path; -inf: impossible, or beyond the tree's own depth. `parents` are numbers.
-    """
+    """Every child that some trees have considered, in order, [trees, n]; entry i has number i + 1, the root 0."""
 
     tokens: Tensor
-    scores: Tensor
-    parents: Tensor
+    scores: Tensor  # log-probabilities of the path; -inf: impossible, or beyond the tree's own depth
+    parents: Tensor  # numbers
 
     def first(self, n: int) -> "Considered":
         return Considered(self.tokens[:, :n], self.scores[:, :n], self.parents[:, :n])

@@ -14,16 +14,11 @@ _ENTRIES = 1 << 10  # that a program holds at once: more would not fit its regis
 
 
 class GrownTrees(NamedTuple):
-    """Finished trees side by side; unused nodes come last.
+    """Finished trees side by side; node 0 is the root, of parent -1, and unused nodes come last."""
 
-    `numbers`, int64 [4, trees, n], are tokens, and the parents, depths and ancestors of Ancestry; 0 for unused nodes.
-    Node 0 is the root, of parent -1. `log_probs` are 0 of the root and -inf for unused nodes; `valid`, whether they are
-    above -inf.
-    """
-
-    numbers: Tensor
-    log_probs: Tensor
-    valid: Tensor
+    numbers: Tensor  # int64 [4, trees, n]: tokens, and parents, depths and ancestors of Ancestry; 0 for unused nodes
+    log_probs: Tensor  # 0 of the root and -inf for unused nodes
+    valid: Tensor  # whether these are above -inf
 
 
 def finish_tree(

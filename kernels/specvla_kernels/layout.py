@@ -16,15 +16,11 @@ MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
 @dataclass(frozen=True)
 class Ancestry:
-    """Who descends from whom, int64 [n]; parents come before their children.
+    """Who descends from whom, int64 [n]; parents come before their children."""
 
-    `parents` are -1, and `depths` 0, for nodes that follow the slot's committed rows directly; bit j of `ancestors`:
-    node j is an ancestor or the node itself.
-    """
-
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
+    parents: Tensor  # -1 for nodes that follow the slot's committed rows directly
+    depths: Tensor  # 0 for these
+    ancestors: Tensor  # bit j: node j is an ancestor or the node itself
 
     def __len__(self) -> int:
         return self.parents.shape[0]

@@ -12,14 +12,11 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 @dataclass(frozen=True)
 class RowNorm:
-    """RMSNorm (arXiv 1910.07467) of rows: x / sqrt(mean(x^2) + eps) * weight [hidden].
-
-    With `unit_offset` the weight is added to 1 (Gemma).
-    """
+    """RMSNorm (arXiv 1910.07467) of rows: x / sqrt(mean(x^2) + eps) * weight [hidden]."""
 
     weight: Tensor
     eps: float
-    unit_offset: bool = False
+    unit_offset: bool = False  # the weight is added to 1 (Gemma)
 
 
 def rmsnorm(x: Tensor, norm: RowNorm) -> Tensor:

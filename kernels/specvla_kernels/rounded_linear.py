@@ -25,13 +25,10 @@ _TILES = {16: (32, 256, 4, 4), 32: (32, 256, 3, 4), 64: (64, 128, 3, 4), 128: (1
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rows of activations or of a weight in steps of their own.
+    """Rows of activations or of a weight in steps of their own."""
 
-    `values` are int8 or float8_e4m3fn [n_rows, width], contiguous; `steps` float32 [n_rows], float64 in float64.
-    """
-
-    values: Tensor
-    steps: Tensor
+    values: Tensor  # int8 or float8_e4m3fn [n_rows, width], contiguous
+    steps: Tensor  # float32 [n_rows], float64 in float64
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = None, gate: str = "") -> Rounded:

@@ -58,15 +58,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Segments side by side, ready for one forward.
+    """Segments side by side, ready for one forward."""
 
-    `embeddings` [n_rows, hidden]; `wanted_rows` int64 [n_wanted], the rows whose logits are computed, segments in
-    order.
-    """
-
-    embeddings: Tensor
+    embeddings: Tensor  # [n_rows, hidden]
     layout: PackedLayout
-    wanted_rows: Tensor
+    wanted_rows: Tensor  # int64 [n_wanted], the rows whose logits are computed, segments in order
 
 
 def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:

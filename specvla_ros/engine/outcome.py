@@ -45,13 +45,10 @@ class DropReason(str, Enum):
 
 @dataclass(frozen=True)
 class Freshness:
-    """Which stamps an image may have: as it comes, when it begins, when its action is ready and when that goes out.
+    """Which stamps an image may have: as it comes, when it begins, when its action is ready and when that goes out."""
 
-    `max_age_s` limits the age, 0: not; `max_future_s`, how far the stamp may lie ahead of the clock.
-    """
-
-    max_age_s: float
-    max_future_s: float = math.inf
+    max_age_s: float  # limits the age; 0: not
+    max_future_s: float = math.inf  # how far the stamp may lie ahead of the clock
 
     def problem(
         self, stamp_ns: int, now_ns: int, too_old: DropReason = DropReason.STALE

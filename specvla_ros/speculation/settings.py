@@ -169,14 +169,11 @@ _EXAMPLE = "write it as 2mm,1.1deg, or 2mm, or 1deg, or 5bins"
 
 @dataclass(frozen=True, order=True)
 class Tolerance:
-    """How far an action token may be from the target's own choice; of two, the one with more mm is the larger.
+    """How far an action token may be from the target's own choice; of two, the one with more mm is the larger."""
 
-    `mm` of x, y, z and `degrees` of roll, pitch, yaw, or `bins` of every moving dimension; 0: strict.
-    """
-
-    mm: float = 0.0
-    degrees: float = 0.0
-    bins: int = 0
+    mm: float = 0.0  # of x, y, z; 0: strict
+    degrees: float = 0.0  # of roll, pitch, yaw
+    bins: int = 0  # of every moving dimension, in place of both
 
     @staticmethod
     def parse(text: str) -> "Tolerance":

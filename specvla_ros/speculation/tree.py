@@ -78,13 +78,10 @@ def _single(device: torch.device) -> Tree:
 
 @dataclass(frozen=True)
 class Branches:
-    """Chains that begin at the root, with common beginnings joined.
-
-    `parents`: of each node, as an index into these nodes; -1: the root.
-    """
+    """Chains that begin at the root, with common beginnings joined."""
 
     tokens: tuple[int, ...]
-    parents: tuple[int, ...]
+    parents: tuple[int, ...]  # of each node, as an index into these nodes; -1: the root
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -52,13 +52,11 @@ class DraftModelSettings:
 
 @dataclass
 class _Slot:
-    """The contents of a slot of the draft model's KV cache: its own prompt, and the rows of `answer` after it.
-
-    `drafted` was drafted after these; the rows of all but the last are there too.
-    """
+    """The contents of a slot of the draft model's KV cache: its own prompt, and the rows of `answer` after it."""
 
     layout: PromptLayout | None = None
     answer: tuple[int, ...] = ()
+    # What was drafted after these; the rows of all but the last are there too
     drafted: Sequence[Tensor] = field(default_factory=tuple)
 
 

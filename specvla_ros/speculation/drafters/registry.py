@@ -46,17 +46,14 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class DraftWork:
-    """Forwards for drafting, added up.
-
-    `self_rows` are the committed rows that the target's first forward read in each draft; the others read one per
-    request. `model_rows` are all that the draft model's forwards read, prompts included.
-    """
+    """Forwards for drafting, added up."""
 
     head_forwards: int = 0
     self_forwards: int = 0
+    # Committed rows that the target's first forward read in each draft; the others read one per request
     self_rows: int = 0
     model_forwards: int = 0
-    model_rows: int = 0
+    model_rows: int = 0  # all that the draft model's forwards read, prompts included
     model_images: int = 0
 
     def __add__(self, other: DraftWork) -> DraftWork:

@@ -22,12 +22,11 @@ class Composite:
 
     Both actions: the action rule, strict where the codec knows no distance between them. Both text: strict if one of
     them holds a digit, else the text rule. One of each is never accepted: the target alone decides where the text ends.
-
-    `numbers`: bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there.
     """
 
     action: AcceptanceRule
     text: AcceptanceRule
+    # bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there
     numbers: Tensor
 
     @property

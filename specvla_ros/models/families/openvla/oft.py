@@ -229,8 +229,7 @@ class OFTTarget(VisionLanguageTarget):
     """A checkpoint, ready to act.
 
     Its prompt is BOS | images | state | the rest of the text | a zero row per value of the chunk | </s>, and all of it
-    sees all of it. The head reads as many rows as there are values, from the text's last row on. With `cropped`, images
-    are cropped to the middle 90 % of their area before the image processor.
+    sees all of it. The head reads as many rows as there are values, from the text's last row on.
     """
 
     directory: Path
@@ -241,7 +240,7 @@ class OFTTarget(VisionLanguageTarget):
     head_module: L1Head
     proprio: ProprioProjector | None
     cameras: tuple[str, ...]
-    cropped: bool
+    cropped: bool  # images are cropped to the middle 90 % of their area before the image processor
 
     FAMILY = "openvla-oft"
 

@@ -123,13 +123,10 @@ def read_prompt_tokenizer(
 
 @dataclass(frozen=True)
 class StateTokens:
-    """The robot's state in the prompt: each number as the bin token that stands for it in an action.
-
-    `statistics` are those of the state in the training data; numbers outside their range take the last bin.
-    """
+    """The robot's state in the prompt: each number as the bin token that stands for it in an action."""
 
     tokenizer: ActionTokenizer
-    statistics: ActionStatistics
+    statistics: ActionStatistics  # of the state in the training data; numbers outside their range take the last bin
 
     @property
     def dims(self) -> int:

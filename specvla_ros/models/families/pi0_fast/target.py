@@ -174,10 +174,7 @@ def _codec(directory: Path, config: Pi0FastConfig, tokenizer: Tokenizer) -> Fast
 
 @dataclass(frozen=True)
 class Pi0FastTarget(VisionLanguageTarget):
-    """A checkpoint whose prompt is [images][text]<bos>, all of which sees all of it; LeRobot's padding is left out.
-
-    `bos_id` is the token after the text, `prompt_tokens` the longest prompt, `image_size` height and width.
-    """
+    """A checkpoint whose prompt is [images][text]<bos>, all of which sees all of it; LeRobot's padding is left out."""
 
     directory: Path
     model: PaliGemma
@@ -185,9 +182,9 @@ class Pi0FastTarget(VisionLanguageTarget):
     codec: Codec
     state: Normalisation
     cameras: tuple[str, ...]
-    image_size: tuple[int, int]
-    prompt_tokens: int
-    bos_id: int
+    image_size: tuple[int, int]  # height and width
+    prompt_tokens: int  # the longest prompt
+    bos_id: int  # the token after the text
 
     FAMILY = MODEL_TYPE
 
