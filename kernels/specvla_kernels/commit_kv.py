@@ -38,8 +38,7 @@ def commit_kv_reference(keys: Tensor, values: Tensor, slots: Tensor, first_rows:
 def commit_kv_triton(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, nodes: Tensor) -> None:
     """`commit_kv` as one launch: a program moves some columns of one request's rows in one layer.
 
-    Raises:
-        ValueError: keys and values of different strides, or rows that are not contiguous.
+    Raises ValueError for keys and values of different strides, or rows that are not contiguous.
     """
     layers, _, _, kv_heads, head_dim = keys.shape
     width = kv_heads * head_dim

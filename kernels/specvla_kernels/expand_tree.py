@@ -191,11 +191,7 @@ def expand_tree_triton(
     offset: int,
     last: bool = False,
 ) -> Beam | None:
-    """`expand_tree` as one launch, a program per tree.
-
-    Raises:
-        ValueError: rows of more than 1024 columns.
-    """
+    """`expand_tree` as one launch, a program per tree; raises ValueError for rows of more than 1024 columns."""
     rows, window, chosen = candidates.rows, candidates.window, candidates.chosen
     if rows is not None and rows.shape[2] > MAX_COLUMNS:
         raise ValueError(f"rows of {rows.shape[2]} ids: the kernel holds {MAX_COLUMNS}; choose the likeliest before")

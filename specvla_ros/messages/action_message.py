@@ -72,8 +72,7 @@ def vla_action_fields(
 def stamped_action(message: Any, stamp_s: float) -> StampedAction:
     """The action that a VlaAction holds; its values are metric, as `vla_action_fields` wrote them.
 
-    Raises:
-        ValueError: it holds none, or means its numbers in a way that is not known.
+    Raises ValueError where it holds none, or means its numbers in a way that is not known.
     """
     convention = ActionConvention(
         message.action_dt,
@@ -117,12 +116,8 @@ def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, i
 def read_state(message: Any, names: Sequence[str], dims: int) -> np.ndarray:
     """The positions of a JointState, of joints or any named numbers, in the policy's order, float64 [dims].
 
-    Args:
-        names: the policy's order; empty: the message's own.
-        dims: numbers that the policy reads.
-
-    Raises:
-        UserError: numbers are missing, too many, or not finite.
+    `names` gives that order; empty: the message's own. Raises UserError where numbers are missing, too many, or not
+    finite.
     """
     values = list(message.position)
     if names:

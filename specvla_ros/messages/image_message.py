@@ -68,13 +68,10 @@ def rgb_from_message(message: Any) -> np.ndarray:
 
 
 def rgb_from_image(message: Any) -> np.ndarray:
-    """The pixels of a sensor_msgs/Image as RGB.
+    """The pixels of a sensor_msgs/Image as RGB uint8 [height, width, 3].
 
     Words of 16 bits are scaled to 8. `8UC3` and `8UC4` hold blue first, as OpenCV stores them. YUV is BT.601, limited
-    range.
-
-    Returns:
-        uint8 [height, width, 3]. For rgb8 a view of `message.data`: keep the message alive and do not write to it.
+    range. For rgb8 it is a view of `message.data`: keep the message alive and do not write to it.
     """
     layout, rows = _checked(message)
     if layout.word_bytes == 2:

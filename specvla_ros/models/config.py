@@ -135,8 +135,7 @@ def check_directory(directory: Path) -> None:
 def folder_beside(directory: Path, name: str, what: str) -> Path:
     """A folder that a checkpoint needs and does not bring: in it, or beside it.
 
-    Args:
-        what: its required content, for the message of the UserError where there is none.
+    `what`: its required content, for the message of the UserError where there is none.
     """
     found = next((each for each in (directory / name, directory.resolve().parent / name) if each.is_dir()), None)
     if found is None:

@@ -66,11 +66,7 @@ def decoder_of(model: nn.Module) -> "PackedDecoder":
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm of rows.
-
-    Args:
-        unit_offset: the weight is what is added to 1, as in Gemma.
-    """
+    """Root mean square norm of rows; with `unit_offset` the weight is what is added to 1, as in Gemma."""
 
     def __init__(self, dim: int, eps: float, *, unit_offset: bool) -> None:
         super().__init__()
@@ -117,8 +113,7 @@ def _matrix(module: nn.Linear) -> Matrix:
 class DecoderLayer(nn.Module):
     """Pre-norm attention and a gated MLP; q, k, v are one matrix, and gate, up another: fewer and larger reads.
 
-    Args:
-        input_norm: False leaves out the norm before the attention, as in EAGLE's draft layer.
+    Without `input_norm` there is no norm before the attention, as in EAGLE's draft layer.
     """
 
     def __init__(self, config: DecoderShape, *, input_norm: bool = True) -> None:
@@ -164,10 +159,9 @@ class DecoderLayer(nn.Module):
         return self.mlp(*product_to_add(q.flatten(1), _matrix(self.out), x))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., (heads + 2 kv_heads) head_dim] without the bias to queries, keys and values, without RoPE.
+        """Queries [..., heads, head_dim], keys and values [..., kv_heads, head_dim], without RoPE.
 
-        Returns:
-            [..., heads, head_dim], and twice [..., kv_heads, head_dim].
+        From [..., (heads + 2 kv_heads) head_dim] without the bias.
         """
         return self._heads(qkv if self.qkv_bias is None else qkv + self.qkv_bias)
 
@@ -256,9 +250,7 @@ class PackedDecoder(nn.Module):
         """[n, hidden] after the final norm to float32 [n, vocab]; float64 in a float64 model.
 
         With `head_ids` only their rows of the output head are read; a row of hidden states with a NaN still gives NaN.
-
-        Args:
-            ids: the only ones whose logits are wanted: [n, len(ids)].
+        `ids`: the only ones whose logits are wanted, [n, len(ids)].
         """
         if ids is not None:
             return self._products(hidden, self.lm_head.weight[ids.start : ids.stop])
@@ -278,8 +270,7 @@ class PackedDecoder(nn.Module):
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE's cosines and sines, float32 [n_rows, head_dim / 2].
 
-        Args:
-            positions: int64 [n_rows], or [3, n_rows] under M-RoPE: time, height and width.
+        Positions are int64 [n_rows], or [3, n_rows] under M-RoPE: time, height and width.
         """
         cos, sin = self.rotations(positions.device)
         if positions.ndim == 1:

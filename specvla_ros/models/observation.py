@@ -15,8 +15,7 @@ ONLY_CAMERA = "image"  # the camera of an image without a name
 class Observation:
     """Camera images of one moment with their instruction.
 
-    Raises:
-        UserError: no image, an image that is empty or not uint8 RGB, or a stamp that is no positive whole number.
+    Raises UserError for no image, one that is empty or not uint8 RGB, or a stamp that is no positive whole number.
     """
 
     # uint8 [height, width, 3], RGB, by camera name; a single array is the image of the only camera

@@ -56,10 +56,9 @@ class PromptLayout:
     causal: bool = True  # each row sees only earlier ones; False: all rows see each other (a prefix language model)
 
     def positions_of(self, start: int, stop: int) -> np.ndarray | None:
-        """RoPE positions of some rows of the prompt or of an answer without branches.
+        """RoPE positions of some rows of the prompt or of an answer without branches: int64 [axes, stop - start].
 
-        Returns:
-            int64 [axes, stop - start]; None: they count up from 0.
+        None: they count up from 0.
         """
         if self.positions is None:
             return None
@@ -194,8 +193,4 @@ class PreparesPictures(Protocol):
         vision: ImageEmbeddings | None = None,
         pixels: Pixels | None = None,
     ) -> Tensor:
-        """See `Target`.
-
-        Args:
-            pixels: of the observation, in any precision; None: they are computed here.
-        """
+        """See `Target`; `pixels` are the observation's, in any precision. None: they are computed here."""

@@ -153,8 +153,7 @@ class Codec(Protocol):
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         """How far an accepted action can be from the target's own: float64 [horizon, dims] in the robot's units.
 
-        Args:
-            bins: acceptance tolerances, one per action token (bins), number (digits) or coefficient (FAST).
+        `bins`: acceptance tolerances, one per action token (bins), number (digits) or coefficient (FAST).
         """
 
 

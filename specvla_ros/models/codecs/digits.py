@@ -69,11 +69,7 @@ class PlaceValues:
     def _at(self, trees: Trees, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where each node's token stands: which number, what is written of it before, and whether anything is.
 
-        Args:
-            drafted: int64 [requests, n], values of the drafts' tokens.
-
-        Returns:
-            int64, int64 and bool, [requests, n] each.
+        `drafted`: values of the tokens, int64 [requests, n]; the results are int64, int64 and bool of that shape.
         """
         depths, before = trees.depths, trees.drafted_before
         spaces = before & (drafted == _SPACE)[:, None]

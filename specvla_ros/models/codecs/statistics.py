@@ -61,10 +61,7 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str 
     """The statistics of actions, or of another `kind` of vector, under a key; an empty key means the only one.
 
     A fine-tuned LIBERO checkpoint may hold `NAME_no_noops` for the suite NAME; that is found too, as in OpenVLA's
-    evaluation.
-
-    Raises:
-        UserError: no key given and several there, an unknown key, or malformed statistics.
+    evaluation. Raises UserError for no key where there are several, an unknown key, or malformed statistics.
     """
     if unnorm_key not in norm_stats and f"{unnorm_key}_no_noops" in norm_stats:
         unnorm_key = f"{unnorm_key}_no_noops"
@@ -161,8 +158,7 @@ def _rounded_up(width: float) -> float:
 def spread_bins(bins: Sequence[int], mask: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:
     """One tolerance for all moving dimensions, or one per dimension as given; UserError for another number of them.
 
-    Args:
-        mask: which dimensions the statistics scale; the others take `gripper_bins` when one number is given.
+    `mask`: which dimensions the statistics scale; the others take `gripper_bins` when one number is given.
     """
     if len(bins) == 1:
         return tuple(bins[0] if scaled else gripper_bins for scaled in mask)

@@ -168,11 +168,7 @@ def load_starvla(
     progress: Progress | None,
     **options: Any,
 ) -> QwenVLTarget:
-    """Loads StarVLA's QwenFast from the folder of its training run; see `load_target` for the arguments.
-
-    Args:
-        directory: see `read_run`.
-    """
+    """Loads StarVLA's QwenFast from the folder of its training run, see `read_run`, with `load_target`'s arguments."""
     refuse_options(directory, options)
     run = read_run(directory)
     config, context = read_base(run.vlm, unnorm_key)

@@ -144,8 +144,7 @@ class InferenceThread(EngineThread):
 def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progress: Progress) -> Engine:
     """Loads the checkpoint. Takes minutes for a large one; imports torch.
 
-    Raises:
-        UserError: a Python package is missing, or the checkpoint or a parameter is wrong.
+    Raises UserError where a Python package is missing, or the checkpoint or a parameter is wrong.
     """
     progress("importing torch", 0.0)
     try:

@@ -50,9 +50,7 @@ def load_openvla(
 ) -> "OpenVLATarget | OFTTarget":
     """Loads an OpenVLA or OpenVLA-OFT checkpoint; see `load_target` for the arguments.
 
-    Args:
-        directory: holds config.json, safetensors weights, preprocessor_config.json and tokenizer.json.
-        cameras: of an OFT checkpoint: `image`, `image` and `wrist`, or these and `wrist_2`; ALL_CAMERAS: the first two.
+    `cameras` of an OFT checkpoint: `image`, `image` and `wrist`, or these and `wrist_2`; ALL_CAMERAS: the first two.
     """
     refuse_options(directory, options)
     config = read_config(directory)

@@ -55,9 +55,7 @@ def load_qwen_vl(
 ) -> "QwenVLTarget":
     """Loads a policy made from Qwen2.5-VL or Qwen3-VL; see `load_target` for the arguments.
 
-    Args:
-        directory: holds config.json, safetensors weights, preprocessor_config.json, tokenizer.json, a chat template and
-            the policy's own files.
+    The directory also holds a chat template and the policy's own files.
     """
     refuse_options(directory, options)
     config, context = read_base(directory, unnorm_key)
