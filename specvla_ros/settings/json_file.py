@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files that a user gives: read within limits, every field by its type. And files written as a whole. No torch.
+"""JSON files that a user gives: read within limits, every field by its type. No torch.
 
 Python's `int`, `bool` and `float` accept nearly everything (`bool("false")` is true). Here each field says what it
 must be, and a wrong one is named with its file.
@@ -7,7 +7,6 @@ must be, and a wrong one is named with its file.
 
 import json
 import math
-import os
 import reprlib
 from collections.abc import Sequence, ValuesView
 from dataclasses import dataclass
@@ -177,16 +176,3 @@ def read_fields(path: Path, *, missing: str, hint: str = "") -> Fields:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, but an object is expected; copy the file again")
     return Fields(value, path, hint=hint)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that a killed process or a full disk leaves the old or the new one, never half of it."""
-    unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

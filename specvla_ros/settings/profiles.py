@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from specvla_ros.errors import UserError
-from specvla_ros.settings.json_file import replace_file, shown
+from specvla_ros.settings.json_file import shown
 
 _MAX_BYTES = 1 << 20
 
@@ -51,24 +51,6 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Value]:
         except ValueError as error:
             raise UserError(f"the value of {shown(assignment)} cannot be read as YAML ({error}); quote it") from None
     return values
-
-
-def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[str] = ()) -> None:
-    """Writes a parameter file for every node, from values by dotted name, with comments at its beginning."""
-    head = "".join(f"# {line}\n" for line in comments)
-    replace_file(path, head + format_parameters(values))
-
-
-def format_parameters(values: Mapping[str, Any]) -> str:
-    """The content of a parameter file for every node, from values by dotted name."""
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        *folders, last = name.split(".")
-        inner = nested
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[last] = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump({"/**": {"ros__parameters": nested}}, sort_keys=False)
 
 
 def as_bool(name: str, text: str) -> bool:

@@ -16,9 +16,9 @@ from diagnostic_msgs.msg import DiagnosticArray
 from geometry_msgs.msg import PoseStamped
 from std_msgs.msg import Bool, Float64MultiArray
 
+from specvla_ros.lab.files import write_parameters
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, LATCHED_STATE
-from specvla_ros.settings.profiles import write_parameters
 
 _HOME = (0.5, 0.0, 0.2)
 _DOWN = (0.0, 1.0, 0.0, 0.0)  # w x y z

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from specvla_ros.cli.app import app
 from specvla_ros.control.guard.settings import GuardParameters
+from specvla_ros.lab.files import write_parameters
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.settings.parameter import with_values
-from specvla_ros.settings.profiles import merge_parameters, write_parameters
+from specvla_ros.settings.profiles import merge_parameters
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
 LIMITS = {

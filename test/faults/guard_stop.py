@@ -34,9 +34,9 @@ from sensor_msgs.msg import JointState
 from std_msgs.msg import Bool, Float64MultiArray
 
 from benchmarks.harness import Out, finish, result_head
+from specvla_ros.lab.files import write_parameters
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, COMMAND
-from specvla_ros.settings.profiles import write_parameters
 
 KINDS: dict[str, tuple[Any, str]] = {
     "twist": (TwistStamped, "twist"),

@@ -35,6 +35,7 @@ from trajectory_msgs.msg import JointTrajectory
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.files import write_parameters
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.simulation.arms import TABLE_ARM
 from specvla_ros.lab.simulation.controllers import COMMAND_TIMEOUT_S
@@ -42,7 +43,6 @@ from specvla_ros.lab.simulation.motion_record import MotionRecord, read_motion_r
 from specvla_ros.msg import GuardState
 from specvla_ros.ros.qos import CLOCK, COMMAND, DIAGNOSTICS, LATCHED_STATE, STATE
 from specvla_ros.settings.parameter import values_of
-from specvla_ros.settings.profiles import write_parameters
 
 SPEED = 0.25  # m/s, the tool's limit
 _KINDS: dict[str, tuple[Any, str]] = {**KINDS, "joint_trajectory": (JointTrajectory, "joint_trajectory")}

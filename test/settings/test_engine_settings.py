@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
+from specvla_ros.lab.files import write_parameters
 from specvla_ros.settings.parameter import values_of, with_values
-from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.speculation.rules.registry import RULES
 from specvla_ros.speculation.settings import PRESETS, AcceptanceSettings, DraftSettings, Tolerance
 

@@ -13,8 +13,8 @@ from specvla_ros import __version__
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.message_types import DECODE_STATS, VLA_ACTION, MessageTypes
+from specvla_ros.lab.files import replace_file
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
-from specvla_ros.settings.json_file import replace_file
 
 ACTION_TOPIC = "/policy/action"
 DECODE_STATS_TOPIC = "/policy/decode_stats"

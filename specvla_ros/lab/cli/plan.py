@@ -10,9 +10,9 @@ from rich.console import Console
 
 from specvla_ros.engine.settings import MAX_STREAMS
 from specvla_ros.errors import UserError
+from specvla_ros.lab.files import replace_file
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.models.settings import WeightFormat
-from specvla_ros.settings.json_file import replace_file
 
 app = typer.Typer()
 

@@ -20,12 +20,12 @@ from specvla_ros.lab.evaluation.paired import PairedComparison
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings, pace_of, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
+from specvla_ros.lab.files import write_parameters
 from specvla_ros.lab.plans import CalibratePlan, Limits
 from specvla_ros.lab.simulation.rollout import EpisodeResult, read_stage_times
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
-from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings, Tolerance
 

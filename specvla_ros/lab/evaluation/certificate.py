@@ -30,10 +30,11 @@ from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.compare import compare, deviation
 from specvla_ros.lab.evaluation.frame_sources import frames_in
 from specvla_ros.lab.evaluation.run_directory import checkpoint_hashes, file_hashes, head
+from specvla_ros.lab.files import replace_file
 from specvla_ros.models.generation import NO_RULES
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.settings.json_file import load_json, replace_file
+from specvla_ros.settings.json_file import load_json
 from specvla_ros.settings.parameter import values_of, with_values
 from specvla_ros.speculation.settings import AcceptanceSettings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specvla_ros.lab.evaluation.paired import Rate
-from specvla_ros.settings.json_file import replace_file
+from specvla_ros.lab.files import replace_file
 
 if TYPE_CHECKING:  # a robot has no Plotly: what is not drawn does not need it
     import plotly.graph_objects as go

@@ -17,8 +17,9 @@ import torch
 import specvla_ros
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.files import replace_file
 from specvla_ros.lab.planning.measure import cpu_name
-from specvla_ros.settings.json_file import load_json, replace_file
+from specvla_ros.settings.json_file import load_json
 from specvla_ros.speculation.settings import DRAFT_FOLDER
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.files import format_parameters
 from specvla_ros.lab.planning import cost
 from specvla_ros.lab.planning.device import Device, Efficiency
 from specvla_ros.lab.planning.limits import (
@@ -26,7 +27,6 @@ from specvla_ros.lab.planning.limits import (
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.parameter import values_of
-from specvla_ros.settings.profiles import format_parameters
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings
 
 _TREES = (8, 16, 24, 32, 48, 64)

@@ -14,21 +14,19 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.files import unfinished
 from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, to_coefficients
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors to one safetensors file; where that fails, a UserError, and an older file stays as it was."""
-    partial = path.with_name(f".{path.name}.partial")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(whole, partial, metadata={"format": "pt"})
-        partial.replace(path)
+        with unfinished(path) as beside:
+            save_file(whole, beside, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be written ({error}); free some space, and give the command again") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def save_draft_head(directory: Path, head: EagleHead) -> None:
@@ -46,12 +44,10 @@ def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
     """Writes answers to a file, at once or not at all; raises UserError where it cannot be written."""
     tokens = np.array([token for answer in answers for token in answer], dtype=np.int32)
     lengths = np.array([len(answer) for answer in answers], dtype=np.int32)
-    partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:  # by name, numpy would add an ending of its own
+        with unfinished(path) as beside, beside.open("wb") as file:  # by name, numpy would add an ending of its own
             np.savez_compressed(file, tokens=tokens, lengths=lengths)
-        partial.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); give another --out") from None
 

@@ -8,7 +8,7 @@ import pytest
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.run_directory import RunDirectory, write_line
-from specvla_ros.settings.json_file import replace_file
+from specvla_ros.lab.files import replace_file
 
 
 def test_the_same_settings_resume_and_others_are_refused(tmp_path: Path) -> None:

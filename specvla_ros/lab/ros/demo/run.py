@@ -19,6 +19,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.paired import Rate
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings
 from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary
+from specvla_ros.lab.files import write_parameters
 from specvla_ros.lab.ros.demo.operator import CLEAR_KEY, STOP_KEY, Operator, TypedLine, picture
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.ros.demo.record import DemoRecord
@@ -32,7 +33,7 @@ from specvla_ros.models.families.openvla.prompt import normalise_instruction
 from specvla_ros.msg import SimEpisode
 from specvla_ros.ros.wiring import Remaps, RobotTopics, image_remappings
 from specvla_ros.settings.parameter import values_of
-from specvla_ros.settings.profiles import merge_parameters, write_parameters
+from specvla_ros.settings.profiles import merge_parameters
 
 PARAMETERS_FILE, ROBOT_FILE, BLACK_BOX = "parameters.yaml", "robot.yaml", "black_box"
 DRIVER_LOG, GUARD_LOG = "driver.log", "guard.log"
