@@ -111,10 +111,6 @@ class Mailbox:
     def waiting(self) -> bool:
         return any(stream.waiting is not None for stream in [*self._streams.values()])
 
-    def waits(self, name: str) -> bool:
-        stream = self._streams.get(name)
-        return stream is not None and stream.waiting is not None
-
     @property
     def streams(self) -> tuple[str, ...]:
         """Names of those that are there: opened, or with an observation taken in since they were closed."""

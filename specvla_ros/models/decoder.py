@@ -158,18 +158,12 @@ class DecoderLayer(nn.Module):
         q, *_ = self._queries_keys_values(x)
         return self.mlp(*product_to_add(q.flatten(1), _matrix(self.out), x))
 
-    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [..., heads, head_dim], keys and values [..., kv_heads, head_dim], without RoPE.
-
-        From [..., (heads + 2 kv_heads) head_dim] without the bias.
-        """
-        return self._heads(qkv if self.qkv_bias is None else qkv + self.qkv_bias)
-
     def _queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         norm = self.input_norm.row_norm if isinstance(self.input_norm, RMSNorm) else None
-        return self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
+        return self.split_heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., (heads + 2 kv_heads) head_dim] to queries [..., heads, head_dim], keys and values, without RoPE."""
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

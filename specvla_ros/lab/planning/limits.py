@@ -181,7 +181,7 @@ def _run_scheduler(
     while frames < _FRAMES:
         number = len(ticks)
         for robot in robots:
-            if not mailbox.waits(robot):
+            if mailbox.next(lambda name, robot=robot: name == robot) is None:
                 mailbox.submit(Observation(picture, "", stamp_ns=number + 1, stream=robot))
         batch = scheduler.schedule()
         if batch.admitted is not None:

@@ -94,7 +94,9 @@ def queries_keys_values(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor
         c, s = cos.to(x.dtype), sin.to(x.dtype)
         return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
 
-    q, k, v = (each.transpose(1, 2) for each in layer.split_heads(layer.qkv(layer.input_norm(x))))
+    qkv = layer.qkv(layer.input_norm(x))
+    qkv = qkv if layer.qkv_bias is None else qkv + layer.qkv_bias
+    q, k, v = (each.transpose(1, 2) for each in layer.split_heads(qkv))
     return rotated(q), rotated(k), v
 
 

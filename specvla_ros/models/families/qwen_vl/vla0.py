@@ -19,14 +19,7 @@ import torch.nn.functional as F
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics
-from specvla_ros.models.families.qwen_vl.policy import (
-    IMAGE,
-    ChatPolicy,
-    Messages,
-    PolicyContext,
-    read_yaml,
-    resized,
-)
+from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext, read_yaml, resized
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import Fields, is_number, read_fields, shown
 
