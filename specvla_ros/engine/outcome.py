@@ -165,8 +165,7 @@ class ChunkEnsemble:
         answers: that are averaged, the newest included; 0 or 1: none.
         step_s: seconds that an action takes; 0: every answer is one action after the one before.
 
-    Raises:
-        UserError: the policy's answers hold one action each, which never overlap.
+    Raises UserError: the policy's answers hold one action each, which never overlap.
     """
 
     def __init__(self, codec: "Codec", answers: int, step_s: float) -> None:

@@ -55,9 +55,8 @@ def load_target(
         cameras: those of the policy's cameras that the robot has, for a policy that can do without some.
         progress: called with the current step and the fraction of the tensors read.
 
-    Raises:
-        UserError: the directory or an argument does not fit, before weights are read if possible; or the device has too
-            little memory, with what would fit.
+    Raises UserError: the directory or an argument does not fit, before weights are read if possible; or the device has
+    too little memory, with what would fit.
     """
     directory = Path(directory).expanduser()
     load = _loader(directory)

@@ -176,8 +176,7 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
         text: its fields, or those of a `text_config`; without a `model_type` it is a Llama.
         families: the supported ones, and what a config.json of each describes that says nothing else.
 
-    Raises:
-        UserError: another family, something that is not computed here, quantised weights, or a wrong number.
+    Raises UserError: another family, something that is not computed here, quantised weights, or a wrong number.
     """
     path = text.path
     family = text.text("model_type", "llama")

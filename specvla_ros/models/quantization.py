@@ -136,8 +136,7 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
         quantization: `none`; `int4`: weights alone; `w8a8`, `w8a8_hadamard`, `fp8`: weights and activations.
         dtype: of what is not quantised.
 
-    Raises:
-        UserError: no such quantisation, not on this device or in this dtype, or torchao is missing.
+    Raises UserError: no such quantisation, not on this device or in this dtype, or torchao is missing.
     """
     if quantization not in QUANTIZATIONS:
         raise UserError(f"model.quantization is '{quantization}', but it must be one of: {', '.join(QUANTIZATIONS)}")

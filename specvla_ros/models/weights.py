@@ -51,9 +51,8 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
         tensors: destinations by checkpoint name; other names in the files are not read.
         progress: called with the current file and the fraction of the tensors done.
 
-    Raises:
-        UserError: a file or tensor is missing, truncated, or of another shape or number format. The destinations are
-            then half-filled.
+    Raises UserError: a file or tensor is missing, truncated, or of another shape or number format. The destinations are
+    then half-filled.
     """
     done, adapter = 0, read_adapter(directory)
     for path, names in _files(directory, tensors).items():
@@ -72,9 +71,8 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
         tensors: of the model by checkpoint name; they may be on the meta device.
         unused: regular expression of names that the files may hold beside them.
 
-    Raises:
-        UserError: a tensor is missing, damaged, of another shape or number format, or not of the model: its config.json
-            then describes another, for instance one with fewer layers; or the adapter is of another model.
+    Raises UserError: a tensor is missing, damaged, of another shape or number format, or not of the model: its
+    config.json then describes another, for instance one with fewer layers; or the adapter is of another model.
     """
     may_be = re.compile(unused or r"(?!)")
 

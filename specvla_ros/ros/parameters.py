@@ -52,8 +52,7 @@ def declare_parameters(
             them as read-only then, and the node refuses changes in between with `refuse_fixed`.
         usual: values of what is not given; None: the class's own defaults.
 
-    Raises:
-        UserError: a value of the wrong type, out of range or not among the choices.
+    Raises UserError: a value of the wrong type, out of range or not among the choices.
     """
     defaults = kind() if usual is None else usual
     overrides = {name: override.value for name, override in _overrides(node).items()}
@@ -88,8 +87,7 @@ def refuse_fixed(
         changed: new values by name.
         read_in_activate: parameters that are not read before the node is activated.
 
-    Raises:
-        UserError: one was read, with the transitions after which it can change.
+    Raises UserError: one was read, with the transitions after which it can change.
     """
     for declared in walk(kind()):
         name = declared.name

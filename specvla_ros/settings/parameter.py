@@ -237,8 +237,7 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
         values: by full name; a number stands for a list of one, a whole number for one with a decimal point. They
             override a preset's.
 
-    Raises:
-        UserError: an unknown name, a value that is not allowed, or values that do not fit together.
+    Raises UserError: an unknown name, a value that is not allowed, or values that do not fit together.
     """
     known = {declared.name: declared for declared in walk(settings)}
     changes: dict[tuple[str, ...], Any] = {}

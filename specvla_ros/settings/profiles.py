@@ -30,8 +30,7 @@ def merge_parameters(
         arguments: texts by parameter name; an empty one leaves the files' value alone.
         namespace: with or without slashes.
 
-    Raises:
-        UserError: a file is missing or is no parameter file, or has nothing for this node.
+    Raises UserError: a file is missing or is no parameter file, or has nothing for this node.
     """
     merged: dict[str, Value] = {}
     for file in files:

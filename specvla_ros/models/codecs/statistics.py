@@ -110,8 +110,7 @@ def tolerance_in_bins(
         metres, radians: for x, y, z; for roll, pitch, yaw.
         gripper_bins: for dimensions that the statistics do not scale.
 
-    Raises:
-        UserError: a tolerance smaller than one bin of its dimension, or statistics whose units are not known.
+    Raises UserError: a tolerance smaller than one bin of its dimension, or statistics whose units are not known.
     """
     bins = []
     widths = (statistics.high - statistics.low) / values

@@ -240,8 +240,7 @@ def load_model(
         dtype: of what is not quantised; the output head may have another, see `head_dtype`.
         quantization: of the decoder layers' matrices, checked by `check_quantization`.
 
-    Raises:
-        UserError: the device has too little memory, or the weights are incomplete or do not fit the config.
+    Raises UserError: the device has too little memory, or the weights are incomplete or do not fit the config.
     """
     model = empty_model(partial(OpenVLA, config), dtype, device)
     check_weights(directory, model.checkpoint_tensors(), unused=model.unused_tensors)

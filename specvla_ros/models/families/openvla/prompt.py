@@ -103,8 +103,7 @@ def read_prompt_tokenizer(
             whose own lone-space token takes the place of 29871.
         vocab_size: rows of the embedding.
 
-    Raises:
-        UserError: tokenizer.json cannot be read, or gives ids the model does not have.
+    Raises UserError: tokenizer.json cannot be read, or gives ids the model does not have.
     """
     path = directory / "tokenizer.json"
     tokenizer = None

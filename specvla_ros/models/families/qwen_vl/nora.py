@@ -103,8 +103,7 @@ def robot_action_codec(
         horizon: actions per answer; None: as the FAST tokenizer's `time_horizon` says, or one.
         limit: see `FastCodec`.
 
-    Raises:
-        UserError: there is no FAST tokenizer, or it has other ids than the vocabulary.
+    Raises UserError: there is no FAST tokenizer, or it has other ids than the vocabulary.
     """
     found = next((folder for name in _FOLDERS if (folder := directory / name).is_dir()), None)
     if found is None:
