@@ -16,7 +16,7 @@ class Within:
     """Which drafts are accepted, and the reason reported for exact and near ones."""
 
     # int64 [dimensions + 2], accepted bins from the target's choice per action dimension, then for all dimensions
-    # beyond, then for tokens without a dimension; None: the target's own choice alone
+    # beyond, then for tokens without a dimension; None: the target's own choice alone.
     tolerances: Tensor | None
     exact: int
     near: int

@@ -26,7 +26,7 @@ class Span:
     start: int
     length: int
     # Committed rows of the slot; node j writes its keys and values to row `prefix_len + j`. `-length` for rows that see
-    # nothing; see `idle`
+    # nothing; see `idle`.
     prefix_len: int
     is_tree: bool  # True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal
     sees_all: bool = False  # of a chain: every row sees all of it, as the prompts of prefix language models do
@@ -55,7 +55,7 @@ class AttentionPlan:
 
     # int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), whether its rows'
     # ancestors are read (1: a tree, or rows that see all) or it is causal (0), and the tile's first node. A length of
-    # 0: no work
+    # 0: no work.
     tiles: Tensor
     group: int  # query heads per key head
     kv_heads: int

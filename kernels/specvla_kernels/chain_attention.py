@@ -22,7 +22,7 @@ PACKAGE = "flash-attn"
 class Chain:
     """Where the chain lies, on the device, and bounds of its rows and keys."""
 
-    # int32 [2, 2], first and one past the last: of its packed rows, and of its keys counted through all slots
+    # int32 [2, 2], first and one past the last: of its packed rows, and of its keys counted through all slots.
     ends: Tensor
     most_rows: int
     most_keys: int

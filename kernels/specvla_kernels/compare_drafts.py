@@ -29,7 +29,7 @@ class Trees:
     valid: Tensor  # bool; False: never accepted
     relaxable: Tensor  # bool; False: accepted only if it is the target's own choice
     choices: Tensor  # int64, the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN
-    # int64 [requests], where each answer so far stands; of bins, the action dimension of the next token
+    # int64 [requests], where each answer so far stands; of bins, the action dimension of the next token.
     positions: Tensor
 
     @cached_property
@@ -69,7 +69,7 @@ class PackedTrees:
     nodes: Nodes
     choices: Tensor  # of all nodes
     positions: Tensor  # by request
-    # int64 [requests, n], each node's place among all; padding has a place after the last. None: one request
+    # int64 [requests, n], each node's place among all; padding has a place after the last. None: one request.
     rows: Tensor | None = None
 
     @property
@@ -102,7 +102,7 @@ class Comparison:
     wanted: Tensor  # int64, that choice; NO_TOKEN at the root
     exact: Tensor  # bool, whether the token is the target's choice
     # int64, bins between the two; 0 at the root. Two texts that differ are 1 apart; a text and an action, as many bins
-    # as there are
+    # as there are.
     distances: Tensor
     dimensions: Tensor  # int64, the action dimension of the token where both are action tokens, else -1
 

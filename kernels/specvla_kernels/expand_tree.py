@@ -30,17 +30,17 @@ class Candidates:
     """What the children of a beam's nodes are chosen from."""
 
     # int64 [trees], the action dimension of the first level's children, the next level's is one more; below 0 where
-    # they may be text
+    # they may be text.
     dimensions: Tensor
     # [trees, beam, columns], of consecutive ids: logits, to be normalised over these ids alone, or log-probabilities.
-    # The last dimension is contiguous
+    # The last dimension is contiguous.
     rows: Tensor | None = None
     first_id: int = 0  # of column 0
     normalised: bool = False  # whether the rows are log-probabilities
-    # Chooses by the mass of windows (`WindowMass` of the EAGLE drafter); None: the likeliest
+    # Chooses by the mass of windows (`WindowMass` of the EAGLE drafter); None: the likeliest.
     window: Window | None = None
     # Tokens, int64, and log-probabilities, both [trees, beam, k], of the children that the rows do not give: in
-    # dimensions below 0, or everywhere without rows. The last dimension is contiguous
+    # dimensions below 0, or everywhere without rows. The last dimension is contiguous.
     chosen: tuple[Tensor, Tensor] | None = None
 
 
@@ -65,7 +65,7 @@ class Beam:
     scores: Tensor
     numbers: Tensor  # int64, see Considered
     # int64 [trees, n], of the nodes of all beams so far, this one last; bit j set: node j is an ancestor or the node
-    # itself
+    # itself.
     ancestors: Tensor
 
 

@@ -63,13 +63,13 @@ class PackedLayout:
 
     spans: tuple[Span, ...]  # one per segment, in packed order, none empty
     # int64 [n_rows], RoPE position of each row: prefix length + depth in the segment; [axes, n_rows] for a model whose
-    # rows have several (M-RoPE)
+    # rows have several (M-RoPE).
     positions: Tensor
     kv_rows: Tensor  # int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`
     # int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself. 0 for the rows of causal
-    # chains; all bits for rows that see all of their chain, however long it is
+    # chains; all bits for rows that see all of their chain, however long it is.
     ancestors: Tensor
-    # Of the attention kernel, by group and key heads, made on demand; a captured forward brings its own
+    # Of the attention kernel, by group and key heads, made on demand; a captured forward brings its own.
     plans: dict[tuple[int, int], AttentionPlan] = field(default_factory=dict, compare=False, repr=False)
 
     def attention_plan(self, heads: int, kv_heads: int, slot_rows: int) -> AttentionPlan:

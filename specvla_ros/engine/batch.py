@@ -31,13 +31,13 @@ class Segment:
     slot: int
     prefix_len: int  # rows already committed in the slot
     inputs: Tensor  # embeddings [n, hidden], or int64 token ids [n]
-    # None for a chain; of a tree, -1 marks a node that follows the prefix directly (the root)
+    # None for a chain; of a tree, -1 marks a node that follows the prefix directly (the root).
     ancestry: Ancestry | None = None
     # How many of the last nodes need logits: 0 for a chunk that does not end the prompt, 1 for the end of a prefill, n
-    # for a tree
+    # for a tree.
     wanted: int = 1
     # int64 [axes, n], RoPE positions of a chain's rows, or those of a tree's root in each of its rows, for a model
-    # whose rows have several; None: they count up with the slot's rows
+    # whose rows have several; None: they count up with the slot's rows.
     positions: np.ndarray | None = None
     sees_all: bool = False  # of a chain: every row sees all of it (the prompt of a prefix language model)
 
@@ -142,7 +142,7 @@ class ScheduledRequest:
     request: Request
     prompt_rows: int  # number of prompt rows in it; 0 after the prompt
     ends_prompt: bool
-    # [n, hidden], last hidden states of the forward, valid until the next one
+    # [n, hidden], last hidden states of the forward, valid until the next one.
     states: Tensor = field(default_factory=lambda: torch.empty(0))
     rows: range = range(0)  # its own of these
 
@@ -264,10 +264,10 @@ class Batch:
     """The work of one tick."""
 
     shares: list[ScheduledRequest]  # each request's share of the forward, oldest frame first
-    # The frame that begins with this tick, until `Scheduler.begin` makes a request of it
+    # The frame that begins with this tick, until `Scheduler.begin` makes a request of it.
     admitted: Waiting | None = None
     finished: list[FinishedAnswer] = field(default_factory=list)  # completed answers that stand for an action
-    # `time.monotonic_ns()` when the tick began; a frame that begins with it has waited until then
+    # `time.monotonic_ns()` when the tick began; a frame that begins with it has waited until then.
     started_ns: int = field(default_factory=time.monotonic_ns)
     vision_s: float = 0.0  # seconds of the vision tower in this tick, known after the read-back
 

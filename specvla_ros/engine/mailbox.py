@@ -85,7 +85,7 @@ class _Stream:
     last_stamp_ns: int = 0  # stamp of the last observation taken in; only newer ones are
     waiting: Waiting | None = None
     # `time.monotonic_ns()` since which one waits. A newer one takes the place of an older one and keeps its turn, so
-    # that a fast camera neither gains nor loses by its rate
+    # that a fast camera neither gains nor loses by its rate.
     since_ns: int = 0
 
     @property

@@ -27,23 +27,23 @@ class Request:
     chunk_rows: int  # rows of each of the prompt's chunks but the last
     wait_s: float  # seconds from receipt to admission
     # What the next forward verifies. Its root is the last committed token, whose keys and values are not written yet;
-    # after a prompt it is the prompt's last row, and its token is not read
+    # after a prompt it is the prompt's last row, and its token is not read.
     tree: Tree
     codec: Codec
     acceptance: str = "strict"
-    # Its acceptance rule to its end; set by the engine in the tick that begins the prompt
+    # Its acceptance rule to its end; set by the engine in the tick that begins the prompt.
     rule: AcceptanceRule = field(default_factory=Strict)
-    # Its images as the policy reads them, until the prompt is computed; None: they come with it
+    # Its images as the policy reads them, until the prompt is computed; None: they come with it.
     pictures: Pictures | None = None
-    # [prompt rows, hidden], embeddings; set by the runner in that tick
+    # [prompt rows, hidden], embeddings; set by the runner in that tick.
     prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0  # committed rows of the slot
     tokens: list[int] = field(default_factory=list)  # committed answer tokens
-    # Last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them
+    # Last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
     visual: list[Tensor] = field(default_factory=list)
-    # float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them
+    # float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them.
     actions: Tensor | None = None
-    # The record of its ticks, for DecodeStats
+    # The record of its ticks, for DecodeStats.
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
     vision_s: float = 0.0

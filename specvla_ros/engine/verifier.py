@@ -35,7 +35,7 @@ class VerifyInput:
     root_row: int  # the slot's row of the root
     rule: AcceptanceRule
     # Last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward added by
-    # it; empty where the rule does not need them
+    # it; empty where the rule does not need them.
     visual: Sequence[Tensor] = ()
     ids: Sequence[int] = ()  # of prompt and answer up to the root
 
@@ -45,7 +45,7 @@ class Commit:
     """The nodes of one request's path, and the token after each of them."""
 
     nodes: tuple[int, ...]  # the nodes whose keys and values join the slot's prefix, the root first
-    # Accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER where that is none
+    # Accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER where that is none.
     tokens: tuple[int, ...]
     bins_off: tuple[int, ...]  # distance of each token from the target's own choice, in bins
     why: tuple[int, ...]  # an AcceptReason for each token

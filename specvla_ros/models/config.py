@@ -20,7 +20,7 @@ class VisionTowerConfig:
     """Shape of one vision transformer."""
 
     # embed_dim, depth, heads, mlp_dim, patch_size: as in the ViT paper. The tower's output is that of the block before
-    # the last, so `depth - 1` blocks are computed
+    # the last, so `depth - 1` blocks are computed.
     embed_dim: int
     depth: int
     heads: int
@@ -64,11 +64,11 @@ class DecoderShape:
     tie_word_embeddings: bool = False
     variant: DecoderVariant = DecoderVariant()
     # How many of the `head_dim` / 2 frequencies turn with time, height and width under M-RoPE (Qwen2.5-VL); empty: a
-    # row has one position
+    # row has one position.
     rope_sections: tuple[int, ...] = ()
     rope_interleaved: bool = False  # these frequencies take turns (Qwen3-VL) instead of following each other
     # Features of each image row that are added after as many of the first layers (DeepStack, arXiv 2406.04334;
-    # Qwen3-VL); they stand beside its embedding
+    # Qwen3-VL); they stand beside its embedding.
     deepstack: int = 0
 
     @property

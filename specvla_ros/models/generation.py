@@ -26,7 +26,7 @@ class GreedyRules:
     """What is done to logits before the largest is taken."""
 
     # Logits of earlier ids are divided by it if positive, else multiplied (CTRL, arXiv 1909.05858, as transformers'
-    # RepetitionPenaltyLogitsProcessor); 1: none
+    # RepetitionPenaltyLogitsProcessor); 1: none.
     repetition_penalty: float = 1.0
     allowed_ids: tuple[int, ...] = ()  # the only ids that may be answered, after the penalty; empty: all
     max_new_tokens: int | None = None  # length at which generate would end an answer; None: the file does not say

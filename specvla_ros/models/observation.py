@@ -18,16 +18,16 @@ class Observation:
     Raises UserError for no image, one that is empty or not uint8 RGB, or a stamp that is no positive whole number.
     """
 
-    # uint8 [height, width, 3], RGB, by camera name; a single array is the image of the only camera
+    # uint8 [height, width, 3], RGB, by camera name; a single array is the image of the only camera.
     images: Mapping[str, np.ndarray] | np.ndarray
     instruction: str  # the task in words, as the user wrote it
     stamp_ns: int  # the images' own stamp, nanoseconds of ROS time, greater than 0
     frame_id: str = ""  # the camera's frame, travels with the stamp
     epoch: int = 0  # the instruction epoch; results of an older one are void
     received_ns: int = 0  # `time.monotonic_ns()` when the image reached this process
-    # Seconds from the stamp to receipt on the clock of the stamp; 0 when read from a bag in process
+    # Seconds from the stamp to receipt on the clock of the stamp; 0 when read from a bag in process.
     receive_s: float = 0.0
-    # The prompt as token ids, in place of the instruction; for checkpoints without a tokenizer
+    # The prompt as token ids, in place of the instruction; for checkpoints without a tokenizer.
     prompt_ids: tuple[int, ...] | None = None
     state: np.ndarray | None = None  # float [dims], the proprioceptive state in the units of the training data
     stream: str = ""  # name of the robot; stamps and epochs of different streams cannot be compared

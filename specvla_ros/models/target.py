@@ -51,7 +51,7 @@ class PromptLayout:
     rows: int  # length of the prompt in rows of the KV cache, those of the images included
     visual_rows: tuple[range, ...]  # the rows of image embeddings, in order, a range for each stretch
     # int64 [axes, rows], RoPE positions for a model whose rows have several (M-RoPE); rows after the prompt count up
-    # from the largest. None: rows count up from 0
+    # from the largest. None: rows count up from 0.
     positions: np.ndarray | None = None
     causal: bool = True  # each row sees only earlier ones; False: all rows see each other (a prefix language model)
 

@@ -37,9 +37,9 @@ class Verification:
     actions: ActionIds
     max_depth: int
     logits: Tensor  # float32 [rows, vocab], the target's, of all trees' nodes; see `of_nodes`
-    # int64 [requests, n], each node's row of the logits; padding has any. None: one request, its rows in order
+    # int64 [requests, n], each node's row of the logits; padding has any. None: one request, its rows in order.
     rows: Tensor | None = None
-    # [requests, n, hidden], the target's last hidden states, after the final norm, for rules that need them
+    # [requests, n, hidden], the target's last hidden states, after the final norm, for rules that need them.
     hidden: Tensor | None = None
     visual: Tensor | None = None  # [requests, image_tokens, hidden], those of the image's rows; likewise
     distances: TokenDistances | None = None  # how far apart tokens are; None: as ids of actions are
@@ -75,10 +75,10 @@ class Acceptance:
     """The decision of a rule."""
 
     # bool [requests, n, n] or [requests, 1, n]; row e, column j: on a path that ends at node e, node j may be
-    # committed. Read where j is an ancestor of e, or e itself; not at the root
+    # committed. Read where j is an ancestor of e, or e itself; not at the root.
     mask: Tensor
     reasons: Tensor  # int64 [requests, n], an AcceptReason for each node that is accepted
-    # The comparison that the rule used, which is reported; None: `Verification.comparison`
+    # The comparison that the rule used, which is reported; None: `Verification.comparison`.
     comparison: Comparison | None = None
 
 

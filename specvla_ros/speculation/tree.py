@@ -21,7 +21,7 @@ class Tree:
 
     tokens: Tensor  # int64 [n]
     ancestry: Ancestry  # of the n nodes; only the root's parent is -1
-    # float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf if unknown
+    # float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf if unknown.
     log_probs: Tensor
     valid: Tensor  # bool [n]; False marks padding, which is never accepted. The root is valid
     relaxable: Tensor  # bool [n]; False: the node is accepted only if it is the target's own choice, whatever the rule

@@ -53,11 +53,11 @@ class BinsCodec(ChunkCodec):
     tokenizer: ActionTokenizer  # token ids to normalised values
     statistics: ActionStatistics  # normalised values to the robot's units
     # Text tokens that may come before the action, as in embodied chain-of-thought; 0 for OpenVLA, whose first token is
-    # an action
+    # an action.
     max_text: int = 0
     dt_s: float | None = None  # see `Codec`
     # The token ids with which a policy that writes text ends its answer, which then holds one whole action at its end.
-    # Empty: an answer ends with the last token of the first whole action
+    # Empty: an answer ends with the last token of the first whole action.
     end_ids: frozenset[int] = frozenset()
 
     @property

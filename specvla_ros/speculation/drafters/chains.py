@@ -24,12 +24,12 @@ class Chain:
     wanted: int  # tokens it will have
     start: int  # the slot's row that `inputs` begin at
     inputs: Tensor  # [n, hidden], embeddings that the next forward reads; the next token is the one after the last
-    # Ids of prompt and answer, in which lookup looks; it adds the chain's own
+    # Ids of prompt and answer, in which lookup looks; it adds the chain's own.
     text: list[int] = field(default_factory=list)
     # int64 [axes, n], RoPE positions of `inputs` for a model whose rows have several; None: they count up with the
-    # slot's rows
+    # slot's rows.
     positions: Tensor | None = None
-    # Of `inputs`, how many at the beginning see each other both ways (the prompt of a prefix language model)
+    # Of `inputs`, how many at the beginning see each other both ways (the prompt of a prefix language model).
     both_ways: int = 0
     tokens: list[Tensor] = field(default_factory=list)  # int64 [], one each
     gains: list[Tensor] = field(default_factory=list)

@@ -56,7 +56,7 @@ class _Slot:
 
     layout: PromptLayout | None = None
     answer: tuple[int, ...] = ()
-    # What was drafted after these; the rows of all but the last are there too
+    # What was drafted after these; the rows of all but the last are there too.
     drafted: Sequence[Tensor] = field(default_factory=tuple)
 
 

@@ -50,7 +50,7 @@ class DraftWork:
 
     head_forwards: int = 0
     self_forwards: int = 0
-    # Committed rows that the target's first forward read in each draft; the others read one per request
+    # Committed rows that the target's first forward read in each draft; the others read one per request.
     self_rows: int = 0
     model_forwards: int = 0
     model_rows: int = 0  # all that the draft model's forwards read, prompts included
@@ -77,10 +77,10 @@ class NewRows:
     First come rows whose following rows are known, as those of a prompt, then rows that a tree's nodes wrote.
     """
 
-    # [k, hidden], the target's last hidden states at the first rows
+    # [k, hidden], the target's last hidden states at the first rows.
     known_hidden: Tensor = field(default_factory=_no_rows)
     known_following: Tensor = field(default_factory=_no_rows)  # [k, hidden], embedding of the token after each
-    # [n, hidden], last hidden states of a forward; that of other requests' rows too
+    # [n, hidden], last hidden states of a forward; that of other requests' rows too.
     states: Tensor = field(default_factory=_no_rows)
     nodes: tuple[int, ...] = ()  # rows of `states`, for the rows behind the known ones
     tokens: tuple[int, ...] = ()  # the token after each of these

@@ -27,9 +27,9 @@ class BinDistance:
     Other codecs count in their own steps: digits in units of a number's last place, FAST in steps of a coefficient.
     """
 
-    # r per step of the codec, of bins per action dimension; a dimension beyond the last is strict
+    # r per step of the codec, of bins per action dimension; a dimension beyond the last is strict.
     bins: tuple[int, ...]
-    # Where the model is, or each verification copies the tolerances there
+    # Where the model is, or each verification copies the tolerances there.
     device: torch.device | str = field(default="cpu", compare=False, repr=False)
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False

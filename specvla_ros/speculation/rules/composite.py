@@ -26,7 +26,7 @@ class Composite:
 
     action: AcceptanceRule
     text: AcceptanceRule
-    # bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there
+    # bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there.
     numbers: Tensor
 
     @property

@@ -42,12 +42,12 @@ class ImageProcessor:
     """What preprocessor_config.json prescribes."""
 
     # `resize-naive` squeezes to a square; `letterbox` pads to a square first; `resize-crop` scales the shorter side and
-    # crops the middle
+    # crops the middle.
     strategy: str
     towers: tuple[_TowerInput, ...]  # input size, resampling, mean and std of each vision tower
     letterbox_fill: tuple[int, int, int]  # RGB of the padding
     # Cut the middle 90 % (by area) first, as OpenVLA's evaluation does for checkpoints that were fine-tuned with image
-    # augmentation
+    # augmentation.
     center_crop: bool = False
 
     def __call__(self, image: np.ndarray) -> Tensor:

@@ -55,7 +55,7 @@ class WindowMass:
     k: int
     actions: ActionIds
     bins: Tensor  # int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond
-    # Whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens
+    # Whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens.
     text: bool = False
 
     @staticmethod
@@ -161,10 +161,10 @@ class DraftStart:
 
     where: DraftSlots  # the requests' rows of the head's keys and values
     nodes: Tensor  # int64 [requests], maximum of the trees' nodes, the root included
-    # int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text
+    # int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text.
     dimensions: Tensor
     roots: Tensor
-    # Slot and prefix_len of each request once more, on the host; empty where nothing may depend on them
+    # Slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
     spans: tuple[tuple[int, int], ...] = ()
     COLUMNS: ClassVar[int] = 7
 
