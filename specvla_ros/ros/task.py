@@ -162,20 +162,16 @@ class Run:
     """The goal that is being run."""
 
     goal: Goal
+    instruction: str
     progress: Progress
     ended: Future = field(default_factory=Future)  # once it is over; then there are `outcome` and `message`
-    # Once policy and driver have confirmed the stop, or have had their time to.
-    stopped: Future = field(default_factory=Future)
+    stopped: Future = field(default_factory=Future)  # policy and driver have confirmed it, or have had their time to
     outcome: int = RunTask.Result.FAILED
     message: str = ""
     ended_s: float = 0.0
     fed_back_s: float = -math.inf
     judged: bool = False  # the judge has begun to look at this task
     unconfirmed: bool = False  # nobody said that the robot stops
-
-    @property
-    def instruction(self) -> str:
-        return str(self.goal.request.instruction)
 
 
 class TaskNode(Node):
@@ -212,17 +208,15 @@ class TaskNode(Node):
         asked = [switch.name for switch in (self._pause, self._hold) if switch.called or switch is self._pause]
         silent = _stop_at_last(asked) if running else []
         if silent:  # Ctrl-C at a launch file ends everybody at once
-            what = (
-                f"{' and '.join(silent)} did not answer: unless who offers them has ended too, THE ROBOT MAY STILL MOVE"
-            )
-            print(f"task: {what}", file=sys.stderr, flush=True)
+            why = "did not answer: unless who offers them has ended too, THE ROBOT MAY STILL MOVE"
+            print(f"task: {' and '.join(silent)} {why}", file=sys.stderr, flush=True)
         return True
 
     # A goal's life
 
     async def _execute(self, goal: Goal) -> RunTask.Result:
         limit_s = goal.request.time_limit_s or self._chosen.time_limit_s
-        run = Run(goal, Progress(limit_s, self._now_s(), time.monotonic()))
+        run = Run(goal, str(goal.request.instruction), Progress(limit_s, self._now_s(), time.monotonic()))
         run.message = _problem(run.instruction, limit_s)
         if run.message:  # a rejection could not say why
             goal.abort()
@@ -286,8 +280,7 @@ class TaskNode(Node):
         self._hold.keep()
         for ending in [*self._stopping]:
             self._check_stopped(ending)
-        run = self._run
-        if run is None:
+        if (run := self._run) is None:
             return
         self._check_over(run)
         if self._run is run and time.monotonic() - run.fed_back_s >= _FEEDBACK_S:
@@ -336,8 +329,7 @@ class TaskNode(Node):
         )
 
     def _on_action(self, message: VlaAction) -> None:
-        run = self._run
-        if run is None:
+        if (run := self._run) is None:
             return
         if message.instruction == run.instruction:
             if not run.progress.actions:
@@ -366,8 +358,7 @@ class TaskNode(Node):
         self._end(run, RunTask.Result.SUCCEEDED if succeeded else RunTask.Result.FAILED, why)
 
     def _on_cancel(self, goal: Goal) -> CancelResponse:
-        run = self._run
-        if run is not None and run.goal.goal_id == goal.goal_id:
+        if (run := self._run) is not None and run.goal.goal_id == goal.goal_id:
             self._end(run, RunTask.Result.CANCELED, "canceled")
         return CancelResponse.ACCEPT
 
