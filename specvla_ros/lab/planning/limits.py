@@ -4,8 +4,9 @@
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -181,7 +182,7 @@ def _run_scheduler(
     while frames < _FRAMES:
         number = len(ticks)
         for robot in robots:
-            if mailbox.next(lambda name, robot=robot: name == robot) is None:
+            if mailbox.next(partial(eq, robot)) is None:
                 mailbox.submit(Observation(picture, "", stamp_ns=number + 1, stream=robot))
         batch = scheduler.schedule()
         if batch.admitted is not None:
