@@ -28,9 +28,8 @@ from specvla_ros.control.pose import PoseHistory
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Point, Twist
-from specvla_ros.lab.simulation.displacement import DisplacementFollower
-from specvla_ros.lab.simulation.osc import CONTROL_HZ
-from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, TableRobot
+from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, DisplacementFollower, TableRobot
+from specvla_ros.lab.simulation.world import CONTROL_HZ
 
 _STEPS = round(1.0 / CONTROL_HZ / CONTROL_DT_S)
 _CONVENTION = ActionConvention(ACTION_DT_S)

@@ -15,8 +15,7 @@ from specvla_ros.lab.bags import demonstrations as demonstration_bag
 from specvla_ros.lab.bags.frames import Sensors, TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.lab.simulation.collect import collect
-from specvla_ros.lab.simulation.expert import demonstrate
+from specvla_ros.lab.simulation.collect import collect, demonstrate
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import DEMONSTRATION_FIRST_SEED, TASKS
 from specvla_ros.lab.training.dataset import load_demonstrations

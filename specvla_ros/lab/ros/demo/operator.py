@@ -18,8 +18,7 @@ from sensor_msgs.msg import Image
 from std_msgs.msg import Bool, Empty, String
 from std_srvs.srv import Trigger
 
-from specvla_ros.lab.ros.demo.record import DemoRecord, first_values
-from specvla_ros.lab.ros.demo.refusals import Motion
+from specvla_ros.lab.ros.demo.record import DemoRecord, Motion, first_values
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.messages.image_message import rgb_from_image
