@@ -38,7 +38,7 @@ _QOS = yaml.safe_dump([_PROFILE])
 
 
 class BagRecorder:
-    """A new bag with the topics of the policy node; also a context manager.
+    """A new bag with the topics of the policy node.
 
     Not chunked and flushed after each action, so that a killed process leaves every action before it readable.
     metadata.yaml is written by `close`.
@@ -98,12 +98,6 @@ class BagRecorder:
         with self._file:
             self._writer.finish()
         replace_file(self._directory / "metadata.yaml", yaml.safe_dump(self._metadata(), sort_keys=False))
-
-    def __enter__(self) -> "BagRecorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _add_channel(self, topic: str, msgtype: str) -> int:
         schema = self._writer.register_schema(msgtype, "ros2msg", self._types.definition(msgtype).encode())

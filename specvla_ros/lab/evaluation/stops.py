@@ -20,7 +20,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from glob import glob
 from pathlib import Path
@@ -87,9 +87,6 @@ class Stops:
     measured: tuple[Stop, ...]
     left_out: tuple[LeftOut, ...]
     reach_m: float  # the largest of any measured pose
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def find_black_boxes(given: Sequence[str]) -> list[Path]:

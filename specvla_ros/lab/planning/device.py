@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import load_json, shown
 
@@ -40,11 +42,7 @@ class Efficiency:
 
     def compute(self, rows: int) -> float:
         """The share of the matrix rate at a number of rows."""
-        if len(self.compute_by_rows) == 1:
-            return next(iter(self.compute_by_rows.values()))
-        known = sorted(self.compute_by_rows.items())
-        (few, low), (many, high) = next((pair for pair in pairwise(known) if rows <= pair[1][0]), known[-2:])
-        return low + (high - low) * min(1.0, max(0.0, (rows - few) / (many - few)))
+        return float(np.interp(rows, *zip(*sorted(self.compute_by_rows.items()), strict=True)))
 
     def as_json(self) -> dict[str, Any]:
         return {

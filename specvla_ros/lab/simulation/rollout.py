@@ -21,7 +21,6 @@ from specvla_ros.lab.planning.cost import StageTimes, stage_times
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
-from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
 
@@ -131,8 +130,8 @@ class Rollout:
         robot: SimulatedRobot,
         clock: Clock,
         tick_time: TickTime,
-        on_step: Callable[[], None] | None = None,
-        on_look: Callable[[Observation], None] | None = None,
+        on_step: Callable[[], None] = lambda: None,
+        on_look: Callable[[Observation], None] = lambda _: None,
         time_limit: float = 1.0,
     ) -> None:
         check_senses(engine.target, robot)
@@ -173,7 +172,7 @@ class Rollout:
                 failure = f"no action for {_FAULT_LIMIT} images in a row: {dict(episode.drops)}"
         except SimulationDiverged as error:
             failure = str(error)
-        time_s = episode.passed * self._robot.control_dt
+        time_s, codec = episode.passed * self._robot.control_dt, self._engine.target.codec
         return EpisodeResult(
             task=task,
             seed=seed,
@@ -184,7 +183,7 @@ class Rollout:
             latency_s=tuple(episode.latency_s),
             picture_age_s=episode.picture_age_s(time_s),
             drops=dict(episode.drops),
-            roughness=_roughness(self._engine.target.codec, episode.actions),
+            roughness=roughness([codec.normalise(action.actions)[0] for action in episode.actions]),
             acted_on=self._robot.acted_on(),
             failure=failure,
             decode=episode.tally.as_json(),
@@ -225,8 +224,7 @@ class Rollout:
         episode.pictured = episode.passed
         stamp_ns = _START_NS + round(episode.passed * self._robot.control_dt * 1e9)
         observation = observe(self._robot, self._engine.target, episode.instruction, stamp_ns)
-        if self._on_look is not None:
-            self._on_look(observation)
+        self._on_look(observation)
         return observation
 
     def _tick(self, engine: Engine, outcomes: list[Outcome]) -> float:
@@ -250,8 +248,7 @@ class Rollout:
             self._robot.advance()
             episode.passed += 1
             episode.succeeded = self._robot.succeeded()
-            if self._on_step is not None:
-                self._on_step()
+            self._on_step()
 
 
 def observe(robot: SimulatedRobot, policy: PolicyFacts, instruction: str, stamp_ns: int) -> Observation:
@@ -279,8 +276,6 @@ def check_senses(policy: PolicyFacts, robot: SimulatedRobot) -> None:
         )
 
 
-def _roughness(codec: Codec, actions: list[Action]) -> float:
-    if len(actions) < 2:
-        return 0.0
-    normalised = np.array([codec.normalise(action.actions)[0] for action in actions])
-    return float(np.abs(np.diff(normalised[:, :-1], axis=0)).mean())
+def roughness(normalised: list[np.ndarray]) -> float:
+    """See `EpisodeResult`; of the actions in normalised units, float64 [action_dim] each, the gripper last."""
+    return float(np.abs(np.diff(normalised, axis=0)[:, :-1]).mean()) if len(normalised) > 1 else 0.0

@@ -17,7 +17,7 @@ from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, head
 from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
-from specvla_ros.lab.simulation.rollout import EpisodeResult
+from specvla_ros.lab.simulation.rollout import EpisodeResult, roughness
 from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
@@ -96,6 +96,7 @@ class DemoRecord:
             self._actions.clear()
             return
         self._end_film()
+        normalise = self._statistics.normalise
         self.episodes.append(
             EpisodeResult(
                 task=episode.task,
@@ -105,7 +106,7 @@ class DemoRecord:
                 steps=len(self._actions) if self._commanded else episode.actions,
                 time_s=episode.time_s,
                 latency_s=tuple(thinking_s(action) for action in self._actions),
-                roughness=self._roughness(),
+                roughness=roughness([normalise(np.array(first_values(action))) for action in self._actions]),
                 acted_on=episode.acted_on or None,
                 failure=episode.detail,
             )
@@ -137,12 +138,6 @@ class DemoRecord:
         if self._film is not None:
             self._film.close()
             self._film = None
-
-    def _roughness(self) -> float:
-        if len(self._actions) < 2:
-            return 0.0
-        normalised = np.array([self._statistics.normalise(np.array(first_values(action))) for action in self._actions])
-        return float(np.abs(np.diff(normalised[:, :-1], axis=0)).mean())
 
 
 _REFUSED = {"guard: gate": "refused_", "driver: motion": "refused: "}  # names of statuses, and before their counts
