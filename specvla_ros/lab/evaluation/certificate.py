@@ -139,8 +139,7 @@ def certify(
 ) -> Certificate:
     """Compares a setting with plain decoding; `on_frame` is called with the number of images that both have answered.
 
-    Raises:
-        UserError: a bag cannot be read, or the settings do not fit the policy.
+    A UserError says that a bag cannot be read, or that the settings do not fit the policy.
     """
     if len({bag.name for bag in bags}) < len(bags):
         raise UserError("the bags must have different names: a certificate says by their names which they were")

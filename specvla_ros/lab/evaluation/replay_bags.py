@@ -67,11 +67,8 @@ class BagJob:
 def find_bags(given: Sequence[Path]) -> tuple[dict[str, Path], tuple[str, ...]]:
     """The bags that a user gives, by name and sorted, and what else lies in a folder of bags.
 
-    Args:
-        given: bags (a directory with an .mcap or .db3 file or a metadata.yaml, or such a file), or folders of bags.
-
-    Raises:
-        UserError: one does not exist, or two have the same name.
+    `given` are bags (a directory with an .mcap or .db3 file or a metadata.yaml, or such a file), or folders of bags. A
+    UserError says that one does not exist, or that two have the same name.
     """
     bags: list[Path] = []
     left_out: list[str] = []

@@ -153,8 +153,7 @@ class ToolMotion:
     def end(self, zero: int, braking_s: float) -> int:
         """The first pose from which on the tool stands for STANDS_S and until after the guard began to brake.
 
-        Raises:
-            NotMeasuredError: the file ends before, or the poses fail to come meanwhile.
+        Raises NotMeasuredError where the file ends before, or the poses fail to come meanwhile.
         """
         arrived_s, began = self.arrived_s, int(np.searchsorted(self.arrived_s, braking_s))
         for index in range(began, len(arrived_s)):
@@ -177,13 +176,10 @@ class ToolMotion:
 
 
 class BlackBoxFile:
-    """One file of the guard's black box.
+    """One file of the guard's black box; NotMeasuredError: it is none, or of a guard that did not note when it braked.
 
     Topics are known by their kind and their order, which is the guard's, as their names are the user's: the command
     first, the measured pose after it.
-
-    Raises:
-        NotMeasuredError: it is no black box, or of a guard that did not note when it braked.
     """
 
     def __init__(self, path: Path, storage: Storage) -> None:

@@ -40,11 +40,8 @@ class HostedPolicy:
 class EngineHost:
     """The engine's process, for so many robots at once; see `specvla_ros.lab.jobs.workers.Shared`.
 
-    Args:
-        tick_time: seconds that a tick counts for, from its work and the seconds that it took here.
-
-    Raises:
-        UserError: the settings do not fit the target or the device's memory.
+    `tick_time` gives the seconds that a tick counts for, from its work and the seconds that it took here. A UserError
+    says that the settings do not fit the target or the device's memory.
     """
 
     def __init__(

@@ -44,8 +44,7 @@ class BagPlayerParameters:
 class BagPlayer(Node):
     """Publishes every message as it was recorded, byte for byte, paced by the steady clock.
 
-    Raises:
-        UserError: the bag cannot be read, a parameter is wrong, or wait_for_subscriber is not in the bag.
+    A UserError says that the bag cannot be read, a parameter is wrong, or wait_for_subscriber is not in the bag.
     """
 
     def __init__(self) -> None:

@@ -99,7 +99,6 @@ def collect(
         episodes: per task and robot.
         noise: 0 none, 1 as the shipped policy was trained with.
         policy: checkpoint that acts while the expert labels; None: the expert acts.
-        all_sensors: the robot's further cameras and its state are recorded too.
         workers, ray: see `run_jobs`.
         on_progress: called with the episodes done and wanted.
     """
@@ -190,9 +189,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
 class _Disturbed:
     """Disturbs the expert's actions: noise, shoves, and a gripper that does the opposite.
 
-    Args:
-        noise: of the collection; an episode has a level of its own.
-        per_action: steps of an action.
+    `noise` is the collection's; an episode has a level of its own. `per_action`: steps of an action.
     """
 
     def __init__(self, rng: np.random.Generator, noise: float, per_action: int) -> None:

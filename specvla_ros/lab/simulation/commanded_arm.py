@@ -111,11 +111,7 @@ class CommandedGripper:
         self._obeyed: Controller = self.array
 
     def obey(self, controller: Controller, command: Any, now_s: float) -> None:
-        """Hands a command to `array` or `trajectory`, which holds from now on.
-
-        Raises:
-            CommandRefusedError: it is not followed.
-        """
+        """Hands a command to `array` or `trajectory`, which holds from now on; CommandRefusedError: it does not."""
         controller.take(command, now_s)
         self._obeyed = controller
 
@@ -151,8 +147,7 @@ class CommandedArm:
     def advance(self, now_s: float) -> None:
         """Lets `control_dt` pass; `now_s` is on the robot's clock, on which commands are stamped.
 
-        Raises:
-            SimulationDiverged: the world is not finite any more.
+        Raises SimulationDiverged where the world is not finite any more.
         """
         data = self._world.data
         self._servo.follow(self.controller.update(self._servo.measured(data), now_s), data)

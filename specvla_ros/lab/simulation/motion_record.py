@@ -46,8 +46,7 @@ def _columns(arm: Arm) -> np.dtype[Any]:
 class MotionRecorder:
     """Writes a record of a world's arm, in place of a file that is there; a kill loses the last second at most.
 
-    Raises:
-        UserError: the file cannot be written.
+    A UserError says that the file cannot be written.
     """
 
     def __init__(self, path: Path, world: World) -> None:
@@ -76,11 +75,7 @@ class MotionRecorder:
             raise UserError(f"the record {path} cannot be written: {error.strerror}") from None
 
     def add(self, time_s: float, episode: int, running: bool) -> None:
-        """Records the present state.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Records the present state; a UserError says that the disk is full."""
         data, row = self._world.data, self._rows[self._filled]
         mujoco.mj_objectVelocity(self._world.model, data, mujoco.mjtObj.mjOBJ_SITE, self._site, self._velocity, 0)
         row["time_s"], row["episode"], row["running"] = time_s, episode, running
@@ -159,11 +154,7 @@ class MotionRecord:
 
 
 def read_motion_record(path: Path) -> MotionRecord:
-    """Reads a record, also one whose writer was killed.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Reads a record, also one whose writer was killed; a UserError says that it is none."""
     try:
         content = path.read_bytes()
     except OSError as error:

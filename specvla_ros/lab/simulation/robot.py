@@ -37,8 +37,7 @@ class SimulatedRobot(Protocol):
     def reset(self, task: str, seed: int) -> None:
         """Begins an episode; the same task and seed give the same start.
 
-        Raises:
-            UserError: there is no such task, or the suite has no such initial state.
+        A UserError says that there is no such task, or that the suite has no such initial state.
         """
 
     def look(self, camera: str | None = None) -> np.ndarray:
@@ -48,19 +47,16 @@ class SimulatedRobot(Protocol):
         """Its state, float64, a number for each of `state_names`."""
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
-        """Starts to follow an action; a newer one replaces it.
+        """Starts to follow an action, float64 [7] in the units of the policy; a newer one replaces it.
 
-        Args:
-            values: float64 [7], in the units of the policy: displacements from where the arm was in the action's
-                image, meant over `action_dt`; gripper 1 opens, 0 closes.
-            age_s: world time that has passed since that image.
+        Displacements are from where the arm was in the action's image, `age_s` of world time ago, and meant over
+        `action_dt`; gripper 1 opens, 0 closes.
         """
 
     def advance(self) -> None:
         """Lets `control_dt` pass; without an action to follow the arm holds still.
 
-        Raises:
-            SimulationDiverged: the world is not finite any more.
+        Raises SimulationDiverged where the world is not finite any more.
         """
 
     def succeeded(self) -> bool:
@@ -73,15 +69,12 @@ class SimulatedRobot(Protocol):
 
 
 def remaining(displacement: np.ndarray, then: Pose, now: Pose) -> np.ndarray:
-    """What is left of a displacement after the robot has moved on.
+    """What is left of a displacement after the robot has moved on, float64 [6] from `now`.
 
     Args:
         displacement: float64 [6], from `then`: translation in metres and rotation vector in radians, base frame.
         then: the tool's pose at the stamp of the action's image.
-        now: the pose that the robot has reached, or is on its way to.
-
-    Returns:
-        float64 [6], from `now`; `now.displaced(…)` is the goal pose, the same as `then.displaced(displacement)`.
+        now: the pose that the robot has reached, or is on its way to; displaced by the rest it is the goal.
     """
     turned = now.rotation @ then.rotation.T
     rotation = rotation_vector(rotation_matrix(displacement[3:6]) @ turned.T)
@@ -100,11 +93,8 @@ class ImageGoal:
 
     A policy's displacement is meant from the pose in its image, to be reached `action_dt` after it. By the time that it
     has been decided, the robot has moved on with the actions before: added on top of that motion, it would count the
-    same way twice, and the more often, the more frames are in flight.
-
-    Args:
-        rate_hz: control steps per second.
-        largest: float64 [6], the training data's largest action: metres and radians over its `action_dt`.
+    same way twice, and the more often, the more frames are in flight. `largest`, float64 [6], is the training data's
+    largest action: metres and radians over its `action_dt`.
     """
 
     def __init__(self, rate_hz: float, largest: np.ndarray) -> None:
@@ -139,11 +129,8 @@ class ImageGoal:
 class DisplacementFollower:
     """Spreads an action evenly over its time; a newer one replaces it; without one the robot holds still.
 
-    So the robot's speed is displacement over `action_dt`, however often actions come.
-
-    Args:
-        rate_hz: control steps per second.
-        scale: float64 [6], metres and radians of one unit of what the robot's controller takes.
+    So the robot's speed is displacement over `action_dt`, however often actions come. `scale`, float64 [6], is metres
+    and radians of one unit of what the robot's controller takes.
     """
 
     def __init__(self, rate_hz: float, scale: np.ndarray) -> None:

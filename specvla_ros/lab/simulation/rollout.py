@@ -154,8 +154,7 @@ class Rollout:
     def run(self, task: str, seed: int, instruction: str = "") -> EpisodeResult:
         """One episode; `instruction`: in place of the task's own.
 
-        Raises:
-            UserError: an unknown task or seed, or an instruction that the policy cannot be given.
+        A UserError says that task or seed is unknown, or that the policy cannot be given the instruction.
         """
         self._robot.reset(task, seed)
         self._engine.reset()

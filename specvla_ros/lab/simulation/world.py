@@ -101,10 +101,9 @@ class OscPose:
 
 
 class World:
-    """One table with one arm. Not to be shared between threads.
+    """One table with one arm, not to be shared between threads.
 
-    Raises:
-        UserError: the package with the arm's model is missing, or MuJoCo cannot compile it.
+    A UserError says that the package with the arm's model is missing, or that MuJoCo cannot compile it.
     """
 
     def __init__(self, arm: Arm = TABLE_ARM) -> None:

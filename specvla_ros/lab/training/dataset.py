@@ -78,9 +78,8 @@ def load_demonstrations(
     """Reads bags into `cache`, or maps what is there from an earlier call with the same bags.
 
     Args:
-        bags: bags with images, an instruction, and a recorded action of seven values per image.
+        bags: with images, an instruction, and a recorded action of seven values per image.
         size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
-        sensors: to read beside the first camera's images.
         on_progress: called with bags read and their number.
 
     Raises:
@@ -349,12 +348,9 @@ def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
 
 
 def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -> Iterator[np.ndarray]:
-    """Endless batches of steps, each epoch in a new order that only the seed and the epoch decide.
+    """Endless batches of steps, int64 [n], each epoch in a new order that only the seed and the epoch decide.
 
-    Args:
-        steps: int64 [n], n > 0.
-        batch_size: rows of a batch; larger than n: batches of n.
-        start: number of batches to leave out, to resume a training.
+    A batch has no more than n rows; `start` batches are left out, to resume a training.
     """
     size = min(batch_size, len(steps))
     per_epoch = len(steps) // size

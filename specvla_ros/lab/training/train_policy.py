@@ -293,9 +293,7 @@ def write_nano(
 ) -> None:
     """Writes an untrained policy of OpenVLA's architecture and files, small enough to train on two CPU cores.
 
-    Args:
-        instructions: all that it will be taught, in lower case; their words are the vocabulary.
-        norm_stats: action statistics by dataset, as in OpenVLA's config.json.
+    `instructions` are all that it will be taught, in lower case; their words are the vocabulary.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _word_tokenizer(instructions)

@@ -87,8 +87,7 @@ class Operator(Node):
     def begin_episode(self) -> str:
         """Clears what stopped the guard by itself, until motion begins; a stop that was pressed stays.
 
-        Returns:
-            The reason for the stop, in words; empty: nothing that is cleared now.
+        Returns the reason for the stop, in words; empty: nothing that is cleared now.
         """
         self._clears, self.motion.begun = True, False
         if not self.motion.latched:

@@ -42,9 +42,7 @@ def first_values(action: VlaAction) -> list[float]:
 class DemoRecord:
     """Collects the topics' messages, for films and a report in `out`; those of an earlier demo are replaced.
 
-    Args:
-        policy: checkpoint directory, for its action statistics.
-        commanded: whether the robot takes motion commands, and not the policy's actions.
+    `policy` is a checkpoint's directory; `commanded`: the robot takes motion commands, and not the policy's actions.
     """
 
     def __init__(self, out: Path, policy: Path, commanded: bool) -> None:
@@ -182,12 +180,9 @@ class Motion:
         return self.guard.removeprefix(_STOPPED) if self.guard.startswith(_STOPPED) else ""
 
     def hear(self, status: DiagnosticStatus, *, held: bool, count: bool) -> None:
-        """Takes a status of /diagnostics, if it is one of theirs.
+        """Takes a status of any node, if it is one of theirs; `held`: the dead-man's switch is.
 
-        Args:
-            status: of any node.
-            held: whether the dead-man's switch is.
-            count: whether refusals count: once the robot has ended, everything is refused.
+        `count`: whether refusals count: once the robot has ended, everything is refused.
         """
         if status.name not in _REFUSED:
             return

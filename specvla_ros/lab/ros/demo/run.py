@@ -91,12 +91,10 @@ def run_demo(
     parameters: Mapping[str, Any],
     shown: RerunSettings | None = None,
 ) -> int:
-    """Shows the policy drive the simulated arm, and writes films and a report.
+    """Shows the policy drive the simulated arm, and writes films and a report, in place of those that lie in `out`.
 
     Args:
-        out: directory of the results; films and report in it are made anew.
         tasks: names; none: all.
-        episodes: number per task.
         seed: of the first start.
         parameters: of the policy node, by name; written to parameters.yaml in `out`.
         shown: where Rerun shows it; None: nowhere.

@@ -49,14 +49,9 @@ class Expected:
 
 
 def check_relevance(stamp_ns: int, instruction: str, expected: Expected) -> None:
-    """Checks that an action answers a new image of this episode, under the instruction in force.
+    """Raises ActionIgnoredError unless an action answers a new image of this episode, under the instruction in force.
 
-    Args:
-        stamp_ns: the action's stamp.
-        instruction: that the action follows; empty: its sender does not say.
-
-    Raises:
-        ActionIgnoredError: it does not.
+    An action whose sender does not say its instruction has an empty one.
     """
     if stamp_ns < expected.began_ns:
         raise ActionIgnoredError("it answers an image from before the episode's start")
