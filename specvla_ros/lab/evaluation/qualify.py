@@ -24,7 +24,7 @@ from specvla_ros.lab.evaluation.paired import Rate, confidence_interval, log_e_v
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import Criterion, QualifyPlan
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
+from specvla_ros.lab.simulation.rollout import Clock
 
 QUALIFY_FILE = "qualify.json"
 REFERENCE = "lockstep"
@@ -175,7 +175,7 @@ def qualify(
     hashes = checkpoint_hashes(base.policy, base.engine)
     directory = RunDirectory(out, "qualify")
     directory.begin(deciding | hashes)
-    before = directory.resume_lines(simulate.EPISODES_FILE, _named_episode)
+    before = directory.resume_lines(simulate.EPISODES_FILE, lambda raw: (raw.pop(_OF), simulate.episode_of(raw)))
     done = {(name, each.task, each.seed): each for name, each in before}
     context = {**deciding, "plan": asdict(plan), **hashes, **head()}
     random = np.random.default_rng(plan.first_seed)
@@ -212,10 +212,6 @@ def qualify(
     return found
 
 
-def _named_episode(raw: dict[str, Any]) -> tuple[str, EpisodeResult]:
-    return raw.pop(_OF), simulate.episode_of(raw)
-
-
 def boldest(judgements: Sequence[Judgement]) -> str:
     """The name of the last candidate that qualified; empty: none did."""
     return next((each.name for each in reversed(judgements) if each.verdict is Verdict.QUALIFIED), "")
@@ -232,11 +228,8 @@ def _write_report(path: Path, judgements: Sequence[Judgement], context: Mapping[
     qualified = boldest(judgements)
     ended = next((each for each in judgements if each.verdict in (Verdict.REFUSED, Verdict.UNDECIDED)), None)
     verdict = f"{qualified or 'None'} qualifies." + (f" {ended}." if ended is not None else "")
-    parts = [
-        page.verdict("passed" if qualified else "failed", verdict),
-        "<h2>Candidates, the safest first</h2>",
-        page.table(_HEAD, map(_row, judgements)),
-    ]
+    parts = [page.verdict("passed" if qualified else "failed", verdict)]
+    parts += ["<h2>Candidates, the safest first</h2>", page.table(_HEAD, map(_row, judgements))]
     if tried:
         wanted = tried[0].criterion
         parts.append(

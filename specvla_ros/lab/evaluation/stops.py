@@ -112,7 +112,7 @@ def measure_stops(files: Sequence[Path]) -> Stops:
         try:
             with closing(open_storage(file, file.parent)) as storage:
                 box = BlackBoxFile(file, storage)
-                reach_m = max(reach_m, box.tool.largest_reach_m)
+                reach_m = max(reach_m, float(np.linalg.norm(box.tool.positions, axis=1).max(initial=0.0)))
                 measured.append(box.stop())
         except (NotMeasuredError, UserError) as error:
             left_out.append(LeftOut(str(file), str(error)))
@@ -127,10 +127,6 @@ class ToolMotion:
         self.arrived_s = np.array([arrived_s for arrived_s, *_ in poses])
         self._stamps_s = np.array([stamp_s for _, stamp_s, _ in poses])
         self.positions = np.array([pose.position for pose in self._poses]).reshape(-1, 3)
-
-    @property
-    def largest_reach_m(self) -> float:
-        return float(np.linalg.norm(self.positions, axis=1).max(initial=0.0))
 
     @cached_property
     def speeds(self) -> np.ndarray:

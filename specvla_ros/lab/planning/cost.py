@@ -80,7 +80,8 @@ class ModelCost:
 def model_cost(config: OpenVLAConfig) -> ModelCost:
     """Counts from the shapes in config.json."""
     llama = config.llama
-    layer = _layer_values(llama)
+    heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
+    layer = llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
     width = sum(tower.embed_dim for tower in config.towers)
     # Three matrices after two towers, two after one.
     first = 4 * width * (width + llama.hidden_size) if len(config.towers) > 1 else width * llama.hidden_size
@@ -111,11 +112,6 @@ def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
         except (KeyError, TypeError):
             continue
     return _ACTION_TOKENS
-
-
-def _layer_values(llama: DecoderShape) -> int:
-    heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
-    return llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
 
 
 def _tower_values(tower: VisionTowerConfig) -> int:

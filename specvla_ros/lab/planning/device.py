@@ -85,18 +85,15 @@ class Device:
     def operations_per_s(self, arithmetic: Arithmetic, rows: int) -> float:
         """Matrix rate [operations/s] with so many rows in the left matrix."""
         if arithmetic is Arithmetic.DENSE:
-            return self._dense_tflops(rows) * 1e12
+            # The rate at the next larger measured size: a size in between is padded to it, or is slower.
+            fitting = [measured for measured in self.tflops_by_rows if measured >= rows]
+            size = min(fitting) if fitting else max(self.tflops_by_rows, default=None)
+            return 1e12 * (self.dense_tflops if size is None else self.tflops_by_rows[size])
         rate = self.int8_tops if arithmetic is Arithmetic.INT8 else self.fp8_tflops
         if rate is None:
             others = "none, int4, fp8" if arithmetic is Arithmetic.INT8 else "none, int4, w8a8"
             raise UserError(f"{self.name} has no {arithmetic.value} rate: choose another of --weights {others}")
         return rate * 1e12
-
-    def _dense_tflops(self, rows: int) -> float:
-        # The rate at the next larger measured size: a size in between is padded to it, or is slower.
-        fitting = [measured for measured in self.tflops_by_rows if measured >= rows]
-        size = min(fitting) if fitting else max(self.tflops_by_rows, default=None)
-        return self.dense_tflops if size is None else self.tflops_by_rows[size]
 
     def as_json(self) -> dict[str, Any]:
         """What `read_device` reads."""

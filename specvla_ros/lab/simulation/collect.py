@@ -90,7 +90,7 @@ def collect(
     all_sensors: bool = False,
     workers: int = 0,
     ray: str = "",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, wanted: None,
 ) -> CollectResult:
     """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; those that are there already are kept.
 
@@ -122,8 +122,7 @@ def collect(
     results = run_jobs(demonstrate_and_record, jobs, workers=workers, ray=ray, name=lambda job: job.directory.name)
     for done, (_, succeeded) in enumerate(results, start=1):
         new += succeeded
-        if on_progress is not None:
-            on_progress(len(wanted) - len(jobs) + done, len(wanted))
+        on_progress(len(wanted) - len(jobs) + done, len(wanted))
     return CollectResult(len(wanted), kept + new, new, len(jobs) - new)
 
 
@@ -228,26 +227,22 @@ class _PolicyInTurn:
 
     def act(self, action: np.ndarray, *, lies: bool, robot: TableRobot, passed: int) -> tuple[np.ndarray, int]:
         """As `_Disturbed.act`; `passed`: steps of the episode so far."""
+        from specvla_ros.engine.outcome import Action
+        from specvla_ros.lab.simulation.rollout import observe
+
         if passed >= self._turn_ends:
             self._turn_ends = passed + int(self._rng.integers(*_TURN_STEPS))
             self._policy_acts = bool(self._rng.random() < _POLICY_SHARE)
         if not self._policy_acts:
             return self._expert.act(action, lies=lies)
-        return _decided(self._engine, robot, stamp_ns=passed + 1), 1
+        outcome = self._engine.act(observe(robot, self._engine.target, robot.instruction, passed + 1))
+        # It stands still where it has no answer.
+        return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0]), 1
 
 
 def bag_name(robot: str, task: str, seed: int) -> str:
     """The name of a demonstration's bag; the table's own arm goes without saying."""
     return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
-
-
-def _decided(engine: "Engine", robot: TableRobot, *, stamp_ns: int) -> np.ndarray:
-    """The policy's action, float64 [7]; it stands still where it has no answer."""
-    from specvla_ros.engine.outcome import Action
-    from specvla_ros.lab.simulation.rollout import observe
-
-    outcome = engine.act(observe(robot, engine.target, robot.instruction, stamp_ns))
-    return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0])
 
 
 @lru_cache(maxsize=1)

@@ -51,21 +51,16 @@ class MotionRecorder:
 
     def __init__(self, path: Path, world: World) -> None:
         self._path, self._world = path, world
-        columns = _columns(world.arm)
-        self._rows = np.zeros(_FLUSH_ROWS, columns)
+        arm = world.arm
+        self._rows = np.zeros(_FLUSH_ROWS, _columns(arm))
         self._filled = 0
         model = world.model
         self._site = model.site("pinch").id
-        self._motors = [model.actuator(name).id for name in world.arm.motors]
-        self._qpos, self._dofs = joint_indices(model, world.arm.joints)
+        self._motors = [model.actuator(name).id for name in arm.motors]
+        self._qpos, self._dofs = joint_indices(model, arm.joints)
         self._kinds = _geom_kinds(model)
         self._velocity, self._force = np.zeros(6), np.zeros(6)
-        head = {
-            "format": _FORMAT,
-            "robot": world.arm.name,
-            "joints": list(world.arm.joints),
-            "speed_limits": list(world.arm.speed),
-        }
+        head = {"format": _FORMAT, "robot": arm.name, "joints": list(arm.joints), "speed_limits": list(arm.speed)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb")

@@ -158,10 +158,8 @@ class Rollout:
         """
         self._robot.reset(task, seed)
         self._engine.reset()
-        episode = _Episode(
-            instruction=instruction or self._robot.instruction,
-            max_steps=round(self._time_limit * self._robot.max_steps * self._per_action),
-        )
+        max_steps = round(self._time_limit * self._robot.max_steps * self._per_action)
+        episode = _Episode(instruction or self._robot.instruction, max_steps)
         self._engine.check_instruction(episode.instruction)
         failure = ""
         try:

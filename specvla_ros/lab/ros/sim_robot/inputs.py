@@ -216,13 +216,8 @@ def _pose(message: PoseStamped) -> tuple[str, Pose]:
 
 
 def _twist(message: TwistStamped) -> Twist:
-    linear, angular = message.twist.linear, message.twist.angular
-    return Twist(
-        _seconds(message.header.stamp),
-        message.header.frame_id,
-        np.array([linear.x, linear.y, linear.z]),
-        np.array([angular.x, angular.y, angular.z]),
-    )
+    header, axes = message.header, (message.twist.linear, message.twist.angular)
+    return Twist(_seconds(header.stamp), header.frame_id, *(np.array([axis.x, axis.y, axis.z]) for axis in axes))
 
 
 def _trajectory(message: JointTrajectoryMessage) -> JointTrajectory:
