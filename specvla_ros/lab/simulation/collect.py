@@ -15,7 +15,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.plans import CollectPlan
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import (
@@ -63,9 +64,7 @@ class Demonstration:
     task: str
     seed: int
     directory: Path
-    noise: float
-    policy: Path | None = None  # that acts; None: the expert
-    all_sensors: bool = False  # its further cameras and its state too
+    plan: CollectPlan
 
 
 @dataclass(frozen=True)
@@ -79,38 +78,19 @@ class CollectResult:
 
 
 def collect(
-    out: Path,
-    *,
-    tasks: list[str],
-    episodes: int,
-    robots: Sequence[str] = (TABLE_ARM.name,),
-    noise: float = 1.0,
-    policy: Path | None = None,
-    first_seed: int = DEMONSTRATION_FIRST_SEED,
-    all_sensors: bool = False,
-    workers: int = 0,
-    ray: str = "",
-    on_progress: Callable[[int, int], None] = lambda done, wanted: None,
+    out: Path, plan: CollectPlan, on_progress: Callable[[int, int], None] = lambda done, wanted: None
 ) -> CollectResult:
     """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; those that are there already are kept.
 
-    Args:
-        tasks: names; none: all.
-        episodes: per task and robot.
-        noise: 0 none, 1 as the shipped policy was trained with.
-        policy: checkpoint that acts while the expert labels; None: the expert acts.
-        workers, ray: see `run_jobs`.
-        on_progress: called with the episodes done and wanted.
+    `on_progress` is called with the episodes done and wanted.
     """
-    chosen = choose_tasks(tasks)
+    tasks, robots = choose_tasks(list(plan.tasks)), plan.robots or (TABLE_ARM.name,)
     for robot in robots:
         choose_arm(robot).model()  # a missing package is said here, and not by a worker
+    first = DEMONSTRATION_FIRST_SEED if plan.first_seed is None else plan.first_seed
     # One robot after the other: a process keeps the one that it made last.
-    starts = itertools.product(robots, range(first_seed, first_seed + episodes), (task.name for task in chosen))
-    wanted = [
-        Demonstration(robot, task, seed, out / bag_name(robot, task, seed), noise, policy, all_sensors)
-        for robot, seed, task in starts
-    ]
+    starts = itertools.product(robots, range(first, first + plan.episodes), (task.name for task in tasks))
+    wanted = [Demonstration(robot, task, seed, out / bag_name(robot, task, seed), plan) for robot, seed, task in starts]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -119,7 +99,9 @@ def collect(
         shutil.rmtree(partial, ignore_errors=True)
     jobs = [job for job in wanted if not job.directory.exists()]
     kept, new = len(wanted) - len(jobs), 0
-    results = run_jobs(demonstrate_and_record, jobs, workers=workers, ray=ray, name=lambda job: job.directory.name)
+    results = run_jobs(
+        demonstrate_and_record, jobs, workers=plan.workers, ray=plan.ray, name=lambda job: job.directory.name
+    )
     for done, (_, succeeded) in enumerate(results, start=1):
         new += succeeded
         on_progress(len(wanted) - len(jobs) + done, len(wanted))
@@ -131,22 +113,22 @@ def demonstrate_and_record(job: Demonstration) -> bool:
 
     Where a policy acts, its failures are kept: every label is the expert's.
     """
-    robot = _robot(job.robot, os.getpid())
+    robot, plan = _robot(job.robot, os.getpid()), job.plan
     rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
     robot.reset(job.task, job.seed)
     images: list[np.ndarray] = []
-    further: dict[str, list[np.ndarray]] = {camera: [] for camera in robot.cameras[1:] if job.all_sensors}
+    further: dict[str, list[np.ndarray]] = {camera: [] for camera in robot.cameras[1:] if plan.all_sensors}
     states: list[np.ndarray] = []
     actions: list[np.ndarray] = []
     others: list[tuple[Task, list[np.ndarray]]] = [(task, []) for task in TASKS if task.name != job.task]
     times_s: list[float] = []
     per_action = round(robot.action_dt / robot.control_dt)
-    actor = _Disturbed(rng, job.noise, per_action) if job.policy is None else _PolicyInTurn(rng, job, per_action)
+    actor = _Disturbed(rng, plan.noise, per_action) if plan.policy is None else _PolicyInTurn(rng, job, per_action)
     passed, after = 0, 0
     try:
         while after < _AFTER_SUCCESS:
             if passed >= robot.max_steps * per_action:
-                if job.policy is None:
+                if plan.policy is None:
                     return False
                 break
             state = robot.state()
@@ -170,7 +152,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
         return False
     try:
         hindsight = {task.name: Hindsight(task.instruction, labels) for task, labels in others}
-        names = robot.state_names if job.all_sensors else ()
+        names = robot.state_names if plan.all_sensors else ()
         record = DemonstrationRecord(
             images, actions, robot.instruction, times_s, hindsight, cameras=further, state_names=names, states=states
         )
@@ -219,30 +201,34 @@ class _PolicyInTurn:
     """A policy that acts at every step, in turn with the disturbed expert."""
 
     def __init__(self, rng: np.random.Generator, job: Demonstration, per_action: int) -> None:
-        assert job.policy is not None
-        self._rng, self._expert = rng, _Disturbed(rng, job.noise, per_action)
-        self._engine = _engine(job.policy, _robot(job.robot, os.getpid()), os.getpid())
+        assert job.plan.policy is not None
+        self._rng, self._expert = rng, _Disturbed(rng, job.plan.noise, per_action)
+        self._engine = _engine(job.plan.policy, _robot(job.robot, os.getpid()), os.getpid())
         self._engine.reset()
         self._turn_ends, self._policy_acts = 0, False
 
     def act(self, action: np.ndarray, *, lies: bool, robot: TableRobot, passed: int) -> tuple[np.ndarray, int]:
         """As `_Disturbed.act`; `passed`: steps of the episode so far."""
-        from specvla_ros.engine.outcome import Action
-        from specvla_ros.lab.simulation.rollout import observe
-
         if passed >= self._turn_ends:
             self._turn_ends = passed + int(self._rng.integers(*_TURN_STEPS))
             self._policy_acts = bool(self._rng.random() < _POLICY_SHARE)
         if not self._policy_acts:
             return self._expert.act(action, lies=lies)
-        outcome = self._engine.act(observe(robot, self._engine.target, robot.instruction, passed + 1))
-        # It stands still where it has no answer.
-        return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0]), 1
+        return _decided(self._engine, robot, stamp_ns=passed + 1), 1
 
 
 def bag_name(robot: str, task: str, seed: int) -> str:
     """The name of a demonstration's bag; the table's own arm goes without saying."""
     return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
+
+
+def _decided(engine: "Engine", robot: TableRobot, *, stamp_ns: int) -> np.ndarray:
+    """The policy's action, float64 [7]; it stands still where it has no answer."""
+    from specvla_ros.engine.outcome import Action
+    from specvla_ros.lab.simulation.rollout import observe
+
+    outcome = engine.act(observe(robot, engine.target, robot.instruction, stamp_ns))
+    return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0])
 
 
 @lru_cache(maxsize=1)
