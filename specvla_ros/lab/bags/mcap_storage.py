@@ -254,7 +254,6 @@ class McapStorage:
         return _Record(channel, time_ns, raw[_MESSAGE.size :])
 
     def _learn(self, opcode: int, stream: ReadDataStream) -> None:
-        """Takes a type or a topic."""
         try:
             if opcode == Opcode.SCHEMA:
                 schema = Schema.read(stream)

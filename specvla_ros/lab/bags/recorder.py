@@ -85,7 +85,6 @@ class BagRecorder:
         self._file.flush()
 
     def close(self) -> None:
-        """Writes the summary and metadata.yaml."""
         if self._file.closed:
             return
         with self._file:

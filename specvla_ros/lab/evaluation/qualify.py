@@ -94,7 +94,6 @@ class Judgement:
         return self.interval_after(len(self.pairs))
 
     def interval_after(self, n: int) -> tuple[float, float]:
-        """`interval` as it was after n pairs."""
         return confidence_interval(self.differences[:n], -1.0, 1.0, self.criterion.alpha)
 
     @property

@@ -128,17 +128,14 @@ def replay_bags(
     """Replays bags, each into a folder of its name, and writes summary.json and report.html of all.
 
     Called again with the same settings it replays what is missing: bags that are not there yet or were cut short. A bag
-    that cannot be read, or whose worker dies again and again, is a row that fails the replay; the others go on.
+    that cannot be read, or whose worker dies again and again, is a row that fails the replay; the others go on. A
+    UserError says that the policy, or a setting, is wrong for all bags.
 
     Args:
-        bags: by the name of their folder.
-        left_out: what was found beside the bags, for the summary.
+        bags: by the name of their folder; `left_out`: what was found beside them, for the summary.
         thresholds: limits over the frames of all bags together.
         rerun: name of the file for Rerun in each bag's folder; empty: none.
         on_bag: called with the name of a finished bag, the number of finished bags and that of all.
-
-    Raises:
-        UserError: the policy, or a setting, is wrong for all bags.
     """
     directory = RunDirectory(out_dir, _COMMAND)
     hashes = checkpoint_hashes(settings.policy, settings.engine)

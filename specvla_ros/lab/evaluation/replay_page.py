@@ -154,7 +154,6 @@ def _frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
 
 
 def _latency(summary: ReplaySummary) -> str:
-    """The latency of each stage, and the rate."""
     statistics = ("p50", "p95", "p99", "mean", "max")
     rows = [
         (stage, *(f"{seconds[name] * 1e3:.2f}" for name in statistics)) for stage, seconds in summary.latency_s.items()

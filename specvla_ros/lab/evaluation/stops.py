@@ -195,7 +195,6 @@ class BlackBoxFile:
         self.tool = ToolMotion(list(self._poses()))
 
     def stop(self) -> Stop:
-        """The stop for which the guard wrote the file."""
         if not len(self.tool.arrived_s):
             raise NotMeasuredError("it holds no measured pose of the tool")
         if self.cause == Cause.POSE_LEAPS:

@@ -67,7 +67,6 @@ class EngineHost:
         self._engine.check_instruction(instruction)
 
     def reset(self, stream: str) -> None:
-        """Forgets a robot's state."""
         self._thread.close(stream)
 
     def decode(self, observation: Observation) -> Decoded:
@@ -97,7 +96,6 @@ class HostedEngine:
         self._host.call("check_instruction", instruction)
 
     def decode(self, observation: Observation) -> Decoded:
-        """Decodes one observation to its end."""
         decoded: Decoded = self._host.call("decode", replace(observation, stream=self._stream))
         outcome = replace(decoded.outcome, observation=observation)
         if isinstance(outcome, Action):

@@ -156,7 +156,6 @@ class Part:
     layers: int = 0  # of the model that it runs through, one after the other
 
     def seconds(self, device: Device, efficiency: Efficiency = LIMIT) -> float:
-        """Time on a device at an efficiency."""
         if not self.rows:
             return 0.0
         reading_s = self.bytes / (device.bytes_per_s() * efficiency.bandwidth)
@@ -204,10 +203,8 @@ def _attention_operations(forward: Forward, model: ModelCost) -> float:
 def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int) -> Part:
     """One draft for all requests in flight: the head's layer, then the output head and the choice of the children.
 
-    Args:
-        steps: forwards of the draft head, one after the other: the depth of the tree.
-        rows: tree nodes of all requests, in all steps.
-        prefix_rows: committed rows of all requests.
+    `steps` forwards of the draft head, one after the other, are the depth of the tree; `rows` and `prefix_rows`: tree
+    nodes, in all steps, and committed rows of all requests.
     """
     values = model.draft_values + model.head_values
     read = steps * (values + prefix_rows * model.draft_kv_values)

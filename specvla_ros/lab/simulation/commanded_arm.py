@@ -116,7 +116,6 @@ class CommandedGripper:
         self._obeyed = controller
 
     def update(self, data: mujoco.MjData, now_s: float) -> None:
-        """Sets the fingers' actuators."""
         measured = JointState(data.qpos[self._joint.qposadr].copy(), data.qvel[self._joint.dofadr].copy())
         wanted = float(self._obeyed.update(measured, now_s).positions[0])
         share = (wanted - self._closed[0]) / (self._open[0] - self._closed[0])

@@ -352,7 +352,6 @@ class TwistServo:
         return JointState(position, velocity)
 
     def _step(self, twist: Twist) -> np.ndarray:
-        """The change of the joints in one period."""
         displacement = self._displacement(twist)
         still = np.zeros_like(self._position)
         if not displacement.any():

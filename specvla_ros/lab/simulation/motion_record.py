@@ -107,7 +107,6 @@ class MotionRecorder:
         self._filled = 0
 
     def close(self) -> None:
-        """Writes what is left."""
         if not self._file.closed:
             self._flush()
             self._file.close()

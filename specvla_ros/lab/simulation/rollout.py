@@ -114,14 +114,13 @@ class _Episode:
 class Rollout:
     """Runs episodes with one engine on one robot; both belong to this thread.
 
+    A shared engine has ticks that belong to others too: only the lockstep clock goes by it. A UserError says that it is
+    asked to in real time, or that the policy is asked with more than the robot has.
+
     Args:
-        engine: a shared one has ticks that belong to others too, so that only the lockstep clock goes by it.
         on_step: called after each `control_dt` of the world, for a film.
         on_look: called with each observation that the engine is given.
         time_limit: multiple of the task's time after which an episode has failed.
-
-    Raises:
-        UserError: the policy is asked with more than the robot has, or a shared engine in real time.
     """
 
     def __init__(

@@ -119,7 +119,6 @@ class World:
 
     @property
     def time_s(self) -> float:
-        """Simulated seconds since the reset."""
         return float(self.data.time)
 
     def reset(self, layout: Layout) -> None:

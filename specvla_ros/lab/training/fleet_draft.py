@@ -86,16 +86,13 @@ def fleet_draft(
     """Trains a head on some of the bags, judges it by the others, and takes or refuses it.
 
     It is taken where it saves forwards, and where strict answers with it are plain decoding's, token for token. A run
-    that was cut short resumes its training.
+    that was cut short resumes its training. A UserError says that there are too few bags or frames, or that `out` holds
+    another run.
 
     Args:
         engine: with the head in use, and the other drafters beside either.
-        out: directory for the head, certificate, calibration, verdict and report.
         promote: the head's place if it is taken, where it replaces another; None: it stays in `out` alone.
         workers, ray: of the training data, as of `run_jobs`.
-
-    Raises:
-        UserError: too few bags or frames, or `out` holds another run.
     """
     taught, judged = _split(find_bags(data), plan)
     check_frames(taught, plan.frames)

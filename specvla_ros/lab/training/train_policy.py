@@ -93,13 +93,12 @@ def train_policy(
 ) -> list[Validation]:
     """Trains, and leaves an OpenVLA checkpoint in `out`; called again, it resumes where it stopped.
 
+    Until the end the training's state is in a folder of `out`. A UserError says that there are no usable bags, or that
+    `out` holds the state of another training.
+
     Args:
-        out: the checkpoint's directory, with the training state in a folder of it until the end.
         init: where `training.init` lies; None: it is the directory.
         on_reading: called with the number of bags read and of all.
-
-    Raises:
-        UserError: no or unusable bags, or `out` holds the state of another training.
     """
     from accelerate import Accelerator
 

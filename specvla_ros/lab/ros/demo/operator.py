@@ -67,7 +67,6 @@ class Operator(Node):
         self.create_timer(_HEARTBEAT_S, self._beat, clock=Clock(clock_type=ClockType.STEADY_TIME))
 
     def instruct(self, instruction: str) -> None:
-        """Publishes an instruction."""
         self._instruction.publish(String(data=instruction))
 
     def hold_switch(self, held: bool) -> None:
@@ -76,7 +75,6 @@ class Operator(Node):
         self._enable.publish(Bool(data=held))
 
     def stop(self) -> None:
-        """Presses stop."""
         self._stop.publish(Empty())
         self.answer = ""
 
