@@ -266,11 +266,9 @@ class Batches:
         # A chunk goes on with the next actions, which only the episode's own instruction explains.
         chunks = not isinstance(policy.codec, BinsCodec)
         self._instruction_of = data.instruction_of[:, :1] if chunks else data.instruction_of
-        prompts = [policy.prompt_ids(text) for text in data.instructions]
+        prompts = [torch.tensor(policy.prompt_ids(text)) for text in data.instructions]
         self._lengths = torch.tensor([len(ids) for ids in prompts])
-        self._prompts = torch.zeros(len(prompts), int(self._lengths.max()), dtype=torch.int64)
-        for row, ids in zip(self._prompts, prompts, strict=True):
-            row[: len(ids)] = torch.tensor(ids)
+        self._prompts = pad_sequence(prompts, batch_first=True)
         self._states = torch.from_numpy(policy.state.ids(data.states)) if policy.state is not None else None
         if isinstance(policy.codec, BinsCodec):
             normalised = policy.statistics.normalise(data.actions)

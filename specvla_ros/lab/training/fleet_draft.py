@@ -80,8 +80,8 @@ def fleet_draft(
     sensors: Sensors = CAMERA_ALONE,
     workers: int = 0,
     ray: str = "",
-    on_frame: Callable[[int], None] | None = None,
-    on_training: Callable[[Progress[DraftValidation]], None] | None = None,
+    on_frame: Callable[[int], None] = lambda done: None,
+    on_training: Callable[[Progress[DraftValidation]], None] = lambda progress: None,
 ) -> FleetDraft:
     """Trains a head on some of the bags, judges it by the others, and takes or refuses it.
 

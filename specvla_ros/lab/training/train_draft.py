@@ -83,7 +83,7 @@ def collect_features(
     model: ModelSettings | None = None,
     workers: int = 0,
     ray: str = "",
-    on_frame: Callable[[int], None] | None = None,
+    on_frame: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
 
@@ -122,7 +122,7 @@ def train_draft(
     shards: Sequence[Path],
     out: Path,
     training: DraftTraining,
-    on_progress: Callable[[Progress[DraftValidation]], None] | None = None,
+    on_progress: Callable[[Progress[DraftValidation]], None] = lambda progress: None,
 ) -> list[DraftValidation]:
     """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch."""
     from accelerate import Accelerator

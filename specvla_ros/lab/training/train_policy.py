@@ -89,7 +89,7 @@ def train_policy(
     *,
     init: Path | None = None,
     on_reading: Callable[[int, int], None] | None = None,
-    on_progress: Callable[[Progress[Validation]], None] | None = None,
+    on_progress: Callable[[Progress[Validation]], None] = lambda progress: None,
 ) -> list[Validation]:
     """Trains, and leaves an OpenVLA checkpoint in `out`; called again, it resumes where it stopped.
 
