@@ -42,7 +42,8 @@ class Efficiency:
 
     def compute(self, rows: int) -> float:
         """The share of the matrix rate at a number of rows."""
-        return float(np.interp(rows, *zip(*sorted(self.compute_by_rows.items()), strict=True)))
+        known = sorted(self.compute_by_rows.items())
+        return float(np.interp(rows, [size for size, _ in known], [share for _, share in known]))
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -259,8 +259,14 @@ def collate(samples: Sequence[Sample], embed: nn.Embedding) -> DraftBatch:
         hidden.append(F.pad(states[:-1], (0, 0, left, right)))
         goal.append(F.pad(states[len(prompt) :], (0, 0, 0, right)))
         there.append(torch.arange(answer, device=device) < mine)
-    stacked = (torch.stack(rows) for rows in (following, hidden, goal, there))
-    return DraftBatch(*stacked, torch.tensor(padding, device=device), prompt_rows=longest - 1)
+    return DraftBatch(
+        torch.stack(following),
+        torch.stack(hidden),
+        torch.stack(goal),
+        torch.stack(there),
+        torch.tensor(padding, device=device),
+        prompt_rows=longest - 1,
+    )
 
 
 def _initialise(head: EagleHead) -> None:
