@@ -30,7 +30,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.plans import NanoShape
-from specvla_ros.lab.simulation.expert import holds
+from specvla_ros.lab.simulation.collect import holds
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState

@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from specvla_ros.errors import UserError
@@ -13,6 +14,7 @@ from specvla_ros.speculation.settings import Tolerance
 CODEC_CHOICES = ("bins", "digits", "fast")
 _TASKS = "A task's name; again for more. Default: all."
 _SEED = "Of the first episode's start; the others follow."
+ROBOTS = "table, our own; panda or ur5e: pip install --no-deps -r requirements/robots.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,22 @@ class Thresholds:
                 raise UserError(f"the limit {each.name} must be a number from 0 on, got {limit}")
         if self.max_drop_fraction is not None and self.max_drop_fraction > 1:
             raise UserError(f"the limit max_drop_fraction is a fraction from 0 to 1, got {self.max_drop_fraction}")
+
+
+@dataclass(frozen=True)
+class CollectPlan(Spread):
+    """The demonstrations to record, and where."""
+
+    episodes: int = parameter(100, "Per task and robot.", minimum=1)
+    robots: tuple[str, ...] = parameter((), f"An arm; again for more. {ROBOTS}. Default: table.", name="robot")
+    tasks: tuple[str, ...] = parameter((), _TASKS, name="task")
+    # 1 as the shipped policy was trained with
+    noise: float = parameter(1.0, "Injected into what the expert does (DART); 0: none.", minimum=0.0)
+    policy: Path | None = parameter(
+        None, "Checkpoint that acts while the expert says what it should have done (DAgger)."
+    )
+    first_seed: int | None = parameter(None, "Of the first start; default: far from those of `simulate`.", name="seed")
+    all_sensors: bool = parameter(False, "Record the wrist camera and the joints' state too.")
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from specvla_ros.control.convention import (
 )
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.libero import CONTROL_HZ
-from specvla_ros.lab.simulation.osc import POSITION_SCALE_M, ROTATION_SCALE_RAD
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
+from specvla_ros.lab.simulation.world import POSITION_SCALE_M, ROTATION_SCALE_RAD
 
 OWN = ConventionSettings(
     dt=0.1,

@@ -11,7 +11,7 @@ from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
-from specvla_ros.lab.simulation.expert import demonstrate
+from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import TASKS, Task
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec

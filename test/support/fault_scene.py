@@ -49,6 +49,7 @@ from specvla_ros.control.inverse_kinematics import (
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
 from specvla_ros.lab.simulation.arms import Arm, choose_arm
+from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import (
     BASE_FRAME,
@@ -58,7 +59,6 @@ from specvla_ros.lab.simulation.controllers import (
     Point,
     Twist,
 )
-from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.motion_record import MotionRecorder
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
 from specvla_ros.lab.simulation.tasks import TASKS, Task, WorldState, draw_layout

@@ -63,11 +63,7 @@ class DemonstrationRecord:
 
 
 def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
-    """Writes an MCAP bag that `specvla replay` and `specvla train-policy` read; it appears when it is complete.
-
-    Raises:
-        OSError: it cannot be written; nothing is left at `directory`.
-    """
+    """Writes an MCAP bag that `specvla replay` and `train-policy` read; an OSError leaves nothing at `directory`."""
     # A worker whose parent was killed may still be at the same episode.
     partial = directory.with_name(f".{directory.name}-{os.getpid()}{PARTIAL}")
     try:

@@ -64,14 +64,11 @@ class _Block:
 
 
 class McapStorage:
-    """An MCAP file.
+    """An MCAP file; a UserError says that it cannot be opened.
 
     A sound summary says where the chunks are and how many messages they hold. Without one, as a killed recorder leaves
     a file, it is scanned once; of a cut-off chunk the messages that are there are read. Reading ends at the first
     damage.
-
-    Raises:
-        UserError: it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -257,7 +254,6 @@ class McapStorage:
         return _Record(channel, time_ns, raw[_MESSAGE.size :])
 
     def _learn(self, opcode: int, stream: ReadDataStream) -> None:
-        """Takes a type or a topic."""
         try:
             if opcode == Opcode.SCHEMA:
                 schema = Schema.read(stream)
@@ -346,9 +342,7 @@ def _decompressed(chunk: Chunk) -> bytes:
 def decompress_zstd(data: bytes, limit: int = MAX_BLOCK_BYTES) -> bytes:
     """Zstandard frames, as far as they are there.
 
-    Raises:
-        ValueError: more than the limit, which is found before it takes the memory.
-        zstandard.ZstdError: they are damaged.
+    Raises ValueError where they hold more than the limit, before it takes the memory; ZstdError where they are damaged.
     """
     with zstandard.ZstdDecompressor().stream_reader(BytesIO(data), read_across_frames=True) as stream:
         found: bytes = stream.read(limit + 1)

@@ -253,7 +253,6 @@ class SqliteStorage:
             raise ValueError("topics without a name or type, or times that are none")
 
     def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
-        """The messages of some topics, in time order."""
         wanted = [connection for connection in self.connections if connection.topic in topics]
         if not wanted:
             return
@@ -298,14 +297,11 @@ Storage = SqliteStorage | McapStorage | CompressedMessages
 
 
 def open_storage(path: Path, scratch: Path, compression: str = "") -> Storage:
-    """Opens a data file as its first bytes say.
+    """Opens a data file as its first bytes say; a UserError says that it cannot be read, or is no bag's.
 
     Args:
         scratch: directory for a copy of a database that its recorder left open, or of a compressed file.
         compression: `file` or `message`, as rosbag2 compresses bags; empty: not at all.
-
-    Raises:
-        UserError: it cannot be read, or is no bag's.
     """
     if compression == "file":
         path = _decompressed_file(path, scratch)

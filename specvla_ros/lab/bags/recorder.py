@@ -38,14 +38,10 @@ _QOS = yaml.safe_dump([_PROFILE])
 
 
 class BagRecorder:
-    """A new bag with the topics of the policy node; also a context manager.
+    """A new bag with the topics of the policy node, in a new directory; `metadata` says where it is from.
 
     Not chunked and flushed after each action, so that a killed process leaves every action before it readable.
     metadata.yaml is written by `close`.
-
-    Args:
-        directory: the bag's directory, made here; it must not exist.
-        metadata: the bag's origin; stored in the file.
     """
 
     def __init__(self, directory: Path, metadata: Mapping[str, str], meaning: ActionMeaning) -> None:
@@ -79,10 +75,7 @@ class BagRecorder:
     ) -> None:
         """Writes an action and its decode statistics; the header's stamp is the image's.
 
-        Args:
-            time_ns: bag time, never before that of the action before.
-            publish_s: from the last token to publication, seconds.
-            latency_s: observation-to-action latency, seconds.
+        `time_ns` is bag time, never before that of the action before; `publish_s` is from the last token on.
         """
         stamp_ns, frame_id = action.observation.stamp_ns, action.observation.frame_id
         fields = vla_action_fields(action, self._meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
@@ -92,18 +85,11 @@ class BagRecorder:
         self._file.flush()
 
     def close(self) -> None:
-        """Writes the summary and metadata.yaml."""
         if self._file.closed:
             return
         with self._file:
             self._writer.finish()
         replace_file(self._directory / "metadata.yaml", yaml.safe_dump(self._metadata(), sort_keys=False))
-
-    def __enter__(self) -> "BagRecorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _add_channel(self, topic: str, msgtype: str) -> int:
         schema = self._writer.register_schema(msgtype, "ros2msg", self._types.definition(msgtype).encode())

@@ -31,8 +31,7 @@ def bundled_names() -> tuple[str, ...]:
 def find_policy(given: Path | None) -> tuple[Path, Path | None]:
     """The directory of the checkpoint that a user means, and a parameter file for its best decoding.
 
-    Args:
-        given: a checkpoint's directory, or the name of a bundled policy where there is no such directory; None: nano.
+    `given` is a directory, or the name of a bundled policy where there is no such directory; None: nano.
     """
     if given is not None and (given.exists() or str(given) not in bundled_names()):
         return given, None

@@ -12,17 +12,7 @@ from rich.console import Console
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_policy
 from specvla_ros.cli.terminal import print_table, progress
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import (
-    Emulate,
-    Rerun,
-    Results,
-    Robot,
-    SensorOptions,
-    Viewer,
-    World,
-    shown_in,
-    simulation,
-)
+from specvla_ros.lab.cli import options
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import CalibratePlan, Criterion, Limits, QualifyPlan, SimulatePlan
 from specvla_ros.settings.parameter import parameter, values_of
@@ -56,9 +46,9 @@ def demo(
     moving: Moving,
     plan: Annotated[SimulatePlan, Taken(fixed=_WATCHED, defaults={"episodes": 3})],
     out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
-    robot: Robot = "table",
-    rerun: Rerun = False,
-    viewer: Viewer = "",
+    robot: options.Robot = "table",
+    rerun: options.Rerun = False,
+    viewer: options.Viewer = "",
 ) -> None:
     """Watch a trained policy drive a simulated arm over ROS 2 topics; type another instruction while it runs.
 
@@ -87,7 +77,7 @@ def demo(
         episodes=plan.episodes,
         seed=plan.first_seed,
         parameters=parameters,
-        shown=shown_in(out, rerun, viewer),
+        shown=options.shown_in(out, rerun, viewer),
     )
     raise typer.Exit(exit_code)
 
@@ -120,12 +110,12 @@ class Acting:
 @takes_policy()
 def simulate(
     chosen: PolicyOptions,
-    out: Results,
+    out: options.Results,
     plan: SimulatePlan,
     acting: Acting,
-    world: World = "table",
-    robot: Robot = "table",
-    emulate: Emulate = "",
+    world: options.World = "table",
+    robot: options.Robot = "table",
+    emulate: options.Emulate = "",
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
     from specvla_ros.lab.evaluation.simulate import simulate as run
@@ -136,7 +126,7 @@ def simulate(
         raise UserError(
             f"--interface {acting.interface} is of the arms of --follow driver and --follow plain: give one"
         )
-    settings = simulation(
+    settings = options.simulation(
         chosen,
         world,
         robot=robot,
@@ -195,7 +185,7 @@ def compare(
 
 
 @app.command("robot-model")
-def robot_model(robot: Robot, out: Annotated[Path, typer.Option(help="The MJCF file to write.")]) -> None:
+def robot_model(robot: options.Robot, out: Annotated[Path, typer.Option(help="The MJCF file to write.")]) -> None:
     """Write the kinematics of an arm that can stand at the table, for the driver's `joints.model`."""
     from specvla_ros.lab.simulation.arms import choose_arm
 
@@ -212,9 +202,9 @@ def robot_model(robot: Robot, out: Annotated[Path, typer.Option(help="The MJCF f
 @takes_policy(mode="spec")
 def sweep(
     chosen: PolicyOptions,
-    out: Results,
+    out: options.Results,
     plan: Annotated[SimulatePlan, Taken(fixed=_ACTING_ALONE)],
-    world: World = "table",
+    world: options.World = "table",
     bins: Annotated[
         list[int] | None, typer.Option(help="Tolerance r in bins; again for more. Default: 1, 3, 5, 9, 15.")
     ] = None,
@@ -255,7 +245,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Directory for profile.yaml, the report and the episodes.")],
     acting: Annotated[SimulatePlan, Taken(fixed=_ACTING_ALONE, defaults={"episodes": 60})],
     limits: Limits,
-    sensors: SensorOptions,
+    sensors: options.SensorOptions,
     data: Annotated[
         list[str] | None,
         typer.Option(help="Images to try: bags or directories of bags; or `sim`: the policy's own at --world."),
@@ -274,7 +264,7 @@ def calibrate(
         str, typer.Option(help="Where success is tried: table, a LIBERO suite, or none: deviation alone decides.")
     ] = "table",
     frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
-    emulate: Emulate = "",
+    emulate: options.Emulate = "",
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
     from specvla_ros.lab.evaluation import calibrate as calibration
@@ -289,7 +279,7 @@ def calibrate(
         episodes=acting if simulated else None,
         emulate=emulate,
     )
-    base = simulation(chosen, world if simulated else TABLE)
+    base = options.simulation(chosen, world if simulated else TABLE)
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
         images = calibration.collect_frames(loaded, base, data, plan, frames, sensors.sensors())
@@ -311,7 +301,7 @@ def calibrate(
 @takes_policy()
 def qualify(
     chosen: PolicyOptions,
-    out: Results,
+    out: options.Results,
     plan: QualifyPlan,
     criterion: Criterion,
     emulate: Annotated[
@@ -323,8 +313,8 @@ def qualify(
     bins: Annotated[
         list[int] | None, typer.Option(help="Tolerance in bins; again for larger ones, all on one device.", min=0)
     ] = None,
-    world: World = "table",
-    robot: Robot = "table",
+    world: options.World = "table",
+    robot: options.Robot = "table",
 ) -> None:
     """Find the slowest device, or the largest tolerance, with which a policy still works in real time.
 
@@ -339,7 +329,7 @@ def qualify(
         raise UserError("give several devices or several tolerances: both at once have no order from safe to bold")
     if len(set(devices)) < len(devices) or (bins and sorted(set(bins)) != bins):
         raise UserError("give each device once, and tolerances from the smallest to the largest")
-    base = simulation(chosen, world, robot=robot)
+    base = options.simulation(chosen, world, robot=robot)
     if bins:
         candidates = run.tolerance_candidates(base, devices[0] if devices else "", bins)
     else:

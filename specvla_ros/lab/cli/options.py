@@ -9,6 +9,7 @@ import typer
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import known_devices
+from specvla_ros.lab.plans import ROBOTS
 from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import parameter
 
@@ -19,15 +20,10 @@ if TYPE_CHECKING:
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
 
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
-_ROBOTS = "table, our own; panda or ur5e: pip install --no-deps -r requirements/robots.txt"
-Robot = Annotated[str, typer.Option(help=f"The arm at the table: {_ROBOTS}.")]
-Robots = Annotated[
-    list[str] | None, typer.Option("--robot", help=f"An arm; again for more. {_ROBOTS}. Default: table.")
-]
+Robot = Annotated[str, typer.Option(help=f"The arm at the table: {ROBOTS}.")]
 Emulate = Annotated[
     str, typer.Option(help=f"Count the times of a device: {', '.join(known_devices())} or a JSON file. An emulation.")
 ]
-Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
 Rerun = Annotated[
     bool, typer.Option("--rerun", help="Write run.rrd beside the report, for Rerun (requirements/rerun.txt).")
 ]

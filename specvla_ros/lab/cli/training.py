@@ -10,8 +10,8 @@ import typer
 
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
-from specvla_ros.lab.cli.options import Bags, BagsOrSim, MaxGb, Robots, SensorOptions, Tasks, check_accelerate
-from specvla_ros.lab.plans import CalibratePlan, DraftTraining, FleetPlan, PolicyTraining, Spread
+from specvla_ros.lab.cli.options import Bags, BagsOrSim, MaxGb, SensorOptions, check_accelerate
+from specvla_ros.lab.plans import CalibratePlan, CollectPlan, DraftTraining, FleetPlan, PolicyTraining, Spread
 
 app = typer.Typer()
 
@@ -21,41 +21,19 @@ _SHOWN_PLACES = 16  # of an answer; the file has all
 @app.command()
 @takes_plans
 def collect(
-    out: Annotated[Path, typer.Option(help="Directory of the bags; those that are there are kept.")],
-    spread: Spread,
-    episodes: Annotated[int, typer.Option(help="Per task and robot.", min=1)] = 100,
-    robot: Robots = None,
-    task: Tasks = None,
-    noise: Annotated[float, typer.Option(help="Injected into what the expert does (DART); 0: none.", min=0.0)] = 1.0,
-    policy: Annotated[
-        Path | None, typer.Option(help="Checkpoint that acts while the expert says what it should have done (DAgger).")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the first start; default: far from those of `simulate`.")] = None,
-    all_sensors: Annotated[
-        bool, typer.Option("--all-sensors", help="Record the wrist camera and the joints' state too.")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Directory of the bags; those that are there are kept.")], plan: CollectPlan
 ) -> None:
     """Record demonstrations by the scripted experts, as ROS 2 bags."""
     from specvla_ros.lab.bundled.policies import find_policy
     from specvla_ros.lab.simulation.collect import collect as run
-    from specvla_ros.lab.simulation.tasks import DEMONSTRATION_FIRST_SEED
 
+    if plan.policy is not None:
+        plan = replace(plan, policy=find_policy(plan.policy)[0])
     with progress("demonstrations") as advance:
-        result = run(
-            out,
-            tasks=list(task or ()),
-            episodes=episodes,
-            robots=robot or ["table"],
-            noise=noise,
-            policy=find_policy(policy)[0] if policy else None,
-            first_seed=DEMONSTRATION_FIRST_SEED if seed is None else seed,
-            all_sensors=all_sensors,
-            **vars(spread),
-            on_progress=lambda done, wanted: advance(done, wanted, "demonstrations"),
-        )
+        result = run(out, plan, lambda done, wanted: advance(done, wanted, "demonstrations"))
     typer.echo(f"{result.kept} of {result.wanted} demonstrations in {out}, {result.new} of them new")
     if result.failed:
-        failure = "the simulation diverged" if policy else "the expert failed"
+        failure = "the simulation diverged" if plan.policy else "the expert failed"
         typer.echo(f"{failure} in {result.failed}, which are not kept")
 
 

@@ -140,20 +140,17 @@ def certify(
 ) -> Certificate:
     """Compares a setting with plain decoding; `on_frame` is called with the number of images that both have answered.
 
-    Raises:
-        UserError: a bag cannot be read, or the settings do not fit the policy.
+    A UserError says that a bag cannot be read, or that the settings do not fit the policy.
     """
     if len({bag.name for bag in bags}) < len(bags):
         raise UserError("the bags must have different names: a certificate says by their names which they were")
     comparison, total, of_bags = _Comparison(policy), Finding(), {}
     digest = hashlib.sha256()
     asked = replace(settings, max_image_age_s=0.0, in_order=True)
+    plainly = replace(asked, mode="ar", acceptance=AcceptanceSettings())
     for bag in bags:
         found, of_bag = Finding(), hashlib.sha256()
-        engines = {
-            _PLAIN: Engine(policy, replace(asked, mode="ar", acceptance=AcceptanceSettings())),
-            _OWN: Engine(policy, asked),
-        }
+        engines = {_PLAIN: Engine(policy, plainly), _OWN: Engine(policy, asked)}
         for observation, answers in compare(engines, frames_in(policy, [bag], sensors), in_flight=True):
             plain = answers[_PLAIN].outcome
             comparison.add(found, bag.name, observation, plain, answers[_OWN].outcome)
@@ -242,8 +239,7 @@ class _Comparison:
         margin = float(margins[place]) if place < len(margins) else None
         found.ties += margin is not None and margin < self.tie
         if len(self.differences) < _SHOWN:
-            seen = {"bag": bag, "frame": observation.stamp_ns, "place": place, "margin": margin}
-            self.differences.append(seen)
+            self.differences.append({"bag": bag, "frame": observation.stamp_ns, "place": place, "margin": margin})
 
 
 @torch.inference_mode()
@@ -288,11 +284,8 @@ def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str])
     )
     kind = "failed" if failures else "passed" if content["strict"] else ""
     rows = [_row(name, each) for name, each in (*content["bags"].items(), ("all", result))]
-    parts = [
-        page.verdict(kind, " ".join((verdict, *(f"{each}." for each in failures)))),
-        "<h2>Bags</h2>",
-        page.table(_HEAD, rows),
-    ]
+    parts = [page.verdict(kind, " ".join((verdict, *(f"{each}." for each in failures))))]
+    parts += ["<h2>Bags</h2>", page.table(_HEAD, rows)]
     for title, counts in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
         if counts:
             parts += [f"<h2>No action by {title}</h2>", page.table(("reason", "pictures"), page.context_rows(counts))]
@@ -300,15 +293,14 @@ def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str])
         values = {name.replace("_", " "): f"{value:.4g}" for name, value in result["deviation"].items()}
         parts += ["<h2>How far actions are apart</h2>", page.table(("", ""), page.context_rows(values))]
     if result["differences"]:
-        found = [tuple(map(_short, each.values())) for each in result["differences"]]
+        found = [
+            [f"{value:.3g}" if isinstance(value, float) else str(value) for value in each.values()]
+            for each in result["differences"]
+        ]
         parts += ["<h2>The first different answers</h2>", page.table(tuple(result["differences"][0]), found)]
     parts += ["<h2>Setting</h2>", page.table(("", ""), page.context_rows(content["settings"]))]
     parts.append(page.provenance({name: value for name, value in content.items() if name not in _FOUND}))
     page.write_page(path, f"Certificate of {content['policy']['checkpoint']}", parts)
-
-
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
@@ -34,20 +35,15 @@ _ACTION_DIM = 7
 _OPEN = 0.5  # a gripper value beyond is one command, below it the other
 
 
-@dataclass(frozen=True)
-class Answer:
-    """How a setting answered a frame."""
-
-    outcome: Outcome
-    seconds: float  # of the ticks since the answer before; with one frame in flight, its decoding time
-
-
 class _Side:
-    """One setting's engine and its answers that are not handed out yet, by their frames' stamps."""
+    """One setting's engine and its answers that are not handed out yet, by their frames' stamps.
+
+    An answer's seconds are of the ticks since the answer before; with one frame in flight, its decoding time.
+    """
 
     def __init__(self, engine: Engine, pace: TickTime) -> None:
         self.engine = engine
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, Decoded] = {}
         self._pace = pace
         self._seconds = 0.0
 
@@ -69,7 +65,7 @@ class _Side:
 
     def _keep(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:
-            self.answers[outcome.observation.stamp_ns] = Answer(outcome, self._seconds)
+            self.answers[outcome.observation.stamp_ns] = Decoded(outcome, self._seconds)
             self._seconds = 0.0
 
 
@@ -80,7 +76,7 @@ def compare(
     first_epoch: int = 1,
     in_flight: bool = False,
     pace: TickTime | None = None,
-) -> Iterator[tuple[Observation, dict[str, Answer]]]:
+) -> Iterator[tuple[Observation, dict[str, Decoded]]]:
     """Each frame with the answers of all settings.
 
     The settings take turns, frame after frame, so that whatever else the machine does falls on all of them alike.
@@ -95,7 +91,7 @@ def compare(
     sides = {name: _Side(engine, pace or tick_time(None)) for name, engine in engines.items()}
     asked: dict[int, Observation] = {}
 
-    def answered() -> Iterator[tuple[Observation, dict[str, Answer]]]:
+    def answered() -> Iterator[tuple[Observation, dict[str, Decoded]]]:
         for stamp in [each for each in asked if all(each in side.answers for side in sides.values())]:
             yield asked.pop(stamp), {name: side.answers.pop(stamp) for name, side in sides.items()}
 

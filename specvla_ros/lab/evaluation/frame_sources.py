@@ -65,8 +65,7 @@ def frame_source(
 ) -> Iterator[Observation]:
     """Frames of bags and directories of bags in random order, or, for None, of `simulation_source`.
 
-    Raises:
-        UserError: there is no frame, or the sensors are not the policy's.
+    A UserError says that there is no frame, or that the sensors are not the policy's.
     """
     if data is None:
         if sensors != CAMERA_ALONE:
@@ -126,12 +125,9 @@ def simulation_source(
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
 ) -> Iterator[Observation]:
-    """What the policy sees while it drives a simulated arm, task after task, without end.
+    """What the policy sees while it drives a simulated arm, task after task, episode after episode from a seed on.
 
-    Args:
-        first_seed: of the first episode's start; the others follow.
-        world: `table`, or the name of a LIBERO suite.
-        engine: gives the lengths of prompt and text.
+    `world` is `table` or the name of a LIBERO suite; `engine` gives the lengths of prompt and text.
     """
     names = tasks_of(world, tasks)
     seen: list[Observation] = []
@@ -167,8 +163,7 @@ def collect_answers(
 ) -> CollectedAnswers:
     """Has a policy answer frames one after the other; its drafts change nothing.
 
-    Raises:
-        UserError: it answers with single actions, or not one frame with actions.
+    A UserError says that it answers with single actions, or not one frame with actions.
     """
     if policy.codec.horizon < 2:
         raise UserError(

@@ -18,21 +18,13 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from specvla_ros.lab.evaluation import page
+from specvla_ros.lab.evaluation import page, simulate
 from specvla_ros.lab.evaluation.compare import within_bins
 from specvla_ros.lab.evaluation.paired import Rate, confidence_interval, log_e_values
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, head
-from specvla_ros.lab.evaluation.simulate import (
-    EPISODES_FILE,
-    EpisodeJob,
-    SimulateSettings,
-    episode_of,
-    pace_of,
-    run_episodes,
-    tasks_of,
-)
+from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import Criterion, QualifyPlan
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
+from specvla_ros.lab.simulation.rollout import Clock
 
 QUALIFY_FILE = "qualify.json"
 REFERENCE = "lockstep"
@@ -102,7 +94,6 @@ class Judgement:
         return self.interval_after(len(self.pairs))
 
     def interval_after(self, n: int) -> tuple[float, float]:
-        """`interval` as it was after n pairs."""
         return confidence_interval(self.differences[:n], -1.0, 1.0, self.criterion.alpha)
 
     @property
@@ -170,10 +161,10 @@ def qualify(
     """
     base = next(iter(candidates.values()))
     for settings in candidates.values():
-        pace_of(settings.emulate)  # an unknown device fails here
+        simulate.pace_of(settings.emulate)  # an unknown device fails here
     lockstep = replace(base, clock=Clock.LOCKSTEP, emulate="", engine=replace(base.engine, mode="ar"))
     simulated = {REFERENCE: lockstep, **candidates}
-    tasks = tasks_of(base.world, plan.tasks)
+    tasks = simulate.tasks_of(base.world, plan.tasks)
     deciding = {
         "candidates": {name: each.as_json() for name, each in simulated.items()},
         "criterion": asdict(criterion),
@@ -183,17 +174,16 @@ def qualify(
     hashes = checkpoint_hashes(base.policy, base.engine)
     directory = RunDirectory(out, "qualify")
     directory.begin(deciding | hashes)
-    done: dict[tuple[str, str, int], EpisodeResult] = {
-        (name, each.task, each.seed): each for name, each in directory.resume_lines(EPISODES_FILE, _named_episode)
-    }
+    before = directory.resume_lines(simulate.EPISODES_FILE, lambda raw: (raw.pop(_OF), simulate.episode_of(raw)))
+    done = {(name, each.task, each.seed): each for name, each in before}
     context = {**deciding, "plan": asdict(plan), **hashes, **head()}
     random = np.random.default_rng(plan.first_seed)
     drawn = [(tasks[random.integers(len(tasks))], plan.first_seed + number) for number in range(plan.pairs)]
     judgements = {name: Judgement(name, (), criterion) for name in candidates}
 
     def run(name: str, starts: Sequence[tuple[str, int]]) -> None:
-        jobs = [EpisodeJob(simulated[name], *start) for start in starts if (name, *start) not in done]
-        for result in run_episodes(directory, jobs, plan, more={_OF: name}):
+        jobs = [simulate.EpisodeJob(simulated[name], *start) for start in starts if (name, *start) not in done]
+        for result in simulate.run_episodes(directory, jobs, plan, more={_OF: name}):
             done[name, result.task, result.seed] = result
             on_episode(name, sum((name, *start) in done for start in starts), len(starts))
 
@@ -221,10 +211,6 @@ def qualify(
     return found
 
 
-def _named_episode(raw: dict[str, Any]) -> tuple[str, EpisodeResult]:
-    return raw.pop(_OF), episode_of(raw)
-
-
 def boldest(judgements: Sequence[Judgement]) -> str:
     """The name of the last candidate that qualified; empty: none did."""
     return next((each.name for each in reversed(judgements) if each.verdict is Verdict.QUALIFIED), "")
@@ -241,11 +227,8 @@ def _write_report(path: Path, judgements: Sequence[Judgement], context: Mapping[
     qualified = boldest(judgements)
     ended = next((each for each in judgements if each.verdict in (Verdict.REFUSED, Verdict.UNDECIDED)), None)
     verdict = f"{qualified or 'None'} qualifies." + (f" {ended}." if ended is not None else "")
-    parts = [
-        page.verdict("passed" if qualified else "failed", verdict),
-        "<h2>Candidates, the safest first</h2>",
-        page.table(_HEAD, map(_row, judgements)),
-    ]
+    parts = [page.verdict("passed" if qualified else "failed", verdict)]
+    parts += ["<h2>Candidates, the safest first</h2>", page.table(_HEAD, map(_row, judgements))]
     if tried:
         wanted = tried[0].criterion
         parts.append(

@@ -172,16 +172,15 @@ def _observe(
 ) -> Observation | FrameRecord:
     """Checks images and state as the node does, in the same order, without ROS."""
     lead, *others = policy.cameras
+    reason = DropReason.BAD_IMAGE
     try:
         message = frame.image.message()
         images = {lead: rgb_from_message(message)}
         images |= {name: rgb_from_message(frame.others[name].message()) for name in others if not frame.missing}
-    except UserError as error:
-        return _dropped(frame, received_ns, DropReason.BAD_IMAGE, str(error))
-    try:
+        reason = DropReason.BAD_STAMP
         stamp = stamp_ns(message.header)
     except UserError as error:
-        return _dropped(frame, received_ns, DropReason.BAD_STAMP, str(error))
+        return _dropped(frame, received_ns, reason, str(error))
     if frame.missing:
         return _dropped(frame, received_ns, DropReason.INCOMPLETE, frame.missing, stamp)
     try:

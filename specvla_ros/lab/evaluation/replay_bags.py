@@ -67,11 +67,8 @@ class BagJob:
 def find_bags(given: Sequence[Path]) -> tuple[dict[str, Path], tuple[str, ...]]:
     """The bags that a user gives, by name and sorted, and what else lies in a folder of bags.
 
-    Args:
-        given: bags (a directory with an .mcap or .db3 file or a metadata.yaml, or such a file), or folders of bags.
-
-    Raises:
-        UserError: one does not exist, or two have the same name.
+    `given` are bags (a directory with an .mcap or .db3 file or a metadata.yaml, or such a file), or folders of bags. A
+    UserError says that one does not exist, or that two have the same name.
     """
     bags: list[Path] = []
     left_out: list[str] = []
@@ -131,17 +128,14 @@ def replay_bags(
     """Replays bags, each into a folder of its name, and writes summary.json and report.html of all.
 
     Called again with the same settings it replays what is missing: bags that are not there yet or were cut short. A bag
-    that cannot be read, or whose worker dies again and again, is a row that fails the replay; the others go on.
+    that cannot be read, or whose worker dies again and again, is a row that fails the replay; the others go on. A
+    UserError says that the policy, or a setting, is wrong for all bags.
 
     Args:
-        bags: by the name of their folder.
-        left_out: what was found beside the bags, for the summary.
+        bags: by the name of their folder; `left_out`: what was found beside them, for the summary.
         thresholds: limits over the frames of all bags together.
         rerun: name of the file for Rerun in each bag's folder; empty: none.
         on_bag: called with the name of a finished bag, the number of finished bags and that of all.
-
-    Raises:
-        UserError: the policy, or a setting, is wrong for all bags.
     """
     directory = RunDirectory(out_dir, _COMMAND)
     hashes = checkpoint_hashes(settings.policy, settings.engine)

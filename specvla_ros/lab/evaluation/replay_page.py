@@ -100,17 +100,9 @@ class Pictures:
         """Keeps the frame if it is one of those that are shown; RGB uint8 [height, width, 3], None: unreadable."""
         if record.frame % max(1, -(-self.frames // _MAX_PICTURES)):
             return
-        self.shown.append(
-            {
-                "frame": record.frame,
-                "time": (record.time_ns - self.start_ns) * 1e-9,
-                "instruction": record.instruction,
-                "drop": record.drop and record.drop["reason"],
-                "values": record.values,
-                "recorded": record.recorded,
-                "picture": None if image is None else _jpeg(image),
-            }
-        )
+        shown = {name: getattr(record, name) for name in ("frame", "instruction", "values", "recorded")}
+        shown |= {"time": (record.time_ns - self.start_ns) * 1e-9, "drop": record.drop and record.drop["reason"]}
+        self.shown.append(shown | {"picture": None if image is None else _jpeg(image)})
 
 
 def _jpeg(image: np.ndarray) -> str:
@@ -162,7 +154,6 @@ def _frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
 
 
 def _latency(summary: ReplaySummary) -> str:
-    """The latency of each stage, and the rate."""
     statistics = ("p50", "p95", "p99", "mean", "max")
     rows = [
         (stage, *(f"{seconds[name] * 1e3:.2f}" for name in statistics)) for stage, seconds in summary.latency_s.items()

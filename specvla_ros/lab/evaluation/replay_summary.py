@@ -209,7 +209,6 @@ class BagsSummary:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why the replay counts as failed, in sentences; empty: it does not."""
         by_reason: dict[str, list[str]] = {}
         for row in self.rows:
             if row.why:

@@ -64,8 +64,7 @@ def require_rerun() -> None:
 class RerunRecording:
     """Shows a run, or writes it to a file, or both.
 
-    Raises:
-        UserError: there is nowhere to show it, the library is missing, or file or viewer cannot be had.
+    A UserError says that there is nowhere to, that the library is missing, or that file or viewer cannot be had.
     """
 
     def __init__(self, chosen: RerunSettings) -> None:

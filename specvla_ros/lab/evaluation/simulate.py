@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -78,7 +79,7 @@ def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
     if job.film is None:
         return rollout().run(job.task, job.seed)
     how = settings.clock.value + (f", emulated {settings.emulate}" if settings.emulate else "")
-    with Film(job.film, 1.0 / robot.control_dt) as film:
+    with closing(Film(job.film, 1.0 / robot.control_dt)) as film:
 
         def add_picture() -> None:
             film.add(robot.look(), f"{robot.instruction}  [{how}]" + ("  done" if robot.succeeded() else ""))

@@ -114,25 +114,22 @@ def compare_episodes(
 
 
 _CAPTION_HEIGHT = 22  # pixels
+_ENLARGED = 2  # so that small images can be seen
 _EMBEDDED_BYTES = 4 << 20  # of films, so that the report stays one file that a browser opens
 
 
 class Film:
-    """Writes an MP4 file (H.264) that browsers play; as a context manager too. The file is complete once closed.
+    """Writes an MP4 file (H.264) that browsers play; it is complete once closed."""
 
-    Images are enlarged by a whole factor, `scale`, so that small ones can be seen.
-    """
-
-    def __init__(self, path: Path, rate_hz: float, scale: int = 2) -> None:
+    def __init__(self, path: Path, rate_hz: float) -> None:
         self._container = av.open(str(path), "w")
         self._rate = Fraction(rate_hz).limit_denominator(1000)
-        self._scale = scale
         self._stream: av.VideoStream | None = None
 
     def add(self, image: np.ndarray, caption: str = "") -> None:
         """Adds an image, RGB uint8 [height, width, 3], all of one size, with a line of text under it."""
         picture = Image.fromarray(image)
-        picture = picture.resize((picture.width * self._scale, picture.height * self._scale), Image.Resampling.NEAREST)
+        picture = picture.resize((picture.width * _ENLARGED, picture.height * _ENLARGED), Image.Resampling.NEAREST)
         height = picture.height + _CAPTION_HEIGHT
         framed = Image.new("RGB", (picture.width + picture.width % 2, height + picture.height % 2))
         framed.paste(picture)
@@ -147,12 +144,6 @@ class Film:
         if self._stream is not None:
             self._container.mux(self._stream.encode())
         self._container.close()
-
-    def __enter__(self) -> "Film":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[Path]) -> None:

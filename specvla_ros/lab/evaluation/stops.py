@@ -20,7 +20,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from glob import glob
 from pathlib import Path
@@ -88,9 +88,6 @@ class Stops:
     left_out: tuple[LeftOut, ...]
     reach_m: float  # the largest of any measured pose
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def find_black_boxes(given: Sequence[str]) -> list[Path]:
     """The MCAP files that paths, folders and globs lead to; a UserError names one that leads to none."""
@@ -115,7 +112,7 @@ def measure_stops(files: Sequence[Path]) -> Stops:
         try:
             with closing(open_storage(file, file.parent)) as storage:
                 box = BlackBoxFile(file, storage)
-                reach_m = max(reach_m, box.tool.largest_reach_m)
+                reach_m = max(reach_m, float(np.linalg.norm(box.tool.positions, axis=1).max(initial=0.0)))
                 measured.append(box.stop())
         except (NotMeasuredError, UserError) as error:
             left_out.append(LeftOut(str(file), str(error)))
@@ -130,10 +127,6 @@ class ToolMotion:
         self.arrived_s = np.array([arrived_s for arrived_s, *_ in poses])
         self._stamps_s = np.array([stamp_s for _, stamp_s, _ in poses])
         self.positions = np.array([pose.position for pose in self._poses]).reshape(-1, 3)
-
-    @property
-    def largest_reach_m(self) -> float:
-        return float(np.linalg.norm(self.positions, axis=1).max(initial=0.0))
 
     @cached_property
     def speeds(self) -> np.ndarray:
@@ -156,8 +149,7 @@ class ToolMotion:
     def end(self, zero: int, braking_s: float) -> int:
         """The first pose from which on the tool stands for STANDS_S and until after the guard began to brake.
 
-        Raises:
-            NotMeasuredError: the file ends before, or the poses fail to come meanwhile.
+        Raises NotMeasuredError where the file ends before, or the poses fail to come meanwhile.
         """
         arrived_s, began = self.arrived_s, int(np.searchsorted(self.arrived_s, braking_s))
         for index in range(began, len(arrived_s)):
@@ -180,13 +172,10 @@ class ToolMotion:
 
 
 class BlackBoxFile:
-    """One file of the guard's black box.
+    """One file of the guard's black box; NotMeasuredError: it is none, or of a guard that did not note when it braked.
 
     Topics are known by their kind and their order, which is the guard's, as their names are the user's: the command
     first, the measured pose after it.
-
-    Raises:
-        NotMeasuredError: it is no black box, or of a guard that did not note when it braked.
     """
 
     def __init__(self, path: Path, storage: Storage) -> None:
@@ -206,7 +195,6 @@ class BlackBoxFile:
         self.tool = ToolMotion(list(self._poses()))
 
     def stop(self) -> Stop:
-        """The stop for which the guard wrote the file."""
         if not len(self.tool.arrived_s):
             raise NotMeasuredError("it holds no measured pose of the tool")
         if self.cause == Cause.POSE_LEAPS:

@@ -94,7 +94,7 @@ def write_stops(out: Path, stops: Stops, table: StopTable) -> None:
     directory = RunDirectory(out, "robot stops")
     directory.begin()
     with directory.reporting_errors():
-        directory.write_json(STOPS_FILE, {**asdict(table), **stops.as_json(), **head()})
+        directory.write_json(STOPS_FILE, {**asdict(table), **asdict(stops), **head()})
         _write_page(directory.path / REPORT_FILE, stops, table)
 
 

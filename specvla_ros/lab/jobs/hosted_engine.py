@@ -40,11 +40,8 @@ class HostedPolicy:
 class EngineHost:
     """The engine's process, for so many robots at once; see `specvla_ros.lab.jobs.workers.Shared`.
 
-    Args:
-        tick_time: seconds that a tick counts for, from its work and the seconds that it took here.
-
-    Raises:
-        UserError: the settings do not fit the target or the device's memory.
+    `tick_time` gives the seconds that a tick counts for, from its work and the seconds that it took here. A UserError
+    says that the settings do not fit the target or the device's memory.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class EngineHost:
         self._engine.check_instruction(instruction)
 
     def reset(self, stream: str) -> None:
-        """Forgets a robot's state."""
         self._thread.close(stream)
 
     def decode(self, observation: Observation) -> Decoded:
@@ -100,7 +96,6 @@ class HostedEngine:
         self._host.call("check_instruction", instruction)
 
     def decode(self, observation: Observation) -> Decoded:
-        """Decodes one observation to its end."""
         decoded: Decoded = self._host.call("decode", replace(observation, stream=self._stream))
         outcome = replace(decoded.outcome, observation=observation)
         if isinstance(outcome, Action):

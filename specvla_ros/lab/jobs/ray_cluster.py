@@ -53,8 +53,7 @@ def _gpu_share(count: int, gpus: int) -> dict[str, float]:
 class RayPool:
     """Actors of a cluster at an address; see `Pool` and `plan_actors`.
 
-    Raises:
-        UserError: Ray is not installed, or cannot connect to the cluster.
+    A UserError says that Ray is not installed, or cannot connect to the cluster.
     """
 
     def __init__(self, address: str, workers: int, *, gpu: bool, among: int) -> None:
@@ -157,8 +156,7 @@ class _Work:
 def make_settled(version: str, directory: str, make: bytes, *arguments: Any) -> object:
     """Makes an object on a machine of the cluster, in the command's directory.
 
-    Raises:
-        UserError: the machine has another version of the package, or not the command's files.
+    A UserError says that the machine has another version of the package, or not the command's files.
     """
     machine = f"the machine {os.uname().nodename} of the Ray cluster"
     if specvla_ros.__version__ != version:

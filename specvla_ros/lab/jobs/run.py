@@ -105,7 +105,6 @@ class _Crew:
             self._free[host].append(place)
 
     def end(self) -> None:
-        """Ends the shared objects."""
         for host in self._free:
             host.end()
 

@@ -80,7 +80,8 @@ class ModelCost:
 def model_cost(config: OpenVLAConfig) -> ModelCost:
     """Counts from the shapes in config.json."""
     llama = config.llama
-    layer = _layer_values(llama)
+    heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
+    layer = llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
     width = sum(tower.embed_dim for tower in config.towers)
     # Three matrices after two towers, two after one.
     first = 4 * width * (width + llama.hidden_size) if len(config.towers) > 1 else width * llama.hidden_size
@@ -111,11 +112,6 @@ def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
         except (KeyError, TypeError):
             continue
     return _ACTION_TOKENS
-
-
-def _layer_values(llama: DecoderShape) -> int:
-    heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
-    return llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
 
 
 def _tower_values(tower: VisionTowerConfig) -> int:
@@ -160,7 +156,6 @@ class Part:
     layers: int = 0  # of the model that it runs through, one after the other
 
     def seconds(self, device: Device, efficiency: Efficiency = LIMIT) -> float:
-        """Time on a device at an efficiency."""
         if not self.rows:
             return 0.0
         reading_s = self.bytes / (device.bytes_per_s() * efficiency.bandwidth)
@@ -208,10 +203,8 @@ def _attention_operations(forward: Forward, model: ModelCost) -> float:
 def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int) -> Part:
     """One draft for all requests in flight: the head's layer, then the output head and the choice of the children.
 
-    Args:
-        steps: forwards of the draft head, one after the other: the depth of the tree.
-        rows: tree nodes of all requests, in all steps.
-        prefix_rows: committed rows of all requests.
+    `steps` forwards of the draft head, one after the other, are the depth of the tree; `rows` and `prefix_rows`: tree
+    nodes, in all steps, and committed rows of all requests.
     """
     values = model.draft_values + model.head_values
     read = steps * (values + prefix_rows * model.draft_kv_values)

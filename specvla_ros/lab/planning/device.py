@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import load_json, shown
 
@@ -40,11 +42,8 @@ class Efficiency:
 
     def compute(self, rows: int) -> float:
         """The share of the matrix rate at a number of rows."""
-        if len(self.compute_by_rows) == 1:
-            return next(iter(self.compute_by_rows.values()))
         known = sorted(self.compute_by_rows.items())
-        (few, low), (many, high) = next((pair for pair in pairwise(known) if rows <= pair[1][0]), known[-2:])
-        return low + (high - low) * min(1.0, max(0.0, (rows - few) / (many - few)))
+        return float(np.interp(rows, [size for size, _ in known], [share for _, share in known]))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -87,18 +86,15 @@ class Device:
     def operations_per_s(self, arithmetic: Arithmetic, rows: int) -> float:
         """Matrix rate [operations/s] with so many rows in the left matrix."""
         if arithmetic is Arithmetic.DENSE:
-            return self._dense_tflops(rows) * 1e12
+            # The rate at the next larger measured size: a size in between is padded to it, or is slower.
+            fitting = [measured for measured in self.tflops_by_rows if measured >= rows]
+            size = min(fitting) if fitting else max(self.tflops_by_rows, default=None)
+            return 1e12 * (self.dense_tflops if size is None else self.tflops_by_rows[size])
         rate = self.int8_tops if arithmetic is Arithmetic.INT8 else self.fp8_tflops
         if rate is None:
             others = "none, int4, fp8" if arithmetic is Arithmetic.INT8 else "none, int4, w8a8"
             raise UserError(f"{self.name} has no {arithmetic.value} rate: choose another of --weights {others}")
         return rate * 1e12
-
-    def _dense_tflops(self, rows: int) -> float:
-        # The rate at the next larger measured size: a size in between is padded to it, or is slower.
-        fitting = [measured for measured in self.tflops_by_rows if measured >= rows]
-        size = min(fitting) if fitting else max(self.tflops_by_rows, default=None)
-        return self.dense_tflops if size is None else self.tflops_by_rows[size]
 
     def as_json(self) -> dict[str, Any]:
         """What `read_device` reads."""

@@ -32,8 +32,7 @@ def measure_device(
 
     Args:
         llama: shapes of the matrices; as many layers as it has, or as fill the buffer of the bandwidth test.
-        device: cpu or cuda; empty: as the engine, the first GPU, or this CPU.
-        dtype: None: as the engine, bfloat16 on a GPU and float32 on a CPU.
+        device, dtype: by default as the engine, the first GPU in bfloat16, or this CPU in float32.
         more_rows: of the left matrix, beside `ROWS`.
     """
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()

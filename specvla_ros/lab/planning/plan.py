@@ -63,9 +63,6 @@ class Profile:
         values = values_of(self.settings)
         return {name: value for name, value in values.items() if name in _PLANNED or value != defaults[name]}
 
-    def as_yaml(self) -> str:
-        return format_parameters(self.parameters)
-
 
 def choose(
     model: cost.ModelCost,
@@ -286,7 +283,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if not all(mode.fits(plan.device) for mode in plan.modes):
         console.print("!: finds no room in the device's memory\n", highlight=False)
     console.print("Chosen, as a ROS 2 parameter file:", style="bold")
-    console.print(plan.profile.as_yaml(), highlight=False, markup=False)
+    console.print(format_parameters(plan.profile.parameters), highlight=False, markup=False)
     for name, reason in plan.profile.reasons.items():
         console.print(f"{name}: {reason}", highlight=False, markup=False, soft_wrap=True)
 

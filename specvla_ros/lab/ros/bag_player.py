@@ -18,7 +18,7 @@ from rosgraph_msgs.msg import Clock
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.reader import Bag, OfferedQos, open_bag
 from specvla_ros.ros.node import run_node
-from specvla_ros.ros.parameters import declare_parameters, read_parameters
+from specvla_ros.ros.parameters import parameters_declared, read_parameters
 from specvla_ros.ros.qos import CLOCK
 from specvla_ros.settings.parameter import parameter
 
@@ -44,19 +44,14 @@ class BagPlayerParameters:
 class BagPlayer(Node):
     """Publishes every message as it was recorded, byte for byte, paced by the steady clock.
 
-    Raises:
-        UserError: the bag cannot be read, a parameter is wrong, or wait_for_subscriber is not in the bag.
+    A UserError says that the bag cannot be read, a parameter is wrong, or wait_for_subscriber is not in the bag.
     """
 
     def __init__(self) -> None:
         super().__init__("bag_player")
-        try:
-            declare_parameters(self, BagPlayerParameters)
+        with parameters_declared(self, BagPlayerParameters):
             self._chosen = read_parameters(self, BagPlayerParameters)
             self._bag = _open(self._chosen)
-        except UserError:
-            self.destroy_node()
-            raise
         self._publishers_by_topic = self._make_publishers()
         self._clock_publisher = self.create_publisher(Clock, "/clock", CLOCK)
         self._stop = threading.Event()

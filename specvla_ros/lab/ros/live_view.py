@@ -55,7 +55,6 @@ class LiveView(Node):
         self.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
 
     def close(self) -> bool:
-        """Flushes the recording."""
         if lost := self._recording.close():
             self.get_logger().warning(lost)
         return True

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demonstrations by the scripted experts, with noise in the motion but not in the recorded actions.
+"""Demonstrations by scripted experts, with noise in the motion but not in the recorded actions.
 
+An expert looks at the present state alone, as the policy looks at one image: it keeps no phase of its own.
 In most episodes the expert decides anew after 0.05 s to 0.2 s, so that a policy that decides faster than its training
 data has seen fingers half closed. Each moment is also labelled with the actions of the other tasks' experts: the same
 image under another instruction teaches a policy to listen.
@@ -14,7 +15,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,11 +26,20 @@ import numpy as np
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.plans import CollectPlan
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
-from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.robot import TableRobot
-from specvla_ros.lab.simulation.tasks import CUBE_HALF_M, DEMONSTRATION_FIRST_SEED, TASKS, Task, choose_tasks
-from specvla_ros.lab.simulation.world import SimulationDiverged
+from specvla_ros.lab.simulation.tasks import (
+    BLOCK_TOP_M,
+    CUBE_HALF_M,
+    CUBES,
+    DEMONSTRATION_FIRST_SEED,
+    TASKS,
+    Task,
+    WorldState,
+    choose_tasks,
+)
+from specvla_ros.lab.simulation.world import SimulationDiverged, upright_error
 
 if TYPE_CHECKING:  # torch, which a worker without a policy does not need
     from specvla_ros.engine.engine import Engine
@@ -54,9 +64,7 @@ class Demonstration:
     task: str
     seed: int
     directory: Path
-    noise: float
-    policy: Path | None = None  # that acts; None: the expert
-    all_sensors: bool = False  # its further cameras and its state too
+    plan: CollectPlan
 
 
 @dataclass(frozen=True)
@@ -70,39 +78,19 @@ class CollectResult:
 
 
 def collect(
-    out: Path,
-    *,
-    tasks: list[str],
-    episodes: int,
-    robots: Sequence[str] = (TABLE_ARM.name,),
-    noise: float = 1.0,
-    policy: Path | None = None,
-    first_seed: int = DEMONSTRATION_FIRST_SEED,
-    all_sensors: bool = False,
-    workers: int = 0,
-    ray: str = "",
-    on_progress: Callable[[int, int], None] | None = None,
+    out: Path, plan: CollectPlan, on_progress: Callable[[int, int], None] = lambda done, wanted: None
 ) -> CollectResult:
     """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; those that are there already are kept.
 
-    Args:
-        tasks: names; none: all.
-        episodes: per task and robot.
-        noise: 0 none, 1 as the shipped policy was trained with.
-        policy: checkpoint that acts while the expert labels; None: the expert acts.
-        all_sensors: the robot's further cameras and its state are recorded too.
-        workers, ray: see `run_jobs`.
-        on_progress: called with the episodes done and wanted.
+    `on_progress` is called with the episodes done and wanted.
     """
-    chosen = choose_tasks(tasks)
+    tasks, robots = choose_tasks(list(plan.tasks)), plan.robots or (TABLE_ARM.name,)
     for robot in robots:
         choose_arm(robot).model()  # a missing package is said here, and not by a worker
+    first = DEMONSTRATION_FIRST_SEED if plan.first_seed is None else plan.first_seed
     # One robot after the other: a process keeps the one that it made last.
-    starts = itertools.product(robots, range(first_seed, first_seed + episodes), (task.name for task in chosen))
-    wanted = [
-        Demonstration(robot, task, seed, out / bag_name(robot, task, seed), noise, policy, all_sensors)
-        for robot, seed, task in starts
-    ]
+    starts = itertools.product(robots, range(first, first + plan.episodes), (task.name for task in tasks))
+    wanted = [Demonstration(robot, task, seed, out / bag_name(robot, task, seed), plan) for robot, seed, task in starts]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -111,11 +99,12 @@ def collect(
         shutil.rmtree(partial, ignore_errors=True)
     jobs = [job for job in wanted if not job.directory.exists()]
     kept, new = len(wanted) - len(jobs), 0
-    results = run_jobs(demonstrate_and_record, jobs, workers=workers, ray=ray, name=lambda job: job.directory.name)
+    results = run_jobs(
+        demonstrate_and_record, jobs, workers=plan.workers, ray=plan.ray, name=lambda job: job.directory.name
+    )
     for done, (_, succeeded) in enumerate(results, start=1):
         new += succeeded
-        if on_progress is not None:
-            on_progress(len(wanted) - len(jobs) + done, len(wanted))
+        on_progress(len(wanted) - len(jobs) + done, len(wanted))
     return CollectResult(len(wanted), kept + new, new, len(jobs) - new)
 
 
@@ -124,22 +113,22 @@ def demonstrate_and_record(job: Demonstration) -> bool:
 
     Where a policy acts, its failures are kept: every label is the expert's.
     """
-    robot = _robot(job.robot, os.getpid())
+    robot, plan = _robot(job.robot, os.getpid()), job.plan
     rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
     robot.reset(job.task, job.seed)
     images: list[np.ndarray] = []
-    further: dict[str, list[np.ndarray]] = {camera: [] for camera in robot.cameras[1:] if job.all_sensors}
+    further: dict[str, list[np.ndarray]] = {camera: [] for camera in robot.cameras[1:] if plan.all_sensors}
     states: list[np.ndarray] = []
     actions: list[np.ndarray] = []
     others: list[tuple[Task, list[np.ndarray]]] = [(task, []) for task in TASKS if task.name != job.task]
     times_s: list[float] = []
     per_action = round(robot.action_dt / robot.control_dt)
-    actor = _Disturbed(rng, job.noise, per_action) if job.policy is None else _PolicyInTurn(rng, job, per_action)
+    actor = _Disturbed(rng, plan.noise, per_action) if plan.policy is None else _PolicyInTurn(rng, job, per_action)
     passed, after = 0, 0
     try:
         while after < _AFTER_SUCCESS:
             if passed >= robot.max_steps * per_action:
-                if job.policy is None:
+                if plan.policy is None:
                     return False
                 break
             state = robot.state()
@@ -163,7 +152,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
         return False
     try:
         hindsight = {task.name: Hindsight(task.instruction, labels) for task, labels in others}
-        names = robot.state_names if job.all_sensors else ()
+        names = robot.state_names if plan.all_sensors else ()
         record = DemonstrationRecord(
             images, actions, robot.instruction, times_s, hindsight, cameras=further, state_names=names, states=states
         )
@@ -181,9 +170,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
 class _Disturbed:
     """Disturbs the expert's actions: noise, shoves, and a gripper that does the opposite.
 
-    Args:
-        noise: of the collection; an episode has a level of its own.
-        per_action: steps of an action.
+    `noise` is the collection's; an episode has a level of its own. `per_action`: steps of an action.
     """
 
     def __init__(self, rng: np.random.Generator, noise: float, per_action: int) -> None:
@@ -214,9 +201,9 @@ class _PolicyInTurn:
     """A policy that acts at every step, in turn with the disturbed expert."""
 
     def __init__(self, rng: np.random.Generator, job: Demonstration, per_action: int) -> None:
-        assert job.policy is not None
-        self._rng, self._expert = rng, _Disturbed(rng, job.noise, per_action)
-        self._engine = _engine(job.policy, _robot(job.robot, os.getpid()), os.getpid())
+        assert job.plan.policy is not None
+        self._rng, self._expert = rng, _Disturbed(rng, job.plan.noise, per_action)
+        self._engine = _engine(job.plan.policy, _robot(job.robot, os.getpid()), os.getpid())
         self._engine.reset()
         self._turn_ends, self._policy_acts = 0, False
 
@@ -260,3 +247,100 @@ def _engine(policy: Path, robot: TableRobot, process: int) -> "Engine":
 def _robot(name: str, process: int) -> TableRobot:
     """One per process: making its OpenGL context takes longer than an episode."""
     return TableRobot(arm=choose_arm(name))
+
+
+MAX_STEP_M = 0.05
+_MAX_TURN_RAD = 0.2
+_TOLERATED_RAD = 0.08
+_OPEN, _CLOSE = 1.0, 0.0
+_CRUISE_M = 0.11
+_BEHIND_M = 0.062
+_PUSH_HEIGHT_M = 0.022
+_CREEP_M = 0.005
+_OPENED_M = 0.075  # fingers that are further apart are open
+
+
+def demonstrate(task: Task, state: WorldState) -> np.ndarray:
+    """The expert's action, float64 [7]: metres and radians over 0.2 s, base frame; gripper 1 opens, 0 closes."""
+    if _in_the_way(task, state):  # let go, and leave upwards
+        move, gripper = np.array([0.0, 0.0, 0.05]), _OPEN
+    else:
+        move, gripper = {"lift": _lift, "push": _push, "put": _put}[task.verb](task, state)
+    near = np.linalg.norm((state.positions[task.cube] - state.hand)[:2]) < 0.08
+    yaw = state.yaws[task.cube] if near and task.verb != "push" else 0.0
+    turn = upright_error(state.rotation, yaw)
+    # Small tilts do no harm and cannot be seen: correcting them would only be noise to learn.
+    turn = np.where(np.abs(turn) < _TOLERATED_RAD, 0.0, np.clip(turn, -_MAX_TURN_RAD, _MAX_TURN_RAD))
+    return np.array([*np.clip(move, -MAX_STEP_M, MAX_STEP_M), *turn, gripper])
+
+
+def _in_the_way(task: Task, state: WorldState) -> bool:
+    """Whether a wrong cube is between the fingers, as after another instruction."""
+    for cube in CUBES:
+        away = state.hand - state.positions[cube]
+        between = np.abs(away[:2]).max() < 0.03 and -0.02 < away[2] < 0.045
+        if between and (cube != task.cube or task.verb == "push"):
+            return True
+    return False
+
+
+def _lift(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
+    if holds(state, task.cube):
+        # Sideways as on the way down. Were it exactly 0, plain decoding would find the lift wherever the hand is about
+        # above the cube: each token that is certain in the lift, and vague on the way, makes the lift likelier.
+        return np.array([*(state.positions[task.cube] - state.hand)[:2], 0.05]), _CLOSE
+    return _grasp(state, task.cube)
+
+
+def _put(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
+    cube, block = state.positions[task.cube], state.positions["block"]
+    over = block[:2] - cube[:2]
+    distance = float(np.linalg.norm(over))
+    placed = distance < 0.03 and cube[2] < BLOCK_TOP_M + CUBE_HALF_M + 0.015
+    if placed:  # let go, and leave upwards
+        return np.array([0.0, 0.0, 0.05 if state.opening > _OPENED_M else 0.01]), _OPEN
+    if not holds(state, task.cube):
+        return _grasp(state, task.cube)
+    height = BLOCK_TOP_M + CUBE_HALF_M + 0.008 + _funnel(distance - 0.01, 3.0)
+    # Not sideways before it is clear of what stands on the table.
+    clear = np.clip((state.hand[2] - 0.05) / 0.03, 0.0, 1.0) if distance > 0.06 else 1.0
+    return np.array([*(over * clear), height - state.hand[2]]), _CLOSE
+
+
+def _push(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
+    cube, hand = state.positions[task.cube], state.hand
+    behind, aside = (cube - hand)[:2]
+    ready = abs(aside) < 0.012 and 0.03 < behind < _BEHIND_M + 0.03
+    if ready and hand[2] < _PUSH_HEIGHT_M + 0.012:
+        return np.array([0.05, aside, _PUSH_HEIGHT_M - hand[2]]), _CLOSE
+    away = np.array([behind - _BEHIND_M, aside])
+    height = _PUSH_HEIGHT_M + _funnel(float(np.linalg.norm(away)) - 0.008, 3.0)
+    return np.array([*_limited(away), height - hand[2]]), _CLOSE
+
+
+def _grasp(state: WorldState, cube: str) -> tuple[np.ndarray, float]:
+    away = state.positions[cube] - state.hand
+    distance = float(np.linalg.norm(away[:2]))
+    bottom = max(state.positions[cube][2], CUBE_HALF_M)
+    # Fingers that have begun to close go on: a policy that is a centimetre wrong about the height must not open again.
+    closing = state.opening < _OPENED_M
+    if distance < 0.018 and state.hand[2] < bottom + (0.026 if closing else 0.012):
+        # Upwards already: a policy that sees no change between "closed, not yet up" and "closed, up" stands still.
+        return np.array([*away[:2], _CREEP_M]), _CLOSE
+    height = bottom + _funnel(distance - 0.008, 3.0)
+    return np.array([*_limited(away[:2]), height - state.hand[2]]), _OPEN
+
+
+def _funnel(distance: float, slope: float) -> float:
+    """Height above the goal at a horizontal distance: come down along a cone, never from the side."""
+    return float(np.clip(slope * distance, 0.0, _CRUISE_M - CUBE_HALF_M))
+
+
+def _limited(away: np.ndarray) -> np.ndarray:
+    return away * min(1.0, MAX_STEP_M / max(float(np.linalg.norm(away)), 1e-9))
+
+
+def holds(state: WorldState, cube: str) -> bool:
+    """Whether the fingers are closed around the cube."""
+    away = np.abs(state.positions[cube] - state.hand)
+    return bool(away[:2].max() < 0.02 and away[2] < 0.03 and 0.044 < state.opening < 0.062)

@@ -111,16 +111,11 @@ class CommandedGripper:
         self._obeyed: Controller = self.array
 
     def obey(self, controller: Controller, command: Any, now_s: float) -> None:
-        """Hands a command to `array` or `trajectory`, which holds from now on.
-
-        Raises:
-            CommandRefusedError: it is not followed.
-        """
+        """Hands a command to `array` or `trajectory`, which holds from now on; CommandRefusedError: it does not."""
         controller.take(command, now_s)
         self._obeyed = controller
 
     def update(self, data: mujoco.MjData, now_s: float) -> None:
-        """Sets the fingers' actuators."""
         measured = JointState(data.qpos[self._joint.qposadr].copy(), data.qvel[self._joint.dofadr].copy())
         wanted = float(self._obeyed.update(measured, now_s).positions[0])
         share = (wanted - self._closed[0]) / (self._open[0] - self._closed[0])
@@ -151,8 +146,7 @@ class CommandedArm:
     def advance(self, now_s: float) -> None:
         """Lets `control_dt` pass; `now_s` is on the robot's clock, on which commands are stamped.
 
-        Raises:
-            SimulationDiverged: the world is not finite any more.
+        Raises SimulationDiverged where the world is not finite any more.
         """
         data = self._world.data
         self._servo.follow(self.controller.update(self._servo.measured(data), now_s), data)

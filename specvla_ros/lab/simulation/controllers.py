@@ -39,11 +39,7 @@ class Controller(Protocol):
         """Takes the arm over where it is, and forgets all commands."""
 
     def take(self, command: Any, now_s: float) -> None:
-        """Takes a command.
-
-        Raises:
-            CommandRefusedError: it is not followed.
-        """
+        """Takes a command; a CommandRefusedError says that it is not followed."""
 
     def update(self, measured: JointState, now_s: float) -> JointState:
         """The joints' reference at the end of the next CONTROL_DT_S."""
@@ -356,7 +352,6 @@ class TwistServo:
         return JointState(position, velocity)
 
     def _step(self, twist: Twist) -> np.ndarray:
-        """The change of the joints in one period."""
         displacement = self._displacement(twist)
         still = np.zeros_like(self._position)
         if not displacement.any():

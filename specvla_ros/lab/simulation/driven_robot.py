@@ -14,7 +14,7 @@ import numpy as np
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
 from specvla_ros.control.convention import ActionConvention, StampedAction
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation
+from specvla_ros.control.follower import ActionFollower, ActionRefusedError
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
@@ -28,9 +28,8 @@ from specvla_ros.control.pose import PoseHistory
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Point, Twist
-from specvla_ros.lab.simulation.displacement import DisplacementFollower
-from specvla_ros.lab.simulation.osc import CONTROL_HZ
-from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, TableRobot
+from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, DisplacementFollower, TableRobot
+from specvla_ros.lab.simulation.world import CONTROL_HZ
 
 _STEPS = round(1.0 / CONTROL_HZ / CONTROL_DT_S)
 _CONVENTION = ActionConvention(ACTION_DT_S)
@@ -87,13 +86,7 @@ class DrivenRobot(TableRobot):
         self._history = PoseHistory()
         fingers = self._arm.gripper
         self._fingers = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
-        self._actions = ActionFollower(
-            BoundedMotion(self._limits),
-            self._fingers,
-            self._history,
-            compensation=Compensation.IMAGE_GOAL,
-            max_age_s=20.0,
-        )
+        self._actions = ActionFollower(BoundedMotion(self._limits), self._fingers, self._history, max_age_s=20.0)
         self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, np.ones(6)), start
         self._history.add(0.0, start)
         self._actions.rest_at(start)

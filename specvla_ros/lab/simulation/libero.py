@@ -104,11 +104,8 @@ def parse_task(task: str) -> tuple[str, int]:
 def environment_action(values: np.ndarray) -> np.ndarray:
     """The input of LIBERO's controller for an action of the policy.
 
-    Args:
-        values: float [7]: three translations, three rotations in [-1, 1] (±0.05 m, ±0.5 rad), gripper 1 open, 0 closed.
-
-    Returns:
-        float64 [7]: the six clipped, and the gripper as -1 (opens) or +1 (closes); at exactly 0.5 it is 0 and stays.
+    Of float [7]: three translations, three rotations in [-1, 1] (±0.05 m, ±0.5 rad), gripper 1 open, 0 closed, it is
+    float64 [7]: the six clipped, and the gripper as -1 (opens) or +1 (closes); at exactly 0.5 it is 0 and stays.
     """
     values = np.asarray(values, np.float64)
     return np.append(np.clip(values[:6], -1.0, 1.0), -np.sign(2.0 * values[6] - 1.0))

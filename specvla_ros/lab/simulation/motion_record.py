@@ -46,27 +46,21 @@ def _columns(arm: Arm) -> np.dtype[Any]:
 class MotionRecorder:
     """Writes a record of a world's arm, in place of a file that is there; a kill loses the last second at most.
 
-    Raises:
-        UserError: the file cannot be written.
+    A UserError says that the file cannot be written.
     """
 
     def __init__(self, path: Path, world: World) -> None:
         self._path, self._world = path, world
-        columns = _columns(world.arm)
-        self._rows = np.zeros(_FLUSH_ROWS, columns)
+        arm = world.arm
+        self._rows = np.zeros(_FLUSH_ROWS, _columns(arm))
         self._filled = 0
         model = world.model
         self._site = model.site("pinch").id
-        self._motors = [model.actuator(name).id for name in world.arm.motors]
-        self._qpos, self._dofs = joint_indices(model, world.arm.joints)
+        self._motors = [model.actuator(name).id for name in arm.motors]
+        self._qpos, self._dofs = joint_indices(model, arm.joints)
         self._kinds = _geom_kinds(model)
         self._velocity, self._force = np.zeros(6), np.zeros(6)
-        head = {
-            "format": _FORMAT,
-            "robot": world.arm.name,
-            "joints": list(world.arm.joints),
-            "speed_limits": list(world.arm.speed),
-        }
+        head = {"format": _FORMAT, "robot": arm.name, "joints": list(arm.joints), "speed_limits": list(arm.speed)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb")
@@ -76,11 +70,7 @@ class MotionRecorder:
             raise UserError(f"the record {path} cannot be written: {error.strerror}") from None
 
     def add(self, time_s: float, episode: int, running: bool) -> None:
-        """Records the present state.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        """Records the present state; a UserError says that the disk is full."""
         data, row = self._world.data, self._rows[self._filled]
         mujoco.mj_objectVelocity(self._world.model, data, mujoco.mjtObj.mjOBJ_SITE, self._site, self._velocity, 0)
         row["time_s"], row["episode"], row["running"] = time_s, episode, running
@@ -117,7 +107,6 @@ class MotionRecorder:
         self._filled = 0
 
     def close(self) -> None:
-        """Writes what is left."""
         if not self._file.closed:
             self._flush()
             self._file.close()
@@ -159,11 +148,7 @@ class MotionRecord:
 
 
 def read_motion_record(path: Path) -> MotionRecord:
-    """Reads a record, also one whose writer was killed.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Reads a record, also one whose writer was killed; a UserError says that it is none."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -22,7 +22,6 @@ from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.lab.tally import DecodeTally
-from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
 
@@ -116,14 +115,13 @@ class _Episode:
 class Rollout:
     """Runs episodes with one engine on one robot; both belong to this thread.
 
+    A shared engine has ticks that belong to others too: only the lockstep clock goes by it. A UserError says that it is
+    asked to in real time, or that the policy is asked with more than the robot has.
+
     Args:
-        engine: a shared one has ticks that belong to others too, so that only the lockstep clock goes by it.
         on_step: called after each `control_dt` of the world, for a film.
         on_look: called with each observation that the engine is given.
         time_limit: multiple of the task's time after which an episode has failed.
-
-    Raises:
-        UserError: the policy is asked with more than the robot has, or a shared engine in real time.
     """
 
     def __init__(
@@ -132,8 +130,8 @@ class Rollout:
         robot: SimulatedRobot,
         clock: Clock,
         tick_time: TickTime,
-        on_step: Callable[[], None] | None = None,
-        on_look: Callable[[Observation], None] | None = None,
+        on_step: Callable[[], None] = lambda: None,
+        on_look: Callable[[Observation], None] = lambda _: None,
         time_limit: float = 1.0,
     ) -> None:
         check_senses(engine.target, robot)
@@ -156,15 +154,12 @@ class Rollout:
     def run(self, task: str, seed: int, instruction: str = "") -> EpisodeResult:
         """One episode; `instruction`: in place of the task's own.
 
-        Raises:
-            UserError: an unknown task or seed, or an instruction that the policy cannot be given.
+        A UserError says that task or seed is unknown, or that the policy cannot be given the instruction.
         """
         self._robot.reset(task, seed)
         self._engine.reset()
-        episode = _Episode(
-            instruction=instruction or self._robot.instruction,
-            max_steps=round(self._time_limit * self._robot.max_steps * self._per_action),
-        )
+        max_steps = round(self._time_limit * self._robot.max_steps * self._per_action)
+        episode = _Episode(instruction or self._robot.instruction, max_steps)
         self._engine.check_instruction(episode.instruction)
         failure = ""
         try:
@@ -174,7 +169,7 @@ class Rollout:
                 failure = f"no action for {_FAULT_LIMIT} images in a row: {dict(episode.drops)}"
         except SimulationDiverged as error:
             failure = str(error)
-        time_s = episode.passed * self._robot.control_dt
+        time_s, codec = episode.passed * self._robot.control_dt, self._engine.target.codec
         return EpisodeResult(
             task=task,
             seed=seed,
@@ -185,7 +180,7 @@ class Rollout:
             latency_s=tuple(episode.latency_s),
             picture_age_s=episode.picture_age_s(time_s),
             drops=dict(episode.drops),
-            roughness=_roughness(self._engine.target.codec, episode.actions),
+            roughness=roughness([codec.normalise(action.actions)[0] for action in episode.actions]),
             acted_on=self._robot.acted_on(),
             failure=failure,
             decode=episode.tally.as_json(),
@@ -226,8 +221,7 @@ class Rollout:
         episode.pictured = episode.passed
         stamp_ns = _START_NS + round(episode.passed * self._robot.control_dt * 1e9)
         observation = observe(self._robot, self._engine.target, episode.instruction, stamp_ns)
-        if self._on_look is not None:
-            self._on_look(observation)
+        self._on_look(observation)
         return observation
 
     def _tick(self, engine: Engine, outcomes: list[Outcome]) -> float:
@@ -251,8 +245,7 @@ class Rollout:
             self._robot.advance()
             episode.passed += 1
             episode.succeeded = self._robot.succeeded()
-            if self._on_step is not None:
-                self._on_step()
+            self._on_step()
 
 
 def observe(robot: SimulatedRobot, policy: PolicyFacts, instruction: str, stamp_ns: int) -> Observation:
@@ -280,8 +273,6 @@ def check_senses(policy: PolicyFacts, robot: SimulatedRobot) -> None:
         )
 
 
-def _roughness(codec: Codec, actions: list[Action]) -> float:
-    if len(actions) < 2:
-        return 0.0
-    normalised = np.array([codec.normalise(action.actions)[0] for action in actions])
-    return float(np.abs(np.diff(normalised[:, :-1], axis=0)).mean())
+def roughness(normalised: list[np.ndarray]) -> float:
+    """See `EpisodeResult`; of the actions in normalised units, float64 [action_dim] each, the gripper last."""
+    return float(np.abs(np.diff(normalised, axis=0)[:, :-1]).mean()) if len(normalised) > 1 else 0.0

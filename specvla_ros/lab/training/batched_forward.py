@@ -69,12 +69,9 @@ def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
 def decoder_hidden(
     decoder: PackedDecoder, embeddings: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor
 ) -> Tensor:
-    """Hidden states after the final norm, [batch, n, hidden].
+    """Hidden states after the final norm, [batch, n, hidden], of the rows `wanted`, int64 [batch, n].
 
-    Args:
-        embeddings: [batch, rows, hidden].
-        mask: bool [rows, rows], True where a row (first) sees another.
-        wanted: int64 [batch, n], the rows whose states are returned.
+    `embeddings` are [batch, rows, hidden]; `mask`, bool [rows, rows], is True where a row (first) sees another.
     """
     cos, sin = decoder.rotation(positions)
     x = embeddings

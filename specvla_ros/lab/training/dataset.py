@@ -78,9 +78,8 @@ def load_demonstrations(
     """Reads bags into `cache`, or maps what is there from an earlier call with the same bags.
 
     Args:
-        bags: bags with images, an instruction, and a recorded action of seven values per image.
+        bags: with images, an instruction, and a recorded action of seven values per image.
         size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
-        sensors: to read beside the first camera's images.
         on_progress: called with bags read and their number.
 
     Raises:
@@ -267,11 +266,9 @@ class Batches:
         # A chunk goes on with the next actions, which only the episode's own instruction explains.
         chunks = not isinstance(policy.codec, BinsCodec)
         self._instruction_of = data.instruction_of[:, :1] if chunks else data.instruction_of
-        prompts = [policy.prompt_ids(text) for text in data.instructions]
+        prompts = [torch.tensor(policy.prompt_ids(text)) for text in data.instructions]
         self._lengths = torch.tensor([len(ids) for ids in prompts])
-        self._prompts = torch.zeros(len(prompts), int(self._lengths.max()), dtype=torch.int64)
-        for row, ids in zip(self._prompts, prompts, strict=True):
-            row[: len(ids)] = torch.tensor(ids)
+        self._prompts = pad_sequence(prompts, batch_first=True)
         self._states = torch.from_numpy(policy.state.ids(data.states)) if policy.state is not None else None
         if isinstance(policy.codec, BinsCodec):
             normalised = policy.statistics.normalise(data.actions)
@@ -349,12 +346,9 @@ def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
 
 
 def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -> Iterator[np.ndarray]:
-    """Endless batches of steps, each epoch in a new order that only the seed and the epoch decide.
+    """Endless batches of steps, int64 [n], each epoch in a new order that only the seed and the epoch decide.
 
-    Args:
-        steps: int64 [n], n > 0.
-        batch_size: rows of a batch; larger than n: batches of n.
-        start: number of batches to leave out, to resume a training.
+    A batch has no more than n rows; `start` batches are left out, to resume a training.
     """
     size = min(batch_size, len(steps))
     per_epoch = len(steps) // size

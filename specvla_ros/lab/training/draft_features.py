@@ -100,7 +100,7 @@ class FeatureStore:
         *,
         max_text: int,
         limit_bytes: float,
-        on_frame: Callable[[int], None] | None = None,
+        on_frame: Callable[[int], None] = lambda done: None,
     ) -> None:
         """Keeps the target's answers to frames, until the frames end or all shards together reach `limit_bytes`.
 
@@ -124,7 +124,7 @@ class FeatureStore:
         limit_bytes: float,
         workers: int,
         ray: str,
-        on_frame: Callable[[int], None] | None = None,
+        on_frame: Callable[[int], None] = lambda done: None,
     ) -> None:
         """As `fill` with at most so many frames of bags, and with the same shards in the end, each made by a worker.
 
@@ -138,8 +138,7 @@ class FeatureStore:
         with closing(results):
             while _size(self.shards) < limit_bytes and (ended := next(results, None)) is not None:
                 done += ended[1]
-                if on_frame is not None:
-                    on_frame(done)
+                on_frame(done)
         kept: list[Path] = []
         for job in jobs:
             if _size(kept) < limit_bytes:
@@ -205,7 +204,7 @@ def _fill_shard(
     policy: OpenVLATarget,
     frames: Iterator[Observation],
     max_text: int,
-    on_frame: Callable[[int], None] | None = None,
+    on_frame: Callable[[int], None] = lambda done: None,
     before: int = 0,
 ) -> int:
     """Writes the answers to frames; returns how many were taken, which are reported on top of those `before`."""
@@ -214,8 +213,7 @@ def _fill_shard(
     while batch := list(islice(frames, _BATCH)):
         samples += answer(policy, batch, max_text)
         taken += len(batch)
-        if on_frame is not None:
-            on_frame(before + taken)
+        on_frame(before + taken)
     if samples:
         _write(path, samples)
     elif taken == SHARD_SAMPLES:

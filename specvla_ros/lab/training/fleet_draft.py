@@ -18,7 +18,7 @@ from specvla_ros.lab.evaluation.calibrate import PROFILE_FILE, calibrate
 from specvla_ros.lab.evaluation.certificate import certify
 from specvla_ros.lab.evaluation.compare import FrameRun, time_settings
 from specvla_ros.lab.evaluation.frame_sources import find_bags, frames_in, shuffled
-from specvla_ros.lab.evaluation.page import provenance, table, write_page
+from specvla_ros.lab.evaluation.page import provenance, table, verdict, write_page
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, file_hashes, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import FleetPlan
@@ -80,22 +80,19 @@ def fleet_draft(
     sensors: Sensors = CAMERA_ALONE,
     workers: int = 0,
     ray: str = "",
-    on_frame: Callable[[int], None] | None = None,
-    on_training: Callable[[Progress[DraftValidation]], None] | None = None,
+    on_frame: Callable[[int], None] = lambda done: None,
+    on_training: Callable[[Progress[DraftValidation]], None] = lambda progress: None,
 ) -> FleetDraft:
     """Trains a head on some of the bags, judges it by the others, and takes or refuses it.
 
     It is taken where it saves forwards, and where strict answers with it are plain decoding's, token for token. A run
-    that was cut short resumes its training.
+    that was cut short resumes its training. A UserError says that there are too few bags or frames, or that `out` holds
+    another run.
 
     Args:
         engine: with the head in use, and the other drafters beside either.
-        out: directory for the head, certificate, calibration, verdict and report.
         promote: the head's place if it is taken, where it replaces another; None: it stays in `out` alone.
         workers, ray: of the training data, as of `run_jobs`.
-
-    Raises:
-        UserError: too few bags or frames, or `out` holds another run.
     """
     taught, judged = _split(find_bags(data), plan)
     check_frames(taught, plan.frames)
@@ -205,15 +202,13 @@ def _put(new: Path, place: Path) -> Path | None:
 
 
 def _write_report(path: Path, found: FleetDraft) -> None:
+    where = f"; it is in {found.promoted}" if found.promoted else ""
+    taken = verdict("passed", f"The new head is taken{where}.")
     if found.refusals:
-        reasons = "".join(f"<li>{escape(each)}</li>" for each in found.refusals)
-        verdict = f"<div class='verdict failed'>The new head is refused:<ul>{reasons}</ul></div>"
-    else:
-        where = f"; it is in {found.promoted}" if found.promoted else ""
-        verdict = f"<p class='verdict passed'>The new head is taken{escape(where)}.</p>"
+        taken = verdict("failed", "The new head is refused:", found.refusals)
     how = f"{found.context['frames']} frames, the settings taking turns, strict acceptance"
     parts = [
-        f"{verdict}<h2>On bags that it was not trained on</h2>{table(RUNS_HEAD, found.rows())}",
+        f"{taken}<h2>On bags that it was not trained on</h2>{table(RUNS_HEAD, found.rows())}",
         f"<p class=note>{how}. Calibration: {escape(found.calibration)}.</p>",
         provenance(found.context),
     ]

@@ -84,20 +84,17 @@ def collect_features(
     model: ModelSettings | None = None,
     workers: int = 0,
     ray: str = "",
-    on_frame: Callable[[int], None] | None = None,
+    on_frame: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
 
+    A UserError says that there are no usable data, or that `out` holds features of something else.
+
     Args:
         data: bags, or directories of bags; None: the target's own episodes in simulation, which have no end.
-        frames: the most that the target is asked.
-        max_text: tokens of text at most before its actions.
-        max_bytes: limit of the features on disk, bytes.
-        model: how workers load the target; None: as by default.
-        workers: as of `run_jobs`; each loads the target and fills one shard after the other.
-
-    Raises:
-        UserError: no usable data, or `out` holds features of something else.
+        frames: the most that the target is asked; `max_text`: tokens of text at most before its actions.
+        max_bytes: limit of the features on disk.
+        model, workers: how workers load the target, and how many, as of `run_jobs`; each fills shard after shard.
     """
     if data is None and (workers or ray):
         raise UserError(
@@ -126,7 +123,7 @@ def train_draft(
     shards: Sequence[Path],
     out: Path,
     training: DraftTraining,
-    on_progress: Callable[[Progress[DraftValidation]], None] | None = None,
+    on_progress: Callable[[Progress[DraftValidation]], None] = lambda progress: None,
 ) -> list[DraftValidation]:
     """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch."""
     from accelerate import Accelerator
@@ -227,11 +224,8 @@ class _DraftLoss(nn.Module):
 def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_head: Tensor) -> Tensor:
     """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution, means (Spec-VLA section 5.1).
 
-    Args:
-        predicted: [rows, hidden], the head's hidden states.
-        features: [rows, hidden], the target's.
-        probabilities: [rows, vocab], the target's distribution at each row.
-        lm_head: [vocab, hidden], the target's.
+    Of the head's hidden states and the target's, [rows, hidden], the target's distribution at each row, [rows, vocab],
+    and its output head, [vocab, hidden].
     """
     logits = F.linear(predicted, lm_head.to(predicted.dtype))
     tokens = -(probabilities * logits.log_softmax(-1)).sum(-1).mean()

@@ -17,22 +17,12 @@ from torch import Tensor, nn
 
 from specvla_ros.control.convention import known_dataset
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import Sensors
 from specvla_ros.lab.evaluation.frame_sources import find_bags
 from specvla_ros.lab.plans import NanoShape, PolicyTraining
+from specvla_ros.lab.training import dataset
 from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_weights
 from specvla_ros.lab.training.batched_forward import action_logits
-from specvla_ros.lab.training.dataset import (
-    PADDING,
-    Batch,
-    Batches,
-    DemonstrationSet,
-    Sensors,
-    action_chunks,
-    action_statistics,
-    load_demonstrations,
-    shuffled,
-    state_statistics,
-)
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
@@ -77,7 +67,7 @@ def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> 
 
 def cross_entropy(logits: Tensor, answers: Tensor) -> Tensor:
     """Mean cross-entropy of the true tokens, comparable with models trained without a blur; padding left out."""
-    return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), ignore_index=PADDING)
+    return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), ignore_index=dataset.PADDING)
 
 
 @dataclass(frozen=True)
@@ -98,17 +88,16 @@ def train_policy(
     *,
     init: Path | None = None,
     on_reading: Callable[[int, int], None] | None = None,
-    on_progress: Callable[[Progress[Validation]], None] | None = None,
+    on_progress: Callable[[Progress[Validation]], None] = lambda progress: None,
 ) -> list[Validation]:
     """Trains, and leaves an OpenVLA checkpoint in `out`; called again, it resumes where it stopped.
 
+    Until the end the training's state is in a folder of `out`. A UserError says that there are no usable bags, or that
+    `out` holds the state of another training.
+
     Args:
-        out: the checkpoint's directory, with the training state in a folder of it until the end.
         init: where `training.init` lies; None: it is the directory.
         on_reading: called with the number of bags read and of all.
-
-    Raises:
-        UserError: no or unusable bags, or `out` holds the state of another training.
     """
     from accelerate import Accelerator
 
@@ -119,7 +108,7 @@ def train_policy(
     report = on_reading if accelerator.is_main_process else None
     with accelerator.main_process_first():  # the others then find the cache filled
         cache = out / STATE_DIRECTORY / "demonstrations"
-        demonstrations = load_demonstrations(bags, cache, size, training.sensors, report)
+        demonstrations = dataset.load_demonstrations(bags, cache, size, training.sensors, report)
     episodes = int(demonstrations.episode_of.max()) + 1
     if demonstrations.validation.all() or not demonstrations.validation.any():
         raise UserError(
@@ -132,13 +121,13 @@ def train_policy(
     return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
 
 
-def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining, init: Path | None) -> None:
+def _write_untrained(out: Path, data: dataset.DemonstrationSet, training: PolicyTraining, init: Path | None) -> None:
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; choose another --out")
     if init is not None:
         _copy_checkpoint(init, out, data.instructions)
     else:
-        norm_stats = {training.unnorm_key: action_statistics(data.actions)}
+        norm_stats = {training.unnorm_key: dataset.action_statistics(data.actions)}
         write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
     if training.sensors != Sensors():
         _choose_sensors(out, data, training.sensors)
@@ -146,7 +135,7 @@ def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining
         _choose_codec(out, data, training)
 
 
-def _choose_sensors(out: Path, data: DemonstrationSet, sensors: Sensors) -> None:
+def _choose_sensors(out: Path, data: dataset.DemonstrationSet, sensors: Sensors) -> None:
     """Makes an untrained checkpoint one of several cameras, or with a state."""
     fields = read_checkpoint_json(out / "config.json")
     cameras = [*dict.fromkeys((ONLY_CAMERA, *sensors.cameras))]
@@ -155,11 +144,11 @@ def _choose_sensors(out: Path, data: DemonstrationSet, sensors: Sensors) -> None
     changed = fields.raw | {"cameras": cameras, "state_dims": data.states.shape[1]}
     if data.states.shape[1]:
         norm_stats = fields.inner("norm_stats").raw
-        changed["norm_stats"] = {key: of | state_statistics(data.states) for key, of in norm_stats.items()}
+        changed["norm_stats"] = {key: of | dataset.state_statistics(data.states) for key, of in norm_stats.items()}
     write_json(out / "config.json", changed)
 
 
-def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
+def _choose_codec(out: Path, data: dataset.DemonstrationSet, training: PolicyTraining) -> None:
     """Makes an untrained checkpoint one that writes chunks; its tokens for bins become those of the codec."""
     fields = read_checkpoint_json(out / "config.json")
     decoder = fields.inner("text_config").raw | {"max_position_embeddings": _POSITIONS}
@@ -174,8 +163,9 @@ def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -
         folder.mkdir(exist_ok=True)
         write_json(folder / CODEC_FILE, shape | {"bins": _NUMBERS})
     else:
-        chunks = statistics.normalise(action_chunks(data, training.horizon, (statistics.low, statistics.high), step_s))
-        fit_fast_tokenizer(chunks, scale=_FAST_SCALE, vocab_size=_FAST_IDS).save(folder, **shape)
+        chunks = dataset.action_chunks(data, training.horizon, (statistics.low, statistics.high), step_s)
+        tokenizer = fit_fast_tokenizer(statistics.normalise(chunks), scale=_FAST_SCALE, vocab_size=_FAST_IDS)
+        tokenizer.save(folder, **shape)
 
 
 def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> None:
@@ -194,11 +184,11 @@ def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> No
 class _PolicyTask:
     """Behaviour cloning; see TrainingTask."""
 
-    def __init__(self, accelerator: Any, data: DemonstrationSet, out: Path, training: PolicyTraining) -> None:
+    def __init__(self, accelerator: Any, data: dataset.DemonstrationSet, out: Path, training: PolicyTraining) -> None:
         self._accelerator, self._out, self._training = accelerator, out, training
         self._train, self._held_out = np.flatnonzero(~data.validation), np.flatnonzero(data.validation)
         self._policy = require_openvla(load_target(out, device=str(accelerator.device), dtype="float32"))
-        self._data = Batches(self._policy, data)
+        self._data = dataset.Batches(self._policy, data)
         self.model = _PolicyLoss(self._policy)
         self.trained = self._policy.model
         self.optimisers, self.clip = _optimisers(self.model, training.learning_rate), _CLIP
@@ -208,10 +198,10 @@ class _PolicyTask:
     def schedule(self, step: int) -> float:
         return warm_up(step, self.steps, _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
-    def batches(self, start: int) -> Iterator[tuple[Batch]]:
+    def batches(self, start: int) -> Iterator[tuple[dataset.Batch]]:
         rank, share = self._accelerator.process_index, self._accelerator.num_processes
         seed = self._training.seed
-        order = shuffled(self._train, max(1, self.batch_size // share) * share, seed=seed, start=start)
+        order = dataset.shuffled(self._train, max(1, self.batch_size // share) * share, seed=seed, start=start)
         for step, steps in enumerate(order, start):
             augment = np.random.default_rng([seed, step, rank])
             yield (self._data.make(steps[rank::share], augment).to(self._accelerator.device),)
@@ -224,7 +214,7 @@ class _PolicyTask:
             batch = self._data.make(some[start : start + 256]).to(self._accelerator.device)
             with self._accelerator.autocast():
                 logits = self.model.logits(batch)
-            predicted, there = logits.argmax(-1), batch.answers != PADDING
+            predicted, there = logits.argmax(-1), batch.answers != dataset.PADDING
             losses.append(cross_entropy(logits, batch.answers) * there.sum())
             right.append(torch.where(there, (predicted == batch.answers).float(), torch.nan).flatten(0, 1))
             distance.append((predicted - batch.answers).abs().float().flatten(0, 1))
@@ -251,11 +241,11 @@ class _PolicyLoss(nn.Module):
         # None: answers are chunks, and not one action of bins each.
         self.tokenizer = policy.action_tokenizer if isinstance(policy.codec, BinsCodec) else None
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: dataset.Batch) -> Tensor:
         """[batch, asked, action_dim, vocab]."""
         return action_logits(self.model, batch.pixels, batch.prompt_ids, batch.lengths, batch.answers)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: dataset.Batch) -> Tensor:
         logits = self.logits(batch)
         if self.tokenizer is None:
             return cross_entropy(logits, batch.answers)
@@ -292,9 +282,7 @@ def write_nano(
 ) -> None:
     """Writes an untrained policy of OpenVLA's architecture and files, small enough to train on two CPU cores.
 
-    Args:
-        instructions: all that it will be taught, in lower case; their words are the vocabulary.
-        norm_stats: action statistics by dataset, as in OpenVLA's config.json.
+    `instructions` are all that it will be taught, in lower case; their words are the vocabulary.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _word_tokenizer(instructions)

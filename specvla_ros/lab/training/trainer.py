@@ -99,7 +99,7 @@ class Trainer(Generic[V]):
         self._history: list[V] = []
         self._done, self._seconds = 0, 0.0
 
-    def run(self, on_progress: Callable[[Progress[V]], None] | None = None) -> list[V]:
+    def run(self, on_progress: Callable[[Progress[V]], None] = lambda progress: None) -> list[V]:
         """Returns the validations, oldest first; `on_progress` is called after each step on the main process."""
         self._resume()
         task, begin, earlier_s = self._task, self._done, self._seconds
@@ -113,7 +113,7 @@ class Trainer(Generic[V]):
                 self._seconds = earlier_s + elapsed_s
                 self._history.append(task.validate(self._done, self._seconds))
                 self._save()
-            if on_progress is not None and self._accelerator.is_main_process:
+            if self._accelerator.is_main_process:
                 speed = (self._done - begin) * task.batch_size / elapsed_s
                 newest = self._history[-1] if self._history else None
                 on_progress(Progress(self._done, task.steps, loss, speed, newest))

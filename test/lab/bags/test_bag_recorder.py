@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ for index in range(10**9):
 
 
 def record(directory: Path, count: int = 3) -> Path:
-    with BagRecorder(directory, {"checkpoint": "somewhere"}, MEANING) as recorder:
+    with closing(BagRecorder(directory, {"checkpoint": "somewhere"}, MEANING)) as recorder:
         for index in range(count):
             recorder.record(
                 action(index),

@@ -13,14 +13,11 @@ from support.gl import needs_gl
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, choose_arm
-from specvla_ros.lab.simulation.collect import bag_name
+from specvla_ros.lab.simulation.collect import bag_name, demonstrate
 from specvla_ros.lab.simulation.controllers import ArmKinematics
-from specvla_ros.lab.simulation.displacement import DisplacementFollower
-from specvla_ros.lab.simulation.expert import demonstrate
-from specvla_ros.lab.simulation.osc import CONTROL_HZ, SCALE
-from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.lab.simulation.robot import DisplacementFollower, TableRobot
 from specvla_ros.lab.simulation.tasks import TASKS, draw_layout
-from specvla_ros.lab.simulation.world import World, upright_error
+from specvla_ros.lab.simulation.world import CONTROL_HZ, SCALE, World, upright_error
 
 HAS_MODELS = importlib.util.find_spec("robosuite") is not None
 OPEN, CLOSE = -1.0, 1.0

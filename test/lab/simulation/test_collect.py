@@ -15,8 +15,8 @@ from specvla_ros.lab.bags import demonstrations as demonstration_bag
 from specvla_ros.lab.bags.frames import Sensors, TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.lab.simulation.collect import collect
-from specvla_ros.lab.simulation.expert import demonstrate
+from specvla_ros.lab.plans import CollectPlan
+from specvla_ros.lab.simulation.collect import collect, demonstrate
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import DEMONSTRATION_FIRST_SEED, TASKS
 from specvla_ros.lab.training.dataset import load_demonstrations
@@ -31,7 +31,7 @@ def frames(bag):
 
 
 def test_bag_holds_what_the_expert_saw_and_did(tmp_path):
-    result = collect(tmp_path, tasks=["put_red"], episodes=2, noise=0.0)
+    result = collect(tmp_path, CollectPlan(tasks=("put_red",), episodes=2, noise=0.0))
     assert (result.wanted, result.kept, result.new, result.failed) == (2, 2, 2, 0)
     bag = tmp_path / f"put_red-{DEMONSTRATION_FIRST_SEED}"
     recorded = frames(bag)
@@ -51,7 +51,7 @@ def test_bag_holds_what_the_expert_saw_and_did(tmp_path):
 
 
 def test_noise_is_in_what_is_done_not_in_what_is_recorded(tmp_path):
-    collect(tmp_path, tasks=["lift_blue"], episodes=6, noise=1.0)
+    collect(tmp_path, CollectPlan(tasks=("lift_blue",), episodes=6, noise=1.0))
     disturbed = 0
     robot = TableRobot(image_size=32)
     for seed in range(DEMONSTRATION_FIRST_SEED, DEMONSTRATION_FIRST_SEED + 6):
@@ -72,7 +72,7 @@ def test_where_a_policy_acts_the_expert_labels_and_failures_are_kept(tmp_path, m
     monkeypatch.setattr(
         "specvla_ros.lab.simulation.collect._decided", lambda *_, **__: np.array([0, 0, 0.02, 0, 0, 0, 1.0])
     )
-    result = collect(tmp_path, tasks=["lift_red"], episodes=1, noise=0.0, policy=nano_policy())
+    result = collect(tmp_path, CollectPlan(tasks=("lift_red",), episodes=1, noise=0.0, policy=nano_policy()))
     assert (result.new, result.failed) == (1, 0)
     recorded = frames(tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}")
     robot = TableRobot(image_size=32)
@@ -86,14 +86,14 @@ def test_where_a_policy_acts_the_expert_labels_and_failures_are_kept(tmp_path, m
 
 
 def test_a_policy_that_acts_is_asked_with_every_picture(tmp_path):
-    collect(tmp_path, tasks=["lift_red"], episodes=1, noise=0.0, policy=nano_policy())
+    collect(tmp_path, CollectPlan(tasks=("lift_red",), episodes=1, noise=0.0, policy=nano_policy()))
     recorded = frames(tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}")
     times = np.diff([frame.image.time_ns for frame in recorded])
     assert (times == 50_000_000).mean() > 0.3  # its turns
 
 
 def test_all_sensors_are_recorded_at_every_picture(tmp_path):
-    collect(tmp_path, tasks=["lift_red"], episodes=1, noise=0.0, all_sensors=True)
+    collect(tmp_path, CollectPlan(tasks=("lift_red",), episodes=1, noise=0.0, all_sensors=True))
     bag = tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}"
     choice = TopicChoice(cameras={"wrist": "/wrist/image_raw"}, state_topic="/joint_states")
     with open_bag(bag) as reader:
@@ -114,7 +114,7 @@ def test_all_sensors_are_recorded_at_every_picture(tmp_path):
 
 
 def test_every_picture_is_labelled_for_every_instruction(tmp_path):
-    collect(tmp_path, tasks=["push_green"], episodes=1, noise=0.0)
+    collect(tmp_path, CollectPlan(tasks=("push_green",), episodes=1, noise=0.0))
     data = load_demonstrations([tmp_path / f"push_green-{DEMONSTRATION_FIRST_SEED}"], tmp_path / "cache", 32, Sensors())
     assert data.instructions == tuple(sorted(task.instruction for task in TASKS))
     assert data.actions.shape[1:] == (len(TASKS), 7)
@@ -134,7 +134,7 @@ def test_killed_collection_goes_on_where_it_stopped(tmp_path):
     process.wait()
     kept = {bag.name: bag.stat().st_mtime_ns for bag in tmp_path.glob("lift_red-*")}
     assert 3 <= len(kept) < 200
-    result = collect(tmp_path, tasks=["lift_red"], episodes=len(kept) + 2)
+    result = collect(tmp_path, CollectPlan(tasks=("lift_red",), episodes=len(kept) + 2))
     assert result.kept == len(kept) + 2 and result.new == 2
     assert not list(tmp_path.glob(".*"))
     assert all((tmp_path / name).stat().st_mtime_ns == stamp for name, stamp in kept.items())
@@ -142,17 +142,17 @@ def test_killed_collection_goes_on_where_it_stopped(tmp_path):
 
 
 def test_full_disk_is_said_and_keeps_what_is_there(tmp_path, monkeypatch):
-    collect(tmp_path, tasks=["lift_red"], episodes=1)
+    collect(tmp_path, CollectPlan(tasks=("lift_red",), episodes=1))
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(demonstration_bag, "_write", full)
     with pytest.raises(UserError, match=r"No space left on device\. Free some space.*recorded so far is kept"):
-        collect(tmp_path, tasks=["lift_red"], episodes=2)
+        collect(tmp_path, CollectPlan(tasks=("lift_red",), episodes=2))
     assert [bag.name for bag in tmp_path.iterdir()] == [f"lift_red-{DEMONSTRATION_FIRST_SEED}"]
 
 
 def test_unknown_task_is_refused(tmp_path):
     with pytest.raises(UserError, match="no task 'dance'"):
-        collect(tmp_path / "out", tasks=["dance"], episodes=1)
+        collect(tmp_path / "out", CollectPlan(tasks=("dance",), episodes=1))

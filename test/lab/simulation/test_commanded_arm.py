@@ -8,9 +8,9 @@ import pytest
 from support.ideal_driver import IdealDriver
 
 from specvla_ros.lab.simulation.arms import ARMS, TABLE_ARM
+from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS, CommandedArm
 from specvla_ros.lab.simulation.controllers import CommandRefusedError, JointTrajectory, Point
-from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.tasks import TASKS, draw_layout
 from specvla_ros.lab.simulation.world import World
 

@@ -10,10 +10,9 @@ from support.gl import needs_gl
 from support.pace import invented_pace
 
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
-from specvla_ros.lab.simulation.displacement import ImageGoal, remaining
-from specvla_ros.lab.simulation.osc import CONTROL_HZ, POSITION_SCALE_M, SCALE
-from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.lab.simulation.robot import ImageGoal, TableRobot, remaining
 from specvla_ros.lab.simulation.rollout import Clock, Rollout
+from specvla_ros.lab.simulation.world import CONTROL_HZ, POSITION_SCALE_M, SCALE
 
 DT_S, STEP_S = 0.2, 0.05
 

@@ -11,12 +11,10 @@ from support.gl import needs_gl
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation import choose_gl, require_gl
-from specvla_ros.lab.simulation.displacement import DisplacementFollower
-from specvla_ros.lab.simulation.expert import demonstrate
-from specvla_ros.lab.simulation.osc import CONTROL_HZ, SCALE
-from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.lab.simulation.collect import demonstrate
+from specvla_ros.lab.simulation.robot import DisplacementFollower, TableRobot
 from specvla_ros.lab.simulation.tasks import CUBES, TASKS, acted_on, choose_tasks, draw_layout
-from specvla_ros.lab.simulation.world import SimulationDiverged, World
+from specvla_ros.lab.simulation.world import CONTROL_HZ, SCALE, SimulationDiverged, World
 
 OPEN, CLOSED = -1.0, 1.0
 

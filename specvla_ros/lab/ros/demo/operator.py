@@ -18,8 +18,7 @@ from sensor_msgs.msg import Image
 from std_msgs.msg import Bool, Empty, String
 from std_srvs.srv import Trigger
 
-from specvla_ros.lab.ros.demo.record import DemoRecord, first_values
-from specvla_ros.lab.ros.demo.refusals import Motion
+from specvla_ros.lab.ros.demo.record import DemoRecord, Motion, first_values
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.messages.image_message import rgb_from_image
@@ -68,7 +67,6 @@ class Operator(Node):
         self.create_timer(_HEARTBEAT_S, self._beat, clock=Clock(clock_type=ClockType.STEADY_TIME))
 
     def instruct(self, instruction: str) -> None:
-        """Publishes an instruction."""
         self._instruction.publish(String(data=instruction))
 
     def hold_switch(self, held: bool) -> None:
@@ -77,7 +75,6 @@ class Operator(Node):
         self._enable.publish(Bool(data=held))
 
     def stop(self) -> None:
-        """Presses stop."""
         self._stop.publish(Empty())
         self.answer = ""
 
@@ -88,8 +85,7 @@ class Operator(Node):
     def begin_episode(self) -> str:
         """Clears what stopped the guard by itself, until motion begins; a stop that was pressed stays.
 
-        Returns:
-            The reason for the stop, in words; empty: nothing that is cleared now.
+        Returns the reason for the stop, in words; empty: nothing that is cleared now.
         """
         self._clears, self.motion.begun = True, False
         if not self.motion.latched:

@@ -49,13 +49,9 @@ class NodeProcesses:
         remaps: Iterable[tuple[str, str]] = (),
         log: Path | None = None,
     ) -> None:
-        """Starts a node.
+        """Starts a node: a module with a `main`, under specvla_ros, by whose last part but `node` it is called.
 
-        Args:
-            module: with its `main`, under specvla_ros; the node's name is its last part but `node`.
-            parameters: as `name:=value`.
-            remaps: from and to.
-            log: file for its output; None: its errors on the terminal.
+        `parameters` are as `name:=value`, `remaps` from and to; without a `log` its errors are on the terminal.
         """
         arguments = [part for parameter in parameters for part in ("-p", parameter)]
         arguments += ["--params-file", str(params_file)] if params_file is not None else []
@@ -100,15 +96,11 @@ class NodeProcesses:
 
 
 class LifecycleClient:
-    """Requests transitions, and polls the node's state rather than wait for an answer.
+    """Requests transitions of a node such as `/policy`, and polls its state rather than wait for an answer.
 
     A service's answer is lost when the server has not yet discovered the client's end of the answer's topic, which
-    happens on a loaded machine.
-
-    Args:
-        node: the client's own node; nobody else may spin it meanwhile.
-        name: the lifecycle node's name, for example `/policy`.
-        explanation: where the user finds why it refused.
+    happens on a loaded machine. Nobody else may spin `node`, the client's own, meanwhile; `explanation`: where the user
+    finds why it refused.
     """
 
     def __init__(self, node: Node, name: str, explanation: str = "its own message above says why") -> None:
@@ -118,10 +110,9 @@ class LifecycleClient:
         self._change: Client = node.create_client(ChangeState, f"{name}/change_state")
 
     def activate(self, alive: Callable[[], bool], timeout_s: float) -> None:
-        """Configures and activates the node within `timeout_s`; `alive` says whether its process runs.
+        """Configures and activates the node; `alive` says whether its process runs.
 
-        Raises:
-            UserError: it does not come up, or refuses.
+        A UserError says that it refuses, or does not come up in time.
         """
         deadline = time.monotonic() + timeout_s
         answer: Future[Any] | None = None

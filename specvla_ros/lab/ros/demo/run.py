@@ -92,21 +92,17 @@ def run_demo(
     parameters: Mapping[str, Any],
     shown: RerunSettings | None = None,
 ) -> int:
-    """Shows the policy drive the simulated arm, and writes films and a report.
+    """Shows the policy drive the simulated arm, and writes films and a report, in place of those that lie in `out`.
+
+    A UserError says that there is no OpenGL, no model of the arm, a bad checkpoint, or a process that does not come up.
 
     Args:
-        out: directory of the results; films and report in it are made anew.
-        tasks: names; none: all.
-        episodes: number per task.
-        seed: of the first start.
+        tasks: names; none: all. `seed`: of the first start.
         parameters: of the policy node, by name; written to parameters.yaml in `out`.
         shown: where Rerun shows it; None: nowhere.
 
     Returns:
         0 when the arm succeeded at least once and everything ran to its end, else 1.
-
-    Raises:
-        UserError: no OpenGL, no model of the arm, a bad checkpoint, or a process that does not come up.
     """
     require_gl()
     chosen = [task.name for task in choose_tasks(tasks)]
@@ -255,7 +251,6 @@ def _unknown_instruction(line: str, taught: tuple[str, ...]) -> str:
 def _context(
     robot: DemoRobot, parameters: Mapping[str, Any], operator: Operator, shown: RerunSettings | None
 ) -> dict[str, Any]:
-    """The demo's settings, for its report."""
     processes = ["policy", "robot", "operator", *(["driver", "guard"] if robot.commanded else [])]
     engine = {"mode": parameters["decode.mode"]}
     context: dict[str, Any] = {

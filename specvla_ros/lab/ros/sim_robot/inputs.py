@@ -49,14 +49,9 @@ class Expected:
 
 
 def check_relevance(stamp_ns: int, instruction: str, expected: Expected) -> None:
-    """Checks that an action answers a new image of this episode, under the instruction in force.
+    """Raises ActionIgnoredError unless an action answers a new image of this episode, under the instruction in force.
 
-    Args:
-        stamp_ns: the action's stamp.
-        instruction: that the action follows; empty: its sender does not say.
-
-    Raises:
-        ActionIgnoredError: it does not.
+    An action whose sender does not say its instruction has an empty one.
     """
     if stamp_ns < expected.began_ns:
         raise ActionIgnoredError("it answers an image from before the episode's start")
@@ -81,12 +76,9 @@ def robot_values(
     """An action's values in the robot's own period; the speed that the policy meant stays.
 
     Args:
-        values: 3 translations, 3 rotations [rad], gripper.
+        values: 3 translations, 3 rotations [rad], gripper; else, or where they are not usable, an ActionRefusedError.
         action_dt, robot_dt: seconds over which the policy means, and the robot spreads, an action's displacements.
-        largest_translation: the training data's largest in `robot_dt`, in the unit of the translations.
-
-    Raises:
-        ActionRefusedError: not 7 finite values, no usable action_dt, or farther than any policy of this robot moves it.
+        largest_translation: the training data's largest in `robot_dt`; several times that is refused too.
     """
     if len(values) != 7:
         raise ActionRefusedError(f"it has {len(values)} values, but this robot takes 7: x y z, roll pitch yaw, gripper")
@@ -110,10 +102,9 @@ def robot_values(
 class ActionInput:
     """Passes on the actions that the robot may take, and logs why it does not take the others.
 
-    Args:
-        expected: what an action must answer now; None: nothing is expected.
-        on_action: called with the values, in the robot's own period, and the stamp [ns].
-        on_ignored: called with the stamp of one that is not to be taken; 0: it has no valid one.
+    `expected` says what an action must answer now; None: nothing is expected. `on_action` is called with the values, in
+    the robot's own period, and the stamp [ns]; `on_ignored` with the stamp of one that is not to be taken; 0: it has no
+    valid one.
     """
 
     def __init__(
@@ -168,10 +159,8 @@ def _action_stamp(message: VlaAction) -> int:
 class CommandInput:
     """Passes commands of one of COMMANDS to the arm, and logs why it refuses the others.
 
-    Args:
-        now_s: the robot's clock.
-        obeys: whether the arm's controllers are on; a command that comes while they are off is dropped.
-        on_command, on_refused: called after each that was taken, or not.
+    A command that comes while the arm's controllers are off, as `obeys` says, is dropped; `on_command` and `on_refused`
+    are called after each that was taken, or not. `now_s` is the robot's clock.
     """
 
     def __init__(
@@ -221,13 +210,8 @@ def _pose(message: PoseStamped) -> tuple[str, Pose]:
 
 
 def _twist(message: TwistStamped) -> Twist:
-    linear, angular = message.twist.linear, message.twist.angular
-    return Twist(
-        _seconds(message.header.stamp),
-        message.header.frame_id,
-        np.array([linear.x, linear.y, linear.z]),
-        np.array([angular.x, angular.y, angular.z]),
-    )
+    header, axes = message.header, (message.twist.linear, message.twist.angular)
+    return Twist(_seconds(header.stamp), header.frame_id, *(np.array([axis.x, axis.y, axis.z]) for axis in axes))
 
 
 def _trajectory(message: JointTrajectoryMessage) -> JointTrajectory:

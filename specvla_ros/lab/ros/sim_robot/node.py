@@ -144,7 +144,10 @@ class SimRobot(Node):
         elif self.phase in (Phase.RUNNING, Phase.LOST):
             self._run()
         if self._arm is not None and self.phase not in (Phase.RUNNING, Phase.LOST):
-            self._rest()
+            # Between episodes a commanded arm still obeys, and its clock and camera run on.
+            self._step()
+            if self.episode.steps % self._per_image == 0:
+                self._outputs.image(self._now_ns)
         # Also while the world stands still: a node that starts now must learn the time.
         self._outputs.clock(self._now_ns)
 
@@ -176,12 +179,6 @@ class SimRobot(Node):
         silent_s = time.monotonic() - self._acted_s
         if self.phase is Phase.RUNNING and silent_s >= self._chosen.policy_lost_after_s:
             self._lose_policy(silent_s)
-
-    def _rest(self) -> None:
-        """Between episodes a commanded arm still obeys, and its clock and camera run on."""
-        self._step()
-        if self.episode.steps % self._per_image == 0:
-            self._outputs.image(self._now_ns)
 
     def _look_once_due(self) -> None:
         """The first image of an episode, or the next one after one that nobody answered."""

@@ -92,7 +92,6 @@ class SimOutputs:
                 compressed.publish(CompressedImage(header=header, format="jpeg", data=array("B", _jpeg(image))))
 
     def clock(self, now_ns: int) -> None:
-        """Publishes the time."""
         self._clock.publish(Clock(clock=_stamp(now_ns)))
 
     def tool_pose(self, now_ns: int) -> None:
@@ -105,7 +104,6 @@ class SimOutputs:
         self._tool.publish(message)
 
     def joints(self, now_ns: int) -> None:
-        """Publishes the arm's and the fingers' state."""
         positions, velocities = map(np.ndarray.tolist, self._robot.world.joint_state())
         header, names = Header(stamp=_stamp(now_ns)), list(self._robot.world.arm.joint_names)
         self._joints.publish(JointState(header=header, name=names, position=positions, velocity=velocities))

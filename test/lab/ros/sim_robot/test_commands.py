@@ -27,8 +27,8 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 from specvla_ros.control.pose import quaternion
 from specvla_ros.errors import UserError
 from specvla_ros.lab.ros.sim_robot.node import Phase, SimRobot
+from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
-from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.motion_record import read_motion_record
 from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.msg import SimEpisode

@@ -26,7 +26,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.ros.sim_robot.episodes import episode_starts, task_of
 from specvla_ros.lab.ros.sim_robot.node import Phase, SimRobot
 from specvla_ros.lab.simulation.arms import TABLE_ARM
-from specvla_ros.lab.simulation.expert import demonstrate
+from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.messages.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
