@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of a tool's motion and of joints: what the driver plans within, and what the guard holds it to."""
+"""Limits of a tool's motion and of joints, and where the tool is measured: what driver and guard are both told."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
+
+if TYPE_CHECKING:
+    from specvla_ros.control.robot_model import JointModel
 
 _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") for axes in ("linear", "angular"))
 _NO_CORNER = (0.0, 0.0, 0.0)
@@ -117,6 +120,7 @@ class Joints:
     model_names: tuple[str, ...] = parameter(
         NO_NAMES, "Names of the same joints in the model, where they differ; empty: joints.names."
     )
+    tool: str = parameter("", "Name of the tool's site or body in the model: the point whose pose is measured.")
     position_min: tuple[float, ...] = parameter(
         _NO_NUMBERS, "Smallest position of each joint; both ends zero: the model's.", unit="rad or m"
     )
@@ -182,6 +186,16 @@ class Joints:
             speeds = tuple(robot.max_speed[name] for name in self.in_model)
         return replace(self, position_min=low, position_max=high, max_speed=speeds)
 
+    def load(self) -> "JointModel | None":
+        """The robot's kinematics, if a model is named; raises UserError as `load_joint_model` does."""
+        if not self.model:
+            return None
+        if self.names == NO_NAMES:
+            raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
+        from specvla_ros.control.robot_model import load_joint_model
+
+        return load_joint_model(self)
+
 
 AnyJoints = TypeVar("AnyJoints", bound=Joints)
 
@@ -212,4 +226,34 @@ class JointLimits(Joints):
             raise UserError(
                 f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults; a URDF in "
                 "joints.model with <limit velocity> for every joint gives the first"
+            )
+
+
+@dataclass(frozen=True)
+class ToolSource:
+    """Where the tool's measured pose comes from."""
+
+    ROS_PREFIX = "tool_"
+
+    pose_source: str = parameter(
+        "topic",
+        "Where the tool's measured pose comes from: the topic tool_pose, tf, or joint_states by forward kinematics.",
+        choices=("topic", "tf", "joint_states"),
+        basic=True,
+    )
+    frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.", basic=True)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def from_joints(self) -> bool:
+        return self.pose_source == "joint_states"
+
+    def require(self, joints: Joints) -> None:
+        """Raises UserError where it needs kinematics and there are none."""
+        if self.from_joints and not (joints.model and joints.tool):
+            raise UserError(
+                "tool_pose_source: joint_states needs the robot's kinematics; set joints.model, joints.names and "
+                "joints.tool"
             )

@@ -8,9 +8,10 @@ import pytest
 from support.fault_scene import kinematics
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.inverse_kinematics import JointModel, JointSolver, UnreachableError, load_joint_model
+from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
 from specvla_ros.control.limits import Joints, Limits
 from specvla_ros.control.pose import Pose
+from specvla_ros.control.robot_model import JointModel, ToolKinematics, load_joint_model
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import TABLE_ARM
 
@@ -83,7 +84,7 @@ def arm(tmp_path: Path) -> Path:
 
 
 def model_of(arm: Path, names: list[str], tool: str, speeds: list[float]) -> JointModel:
-    return load_joint_model(Joints(names=tuple(names), model=str(arm), max_speed=tuple(speeds)), tool)
+    return load_joint_model(Joints(names=tuple(names), model=str(arm), max_speed=tuple(speeds), tool=tool))
 
 
 @pytest.mark.parametrize(("tool", "kind"), [("tip", "site"), ("hand", "body")])
@@ -124,6 +125,13 @@ def test_a_joint_that_is_measured_out_of_its_range_is_told(arm: Path, position: 
             solver.start({"shoulder": position, "slide": 0.0})
     with pytest.raises(UserError, match="joint_states has no 'slide'; it has: shoulder"):
         solver.start({"shoulder": 0.0})
+
+
+def test_the_tool_is_known_at_any_positions_also_out_of_their_range_and_nowhere_at_nan(arm: Path) -> None:
+    tool = ToolKinematics(model_of(arm, ["slide", "shoulder"], "tip", [1.0]))
+    np.testing.assert_allclose(tool.pose_at(np.array([0.1, np.pi / 2])).position, [0, 0.9, 0], atol=1e-12)
+    assert np.isnan(tool.pose_at(np.array([np.nan, 0.0])).position).any()
+    np.testing.assert_allclose(tool.pose_at(np.array([0.0, 0.0])).position, [0.8, 0, 0], atol=1e-12)
 
 
 @pytest.mark.parametrize("away", [(0.3, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 1.0, 0.0)])

@@ -41,13 +41,13 @@ from specvla_ros.control.guard.guard import Cause, Guard, Refusal, State
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
-    JointModel,
     JointSolver,
     UnreachableError,
     trajectory_point,
 )
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
+from specvla_ros.control.robot_model import JointModel
 from specvla_ros.lab.simulation.arms import Arm, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import (

@@ -150,14 +150,12 @@ class Watch:
 
     def joints(self, message: JointPositions, now: Instant) -> None:
         """Takes measured joints; those that are not commanded do not matter."""
-        names = self._settings.joints.names
-        if not set(names) <= set(message.names):
-            return  # of another part of the robot
+        positions = message.of(self._settings.joints.names)
+        if positions is None:
+            return
         if len(message.positions) != len(message.names):
             self._joints.problem = f"it has {len(message.names)} names and {len(message.positions)} positions"
-            return
-        positions = message.positions[[message.names.index(name) for name in names]]
-        if not np.isfinite(positions).all():
+        elif not np.isfinite(positions).all():
             self._joints.problem = "it holds NaN or infinity"
         elif self._newer(self._joints, message.stamp, now):
             self._positions = positions

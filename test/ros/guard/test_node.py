@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import rclpy
 import yaml
@@ -443,13 +444,60 @@ def as_yaml(**changes: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
 
 
-def test_ranges_and_speeds_that_are_not_given_are_those_of_the_model(tmp_path: Path) -> None:
+ARM = [
+    Joint("shoulder_pan", "base", "upper", axis=(0, 0, 1), low=-2.0, high=2.0, speed=1.0),
+    Joint("elbow_lift", "upper", "fore", axis=(0, 1, 0), low=-0.1, high=0.1, speed=2.0),
+]
+
+
+@pytest.mark.parametrize("output", ["twist", "joint_trajectory"])
+def test_the_tool_is_measured_by_the_joints_where_nobody_tells_its_pose(tmp_path: Path, output: str) -> None:
+    """An arm whose first joint turns about a column in the middle of the workspace, with its hand 0.1 m away."""
     arm = [
-        Joint("shoulder_pan", "base", "upper", axis=(0, 0, 1), low=-2.0, high=2.0, speed=1.0),
-        Joint("elbow_lift", "upper", "fore", axis=(0, 1, 0), low=-0.1, high=0.1, speed=2.0),
+        Joint("column", "base", "post", xyz=(0.5, 0.0, 0.3)),
+        Joint("shoulder", "post", "upper", axis=(0, 0, 1), low=-2.0, high=2.0, speed=1.0),
+        Joint("elbow", "upper", "fore", axis=(0, 0, 1), low=-2.0, high=2.0, speed=2.0),
+        Joint("hand", "fore", "tool0", xyz=(0.1, 0.0, 0.0)),
     ]
+    given = {"joints__model": str(write_urdf(tmp_path / "arm.urdf", arm)), "joints__tool": "tool0"}
+    box = {"black_box_s": 60.0, "black_box_dir": str(tmp_path / "box")}
+    with scene(output, tool_pose_source="joint_states", **given, **box) as each:
+        each.silent = {"tool"}
+        right, at = each.joint_state, {"turn": 0.0}
+        if output == "twist":  # to and fro, as the pose of the scene goes
+            each.joint_state = lambda: turned(right(), abs(time.monotonic() % 2 - 1) * 0.3)  # type: ignore[method-assign]
+        each.start()
+        tool = each.guard.guard._watch.measured(each.guard._now()).tool
+        assert tool is not None and np.linalg.norm(tool.position - [0.5, 0.0, 0.3]) == pytest.approx(0.1)
+        each.joint_state = lambda: each.header(JointState(name=["finger"], position=[0.0]))  # type: ignore[method-assign]
+        each.until_stopped("state_missing")
+        each.joint_state = lambda: turned(right(), float("nan"))  # type: ignore[method-assign]
+        each.until_stopped("tool_pose: it holds NaN")
+        each.joint_state = lambda: turned(right(), at["turn"])  # type: ignore[method-assign]
+        each.until(lambda: each.guard.guard._watch.measured(each.guard._now()).tool is not None)
+        at["turn"] = 0.45
+        each.until(lambda: "pose_leaps" in each.guard.guard.reason)
+        each.until(lambda: list((tmp_path / "box").glob("*.mcap")))
+    from support.black_boxes import read_black_box
+
+    counts, _ = read_black_box(next((tmp_path / "box").glob("*.mcap")))
+    assert counts["/tool_pose"] > 0 and counts["/joint_states"] > 0, "the stop can be measured"
+
+
+def turned(message: JointState, shoulder: float) -> JointState:
+    message.position[0] = shoulder
+    return message
+
+
+def test_a_tool_that_is_measured_by_the_joints_needs_their_model() -> None:
+    with pytest.raises(UserError, match=r"set joints\.model"), scene("twist", tool_pose_source="joint_states"):
+        pass
+    rclpy.try_shutdown()
+
+
+def test_ranges_and_speeds_that_are_not_given_are_those_of_the_model(tmp_path: Path) -> None:
     given = {
-        "joints__model": str(write_urdf(tmp_path / "arm.urdf", arm)),
+        "joints__model": str(write_urdf(tmp_path / "arm.urdf", ARM)),
         "joints__model_names": ["shoulder_pan", "elbow_lift"],
         "joints__max_speed": [0.0],
         "joints__position_min": [0.0],
