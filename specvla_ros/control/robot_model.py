@@ -206,10 +206,12 @@ class ToolKinematics:
 
         self._robot, model = robot, robot.model
         self._data = mujoco.MjData(model)
-        self._tool_frame = self._data.site(robot.tool) if robot.tool_kind == "site" else self._data.body(robot.tool)
+        of_site = robot.tool_kind == "site"
+        self._tool_frame = self._data.site(robot.tool) if of_site else self._data.body(robot.tool)
+        self._tool_body = model.site(robot.tool).bodyid[0] if of_site else self._tool_frame.id
         self._addresses = np.array([model.joint(name).qposadr[0] for name in robot.in_model])
         self._dofs = np.array([model.joint(name).dofadr[0] for name in robot.in_model])
-        self._update = mujoco.mj_kinematics
+        self._mujoco = mujoco
 
     @property
     def ranges(self) -> np.ndarray:
@@ -220,8 +222,16 @@ class ToolKinematics:
     def pose_at(self, positions: np.ndarray) -> Pose:
         """The tool's pose at joint positions, float64 [n], whatever they are."""
         self._data.qpos[self._addresses] = positions
-        self._update(self._robot.model, self._data)
+        self._mujoco.mj_kinematics(self._robot.model, self._data)
         return Pose(self._tool_frame.xpos.copy(), self._tool_frame.xmat.reshape(3, 3).copy())
+
+    def tool_moves(self, positions: np.ndarray) -> np.ndarray:
+        """How each joint moves the tool at these positions, float64 [3, n] m/s per rad/s or m/s: the Jacobian."""
+        model, data = self._robot.model, self._data
+        place, moves = self.pose_at(positions).position, np.zeros((3, model.nv))
+        self._mujoco.mj_comPos(model, data)
+        self._mujoco.mj_jac(model, data, moves, None, place, self._tool_body)
+        return moves[:, self._dofs]
 
     def pose_of(self, positions: Mapping[str, float]) -> Pose:
         """The tool's pose at measured joints; raises UserError where one is missing or out of the joint's range."""

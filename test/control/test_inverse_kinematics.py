@@ -134,6 +134,16 @@ def test_the_tool_is_known_at_any_positions_also_out_of_their_range_and_nowhere_
     np.testing.assert_allclose(tool.pose_at(np.array([0.0, 0.0])).position, [0.8, 0, 0], atol=1e-12)
 
 
+def test_what_each_joint_does_to_the_tool_is_how_its_place_changes(
+    solver: JointSolver, start: dict[str, float]
+) -> None:
+    at = np.array([start[name] for name in TABLE_ARM.joints])
+    moves = solver.tool_moves(at)
+    for joint, step in enumerate(1e-6 * np.eye(len(at))):
+        way = solver.pose_at(at + step).position - solver.pose_at(at - step).position
+        np.testing.assert_allclose(moves[:, joint], way / 2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("away", [(0.3, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 1.0, 0.0)])
 def test_a_target_that_the_joints_cannot_keep_up_with_is_told(
     solver: JointSolver, start: dict[str, float], away: tuple[float, ...]

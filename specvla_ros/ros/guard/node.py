@@ -78,7 +78,7 @@ class GuardNode(Node):
             self._chosen = read_parameters(self, GuardParameters)
             self._settings = self._chosen.guard.completed()
             self._kinematics = self._load_kinematics()
-            self.guard = Guard(self._settings)
+            self.guard = Guard(self._settings, self._kinematics)
         self._lock = threading.Lock()
         self._senders = Senders()
         self._logged_s: dict[Cause, float] = {}
@@ -117,7 +117,8 @@ class GuardNode(Node):
         """Where joints take the tool, if that is needed; raises UserError where it is, and cannot be known."""
         source, joints = self._chosen.tool, self._settings.joints
         source.require(joints)
-        model = joints.load() if source.from_joints else None
+        needed = source.from_joints or (self._settings.kind.of_joints and joints.tool)
+        model = joints.load() if needed else None
         return None if model is None else ToolKinematics(model)
 
     # What arrives
