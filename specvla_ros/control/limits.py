@@ -19,6 +19,7 @@ _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") fo
 _NO_CORNER = (0.0, 0.0, 0.0)
 _NO_NUMBERS = (0.0,)
 NO_NAMES = ("",)
+_RAMP_S = 0.04  # to a joint's largest acceleration, where its jerk is not given; a tool's limits take as long
 
 
 def _largest(what: str, unit: str, maximum: float) -> float:
@@ -131,6 +132,18 @@ class Joints:
         unit="rad/s or m/s",
         minimum=0.0,
     )
+    max_acceleration: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest acceleration of each joint, or one for all of them; 0: not set, and the driver then bounds none.",
+        unit="rad/s² or m/s²",
+        minimum=0.0,
+    )
+    max_jerk: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest jerk of each joint, or one for all of them, of the driver; 0: it reaches max_acceleration in 0.04 s.",
+        unit="rad/s³ or m/s³",
+        minimum=0.0,
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -158,6 +171,12 @@ class Joints:
                 "the ranges of joints.model are taken"
             )
 
+    def require_bounds(self, what_for: str) -> None:
+        """Raises UserError where accelerations or jerks that are given are not one for each joint, or one for all."""
+        self._require_one_each(what_for, ("max_acceleration", "max_jerk"), one_for_all=True)
+        if any(self.max_acceleration) and min(self.max_acceleration) <= 0:
+            raise UserError("joints.max_acceleration must be larger than 0 for every joint, or 0 for all")
+
     def _require_one_each(self, what_for: str, names: Sequence[str], *, one_for_all: bool = False) -> None:
         count = len(self.names)
         for name in names:
@@ -170,6 +189,15 @@ class Joints:
     @property
     def speeds(self) -> np.ndarray:  # float64 [joints]
         return np.broadcast_to(self.max_speed, len(self.names)).astype(float)
+
+    @property
+    def accelerations(self) -> np.ndarray:  # float64 [joints]
+        return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
+
+    @property
+    def jerks(self) -> np.ndarray:  # float64 [joints]
+        given = np.broadcast_to(self.max_jerk, len(self.names)).astype(float)
+        return np.where(given > 0, given, self.accelerations / _RAMP_S)
 
     def completed(self: "AnyJoints") -> "AnyJoints":
         """With the limits that are not given from the model, if it has them; raises UserError as it is read."""
@@ -203,17 +231,6 @@ AnyJoints = TypeVar("AnyJoints", bound=Joints)
 @dataclass(frozen=True)
 class JointLimits(Joints):
     """What the guard holds joints to; required where joints are commanded."""
-
-    max_acceleration: tuple[float, ...] = parameter(
-        _NO_NUMBERS,
-        "Largest acceleration of each joint, or one for all of them; 0: not set.",
-        unit="rad/s² or m/s²",
-        minimum=0.0,
-    )
-
-    @property
-    def accelerations(self) -> np.ndarray:  # float64 [joints]
-        return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
 
     def require(self, what_for: str) -> None:
         """Raises UserError with what is missing or does not fit."""

@@ -139,6 +139,8 @@ class JointModel:
     tool: str  # name of the tool's site, or body where no site has that name
     max_speed: np.ndarray  # float64 [n], rad/s or m/s of each joint
     model_names: tuple[str, ...] = ()  # of the same joints in the model; empty: as `joints`
+    max_acceleration: np.ndarray | None = None  # float64 [n], per s², of what is commanded; None: not bounded
+    max_jerk: np.ndarray | None = None  # float64 [n], per s³; with the acceleration
 
     @property
     def in_model(self) -> tuple[str, ...]:
@@ -168,7 +170,9 @@ def load_joint_model(joints: Joints) -> JointModel:
             raise UserError(
                 f"joint '{name}' of {robot.path} neither turns nor slides: it cannot be commanded as one number"
             )
-    made = JointModel(model, joints.names, tool, _speeds(joints, robot), names)
+    joints.require_bounds("joints.model")
+    bounds = (joints.accelerations, joints.jerks) if any(joints.max_acceleration) else (None, None)
+    made = JointModel(model, joints.names, tool, _speeds(joints, robot), names, *bounds)
     if mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_BODY, tool) < 0 and made.tool_kind == "body":
         sites = [model.site(index).name for index in range(model.nsite)]
         bodies = [model.body(index).name for index in range(model.nbody)]
@@ -212,12 +216,9 @@ class ToolKinematics:
         self._addresses = np.array([model.joint(name).qposadr[0] for name in robot.in_model])
         self._dofs = np.array([model.joint(name).dofadr[0] for name in robot.in_model])
         self._mujoco = mujoco
-
-    @property
-    def ranges(self) -> np.ndarray:
-        """float64 [n, 2], the joints' smallest and largest positions; infinite where the model has none."""
-        joints = [self._robot.model.joint(name) for name in self._robot.in_model]
-        return np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
+        joints = [model.joint(name) for name in robot.in_model]
+        # float64 [n, 2], the joints' smallest and largest positions; infinite where the model has none.
+        self.ranges = np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
 
     def pose_at(self, positions: np.ndarray) -> Pose:
         """The tool's pose at joint positions, float64 [n], whatever they are."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joints that follow a tool, on the Panda's kinematics, without ROS."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,67 @@ def solver(start: dict[str, float]) -> JointSolver:
     )
     made.start(start)
     return made
+
+
+def swung(solver: JointSolver, start: dict[str, float], *, lasts_s: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
+    """Joints that follow a tool from goal to goal, [steps, 7], and how far from there the tool is, [steps]."""
+    motion, here, draw = BoundedMotion(LIMITS), solver.pose_of(start), np.random.default_rng(0)
+    motion.rest_at(here)
+    positions, away_m = [], []
+    for step in range(round(lasts_s / PERIOD_S)):
+        now_s = step * PERIOD_S
+        if step % 20 == 0 and now_s < lasts_s - 1:
+            way = np.concatenate([draw.uniform(-0.1, 0.1, 3), draw.uniform(-0.3, 0.3, 3)])
+            motion.aim(here.displaced(way), now_s, move_s=0.2, turn_s=0.2)
+        at = motion.at(now_s + PERIOD_S)
+        sent, _ = solver.follow(Target(at.pose, at.velocity, PERIOD_S))
+        positions.append(sent)
+        away_m.append(solver.pose_at(sent).distance(at.pose)[0])
+    return np.array(positions), np.array(away_m)
+
+
+@pytest.mark.parametrize(
+    ("speed", "acceleration", "most_m"), [(2.0, 20.0, 0.002), (1.0, 20.0, 0.01), (1.0, 12.0, 0.03)]
+)
+def test_joints_are_held_to_their_accelerations_and_jerks_and_the_tool_still_gets_there(
+    start: dict[str, float], speed: float, acceleration: float, most_m: float
+) -> None:
+    limits = {"max_acceleration": np.full(7, acceleration), "max_jerk": np.full(7, acceleration / 0.04)}
+    model = JointModel(kinematics(TABLE_ARM), TABLE_ARM.joints, "pinch", np.full(7, speed))
+    bounded, free = JointSolver(replace(model, **limits), PERIOD_S), JointSolver(model, PERIOD_S)
+    largest = {}
+    for solver in (bounded, free):
+        solver.start(start)
+        positions, away_m = swung(solver, start)
+        velocities = np.diff(positions, axis=0) / PERIOD_S
+        changes = np.diff(velocities, axis=0) / PERIOD_S
+        largest[solver] = (
+            np.abs(velocities).max(),
+            np.abs(changes).max(),
+            np.abs(np.diff(changes, axis=0)).max() / PERIOD_S,
+        )
+        assert away_m[-1] < 2e-4
+        assert solver is free or away_m.max() < most_m
+    assert (np.array(largest[bounded]) <= np.array([speed, acceleration, acceleration / 0.04]) * 1.01).all()
+    assert speed > 1.5 or largest[free][1] > 3 * acceleration, "where a joint reached its speed"
+
+
+def test_a_bounded_joint_brakes_before_it_ends_and_comes_back(arm: Path) -> None:
+    """The hand slides out and is sent past its end, 5 cm further."""
+    model = replace(
+        model_of(arm, ["shoulder", "slide"], "tip", [1.0]), max_acceleration=np.full(2, 5.0), max_jerk=np.full(2, 125.0)
+    )
+    model.model.joint("slide").range, model.model.jnt_limited[model.model.joint("slide").id] = (-0.1, 0.1), True
+    solver = JointSolver(model, PERIOD_S)
+    solver.start({"shoulder": 0.0, "slide": 0.0})
+    here, slides = solver.pose_of({"shoulder": 0.0, "slide": 0.0}), []
+    for step in range(250):
+        out_m = 0.12 * min(1.0, step / 100) if step < 150 else 0.08
+        positions, _ = solver.follow(Target(here.displaced(np.array([out_m, 0, 0, 0, 0, 0.0])), np.zeros(6), PERIOD_S))
+        slides.append(positions[1])
+    assert 0.09 < max(slides) < 0.1005
+    assert slides[-1] == pytest.approx(0.08, abs=0.01)
+    assert np.abs(np.diff(slides, 2)).max() / PERIOD_S**2 < 5.05
 
 
 @pytest.mark.parametrize("late_s", [0.02, 0.03, 0.05])

@@ -433,7 +433,9 @@ class Scene:
         return JointCommand(stamp, self.arm.joints, ahead[None], np.array([TRAJECTORY_AHEAD_S]))
 
     def _joint_model(self) -> JointModel:
-        return JointModel(kinematics(self.arm), self.arm.joints, "pinch", self.settings.joints.speeds)
+        limits = self.settings.joints
+        bounds = {"max_acceleration": limits.accelerations, "max_jerk": limits.jerks}
+        return JointModel(kinematics(self.arm), self.arm.joints, "pinch", limits.speeds, **bounds)
 
     # The guard
 
