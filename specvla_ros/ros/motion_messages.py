@@ -15,7 +15,7 @@ from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64MultiArray, Header
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
-from specvla_ros.control.gripper import TRAVEL_S, GripperOutput
+from specvla_ros.control.gripper import TRAVEL_S, GripperLimits, GripperOutput
 from specvla_ros.control.guard.commands import (
     GripperCommand,
     JointCommand,
@@ -66,9 +66,11 @@ def array_message(positions: np.ndarray) -> Float64MultiArray:
     return Float64MultiArray(data=positions.tolist())
 
 
-def gripper_trajectory_message(position: float, joint: str) -> JointTrajectory:
+def gripper_message(position: float, gripper: GripperLimits) -> Float64MultiArray | JointTrajectory:
     """Where a gripper is to be."""
-    return _one_point((joint,), [position], TRAVEL_S)
+    if gripper.output == GripperOutput.TRAJECTORY.value:
+        return _one_point((gripper.joint,), [position], TRAVEL_S)
+    return Float64MultiArray(data=[position])
 
 
 def _one_point(names: tuple[str, ...], positions: list[float], after_s: float) -> JointTrajectory:

@@ -43,7 +43,12 @@ class GuardSettings:
     joints: JointLimits = section(JointLimits)
     gripper: GripperLimits = section(GripperLimits)
     rate_hz: float = parameter(
-        100.0, "How often a command goes out, on the steady clock.", unit="Hz", minimum=20.0, maximum=500.0
+        250.0,
+        "How often a command goes out, on the steady clock. As often as the robot's controller looks is too seldom: it "
+        "would find none in one turn and two in the next.",
+        unit="Hz",
+        minimum=20.0,
+        maximum=500.0,
     )
     stop_time_s: float = parameter(
         0.2,

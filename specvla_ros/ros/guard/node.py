@@ -18,13 +18,13 @@ from rclpy.qos import QoSProfile
 from rclpy.serialization import deserialize_message, serialize_message
 from rclpy.time import Time
 from sensor_msgs.msg import JointState
-from std_msgs.msg import Bool, Empty, Float64, Float64MultiArray, Header, String
+from std_msgs.msg import Bool, Empty, Float64, Header, String
 from std_srvs.srv import Trigger
 
 from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant
-from specvla_ros.control.guard.guard import Guard, Outcome, State
+from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.guard.settings import GuardParameters, Output
 from specvla_ros.control.pose import Pose
@@ -88,8 +88,10 @@ class GuardNode(Node):
         directory, seconds = Path(self._chosen.black_box_dir).expanduser(), self._chosen.black_box_s
         self.black_box = BlackBox(directory, seconds, self._chosen.black_box_files) if seconds else None
         self._tool_topic = self.resolve_topic_name("tool_pose")
+        self._goals: GripperGoals | None = None
         self._inputs: list[str] = []
         self._outputs: list[str] = []
+        self._rules = self._settings.state_rules
         self._subscribe()
         self._escalation = Escalation(self, self._chosen.escalation_service, self._chosen.escalation_controllers)
         self._robot, self._gripper = self._advertise()
@@ -182,7 +184,7 @@ class GuardNode(Node):
 
     def _listen_to_robot(self) -> None:
         """States that are published when they change are latched, and those published all the time are not."""
-        for rule in self._settings.state_rules:
+        for rule in self._rules:
 
             def on_state(message: Any, sent_ns: int | None, now: Instant, rule: StateRule = rule) -> None:
                 self.guard.robot_state(rule, message)
@@ -264,16 +266,18 @@ class GuardNode(Node):
 
     # What goes out
 
-    def _advertise(self) -> tuple[Any, Any]:
+    def _advertise(self) -> tuple[Callable[[Any], None], Callable[[float], None] | None]:
         name, message_type, _ = messages.COMMANDS[self._settings.kind]
         robot = self._publisher(message_type, f"~/{name}")
-        gripper = GripperOutput(self._settings.gripper.output)
-        if gripper is GripperOutput.NONE:
+        gripper = self._settings.gripper
+        if gripper.output == GripperOutput.NONE.value:
             return robot, None
-        if gripper is GripperOutput.ACTION:
-            return robot, GripperGoals(self).send
-        name, message_type, _ = messages.GRIPPERS[gripper]
-        return robot, self._publisher(message_type, f"~/{name}")
+        if gripper.output == GripperOutput.ACTION.value:
+            self._goals = GripperGoals(self)
+            return robot, self._goals.send
+        name, message_type, _ = messages.GRIPPERS[GripperOutput(gripper.output)]
+        send = self._publisher(message_type, f"~/{name}")
+        return robot, lambda position: send(messages.gripper_message(position, gripper))
 
     def _publisher(self, message_type: type, topic: str) -> Callable[[Any], None]:
         publisher: Publisher = self.create_publisher(message_type, topic, COMMAND)
@@ -292,23 +296,16 @@ class GuardNode(Node):
         with self._lock:
             now = self._now()
             outcome = self.guard.tick(now)
-        self._send(outcome, now.clock_ns)
+        if outcome.sent is not None:
+            self._robot(messages.sent_message(outcome.sent, self._settings, now.clock_ns))
+        if outcome.gripper is not None and self._gripper is not None:
+            self._gripper(outcome.gripper)
         if outcome.disobeyed:
             self.get_logger().error(f"the robot does not obey: {self._escalation.ask()}")
+        if outcome.stopped is not None and self._goals is not None:
+            self._goals.forget()
         if outcome.stopped is not None and self.black_box is not None:
             self.black_box.stop(outcome.stopped.cause.value, outcome.stopped.detail)
-
-    def _send(self, outcome: Outcome, clock_ns: int) -> None:
-        gripper = self._settings.gripper
-        if outcome.sent is not None:
-            self._robot(messages.sent_message(outcome.sent, self._settings, clock_ns))
-        if outcome.gripper is not None:
-            if gripper.output == GripperOutput.ACTION.value:
-                self._gripper(outcome.gripper)
-            elif gripper.output == GripperOutput.ARRAY.value:
-                self._gripper(Float64MultiArray(data=[outcome.gripper]))
-            else:
-                self._gripper(messages.gripper_trajectory_message(outcome.gripper, gripper.joint))
 
     def _on_fault(self, trace: str) -> None:
         """Zero is right for a twist whatever went wrong; positions are held by who got the last one."""
@@ -331,8 +328,7 @@ class GuardNode(Node):
 
     def _look_for_sources(self) -> None:
         problem = sources_problem(self, self._inputs, self._outputs)
-        topics = {rule.topic for rule in self._settings.state_rules}
-        gone = frozenset(topic for topic in topics if not self.count_publishers(topic))
+        gone = frozenset(rule.topic for rule in self._rules if not self.count_publishers(rule.topic))
         self._escalation_problem = self._escalation.look()
         with self._lock:
             self.guard.sources(problem)

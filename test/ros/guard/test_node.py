@@ -17,6 +17,7 @@ import rclpy
 import yaml
 from geometry_msgs.msg import TwistStamped
 from lifecycle_msgs.msg import State as RobotMode
+from mcap.reader import make_reader
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.time import Time
 from rosgraph_msgs.msg import Clock
@@ -32,6 +33,7 @@ from specvla_ros.control.guard.guard import State
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState
+from specvla_ros.ros.guard.robot import SWITCH
 from specvla_ros.ros.qos import CLOCK, COMMAND, LATCHED_STATE, STATE
 
 
@@ -344,7 +346,9 @@ def test_who_outranks_the_driver_is_followed_while_it_speaks() -> None:
         each.until(lambda: not heard[-1].overridden)
 
 
-def test_a_gripper_of_actions_gets_each_position_as_one_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def goals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Positions of a gripper's goals, in place of control_msgs and a gripper's action."""
     sent: list[float] = []
     goal = lambda: SimpleNamespace(command=SimpleNamespace(position=None))  # noqa: E731
     client = SimpleNamespace(
@@ -354,12 +358,39 @@ def test_a_gripper_of_actions_gets_each_position_as_one_goal(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "control_msgs", SimpleNamespace(action=actions))
     monkeypatch.setitem(sys.modules, "control_msgs.action", actions)
     monkeypatch.setattr("specvla_ros.ros.guard.robot.ActionClient", lambda *given: client)
+    return sent
+
+
+def test_a_gripper_of_actions_gets_each_position_as_one_goal(goals: list[float]) -> None:
     with scene("twist", gripper__output="action") as each:
         each.start()
         for position in (0.03, 0.03, 0.03, 0.0):
             each.grippers.publish(Float64MultiArray(data=[position]))
-            each.until(partial(sent.__contains__, position))
-        assert sent == [0.03, 0.0]
+            each.until(partial(goals.__contains__, position))
+        assert goals == [0.03, 0.0]
+
+
+def test_a_gripper_that_somebody_opened_during_a_hold_is_closed_again_by_the_same_position(goals: list[float]) -> None:
+    with scene("twist", gripper__output="action") as each:
+        each.start()
+        for count in (1, 2):
+            each.grippers.publish(Float64MultiArray(data=[0.0]))
+            each.until(lambda: len(goals) == count)  # noqa: B023 (called before it changes)
+            each.silent = {"enable"}
+            each.until_stopped("not_enabled")
+            each.silent = set()
+            each.start()
+        assert goals == [0.0, 0.0]
+
+
+def test_a_service_that_switches_controllers_without_its_package_is_told_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with scene("twist", escalation_service="/switch") as each:
+        monkeypatch.setattr(each.guard, "get_service_names_and_types", lambda: [("/switch", [SWITCH])])
+        monkeypatch.setitem(sys.modules, "controller_manager_msgs.srv", None)
+        each.until(lambda: "apt install ros-$ROS_DISTRO-controller-manager-msgs" in each.guard._escalation_problem)
+        assert "no /switch" in each.guard._escalation.ask()
 
 
 def test_a_gripper_of_actions_whose_package_is_missing_is_refused_with_the_command() -> None:
@@ -476,16 +507,17 @@ def test_the_tool_is_measured_by_the_joints_where_nobody_tells_its_pose(tmp_path
         each.joint_state = lambda: turned(right(), at["turn"])  # type: ignore[method-assign]
         each.until(lambda: each.guard.guard._watch.measured(each.guard._now()).tool is not None)
         at["turn"] = 0.45
-        each.until(lambda: "pose_leaps" in each.guard.guard.reason)
+        each.until(lambda: each.guard.guard.tally.counts[Cause.POSE_LEAPS])
         each.until(lambda: list((tmp_path / "box").glob("*.mcap")))
-    from support.black_boxes import read_black_box
-
-    counts, _ = read_black_box(next((tmp_path / "box").glob("*.mcap")))
+    with next((tmp_path / "box").glob("*.mcap")).open("rb") as file:
+        summary = make_reader(file).get_summary()
+    assert summary is not None and summary.statistics is not None
+    counts = {summary.channels[key].topic: n for key, n in summary.statistics.channel_message_counts.items()}
     assert counts["/tool_pose"] > 0 and counts["/joint_states"] > 0, "the stop can be measured"
 
 
 def turned(message: JointState, shoulder: float) -> JointState:
-    message.position[0] = shoulder
+    message.position[0] += shoulder
     return message
 
 
