@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def swung(solver: JointSolver, start: dict[str, float], *, lasts_s: float = 3.0)
 def test_joints_are_held_to_their_accelerations_and_jerks_and_the_tool_still_gets_there(
     start: dict[str, float], speed: float, acceleration: float, most_m: float
 ) -> None:
-    limits = {"max_acceleration": np.full(7, acceleration), "max_jerk": np.full(7, acceleration / 0.04)}
+    limits: dict[str, Any] = {"max_acceleration": np.full(7, acceleration), "max_jerk": np.full(7, acceleration / 0.04)}
     model = JointModel(kinematics(TABLE_ARM), TABLE_ARM.joints, "pinch", np.full(7, speed))
     bounded, free = JointSolver(replace(model, **limits), PERIOD_S), JointSolver(model, PERIOD_S)
     largest = {}

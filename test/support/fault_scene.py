@@ -434,7 +434,7 @@ class Scene:
 
     def _joint_model(self) -> JointModel:
         limits = self.settings.joints
-        bounds = {"max_acceleration": limits.accelerations, "max_jerk": limits.jerks}
+        bounds: dict[str, Any] = {"max_acceleration": limits.accelerations, "max_jerk": limits.jerks}
         return JointModel(kinematics(self.arm), self.arm.joints, "pinch", limits.speeds, **bounds)
 
     # The guard

@@ -26,7 +26,6 @@ from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.inverse_kinematics import trajectory_point
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose
-from specvla_ros.control.robot_model import ToolKinematics
 
 BASE = "base"
 LIMITS = Limits(
@@ -158,9 +157,9 @@ class Rig:
         raise AssertionError(self.guard.reason)
 
 
-def rig(output: str, kinematics: ToolKinematics | None = None, **changes: Any) -> Rig:
+def rig(output: str, **changes: Any) -> Rig:
     """A guard that has heard nothing yet."""
-    return Rig(Guard(settings(output, **changes), kinematics), output)
+    return Rig(Guard(settings(output, **changes)), output)
 
 
 def velocities(

@@ -10,7 +10,7 @@ from support.guarding import HOME, JOINTS, LIMITS, Rig, rig, settings
 
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, SentJoints, Stamp
-from specvla_ros.control.guard.guard import State
+from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.joint_gate import JointGate, _Path
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S
 from specvla_ros.control.pose import Pose
@@ -261,7 +261,7 @@ class ArmRig(Rig):
 
 
 def arm_rig(output: str, shoulder: float = 0.0, **changes: Any) -> ArmRig:
-    return ArmRig(rig(output, ARM, **changes).guard, output, joints=np.array([shoulder, 0.0]))
+    return ArmRig(Guard(settings(output, **changes), ARM), output, joints=np.array([shoulder, 0.0]))
 
 
 def order(each: Rig, positions: np.ndarray) -> JointCommand:
