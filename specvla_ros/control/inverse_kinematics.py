@@ -37,7 +37,9 @@ class JointSolver(ToolKinematics):
         model = robot.model
         self._configuration = mink.Configuration(model)
         self._tool = mink.FrameTask(robot.tool, robot.tool_kind, 1.0, 1.0, lm_damping=_DAMPING)
-        self._posture = mink.PostureTask(model, _POSTURE_COST)
+        # What goes back to the posture in one step swings about it, once joints cannot brake in one.
+        share = 1.0 if robot.max_acceleration is None else _GAIN * period_s
+        self._posture = mink.PostureTask(model, _POSTURE_COST, gain=share)
         # What is no joint of the arm stands still: mink's limits take a speed of zero as an equality.
         free = [dof for dof in range(model.nv) if dof not in set(self._dofs.tolist())]
         self._still = mink.DofFreezingTask(model, free) if free else None
