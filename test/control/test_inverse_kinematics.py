@@ -10,15 +10,26 @@ import pytest
 from support.fault_scene import kinematics
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
-from specvla_ros.control.limits import Joints, Limits
-from specvla_ros.control.pose import Pose
+from specvla_ros.control.guard.commands import Instant, JointCommand, JointPositions, SentJoints, Stamp, ToolPose
+from specvla_ros.control.guard.guard import Guard, State
+from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError, trajectory_point
+from specvla_ros.control.limits import JointLimits, Joints, Limits
+from specvla_ros.control.pose import Pose, quaternion
 from specvla_ros.control.robot_model import JointModel, ToolKinematics, load_joint_model
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import TABLE_ARM
 
 PERIOD_S = 0.01
 LIMITS = Limits(0.25, 1.0, 2.0, 8.0, 50.0, 200.0, (-1.0, -1.0, -1.0), (1.0, 1.0, 1.0))
+PANDA = JointLimits(
+    names=TABLE_ARM.joints,
+    position_min=(-2.8973, -1.7628, -2.8973, -3.0718, -2.8973, -0.0175, -2.8973),
+    position_max=(2.8973, 1.7628, 2.8973, -0.0698, 2.8973, 3.7525, 2.8973),
+    max_speed=(1.0,),
+    max_acceleration=(8.0,),
+)
+GUARDED = GuardSettings(output="position_array", limits=LIMITS, joints=PANDA, require_enable=False)
 
 
 @pytest.fixture
@@ -119,6 +130,48 @@ def test_a_target_that_does_not_say_how_long_it_took_is_one_of_a_period(
     wanted = Pose(here.position + np.array([0.001, 0.0, 0.0]), here.rotation)
     positions, velocities = solver.follow(Target(wanted, np.zeros(6)))
     np.testing.assert_allclose(positions - list(start.values())[: len(positions)], velocities * PERIOD_S, atol=1e-9)
+
+
+def late_once(output: str, late_s: float, held: bool) -> Guard:
+    """A guard that passes joints of a driver whose loop comes late once, to an arm that is where it was sent."""
+    settings = replace(GUARDED, output=output)
+    bounds: dict[str, Any] = {"max_acceleration": PANDA.accelerations, "max_jerk": PANDA.jerks} if held else {}
+    model = JointModel(kinematics(TABLE_ARM), TABLE_ARM.joints, "pinch", PANDA.speeds, **bounds)
+    solver, guard = JointSolver(model, PERIOD_S), Guard(settings, ToolKinematics(model))
+    at = np.array(TABLE_ARM.home[:7])
+    solver.start(dict(zip(TABLE_ARM.joints, at, strict=True)))
+    motion, here = BoundedMotion(LIMITS), solver.pose_at(at)
+    motion.rest_at(here)
+    motion.aim(Pose(here.position + np.array([0.0, -0.15, 0.05]), here.rotation), 0.0, move_s=0.9, turn_s=0.9)
+    moved_s, driven, due = 0.0, 0, 0
+    for tick in range(160):
+        now = Instant(0.01 * tick, 10**12 + tick * 10**7)
+        stamp, tool = Stamp(now.clock_ns, settings.base_frame), solver.pose_at(at)
+        guard.tool(ToolPose(stamp, tool.position, quaternion(tool.rotation)), now)
+        guard.joints(JointPositions(stamp, TABLE_ARM.joints, at), now)
+        guard.action(stamp, "lift", now)
+        if tick >= due:
+            passed_s, driven = min(0.01 * (tick - driven), 0.05), tick
+            moved_s += passed_s if guard.state is State.PASSING else 0.0
+            wanted = motion.at(moved_s)
+            positions, velocities = solver.follow(Target(wanted.pose, wanted.velocity, passed_s))
+            ahead = (0.0, positions) if output == "position_array" else (0.06, trajectory_point(positions, velocities))
+            guard.command(JointCommand(stamp, None, ahead[1][None], np.array(ahead[:1])), now)
+            late = moved_s > 0.5 and late_s > 0
+            due, late_s = (tick + round(late_s / PERIOD_S), 0.0) if late else (tick + 1, late_s)
+        sent = guard.tick(now).sent
+        at = sent.positions if isinstance(sent, SentJoints) else at
+    assert moved_s > 0.6
+    return guard
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("late_s", [0.02, 0.03, 0.05, 0.08])
+@pytest.mark.parametrize("output", ["joint_trajectory", "position_array"])
+def test_a_driver_that_is_late_once_stops_no_arm(output: str, late_s: float, held: bool) -> None:
+    guard = late_once(output, late_s, held)
+    assert guard.state is State.PASSING
+    assert not any(cause.latches for cause in guard.tally.counts)
 
 
 @pytest.mark.parametrize(("apart_m", "fits"), [(0.0, True), (0.003, True), (0.01, False), (0.04, False)])
