@@ -24,7 +24,7 @@ class Check:
 _LIBRARIES = ("numpy", "pillow", "safetensors", "tokenizers", "mcap", "lz4", "zstandard", "pyyaml", "ruckig")
 _INSTALL = "pip install -r requirements/runtime.txt; on a robot with an apt ROS 2 -r requirements/robot.txt"
 _WITHOUT = {
-    "mujoco": "only the driver's joint outputs and the simulator need it: pip install -r requirements/robot-joints.txt",
+    "mujoco": "only a joints.model and the simulator need it: pip install -r requirements/robot-joints.txt",
     "mink": "only the driver's joint outputs need it: pip install -r requirements/robot-joints.txt",
     "typer": "all specvla commands but doctor need it: pip install -r requirements/lab.txt",
     "rich": "all specvla commands but doctor need it: pip install -r requirements/lab.txt",

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint positions that take a tool to a pose, within the joints' ranges and speeds, by `mink` on the robot's model."""
+"""Joint positions that take a tool to a pose, within the joints' limits, by `mink` on the robot's model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specvla_ros.control.limits import Joints
 from specvla_ros.control.pose import Pose
-from specvla_ros.control.robot_model import RobotModel, load_robot_model
-from specvla_ros.errors import UserError, missing_package
+from specvla_ros.control.robot_model import JointModel, ToolKinematics
+from specvla_ros.errors import missing_package
 
-if TYPE_CHECKING:  # only joint outputs need them: a robot that takes poses or twists has neither, nor has the guard
-    import mujoco
-
+if TYPE_CHECKING:  # the guard has no ruckig
     from specvla_ros.control.bounded_motion import Target
 
 # A joint_trajectory_controller begins each new trajectory at the measured joints: a point of the present would stay
@@ -24,113 +19,37 @@ TRAJECTORY_AHEAD_S = 0.06
 _SOLVER = "daqp"
 _POSTURE_COST = 1e-3  # against 1 for the tool: what the pose leaves free stays near the posture at the start
 _DAMPING = 1e-3
+_GAIN = 6.0  # 1/s, with which bounded joints catch up, as a tool that is sent velocities
 _MAX_LAG_M = 0.05
 _MAX_LAG_RAD = 0.3
-_SAME_POINT_M, _SAME_POINT_RAD = 0.005, 0.03
 
 
-@dataclass(frozen=True)
-class JointModel:
-    """A robot's kinematics."""
-
-    model: "mujoco.MjModel"  # compiled MJCF or URDF
-    joints: tuple[str, ...]  # names of the arm's joints, in the order of the commands
-    tool: str  # name of the tool's site, or body where no site has that name
-    max_speed: np.ndarray  # float64 [n], rad/s or m/s of each joint
-    model_names: tuple[str, ...] = ()  # of the same joints in the model; empty: as `joints`
-
-    @property
-    def in_model(self) -> tuple[str, ...]:
-        return self.model_names or self.joints
-
-    @property
-    def tool_kind(self) -> str:
-        """What `tool` names: site or body."""
-        import mujoco
-
-        return "site" if mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, self.tool) >= 0 else "body"
-
-
-def load_joint_model(joints: Joints, tool: str) -> JointModel:
-    """The kinematics of `joints.model`, within the limits that are given; see `JointModel`.
-
-    Raises:
-        UserError: the file cannot be read, or has no such joint or tool, with those that it has; a limit is missing.
-    """
-    try:
-        import mink  # noqa: F401 (what follows the poses)
-        import mujoco
-    except ModuleNotFoundError as error:
-        raise missing_package(error, "requirements/robot-joints.txt") from None
-    robot = load_robot_model(Path(joints.model).expanduser())
-    model, names = robot.model, joints.in_model
-    robot.require(names)
-    for name in names:
-        if model.joint(name).type[0] not in (mujoco.mjtJoint.mjJNT_HINGE, mujoco.mjtJoint.mjJNT_SLIDE):
-            raise UserError(
-                f"joint '{name}' of {robot.path} neither turns nor slides: it cannot be commanded as one number"
-            )
-    made = JointModel(model, joints.names, tool, _speeds(joints, robot), names)
-    if mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_BODY, tool) < 0 and made.tool_kind == "body":
-        sites = [model.site(index).name for index in range(model.nsite)]
-        bodies = [model.body(index).name for index in range(model.nbody)]
-        raise UserError(
-            f"{robot.path} has no site or body '{tool}'; sites: {', '.join(sites) or 'none'}; bodies: "
-            f"{', '.join(bodies)}"
-        )
-    if joints.has_positions:
-        joints.require_positions("joints.model")
-        for name, *ends in zip(names, joints.position_min, joints.position_max, strict=True):
-            model.joint(name).range, model.jnt_limited[model.joint(name).id] = ends, True
-    return made
-
-
-def _speeds(joints: Joints, robot: RobotModel) -> np.ndarray:
-    """Largest speed of each joint, float64 [n]: as given, or the model's."""
-    speeds = joints.max_speed
-    if not any(speeds):
-        speeds = tuple(robot.max_speed.get(name, 0.0) for name in joints.in_model)
-    if len(speeds) not in (1, len(joints.names)):
-        raise UserError(f"joints.max_speed has {len(speeds)} numbers for {len(joints.names)} joints; give one for each")
-    if min(speeds) <= 0:
-        raise UserError(
-            "joints.max_speed must be set, larger than 0, or joints.model be a URDF with <limit velocity> for every "
-            "joint: a joint's limit has no default"
-        )
-    return np.broadcast_to(speeds, len(joints.names)).astype(np.float64)
-
-
-class JointSolver:
+class JointSolver(ToolKinematics):
     """Follows tool poses with joint positions, one control step at a time; `period_s`: between two that are in time."""
 
     def __init__(self, robot: JointModel, period_s: float) -> None:
-        import mink
-
-        self._robot, self._period_s = robot, period_s
+        try:
+            import mink
+        except ModuleNotFoundError as error:
+            raise missing_package(error, "requirements/robot-joints.txt") from None
+        super().__init__(robot)
+        self._period_s = period_s
         model = robot.model
         self._configuration = mink.Configuration(model)
-        self._measured = mink.Configuration(model)
-        self._positions = np.array([model.joint(name).qposadr[0] for name in robot.in_model])
-        self._dofs = np.array([model.joint(name).dofadr[0] for name in robot.in_model])
         self._tool = mink.FrameTask(robot.tool, robot.tool_kind, 1.0, 1.0, lm_damping=_DAMPING)
-        self._posture = mink.PostureTask(model, _POSTURE_COST)
+        # What goes back to the posture in one step swings about it, once joints cannot brake in one.
+        share = 1.0 if robot.max_acceleration is None else _GAIN * period_s
+        self._posture = mink.PostureTask(model, _POSTURE_COST, gain=share)
         # What is no joint of the arm stands still: mink's limits take a speed of zero as an equality.
         free = [dof for dof in range(model.nv) if dof not in set(self._dofs.tolist())]
         self._still = mink.DofFreezingTask(model, free) if free else None
         speeds = {name: np.array([speed]) for name, speed in zip(robot.in_model, robot.max_speed, strict=True)}
-        self._limits = [mink.ConfigurationLimit(model), mink.VelocityLimit(model, speeds)]
-
-    @property
-    def ranges(self) -> np.ndarray:
-        """float64 [n, 2], the joints' smallest and largest positions; infinite where the model has none."""
-        joints = [self._robot.model.joint(name) for name in self._robot.in_model]
-        return np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
-
-    @property
-    def positions(self) -> np.ndarray:
-        """float64 [n], where the joints were sent last."""
-        at: np.ndarray = self._configuration.q[self._positions].copy()
-        return at
+        self._limits: list[Any] = [mink.ConfigurationLimit(model), mink.VelocityLimit(model, speeds)]
+        self._reach: _Reach | None = None
+        if robot.max_acceleration is not None:
+            self._reach = _Reach(robot, self.ranges, self._addresses, self._dofs)
+            self._limits = [self._reach]
+        self.positions = self._configuration.q[self._addresses].copy()  # float64 [n], where the joints were sent last
 
     @property
     def max_speed(self) -> np.ndarray:  # float64 [n]
@@ -138,41 +57,12 @@ class JointSolver:
 
     def start(self, positions: Mapping[str, float]) -> None:
         """Begins at measured joint positions; raises UserError where one is missing or out of the joint's range."""
-        q = self._configured(positions)
+        q, self.positions = self._configuration.q.copy(), self._in_range(positions)
+        q[self._addresses] = self.positions
         self._configuration.update(q)
+        if self._reach is not None:
+            self._reach.rest()
         self._posture.set_target(q)
-
-    def pose_of(self, positions: Mapping[str, float]) -> Pose:
-        """The tool's pose at joint positions, in the model's world frame; raises UserError as `start` does."""
-        self._measured.update(self._configured(positions))
-        transform = self._measured.get_transform_frame_to_world(self._robot.tool, self._robot.tool_kind)
-        return Pose(transform.translation().copy(), transform.rotation().as_matrix().copy())
-
-    def mismatch(self, positions: Mapping[str, float], tool: Pose) -> str:
-        """How the tool's pose at joint positions differs from a measured one, in words; empty: within what sensors do.
-
-        The model's tool must be the point whose pose is measured: else every target is off by what lies between them.
-        """
-        computed = self.pose_of(positions)
-        way_m, turn_rad = computed.distance(tool)
-        if way_m <= _SAME_POINT_M and turn_rad <= _SAME_POINT_RAD:
-            return ""
-        return (
-            f"joints.tool '{self._robot.tool}' is at {_text(computed)} by joint_states and the model, but the tool was "
-            f"measured at {_text(tool)}: {way_m:.3f} m and {turn_rad:.3f} rad apart; set joints.tool to the point "
-            "whose pose is measured, or mend joints.model, joints.names or base_frame"
-        )
-
-    def _configured(self, positions: Mapping[str, float]) -> np.ndarray:
-        q: np.ndarray = self._configuration.q.copy()
-        for name, address, (low, high) in zip(self._robot.joints, self._positions, self.ranges, strict=True):
-            if name not in positions:
-                raise UserError(f"joint_states has no '{name}'; it has: {', '.join(positions)}")
-            value = positions[name]
-            if not low - 1e-3 <= value <= high + 1e-3:
-                raise UserError(f"joint '{name}' is at {value:g}, out of its range {low:g} to {high:g}")
-            q[address] = min(max(value, low), high)
-        return q
 
     def follow(self, target: "Target") -> tuple[np.ndarray, np.ndarray]:
         """Positions and velocities of the joints, float64 [n] each, one control step towards a target's pose.
@@ -185,9 +75,10 @@ class JointSolver:
         """
         import mink
 
-        pose, passed_s = target.pose, target.passed_s or self._period_s
-        rotation = mink.SO3.from_matrix(pose.rotation)
-        self._tool.set_target(mink.SE3.from_rotation_and_translation(rotation, pose.position))
+        passed_s = target.passed_s or self._period_s
+        aim = target.pose if self._reach is None else self._aim(target, passed_s)
+        rotation = mink.SO3.from_matrix(aim.rotation)
+        self._tool.set_target(mink.SE3.from_rotation_and_translation(rotation, aim.position))
         try:
             velocity = mink.solve_ik(
                 self._configuration,
@@ -200,19 +91,64 @@ class JointSolver:
         except mink.MinkError as error:
             raise UnreachableError(f"inverse kinematics has no solution: {error}") from None
         self._configuration.integrate_inplace(velocity, passed_s)
-        lag = self._tool.compute_error(self._configuration)
-        lag_m, lag_rad = float(np.linalg.norm(lag[:3])), float(np.linalg.norm(lag[3:]))
+        self.positions = np.clip(self._configuration.q[self._addresses], *self.ranges.T)
+        velocities: np.ndarray = velocity[self._dofs]
+        if self._reach is not None:
+            self._reach.moved(velocities, passed_s)
+        lag_m, lag_rad = self.pose_at(self.positions).distance(target.pose)
         if lag_m > _MAX_LAG_M or lag_rad > _MAX_LAG_RAD:
             raise UnreachableError(
                 f"the joints are {lag_m:.3f} m and {lag_rad:.2f} rad behind the tool's target: it is out of their "
-                "reach, or faster than joints.max_speed allows"
+                "reach, or faster than joints.max_speed and joints.max_acceleration allow"
             )
-        return self.positions, velocity[self._dofs]
+        return self.positions, velocities
+
+    def _aim(self, target: "Target", passed_s: float) -> Pose:
+        """Where the tool is to be after a step. What is missing is not made up for at once: joints could not brake."""
+        here, goes = self.pose_at(self.positions), target.velocity * passed_s
+        return here.displaced(goes + _GAIN * passed_s * (here.way_to(target.pose) - goes))
 
 
-def _text(pose: Pose) -> str:
-    x, y, z = pose.position
-    return f"({x:.3f}, {y:.3f}, {z:.3f}) m"
+class _Reach:
+    """Velocities that joints can have next, for mink: within speed, acceleration, jerk, and what brakes before an end.
+
+    Limits of speed alone let a velocity jump where a joint reaches its own: by 200 rad/s² for a Panda held to 1 rad/s.
+    """
+
+    def __init__(self, robot: JointModel, ranges: np.ndarray, addresses: np.ndarray, dofs: np.ndarray) -> None:
+        assert robot.max_acceleration is not None and robot.max_jerk is not None
+        self._speed, self._acceleration, self._jerk = robot.max_speed, robot.max_acceleration, robot.max_jerk
+        (self._low, self._high), self._addresses = ranges.T, addresses
+        one_each = np.eye(robot.model.nv)[dofs]
+        self._sides = np.vstack([one_each, -one_each])
+        self.rest()
+
+    def rest(self) -> None:
+        self._velocity = self._accelerating = np.zeros(len(self._speed))
+
+    def moved(self, velocity: np.ndarray, passed_s: float) -> None:
+        self._accelerating, self._velocity = (velocity - self._velocity) / passed_s, velocity
+
+    def compute_qp_inequalities(self, configuration: Any, dt: float) -> Any:
+        """As of `mink.Limit`: bounds of the joints' ways within a step."""
+        import mink
+
+        at = configuration.q[self._addresses]
+        most = self._fastest(self._velocity, self._accelerating, self._high - at, dt)
+        least = -self._fastest(-self._velocity, -self._accelerating, at - self._low, dt)
+        return mink.Constraint(G=self._sides, h=np.concatenate([np.maximum(most, least), -least]) * dt)
+
+    def _fastest(self, velocity: np.ndarray, acceleration: np.ndarray, room: np.ndarray, dt: float) -> np.ndarray:
+        """Forwards, float64 [n]; `room`: to where the range ends."""
+        jerk, limit = self._jerk, self._acceleration
+        gap = np.maximum(self._speed - velocity, 0.0)
+        room = np.maximum(room - np.maximum(velocity, 0.0) * limit / jerk, 0.0)  # once braking has begun
+        # What accelerates now must be able to let go of it before the speed is reached, from the next step on.
+        lets_go = jerk * (np.sqrt((1.5 * dt) ** 2 + 2 * gap / jerk) - 1.5 * dt)
+        rises = np.minimum(np.minimum(limit, acceleration + jerk * dt), lets_go)
+        ends = np.minimum(np.sqrt(limit * room), room / dt)
+        falls = np.maximum(-limit, acceleration - jerk * dt)
+        return np.maximum(np.minimum(np.minimum(velocity + rises * dt, self._speed), ends), velocity + falls * dt)
 
 
 def trajectory_point(positions: np.ndarray, velocities: np.ndarray) -> np.ndarray:

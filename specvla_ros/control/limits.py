@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of a tool's motion and of joints: what the driver plans within, and what the guard holds it to."""
+"""Limits of a tool's motion and of joints, and where the tool is measured: what driver and guard are both told."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -12,10 +12,14 @@ from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
 
+if TYPE_CHECKING:
+    from specvla_ros.control.robot_model import JointModel
+
 _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") for axes in ("linear", "angular"))
 _NO_CORNER = (0.0, 0.0, 0.0)
 _NO_NUMBERS = (0.0,)
 NO_NAMES = ("",)
+_RAMP_S = 0.04  # to a joint's largest acceleration, where its jerk is not given; a tool's limits take as long
 
 
 def _largest(what: str, unit: str, maximum: float) -> float:
@@ -117,6 +121,7 @@ class Joints:
     model_names: tuple[str, ...] = parameter(
         NO_NAMES, "Names of the same joints in the model, where they differ; empty: joints.names."
     )
+    tool: str = parameter("", "Name of the tool's site or body in the model: the point whose pose is measured.")
     position_min: tuple[float, ...] = parameter(
         _NO_NUMBERS, "Smallest position of each joint; both ends zero: the model's.", unit="rad or m"
     )
@@ -125,6 +130,18 @@ class Joints:
         _NO_NUMBERS,
         "Largest speed of each joint, or one for all of them; 0: that of the URDF's <limit velocity>.",
         unit="rad/s or m/s",
+        minimum=0.0,
+    )
+    max_acceleration: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest acceleration of each joint, or one for all of them; 0: not set, and the driver then bounds none.",
+        unit="rad/s² or m/s²",
+        minimum=0.0,
+    )
+    max_jerk: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest jerk of each joint, or one for all of them, of the driver; 0: it reaches max_acceleration in 0.04 s.",
+        unit="rad/s³ or m/s³",
         minimum=0.0,
     )
 
@@ -154,6 +171,12 @@ class Joints:
                 "the ranges of joints.model are taken"
             )
 
+    def require_bounds(self, what_for: str) -> None:
+        """Raises UserError where accelerations or jerks that are given are not one for each joint, or one for all."""
+        self._require_one_each(what_for, ("max_acceleration", "max_jerk"), one_for_all=True)
+        if any(self.max_acceleration) and min(self.max_acceleration) <= 0:
+            raise UserError("joints.max_acceleration must be larger than 0 for every joint, or 0 for all")
+
     def _require_one_each(self, what_for: str, names: Sequence[str], *, one_for_all: bool = False) -> None:
         count = len(self.names)
         for name in names:
@@ -166,6 +189,15 @@ class Joints:
     @property
     def speeds(self) -> np.ndarray:  # float64 [joints]
         return np.broadcast_to(self.max_speed, len(self.names)).astype(float)
+
+    @property
+    def accelerations(self) -> np.ndarray:  # float64 [joints]
+        return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
+
+    @property
+    def jerks(self) -> np.ndarray:  # float64 [joints]
+        given = np.broadcast_to(self.max_jerk, len(self.names)).astype(float)
+        return np.where(given > 0, given, self.accelerations / _RAMP_S)
 
     def completed(self: "AnyJoints") -> "AnyJoints":
         """With the limits that are not given from the model, if it has them; raises UserError as it is read."""
@@ -182,6 +214,16 @@ class Joints:
             speeds = tuple(robot.max_speed[name] for name in self.in_model)
         return replace(self, position_min=low, position_max=high, max_speed=speeds)
 
+    def load(self) -> "JointModel | None":
+        """The robot's kinematics, if a model is named; raises UserError as `load_joint_model` does."""
+        if not self.model:
+            return None
+        if self.names == NO_NAMES:
+            raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
+        from specvla_ros.control.robot_model import load_joint_model
+
+        return load_joint_model(self)
+
 
 AnyJoints = TypeVar("AnyJoints", bound=Joints)
 
@@ -189,17 +231,6 @@ AnyJoints = TypeVar("AnyJoints", bound=Joints)
 @dataclass(frozen=True)
 class JointLimits(Joints):
     """What the guard holds joints to; required where joints are commanded."""
-
-    max_acceleration: tuple[float, ...] = parameter(
-        _NO_NUMBERS,
-        "Largest acceleration of each joint, or one for all of them; 0: not set.",
-        unit="rad/s² or m/s²",
-        minimum=0.0,
-    )
-
-    @property
-    def accelerations(self) -> np.ndarray:  # float64 [joints]
-        return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
 
     def require(self, what_for: str) -> None:
         """Raises UserError with what is missing or does not fit."""
@@ -212,4 +243,34 @@ class JointLimits(Joints):
             raise UserError(
                 f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults; a URDF in "
                 "joints.model with <limit velocity> for every joint gives the first"
+            )
+
+
+@dataclass(frozen=True)
+class ToolSource:
+    """Where the tool's measured pose comes from."""
+
+    ROS_PREFIX = "tool_"
+
+    pose_source: str = parameter(
+        "topic",
+        "Where the tool's measured pose comes from: the topic tool_pose, tf, or joint_states by forward kinematics.",
+        choices=("topic", "tf", "joint_states"),
+        basic=True,
+    )
+    frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.", basic=True)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def from_joints(self) -> bool:
+        return self.pose_source == "joint_states"
+
+    def require(self, joints: Joints) -> None:
+        """Raises UserError where it needs kinematics and there are none."""
+        if self.from_joints and not (joints.model and joints.tool):
+            raise UserError(
+                "tool_pose_source: joint_states needs the robot's kinematics; set joints.model, joints.names and "
+                "joints.tool"
             )

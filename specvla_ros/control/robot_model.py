@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A robot's model file, MJCF or URDF, as kinematics: joints, their ranges and frames."""
+"""A robot's model file, MJCF or URDF, as kinematics: joints, their ranges and frames, and where they take the tool."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from specvla_ros.control.limits import Joints
+from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError, missing_package
 
-if TYPE_CHECKING:  # a robot that takes poses or twists has no MuJoCo
+if TYPE_CHECKING:  # a robot that takes poses or twists, and tells its tool's, has no MuJoCo
     import mujoco
 
+_SAME_POINT_M, _SAME_POINT_RAD = 0.005, 0.03
 _ENDLESS_RAD = 1e3  # the range of a joint that turns without end, for who needs a number
 _KEPT = ("parent", "child", "origin", "axis", "limit")  # of a URDF's joint
 _FRAMES = {"fusestatic": "false", "discardvisual": "true"}  # MuJoCo would fuse a fixed tool0 with its parent
@@ -125,3 +128,144 @@ def _velocity(joint: ElementTree.Element) -> float:
     except ValueError:
         return 0.0
     return speed if np.isfinite(speed) else 0.0
+
+
+@dataclass(frozen=True)
+class JointModel:
+    """A robot's kinematics."""
+
+    model: "mujoco.MjModel"  # compiled MJCF or URDF
+    joints: tuple[str, ...]  # names of the arm's joints, in the order of the commands
+    tool: str  # name of the tool's site, or body where no site has that name
+    max_speed: np.ndarray  # float64 [n], rad/s or m/s of each joint
+    model_names: tuple[str, ...] = ()  # of the same joints in the model; empty: as `joints`
+    max_acceleration: np.ndarray | None = None  # float64 [n], per s², of what is commanded; None: not bounded
+    max_jerk: np.ndarray | None = None  # float64 [n], per s³; with the acceleration
+
+    @property
+    def in_model(self) -> tuple[str, ...]:
+        return self.model_names or self.joints
+
+    @property
+    def tool_kind(self) -> str:
+        """What `tool` names: site or body."""
+        import mujoco
+
+        return "site" if mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, self.tool) >= 0 else "body"
+
+
+def load_joint_model(joints: Joints) -> JointModel:
+    """The kinematics of `joints.model`, within the limits that are given; see `JointModel`.
+
+    Raises:
+        UserError: the file cannot be read, or has no such joint or tool, with those that it has; a limit is missing.
+    """
+    robot = load_robot_model(Path(joints.model).expanduser())
+    import mujoco
+
+    model, names, tool = robot.model, joints.in_model, joints.tool
+    robot.require(names)
+    for name in names:
+        if model.joint(name).type[0] not in (mujoco.mjtJoint.mjJNT_HINGE, mujoco.mjtJoint.mjJNT_SLIDE):
+            raise UserError(
+                f"joint '{name}' of {robot.path} neither turns nor slides: it cannot be commanded as one number"
+            )
+    joints.require_bounds("joints.model")
+    bounds = (joints.accelerations, joints.jerks) if any(joints.max_acceleration) else (None, None)
+    made = JointModel(model, joints.names, tool, _speeds(joints, robot), names, *bounds)
+    if mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_BODY, tool) < 0 and made.tool_kind == "body":
+        sites = [model.site(index).name for index in range(model.nsite)]
+        bodies = [model.body(index).name for index in range(model.nbody)]
+        raise UserError(
+            f"{robot.path} has no site or body '{tool}'; sites: {', '.join(sites) or 'none'}; bodies: "
+            f"{', '.join(bodies)}"
+        )
+    if joints.has_positions:
+        joints.require_positions("joints.model")
+        for name, *ends in zip(names, joints.position_min, joints.position_max, strict=True):
+            model.joint(name).range, model.jnt_limited[model.joint(name).id] = ends, True
+    return made
+
+
+def _speeds(joints: Joints, robot: RobotModel) -> np.ndarray:
+    """Largest speed of each joint, float64 [n]: as given, or the model's."""
+    speeds = joints.max_speed
+    if not any(speeds):
+        speeds = tuple(robot.max_speed.get(name, 0.0) for name in joints.in_model)
+    if len(speeds) not in (1, len(joints.names)):
+        raise UserError(f"joints.max_speed has {len(speeds)} numbers for {len(joints.names)} joints; give one for each")
+    if min(speeds) <= 0:
+        raise UserError(
+            "joints.max_speed must be set, larger than 0, or joints.model be a URDF with <limit velocity> for every "
+            "joint: a joint's limit has no default"
+        )
+    return np.broadcast_to(speeds, len(joints.names)).astype(np.float64)
+
+
+class ToolKinematics:
+    """Where joints take the tool, in the model's world frame. What is no joint of the arm stands as in the file."""
+
+    def __init__(self, robot: JointModel) -> None:
+        import mujoco
+
+        self._robot, model = robot, robot.model
+        self._data = mujoco.MjData(model)
+        of_site = robot.tool_kind == "site"
+        self._tool_frame = self._data.site(robot.tool) if of_site else self._data.body(robot.tool)
+        self._tool_body = model.site(robot.tool).bodyid[0] if of_site else self._tool_frame.id
+        self._addresses = np.array([model.joint(name).qposadr[0] for name in robot.in_model])
+        self._dofs = np.array([model.joint(name).dofadr[0] for name in robot.in_model])
+        self._mujoco = mujoco
+        joints = [model.joint(name) for name in robot.in_model]
+        # float64 [n, 2], the joints' smallest and largest positions; infinite where the model has none.
+        self.ranges = np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
+
+    def pose_at(self, positions: np.ndarray) -> Pose:
+        """The tool's pose at joint positions, float64 [n], whatever they are."""
+        self._data.qpos[self._addresses] = positions
+        self._mujoco.mj_kinematics(self._robot.model, self._data)
+        return Pose(self._tool_frame.xpos.copy(), self._tool_frame.xmat.reshape(3, 3).copy())
+
+    def tool_moves(self, positions: np.ndarray) -> np.ndarray:
+        """How each joint moves the tool at these positions, float64 [3, n] m/s per rad/s or m/s: the Jacobian."""
+        model, data = self._robot.model, self._data
+        place, moves = self.pose_at(positions).position, np.zeros((3, model.nv))
+        self._mujoco.mj_comPos(model, data)
+        self._mujoco.mj_jac(model, data, moves, None, place, self._tool_body)
+        return moves[:, self._dofs]
+
+    def pose_of(self, positions: Mapping[str, float]) -> Pose:
+        """The tool's pose at measured joints; raises UserError where one is missing or out of the joint's range."""
+        return self.pose_at(self._in_range(positions))
+
+    def mismatch(self, positions: Mapping[str, float], tool: Pose) -> str:
+        """How the tool's pose at joint positions differs from a measured one, in words; empty: within what sensors do.
+
+        The model's tool must be the point whose pose is measured: else every target is off by what lies between them.
+        """
+        computed = self.pose_of(positions)
+        way_m, turn_rad = computed.distance(tool)
+        if way_m <= _SAME_POINT_M and turn_rad <= _SAME_POINT_RAD:
+            return ""
+        return (
+            f"joints.tool '{self._robot.tool}' is at {_text(computed)} by joint_states and the model, but the tool was "
+            f"measured at {_text(tool)}: {way_m:.3f} m and {turn_rad:.3f} rad apart; set joints.tool to the point "
+            "whose pose is measured, or mend joints.model, joints.names or base_frame"
+        )
+
+    def _in_range(self, positions: Mapping[str, float]) -> np.ndarray:
+        """float64 [n], measured joints in the order of the commands, taken into their ranges by a thousandth."""
+        found = []
+        for name, (low, high) in zip(self._robot.joints, self.ranges, strict=True):
+            if name not in positions:
+                raise UserError(f"joint_states has no '{name}'; it has: {', '.join(positions)}")
+            value = positions[name]
+            if not low - 1e-3 <= value <= high + 1e-3:
+                raise UserError(f"joint '{name}' is at {value:g}, out of its range {low:g} to {high:g}")
+            found.append(min(max(value, low), high))
+        return np.array(found)
+
+
+def _text(pose: Pose) -> str:
+    x, y, z = pose.position
+    return f"({x:.3f}, {y:.3f}, {z:.3f}) m"

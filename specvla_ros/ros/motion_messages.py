@@ -4,6 +4,9 @@
 Reading checks nothing, and may not raise.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from builtin_interfaces.msg import Duration
 from geometry_msgs.msg import PoseStamped, TwistStamped
@@ -12,15 +15,18 @@ from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64MultiArray, Header
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
-from specvla_ros.control.gripper import TRAVEL_S
+from specvla_ros.control.gripper import TRAVEL_S, GripperLimits, GripperOutput
 from specvla_ros.control.guard.commands import (
     GripperCommand,
     JointCommand,
     JointPositions,
+    Sent,
+    SentTwist,
     Stamp,
     ToolPose,
     TwistCommand,
 )
+from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.control.pose import Pose, quaternion
 
@@ -60,9 +66,11 @@ def array_message(positions: np.ndarray) -> Float64MultiArray:
     return Float64MultiArray(data=positions.tolist())
 
 
-def gripper_trajectory_message(position: float, joint: str) -> JointTrajectory:
+def gripper_message(position: float, gripper: GripperLimits) -> Float64MultiArray | JointTrajectory:
     """Where a gripper is to be."""
-    return _one_point((joint,), [position], TRAVEL_S)
+    if gripper.output == GripperOutput.TRAJECTORY.value:
+        return _one_point((gripper.joint,), [position], TRAVEL_S)
+    return Float64MultiArray(data=[position])
 
 
 def _one_point(names: tuple[str, ...], positions: list[float], after_s: float) -> JointTrajectory:
@@ -132,3 +140,30 @@ def gripper_trajectory(message: JointTrajectory) -> GripperCommand:
     """Where a gripper is to be at its trajectory's end."""
     positions = message.points[-1].positions if message.points else ()
     return GripperCommand(tuple(message.joint_names), np.array(positions))
+
+
+def sent_message(
+    sent: Sent, settings: GuardSettings, stamp_ns: int
+) -> TwistStamped | PoseStamped | JointTrajectory | Float64MultiArray:
+    """What the guard sends, as its output's message."""
+    if isinstance(sent, SentTwist):
+        return twist_message(sent.velocity, stamp_ns, settings.base_frame)
+    if isinstance(sent, Pose):
+        return pose_message(sent, stamp_ns, settings.base_frame)
+    if settings.kind is Output.POSITION_ARRAY:
+        return array_message(sent.positions)
+    return trajectory_message(settings.joints.names, sent.positions, sent.velocities, sent.after_s)
+
+
+# Of each output: its topic, its message and what reads it.
+COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
+    Output.POSE: ("pose", PoseStamped, tool_pose),
+    Output.TWIST: ("twist", TwistStamped, twist_command),
+    Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, trajectory_command),
+    Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, array_command),
+}
+GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {
+    GripperOutput.ARRAY: ("gripper", Float64MultiArray, gripper_array),
+    GripperOutput.TRAJECTORY: ("gripper_trajectory", JointTrajectory, gripper_trajectory),
+    GripperOutput.ACTION: ("gripper", Float64MultiArray, gripper_array),
+}

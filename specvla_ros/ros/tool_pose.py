@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the driver gets the tool's measured pose from: a topic, tf, or the joints, by its own forward kinematics."""
+"""Where a node gets the tool's measured pose from, and its joints."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +15,6 @@ from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.ros.qos import STATE
 
-POSE_SOURCES = ("topic", "tf", "joint_states")
 _NS = 1e-9
 
 OnPose = Callable[[float, Pose], None]

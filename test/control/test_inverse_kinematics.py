@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joints that follow a tool, on the Panda's kinematics, without ROS."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.fault_scene import kinematics
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.inverse_kinematics import JointModel, JointSolver, UnreachableError, load_joint_model
-from specvla_ros.control.limits import Joints, Limits
-from specvla_ros.control.pose import Pose
+from specvla_ros.control.guard.commands import Instant, JointCommand, JointPositions, SentJoints, Stamp, ToolPose
+from specvla_ros.control.guard.guard import Guard, State
+from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError, trajectory_point
+from specvla_ros.control.limits import JointLimits, Joints, Limits
+from specvla_ros.control.pose import Pose, quaternion
+from specvla_ros.control.robot_model import JointModel, ToolKinematics, load_joint_model
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import TABLE_ARM
 
 PERIOD_S = 0.01
 LIMITS = Limits(0.25, 1.0, 2.0, 8.0, 50.0, 200.0, (-1.0, -1.0, -1.0), (1.0, 1.0, 1.0))
+PANDA = JointLimits(
+    names=TABLE_ARM.joints,
+    position_min=(-2.8973, -1.7628, -2.8973, -3.0718, -2.8973, -0.0175, -2.8973),
+    position_max=(2.8973, 1.7628, 2.8973, -0.0698, 2.8973, 3.7525, 2.8973),
+    max_speed=(1.0,),
+    max_acceleration=(8.0,),
+)
+GUARDED = GuardSettings(output="position_array", limits=LIMITS, joints=PANDA, require_enable=False)
 
 
 @pytest.fixture
@@ -30,6 +44,68 @@ def solver(start: dict[str, float]) -> JointSolver:
     )
     made.start(start)
     return made
+
+
+def swung(solver: JointSolver, start: dict[str, float], *, lasts_s: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
+    """Joints that follow a tool from goal to goal, [steps, 7], and how far from there the tool is, [steps]."""
+    motion, here, draw = BoundedMotion(LIMITS), solver.pose_of(start), np.random.default_rng(0)
+    motion.rest_at(here)
+    positions, away_m = [], []
+    for step in range(round(lasts_s / PERIOD_S)):
+        now_s = step * PERIOD_S
+        if step % 20 == 0 and now_s < lasts_s - 1:
+            way = np.concatenate([draw.uniform(-0.1, 0.1, 3), draw.uniform(-0.3, 0.3, 3)])
+            motion.aim(here.displaced(way), now_s, move_s=0.2, turn_s=0.2)
+        at = motion.at(now_s + PERIOD_S)
+        sent, _ = solver.follow(Target(at.pose, at.velocity, PERIOD_S))
+        positions.append(sent)
+        away_m.append(solver.pose_at(sent).distance(at.pose)[0])
+    return np.array(positions), np.array(away_m)
+
+
+@pytest.mark.parametrize(
+    ("speed", "acceleration", "most_m"), [(2.0, 20.0, 0.002), (1.0, 20.0, 0.01), (1.0, 12.0, 0.03)]
+)
+def test_joints_are_held_to_their_accelerations_and_jerks_and_the_tool_still_gets_there(
+    start: dict[str, float], speed: float, acceleration: float, most_m: float
+) -> None:
+    limits: dict[str, Any] = {"max_acceleration": np.full(7, acceleration), "max_jerk": np.full(7, acceleration / 0.04)}
+    model = JointModel(kinematics(TABLE_ARM), TABLE_ARM.joints, "pinch", np.full(7, speed))
+    bounded, free = JointSolver(replace(model, **limits), PERIOD_S), JointSolver(model, PERIOD_S)
+    largest = {}
+    for solver in (bounded, free):
+        solver.start(start)
+        positions, away_m = swung(solver, start)
+        velocities = np.diff(positions, axis=0) / PERIOD_S
+        changes = np.diff(velocities, axis=0) / PERIOD_S
+        largest[solver] = (
+            np.abs(velocities).max(),
+            np.abs(changes).max(),
+            np.abs(np.diff(changes, axis=0)).max() / PERIOD_S,
+        )
+        assert away_m[-1] < 2e-4
+        assert np.abs(velocities[-40:]).max() < 0.02, "joints do not swing about a tool that stands"
+        assert solver is free or away_m.max() < most_m
+    assert (np.array(largest[bounded]) <= np.array([speed, acceleration, acceleration / 0.04]) * 1.01).all()
+    assert speed > 1.5 or largest[free][1] > 3 * acceleration, "where a joint reached its speed"
+
+
+def test_a_bounded_joint_brakes_before_it_ends_and_comes_back(arm: Path) -> None:
+    """The hand slides out and is sent past its end, 5 cm further."""
+    model = replace(
+        model_of(arm, ["shoulder", "slide"], "tip", [1.0]), max_acceleration=np.full(2, 5.0), max_jerk=np.full(2, 125.0)
+    )
+    model.model.joint("slide").range, model.model.jnt_limited[model.model.joint("slide").id] = (-0.1, 0.1), True
+    solver = JointSolver(model, PERIOD_S)
+    solver.start({"shoulder": 0.0, "slide": 0.0})
+    here, slides = solver.pose_of({"shoulder": 0.0, "slide": 0.0}), []
+    for step in range(250):
+        out_m = 0.12 * min(1.0, step / 100) if step < 150 else 0.08
+        positions, _ = solver.follow(Target(here.displaced(np.array([out_m, 0, 0, 0, 0, 0.0])), np.zeros(6), PERIOD_S))
+        slides.append(positions[1])
+    assert 0.09 < max(slides) < 0.1005
+    assert slides[-1] == pytest.approx(0.08, abs=0.01)
+    assert np.abs(np.diff(slides, 2)).max() / PERIOD_S**2 < 5.05
 
 
 @pytest.mark.parametrize("late_s", [0.02, 0.03, 0.05])
@@ -54,6 +130,48 @@ def test_a_target_that_does_not_say_how_long_it_took_is_one_of_a_period(
     wanted = Pose(here.position + np.array([0.001, 0.0, 0.0]), here.rotation)
     positions, velocities = solver.follow(Target(wanted, np.zeros(6)))
     np.testing.assert_allclose(positions - list(start.values())[: len(positions)], velocities * PERIOD_S, atol=1e-9)
+
+
+def late_once(output: str, late_s: float, held: bool) -> Guard:
+    """A guard that passes joints of a driver whose loop comes late once, to an arm that is where it was sent."""
+    settings = replace(GUARDED, output=output)
+    bounds: dict[str, Any] = {"max_acceleration": PANDA.accelerations, "max_jerk": PANDA.jerks} if held else {}
+    model = JointModel(kinematics(TABLE_ARM), TABLE_ARM.joints, "pinch", PANDA.speeds, **bounds)
+    solver, guard = JointSolver(model, PERIOD_S), Guard(settings, ToolKinematics(model))
+    at = np.array(TABLE_ARM.home[:7])
+    solver.start(dict(zip(TABLE_ARM.joints, at, strict=True)))
+    motion, here = BoundedMotion(LIMITS), solver.pose_at(at)
+    motion.rest_at(here)
+    motion.aim(Pose(here.position + np.array([0.0, -0.15, 0.05]), here.rotation), 0.0, move_s=0.9, turn_s=0.9)
+    moved_s, driven, due = 0.0, 0, 0
+    for tick in range(160):
+        now = Instant(0.01 * tick, 10**12 + tick * 10**7)
+        stamp, tool = Stamp(now.clock_ns, settings.base_frame), solver.pose_at(at)
+        guard.tool(ToolPose(stamp, tool.position, quaternion(tool.rotation)), now)
+        guard.joints(JointPositions(stamp, TABLE_ARM.joints, at), now)
+        guard.action(stamp, "lift", now)
+        if tick >= due:
+            passed_s, driven = min(0.01 * (tick - driven), 0.05), tick
+            moved_s += passed_s if guard.state is State.PASSING else 0.0
+            wanted = motion.at(moved_s)
+            positions, velocities = solver.follow(Target(wanted.pose, wanted.velocity, passed_s))
+            ahead = (0.0, positions) if output == "position_array" else (0.06, trajectory_point(positions, velocities))
+            guard.command(JointCommand(stamp, None, ahead[1][None], np.array(ahead[:1])), now)
+            late = moved_s > 0.5 and late_s > 0
+            due, late_s = (tick + round(late_s / PERIOD_S), 0.0) if late else (tick + 1, late_s)
+        sent = guard.tick(now).sent
+        at = sent.positions if isinstance(sent, SentJoints) else at
+    assert moved_s > 0.6
+    return guard
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("late_s", [0.02, 0.03, 0.05, 0.08])
+@pytest.mark.parametrize("output", ["joint_trajectory", "position_array"])
+def test_a_driver_that_is_late_once_stops_no_arm(output: str, late_s: float, held: bool) -> None:
+    guard = late_once(output, late_s, held)
+    assert guard.state is State.PASSING
+    assert not any(cause.latches for cause in guard.tally.counts)
 
 
 @pytest.mark.parametrize(("apart_m", "fits"), [(0.0, True), (0.003, True), (0.01, False), (0.04, False)])
@@ -83,7 +201,7 @@ def arm(tmp_path: Path) -> Path:
 
 
 def model_of(arm: Path, names: list[str], tool: str, speeds: list[float]) -> JointModel:
-    return load_joint_model(Joints(names=tuple(names), model=str(arm), max_speed=tuple(speeds)), tool)
+    return load_joint_model(Joints(names=tuple(names), model=str(arm), max_speed=tuple(speeds), tool=tool))
 
 
 @pytest.mark.parametrize(("tool", "kind"), [("tip", "site"), ("hand", "body")])
@@ -124,6 +242,23 @@ def test_a_joint_that_is_measured_out_of_its_range_is_told(arm: Path, position: 
             solver.start({"shoulder": position, "slide": 0.0})
     with pytest.raises(UserError, match="joint_states has no 'slide'; it has: shoulder"):
         solver.start({"shoulder": 0.0})
+
+
+def test_the_tool_is_known_at_any_positions_also_out_of_their_range_and_nowhere_at_nan(arm: Path) -> None:
+    tool = ToolKinematics(model_of(arm, ["slide", "shoulder"], "tip", [1.0]))
+    np.testing.assert_allclose(tool.pose_at(np.array([0.1, np.pi / 2])).position, [0, 0.9, 0], atol=1e-12)
+    assert np.isnan(tool.pose_at(np.array([np.nan, 0.0])).position).any()
+    np.testing.assert_allclose(tool.pose_at(np.array([0.0, 0.0])).position, [0.8, 0, 0], atol=1e-12)
+
+
+def test_what_each_joint_does_to_the_tool_is_how_its_place_changes(
+    solver: JointSolver, start: dict[str, float]
+) -> None:
+    at = np.array([start[name] for name in TABLE_ARM.joints])
+    moves = solver.tool_moves(at)
+    for joint, step in enumerate(1e-6 * np.eye(len(at))):
+        way = solver.pose_at(at + step).position - solver.pose_at(at - step).position
+        np.testing.assert_allclose(moves[:, joint], way / 2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("away", [(0.3, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 1.0, 0.0)])

@@ -116,3 +116,13 @@ def test_what_joints_lack_is_told(change: dict, words: str) -> None:
 
 def test_one_speed_and_one_acceleration_for_all_joints_are_enough() -> None:
     replace(JOINTS, max_speed=(1.0,), max_acceleration=(8.0,)).require("output: position_array")
+
+
+def test_a_jerk_that_is_not_given_reaches_the_acceleration_in_a_25th_of_a_second() -> None:
+    joints = replace(JOINTS, max_jerk=(500.0, 0.0))
+    assert joints.jerks.tolist() == [500.0, pytest.approx(16.0 / 0.04)]
+    joints.require_bounds("joints.model")
+    with pytest.raises(UserError, match=r"joints\.max_jerk: 2 numbers, one for each of joints\.names, or one for all"):
+        replace(joints, max_jerk=(1.0, 1.0, 1.0)).require_bounds("joints.model")
+    with pytest.raises(UserError, match="larger than 0 for every joint"):
+        replace(joints, max_acceleration=(0.0, 1.0)).require_bounds("joints.model")

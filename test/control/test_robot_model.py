@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from support.descriptions import ARMS, Z1, Joint, X, Y, Z, moved, write_urdf
 
-from specvla_ros.control.inverse_kinematics import JointSolver, load_joint_model
+from specvla_ros.control.inverse_kinematics import JointSolver
 from specvla_ros.control.limits import JointLimits, Joints
-from specvla_ros.control.robot_model import load_robot_model
+from specvla_ros.control.robot_model import load_joint_model, load_robot_model
 from specvla_ros.errors import UserError
 
 
@@ -42,8 +42,8 @@ def tool_by_hand(joints: Sequence[Joint], positions: dict[str, float]) -> tuple[
 def test_a_fixed_tool0_is_where_the_product_of_the_transforms_puts_it(tmp_path: Path, arm: str) -> None:
     joints = moved(ARMS[arm])
     names = tuple(each.name for each in joints)
-    settings = Joints(names=names, model=str(write_urdf(tmp_path / "robot.urdf", ARMS[arm])))
-    model = load_joint_model(settings, "tool0")
+    settings = Joints(names=names, model=str(write_urdf(tmp_path / "robot.urdf", ARMS[arm])), tool="tool0")
+    model = load_joint_model(settings)
     assert model.max_speed.tolist() == [each.speed for each in joints]
     solver, draw = JointSolver(model, 0.01), np.random.default_rng(0)
     for _ in range(5):
@@ -70,6 +70,7 @@ def test_a_number_that_is_given_wins_for_driver_and_guard(tmp_path: Path) -> Non
     given = JointLimits(
         names=names,
         model=str(write_urdf(tmp_path / "z1.urdf", Z1)),
+        tool="tool0",
         position_min=(0.1, 0.2, -2.0, -1.0, -1.0, -1.0),
         position_max=(0.5, 0.6, -1.0, 1.0, 1.0, 1.0),
         max_speed=(0.4,),
@@ -77,11 +78,11 @@ def test_a_number_that_is_given_wins_for_driver_and_guard(tmp_path: Path) -> Non
     )
     assert given.completed() is given
     assert replace(given, max_speed=(0.0,)).completed().position_min == given.position_min
-    model = load_joint_model(given, "tool0")
+    model = load_joint_model(given)
     assert model.max_speed.tolist() == [0.4] * 6
     np.testing.assert_allclose(JointSolver(model, 0.01).ranges, np.array([given.position_min, given.position_max]).T)
     with pytest.raises(UserError, match=r"joints\.position_min: 6 numbers"):
-        load_joint_model(replace(given, position_min=(0.1, 0.2)), "tool0")
+        load_joint_model(replace(given, position_min=(0.1, 0.2)))
 
 
 def test_joints_may_be_called_otherwise_in_the_model(tmp_path: Path) -> None:
@@ -89,10 +90,11 @@ def test_joints_may_be_called_otherwise_in_the_model(tmp_path: Path) -> None:
         names=tuple(f"left_{each.name}" for each in moved(Z1)),
         model_names=tuple(each.name for each in moved(Z1)),
         model=str(write_urdf(tmp_path / "z1.urdf", Z1)),
+        tool="tool0",
         max_acceleration=(20.0,),
     )
     settings.completed().require("output: position_array")
-    solver = JointSolver(load_joint_model(settings, "tool0"), 0.01)
+    solver = JointSolver(load_joint_model(settings), 0.01)
     at = dict(zip(settings.names, (0.1, 0.5, -0.5, 0.2, 0.3, 0.4), strict=True))
     solver.start(at)
     np.testing.assert_allclose(solver.positions, [*at.values()])
@@ -103,20 +105,22 @@ def test_joints_may_be_called_otherwise_in_the_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"joints\.model_names has 2 names for the 6 of joints\.names"):
         replace(settings, model_names=("joint1", "joint2"))
     with pytest.raises(UserError, match=r"has no joint 'left_joint1'; it has: joint1, .*joints\.model_names"):
-        load_joint_model(replace(settings, model_names=("",)), "tool0")
+        load_joint_model(replace(settings, model_names=("",)))
 
 
 def test_a_limit_that_neither_file_has_is_asked_for_with_both_ways(tmp_path: Path) -> None:
     joints = [replace(each, low=None, high=None, speed=0.0) if each.name == "joint2" else each for each in Z1]
     path = write_urdf(tmp_path / "z1.urdf", joints)
-    settings = JointLimits(names=tuple(each.name for each in moved(Z1)), model=str(path), max_acceleration=(9.0,))
+    settings = JointLimits(
+        names=tuple(each.name for each in moved(Z1)), model=str(path), tool="tool0", max_acceleration=(9.0,)
+    )
     with pytest.raises(UserError, match=r"'joint2' of .* has no range; give joints\.position_min and"):
         settings.completed()
     given = replace(settings, position_min=(-3.0,) * 6, position_max=(3.0,) * 6)
     with pytest.raises(UserError, match=r"needs joints\.max_speed .*<limit velocity>"):
         given.completed().require("output: position_array")
     with pytest.raises(UserError, match=r"joints\.max_speed must be set.*<limit velocity>"):
-        load_joint_model(given, "tool0")
+        load_joint_model(given)
     with pytest.raises(UserError, match=r"joints\.position_min: 6 numbers.*set joints\.model"):
         replace(settings, model="").completed().require("output: position_array")
 

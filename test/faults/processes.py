@@ -257,11 +257,11 @@ def _start(nodes: NodeProcesses, settings: GuardSettings, seed: int, folder: Pat
         model = folder / "arm.xml"
         model.write_text(TABLE_ARM.kinematics(), encoding="utf-8")
         driver |= {"joints.model": str(model), "joints.tool": "pinch", "joints.check_order": False}
-        driver |= {key: motion[key] for key in ("joints.names", "joints.max_speed")}
+        driver |= {key: motion[key] for key in ("joints.names", "joints.max_speed", "joints.max_acceleration")}
     parameters: dict[str, dict[str, Any]] = {
         "policy": clock | {"checkpoint": str(nano_policy()), "base_frame": settings.base_frame},
         "driver": driver,
-        "guard": clock | motion | {"black_box_dir": str(box)},
+        "guard": clock | motion | {"black_box_dir": str(box), "rate_hz": 100.0},  # the arm is in Python
         "sim_robot": {
             "command": output,
             "episodes": 0,

@@ -41,13 +41,13 @@ from specvla_ros.control.guard.guard import Cause, Guard, Refusal, State
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
-    JointModel,
     JointSolver,
     UnreachableError,
     trajectory_point,
 )
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
+from specvla_ros.control.robot_model import JointModel, ToolKinematics
 from specvla_ros.lab.simulation.arms import Arm, choose_arm
 from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
@@ -350,8 +350,8 @@ class Scene:
         fingers = self.arm.gripper
         self._gripper = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
         self._gripped: tuple[float, float] | None = None
-        bounds, speeds = self.settings.limits, self.settings.joints.speeds
-        self._solver = JointSolver(JointModel(kinematics(self.arm), self.arm.joints, "pinch", speeds), CONTROL_DT_S)
+        bounds = self.settings.limits
+        self._solver = JointSolver(self._joint_model(), CONTROL_DT_S)
         follower = ActionFollower(BoundedMotion(bounds), self._gripper, self._history, max_step_rad=1.5)
         self.driver = Driver(
             follower,
@@ -432,10 +432,15 @@ class Scene:
         ahead = trajectory_point(positions, velocities)
         return JointCommand(stamp, self.arm.joints, ahead[None], np.array([TRAJECTORY_AHEAD_S]))
 
+    def _joint_model(self) -> JointModel:
+        limits = self.settings.joints
+        bounds: dict[str, Any] = {"max_acceleration": limits.accelerations, "max_jerk": limits.jerks}
+        return JointModel(kinematics(self.arm), self.arm.joints, "pinch", limits.speeds, **bounds)
+
     # The guard
 
     def _begin_guard(self) -> None:
-        self.guard = Guard(self.settings)
+        self.guard = Guard(self.settings, ToolKinematics(self._joint_model()))
         self._senders = Senders()
         self._said: bool | None = None
         self.states.append((self.time.clocks.steady_s, State.HOLDING))

@@ -71,6 +71,14 @@ class JointPositions:
     names: tuple[str, ...]  # of the joints, more than are commanded perhaps
     positions: np.ndarray  # float64 [joints]
 
+    def of(self, names: tuple[str, ...]) -> np.ndarray | None:
+        """Positions of these joints, float64 [names]; NaN where they are not one each, None: of another part."""
+        if not set(names) <= set(self.names):
+            return None
+        if len(self.positions) != len(self.names):
+            return np.full(len(names), np.nan)
+        return self.positions[[self.names.index(name) for name in names]]
+
 
 @dataclass(frozen=True)
 class Measured:

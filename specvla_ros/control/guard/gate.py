@@ -23,6 +23,7 @@ TOLERANCE = 1.001
 REST = 1e-9
 _NEAR = 0.5  # how near to the robot, as a share of the lead, a driver must be for motion to resume
 _BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the commands, and by their timeout
+RETURN_M = 0.05  # how far outside of the workspace a tool may be, and be brought back by commands; past it, by hand
 _GAIN = 20.0  # 1/s: an error decays in 50 ms where the limits allow it
 _WINDOW_S = 0.05
 _TINY = 1e-12
@@ -99,6 +100,8 @@ class Window(Generic[Place]):
 
 class Gate(ABC):
     """Judges commands of one kind, and makes what goes out. It is called by the guard only, at its rate."""
+
+    return_m = RETURN_M
 
     def __init__(self, settings: GuardSettings, bounds: Bounds, zero: np.ndarray) -> None:
         self._settings, self._bounds = settings, bounds

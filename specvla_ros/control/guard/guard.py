@@ -14,6 +14,7 @@ from specvla_ros.control.guard.robot_state import Obedience, StateRule
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import PoseGate, TwistGate
 from specvla_ros.control.guard.watch import Watch
+from specvla_ros.control.robot_model import ToolKinematics
 
 # How long everything must be well before motion resumes: what fails and heals by turns must not make a robot stutter.
 _QUIET_S = 0.5
@@ -46,14 +47,15 @@ class Guard:
     """Deny by default: nothing goes through unless every condition holds.
 
     Not thread-safe. `tick` is called at the rate of the settings by a steady clock, and everything else as it arrives.
-    Raises UserError for settings with which nothing would be guarded.
+    Raises UserError for settings with which nothing would be guarded. `kinematics`: of the joints that are commanded;
+    None: not known.
     """
 
-    def __init__(self, settings: GuardSettings) -> None:
+    def __init__(self, settings: GuardSettings, kinematics: ToolKinematics | None = None) -> None:
         settings.require()
         self._settings = settings
-        self._gate = _gate(settings)
-        self._watch = Watch(settings)
+        self._gate = _gate(settings, kinematics)
+        self._watch = Watch(settings, self._gate.return_m)
         self._obedience = Obedience(settings.obey_time_s)
         self._override_s = -np.inf  # when the source that outranks the driver was heard last
         self.scale_speed(settings.speed_scale)
@@ -286,10 +288,10 @@ class Guard:
         return State.PASSING
 
 
-def _gate(settings: GuardSettings) -> Gate:
+def _gate(settings: GuardSettings, kinematics: ToolKinematics | None) -> Gate:
     if settings.kind is Output.TWIST:
         return TwistGate(settings)
-    return PoseGate(settings) if settings.kind is Output.POSE else JointGate(settings)
+    return PoseGate(settings) if settings.kind is Output.POSE else JointGate(settings, kinematics)
 
 
 def _gripper_problem(command: GripperCommand, settings: GuardSettings) -> Refusal | None:

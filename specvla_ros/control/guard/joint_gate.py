@@ -11,6 +11,7 @@ from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, Smo
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, text, tool_bounds, within
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
+from specvla_ros.control.robot_model import ToolKinematics
 
 _MOVED = 0.005  # radians or metres, more than an encoder's noise
 _UNANSWERED = 0.03  # radians or metres that a joint may be sent on for ANSWERS_S without moving
@@ -40,13 +41,20 @@ class _Path:
 
 
 class JointGate(SmoothGate[np.ndarray]):
-    """Positions of joints, float64 [joints]; each joint is held to limits of its own."""
+    """Positions of joints, float64 [joints]; each joint is held to limits of its own.
+
+    With `kinematics` the tool that they mean is held to the workspace and to its limit of speed, too; without, it is
+    stopped once it is measured beyond them.
+    """
 
     not_following = "{name} is {away:.3f} from where it was sent"
     too_far_to_resume = "the command for {name} is {away:.3f} from where it is measured, too far to resume"
     ran_away = "the commands for {name} ran away by {away:.3f} from what the limits allow"
 
-    def __init__(self, settings: GuardSettings) -> None:
+    def __init__(self, settings: GuardSettings, kinematics: ToolKinematics | None = None) -> None:
+        self._kinematics = kinematics
+        if kinematics is None:
+            self.return_m = EDGE_M  # which way is back is not known
         joints = settings.joints
         count = len(joints.names)
         lead = np.full(count, settings.max_lead_rad)
@@ -54,7 +62,7 @@ class JointGate(SmoothGate[np.ndarray]):
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
         self._path: _Path  # of the command, while there is one
-        self._tool_bounds = tool_bounds(settings)
+        self._tool_bounds, self._tool_speed = tool_bounds(settings), settings.limits.linear_speed
         self._here: np.ndarray | None = None  # float64 [joints], as measured
         self._unmoved_from: np.ndarray | None = None  # each joint, when it moved last; and where it was sent then
         self._sent_then: np.ndarray | None = None
@@ -88,7 +96,7 @@ class JointGate(SmoothGate[np.ndarray]):
         return super().go(now, dt_s)
 
     def conditions(self, measured: Measured) -> list[Refusal]:
-        found = super().conditions(measured) + self._tool_problems(measured)
+        found = super().conditions(measured) + self._tool_problems(measured) + self._leads_out()
         late = self._unanswered_s > ANSWERS_S
         if self._held or not late.any() or self._sent is None or self._sent_then is None:
             return found
@@ -112,6 +120,22 @@ class JointGate(SmoothGate[np.ndarray]):
         detail = f"the joints move the tool at {speed:.3f} m/s, and limits.linear_speed is {most:g}"
         return [Refusal(Cause.TOOL_TOO_FAST, detail)]
 
+    def _leads_out(self) -> list[Refusal]:
+        """Where the tool that the sent joints mean would come to rest if the stop began now."""
+        if self._kinematics is None or self._sent is None or self._held:
+            return []
+        way = self._velocity * AHEAD_S + stopping_way(self._velocity, self._bounds)
+        rest, limits = self._kinematics.pose_at(self._sent + way[:, 0]).position, self._settings.limits
+        if limits.outside_m(rest) <= EDGE_M:
+            return []
+        if within(rest, limits.widened(self._kinematics.pose_at(self._sent).position, EDGE_M)):
+            return []
+        return [Refusal(Cause.OUTSIDE, f"the joints take the tool to {text(rest)} m, out of the workspace")]
+
+    def scale(self, share: float) -> None:
+        super().scale(share)
+        self._tool_speed = share * self._settings.limits.linear_speed
+
     def halt(self) -> None:
         if self._sent is not None and self._settings.kind is Output.JOINT_TRAJECTORY:
             self._sent = trajectory_point(self._sent, self._velocity[:, 0])  # there the controller went, and holds
@@ -131,6 +155,7 @@ class JointGate(SmoothGate[np.ndarray]):
         if isinstance(positions, Refusal):
             return positions
         refusal = self._problem(positions, command.times_s, measured) or self._jump(positions, elapsed_s)
+        refusal = refusal or self._tool_outside(positions, measured)
         if refusal is not None:
             return refusal
         self._path = _Path(positions, command.times_s, self._sent)
@@ -152,7 +177,22 @@ class JointGate(SmoothGate[np.ndarray]):
         rest = sent + (velocity * dt_s + stopping_way(velocity, self._bounds))[:, 0]
         low, high = np.minimum(self._low, sent), np.maximum(self._high, sent)
         leaves = (rest < low - 1e-9) | (rest > high + 1e-9)
-        return np.where(leaves[:, None], braked(self._velocity, self._bounds, dt_s), velocity)
+        brakes = braked(self._velocity, self._bounds, dt_s)
+        return self._slow_enough(sent, brakes, np.where(leaves[:, None], brakes, velocity))
+
+    def _slow_enough(self, sent: np.ndarray, brakes: np.ndarray, velocity: np.ndarray) -> np.ndarray:
+        """As far from braking to a velocity as the tool's limit of speed allows; whatever lies between is in reach."""
+        if self._kinematics is None:
+            return velocity
+        moves = self._kinematics.tool_moves(sent)
+        slow, more = moves @ brakes[:, 0], moves @ (velocity - brakes)[:, 0]
+        # The largest share for which the tool's speed, |slow + share * more|, is within the limit.
+        room, along, square = self._tool_speed**2 - slow @ slow, slow @ more, more @ more
+        if square + 2 * along <= room:
+            return velocity
+        self._joined = False  # what it falls behind by is not the driver's fault
+        share = (np.sqrt(along**2 + square * room) - along) / square if room > 0 else 0.0
+        return brakes + share * (velocity - brakes)
 
     def _message(self, sent: np.ndarray) -> SentJoints:
         after_s, velocity = TRAJECTORY_AHEAD_S, self._velocity[:, 0]
@@ -204,6 +244,18 @@ class JointGate(SmoothGate[np.ndarray]):
             return None
         detail = f"the command for {self._names[away.argmax()]} is {away.max():.3f} from where it is measured"
         return Refusal(Cause.FAR, f"{detail}; max_lead_rad is {self._settings.max_lead_rad:g}")
+
+    def _tool_outside(self, positions: np.ndarray, measured: Measured) -> Refusal | None:
+        """Whether commanded joints, float64 [points, joints], mean a tool outside; it may come back, no further out."""
+        if self._kinematics is None:
+            return None
+        limits = self._settings.limits
+        here = np.array(limits.workspace_min) if measured.tool is None else measured.tool.position
+        for place in (self._kinematics.pose_at(point).position for point in positions):
+            if not within(place, limits.widened(here, EDGE_M)):
+                detail = f"the joints are commanded to take the tool to {text(place)} m, out of the workspace"
+                return Refusal(Cause.OUTSIDE, detail)
+        return None
 
     def _jump(self, positions: np.ndarray, elapsed_s: float) -> Refusal | None:
         if self._command is None:

@@ -6,7 +6,7 @@ from enum import Enum
 
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.robot_state import StateRule
-from specvla_ros.control.limits import NO_NAMES, JointLimits, Limits
+from specvla_ros.control.limits import NO_NAMES, JointLimits, Limits, ToolSource
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter, section
 
@@ -43,7 +43,12 @@ class GuardSettings:
     joints: JointLimits = section(JointLimits)
     gripper: GripperLimits = section(GripperLimits)
     rate_hz: float = parameter(
-        100.0, "How often a command goes out, on the steady clock.", unit="Hz", minimum=20.0, maximum=500.0
+        250.0,
+        "How often a command goes out, on the steady clock. As often as the robot's controller looks is too seldom: it "
+        "would find none in one turn and two in the next.",
+        unit="Hz",
+        minimum=20.0,
+        maximum=500.0,
     )
     stop_time_s: float = parameter(
         0.2,
@@ -157,12 +162,7 @@ class GuardParameters:
     """Every parameter of the guard's node; none changes while it runs."""
 
     guard: GuardSettings = section(GuardSettings)
-    tool_pose_source: str = parameter(
-        "topic",
-        "Where the tool's measured pose comes from: tf, or the topic tool_pose, which joint_states needs here too.",
-        choices=("topic", "tf", "joint_states"),
-    )
-    tool_frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.")
+    tool: ToolSource = section(ToolSource)
     escalation_service: str = parameter(
         "",
         "Service that is asked when the robot does not obey: std_srvs/Trigger, or ros2_control's switch_controller.",

@@ -8,13 +8,12 @@ import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointPositions, Measured, Stamp, ToolPose
+from specvla_ros.control.guard.gate import RETURN_M
 from specvla_ros.control.guard.robot_state import RobotStates
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.control.guard.tool_gates import EDGE_M, pose_of, text
+from specvla_ros.control.guard.tool_gates import pose_of, text
 from specvla_ros.control.pose import Pose
 
-# How far outside of the workspace a tool may be and still be brought back by commands; past it, by hand.
-_RETURN_M = 0.05  # for joints the guard cannot tell which way is back: there it is EDGE_M
 MAX_FUTURE_S = 0.1  # how far a stamp may lie ahead of the node's clock
 _JUMP_S = 0.25  # how much more than the steady clock the node's may go at once
 # After this process did not run, or a clock jumped, what is still queued is old.
@@ -91,10 +90,13 @@ class Confirmation:
 
 
 class Watch:
-    """Freshness of all that must be heard, by the steady clock, and of stamps, by the node's."""
+    """Freshness of all that must be heard, by the steady clock, and of stamps, by the node's.
 
-    def __init__(self, settings: GuardSettings) -> None:
-        self._settings = settings
+    `return_m`: how far outside of the workspace the tool may be.
+    """
+
+    def __init__(self, settings: GuardSettings, return_m: float = RETURN_M) -> None:
+        self._settings, self._return_m = settings, return_m
         self.clock, self.confirmation, self.robot = ClockWatch(), Confirmation(), RobotStates(settings.state_rules)
         self._button_s: float | None = None  # when the stop button was heard last
         self._button_pressed = False
@@ -150,14 +152,12 @@ class Watch:
 
     def joints(self, message: JointPositions, now: Instant) -> None:
         """Takes measured joints; those that are not commanded do not matter."""
-        names = self._settings.joints.names
-        if not set(names) <= set(message.names):
-            return  # of another part of the robot
+        positions = message.of(self._settings.joints.names)
+        if positions is None:
+            return
         if len(message.positions) != len(message.names):
             self._joints.problem = f"it has {len(message.names)} names and {len(message.positions)} positions"
-            return
-        positions = message.positions[[message.names.index(name) for name in names]]
-        if not np.isfinite(positions).all():
+        elif not np.isfinite(positions).all():
             self._joints.problem = "it holds NaN or infinity"
         elif self._newer(self._joints, message.stamp, now):
             self._positions = positions
@@ -240,7 +240,7 @@ class Watch:
         measured = self.measured(now)
         if measured.tool is None:
             found.append(Refusal(Cause.STATE_MISSING, _silence("tool_pose", self._tool, now)))
-        elif settings.limits.outside_m(measured.tool.position) > (EDGE_M if settings.kind.of_joints else _RETURN_M):
+        elif settings.limits.outside_m(measured.tool.position) > self._return_m:
             where = f"the tool is at {text(measured.tool.position)} m, outside of the workspace"
             found.append(Refusal(Cause.OUTSIDE, f"{where}: bring it back by hand"))
         if settings.kind.of_joints and measured.joints is None:

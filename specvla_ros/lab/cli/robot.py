@@ -19,8 +19,8 @@ from specvla_ros.settings.profiles import Value, merge_parameters
 
 if TYPE_CHECKING:
     from specvla_ros.control.guard.settings import GuardParameters
-    from specvla_ros.control.inverse_kinematics import JointModel
     from specvla_ros.control.limits import Limits
+    from specvla_ros.control.robot_model import JointModel
     from specvla_ros.ros.driver.parameters import DriverParameters
 
 app = typer.Typer()
@@ -143,6 +143,7 @@ def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParamet
         guard = _settings(GuardParameters(), given["guard"], urdf)
         guard = replace(guard, guard=guard.guard.completed())
         guard.guard.require()
+        guard.tool.require(guard.guard.joints)
         stops = f"a stop takes {guard.guard.ramp_s:.3f} s of the {guard.guard.stop_time_s:g} s promised"
         well(f"output {guard.guard.output}; {stops}")
     return driver, guard
@@ -262,10 +263,6 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
             "order",
             "name the controller's node in joints.controller: it is asked for the joints' order before anything is "
             "sent; without it a wrong order is noticed only when the first command moves the wrong joints",
-        )
-    if driver.tool_pose_source == "joint_states":
-        report.note(
-            "tool_pose", "the guard takes tf or the topic: beside joint_states something must publish tool_pose"
         )
 
 

@@ -18,13 +18,13 @@ from specvla_ros.control.follower import ActionFollower, ActionRefusedError
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
-    JointModel,
     JointSolver,
     UnreachableError,
     trajectory_point,
 )
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import PoseHistory
+from specvla_ros.control.robot_model import JointModel
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Point, Twist

@@ -113,7 +113,7 @@ class DriverNode(ManagedNode):
                 chosen.limits,
                 follows_velocity=self._output.follows_velocity,
                 pose_timeout_s=chosen.tool_pose_timeout_s,
-                pose_source=chosen.tool_pose_source,
+                pose_source=chosen.tool.pose_source,
                 start_output=self._start_output,
                 say=self.get_logger().error,
             )
@@ -128,10 +128,10 @@ class DriverNode(ManagedNode):
         chosen = self._chosen
         self._listening.callback(JointInput(self, self._on_joints, self._on_bad).destroy)
         self._pose_source: PoseSource | None = None
-        if chosen.tool_pose_source == "topic":
+        if chosen.tool.pose_source == "topic":
             self._pose_source = PoseTopic(self, chosen.base_frame, self._on_pose, self._on_bad)
-        elif chosen.tool_pose_source == "tf":
-            self._pose_source = PoseFromTf(self, chosen.base_frame, chosen.tool_frame, self._on_pose, self._on_bad)
+        elif chosen.tool.pose_source == "tf":
+            self._pose_source = PoseFromTf(self, chosen.base_frame, chosen.tool.frame, self._on_pose, self._on_bad)
         if self._pose_source is not None:
             self._listening.callback(self._pose_source.destroy)
         actions = self.create_subscription(VlaAction, "action", self._on_action, ACTION)
@@ -158,7 +158,7 @@ class DriverNode(ManagedNode):
 
     def _on_joints(self, stamp_s: float, positions: Mapping[str, float]) -> None:
         self._joints = positions
-        if self._chosen.tool_pose_source != "joint_states" or self._solver is None:
+        if not self._chosen.tool.from_joints or self._solver is None:
             return
         try:
             pose = self._solver.pose_of(positions)

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 
 from specvla_ros.control.follower import Compensation
 from specvla_ros.control.gripper import GripperSettings
-from specvla_ros.control.inverse_kinematics import JointModel, load_joint_model
-from specvla_ros.control.limits import NO_NAMES, Joints, Limits
-from specvla_ros.errors import UserError
+from specvla_ros.control.limits import Joints, Limits, ToolSource
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS
-from specvla_ros.ros.tool_pose import POSE_SOURCES
 from specvla_ros.settings.parameter import check, parameter, section
 
 DRY_RUN = "none"
@@ -17,9 +14,8 @@ DRY_RUN = "none"
 
 @dataclass(frozen=True)
 class JointParameters(Joints):
-    """The arm's joints and its kinematics."""
+    """The arm's joints, and how the order of a position_array is known."""
 
-    tool: str = parameter("", "Name of the tool's site or body in the model.")
     controller: str = parameter(
         "",
         "Node of the controller that takes a position_array, such as /forward_position_controller: it is asked for its "
@@ -30,14 +26,6 @@ class JointParameters(Joints):
         "Without joints.controller: at the first enabling each joint is moved by 0.02 and back, to see that a "
         "position_array is in the controller's order.",
     )
-
-    def load(self) -> JointModel | None:
-        """The robot's kinematics, if a model is named; raises UserError as `load_joint_model` does."""
-        if not self.model:
-            return None
-        if self.names == NO_NAMES:
-            raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
-        return load_joint_model(self, self.tool)
 
 
 @dataclass(frozen=True)
@@ -52,13 +40,7 @@ class DriverParameters:
     )
     rate_hz: float = parameter(100.0, "Control steps per second.", unit="Hz", minimum=50.0, maximum=200.0)
     base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.", basic=True)
-    tool_frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.", basic=True)
-    tool_pose_source: str = parameter(
-        "topic",
-        "Where the tool's measured pose comes from: the topic tool_pose, tf, or joint_states by forward kinematics.",
-        choices=POSE_SOURCES,
-        basic=True,
-    )
+    tool: ToolSource = section(ToolSource)
     tool_pose_timeout_s: float = parameter(
         0.25, "Without a measured pose for this long the tool comes to rest.", unit="s", minimum=0.02, maximum=2.0
     )
@@ -104,5 +86,4 @@ class DriverParameters:
         """Raises UserError for what has to be set before a robot moves."""
         if self.output != DRY_RUN:
             self.limits.require(f"output: {self.output}")
-        if self.tool_pose_source == "joint_states" and not self.joints.model:
-            raise UserError("tool_pose_source: joint_states needs the robot's kinematics; set joints.model")
+        self.tool.require(self.joints)

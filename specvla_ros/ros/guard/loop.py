@@ -39,11 +39,15 @@ class SteadyLoop:
             self._thread.join(_STOP_TIMEOUT_S)
         return not self._thread.is_alive()
 
-    def take_figures(self) -> tuple[np.ndarray, np.ndarray]:
-        """How late each tick since the last call began, and how long it took, float64 [ticks] seconds each."""
+    def take_figures(self) -> dict[str, object]:
+        """Of the ticks since the last call: how many, how late they began and how long they took, in milliseconds."""
         with self._lock:
-            late, self._late_s, took, self._took_s = self._late_s, [], self._took_s, []
-        return np.array(late), np.array(took)
+            late_s, self._late_s, took_s, self._took_s = self._late_s, [], self._took_s, []
+        figures: dict[str, object] = {"ticks": len(late_s)}
+        for name, seconds in (("late", late_s), ("took", took_s)) if late_s else ():
+            for share, percent in (("p50", 50), ("p99", 99), ("max", 100)):
+                figures[f"{name}_{share}_ms"] = f"{np.percentile(seconds, percent) * 1e3:.2f}"
+        return figures
 
     def _run(self) -> None:
         due_s = time.monotonic()

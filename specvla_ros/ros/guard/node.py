@@ -5,29 +5,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
-from geometry_msgs.msg import PoseStamped, TwistStamped
+from geometry_msgs.msg import PoseStamped
 from rclpy.node import Node
 from rclpy.publisher import Publisher
 from rclpy.qos import QoSProfile
 from rclpy.serialization import deserialize_message, serialize_message
 from rclpy.time import Time
 from sensor_msgs.msg import JointState
-from std_msgs.msg import Bool, Empty, Float64, Float64MultiArray, Header, String
+from std_msgs.msg import Bool, Empty, Float64, Header, String
 from std_srvs.srv import Trigger
-from trajectory_msgs.msg import JointTrajectory
 
 from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, Sent, SentTwist
-from specvla_ros.control.guard.guard import Guard, Outcome, State
+from specvla_ros.control.guard.commands import Instant
+from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.guard.settings import GuardParameters, Output
 from specvla_ros.control.pose import Pose
+from specvla_ros.control.robot_model import ToolKinematics
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros import motion_messages as messages
 from specvla_ros.ros.guard.black_box import BlackBox
@@ -63,17 +64,6 @@ _STATES = {
     State.PASSING: GuardState.PASSING,
     State.STOPPED: GuardState.STOPPED,
 }
-_COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
-    Output.POSE: ("pose", PoseStamped, messages.tool_pose),
-    Output.TWIST: ("twist", TwistStamped, messages.twist_command),
-    Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, messages.trajectory_command),
-    Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, messages.array_command),
-}
-_GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {
-    GripperOutput.ARRAY: ("gripper", Float64MultiArray, messages.gripper_array),
-    GripperOutput.TRAJECTORY: ("gripper_trajectory", JointTrajectory, messages.gripper_trajectory),
-    GripperOutput.ACTION: ("gripper", Float64MultiArray, messages.gripper_array),
-}
 
 
 class GuardNode(Node):
@@ -87,7 +77,8 @@ class GuardNode(Node):
         with parameters_declared(self, GuardParameters):
             self._chosen = read_parameters(self, GuardParameters)
             self._settings = self._chosen.guard.completed()
-            self.guard = Guard(self._settings)
+            self._kinematics = self._load_kinematics()
+            self.guard = Guard(self._settings, self._kinematics)
         self._lock = threading.Lock()
         self._senders = Senders()
         self._logged_s: dict[Cause, float] = {}
@@ -96,8 +87,11 @@ class GuardNode(Node):
         self._fault = self._escalation_problem = ""
         directory, seconds = Path(self._chosen.black_box_dir).expanduser(), self._chosen.black_box_s
         self.black_box = BlackBox(directory, seconds, self._chosen.black_box_files) if seconds else None
+        self._tool_topic = self.resolve_topic_name("tool_pose")
+        self._goals: GripperGoals | None = None
         self._inputs: list[str] = []
         self._outputs: list[str] = []
+        self._rules = self._settings.state_rules
         self._subscribe()
         self._escalation = Escalation(self, self._chosen.escalation_service, self._chosen.escalation_controllers)
         self._robot, self._gripper = self._advertise()
@@ -121,25 +115,30 @@ class GuardNode(Node):
         ended = self._loop.stop()
         return (self.black_box is None or self.black_box.close()) and ended
 
+    def _load_kinematics(self) -> ToolKinematics | None:
+        """Where joints take the tool, if that is needed; raises UserError where it is, and cannot be known."""
+        source, joints = self._chosen.tool, self._settings.joints
+        source.require(joints)
+        needed = source.from_joints or (self._settings.kind.of_joints and joints.tool)
+        model = joints.load() if needed else None
+        return None if model is None else ToolKinematics(model)
+
     # What arrives
 
     def _subscribe(self) -> None:
         kind, gripper = self._settings.kind, GripperOutput(self._settings.gripper.output)
-        guard = self.guard
-        name, message_type, read = _COMMANDS[kind]
+        guard, source = self.guard, self._chosen.tool
+        name, message_type, read = messages.COMMANDS[kind]
 
-        def on_command(message: Any, sent_ns: int | None, now: Instant) -> None:
-            guard.command(read(message, sent_ns), now)
+        def on_command(message: Any, sent_ns: int | None, now: Instant, *, override: bool = False) -> None:
+            guard.command(read(message, sent_ns), now, override=override)
 
         self._listen(message_type, f"command/{name}", COMMAND, on_command, alone=True)
         if self._settings.override:
-
-            def on_override(message: Any, sent_ns: int | None, now: Instant) -> None:
-                guard.command(read(message, sent_ns), now, override=True)
-
+            on_override = partial(on_command, override=True)
             self._listen(message_type, f"override/{name}", COMMAND, on_override, alone=True)
         if gripper is not GripperOutput.NONE:
-            name, message_type, read_gripper = _GRIPPERS[gripper]
+            name, message_type, read_gripper = messages.GRIPPERS[gripper]
 
             def on_gripper(message: Any, sent_ns: int | None, now: Instant) -> None:
                 guard.gripper(read_gripper(message), now)
@@ -150,16 +149,22 @@ class GuardNode(Node):
             guard.tool(messages.tool_pose(message, sent_ns), now)
 
         def on_joints(message: JointState, sent_ns: int | None, now: Instant) -> None:
-            guard.joints(messages.joint_positions(message), now)
+            joints = messages.joint_positions(message)
+            guard.joints(joints, now)
+            positions = joints.of(self._settings.joints.names)
+            if source.from_joints and positions is not None and self._kinematics is not None:
+                self._take_pose(self._kinematics.pose_at(positions), message.header.stamp)
 
         def on_action(message: VlaAction, sent_ns: int | None, now: Instant) -> None:
             guard.action(messages.stamp_of(message.header), message.instruction, now)
 
-        if self._chosen.tool_pose_source == "tf":
-            self._listen_to_tf()
-        else:
+        if source.pose_source == "topic":
             self._listen(PoseStamped, "tool_pose", STATE, on_tool, alone=True)
-        if kind.of_joints:
+        else:
+            self._announce(self._tool_topic, PoseStamped)
+        if source.pose_source == "tf":
+            self._listen_to_tf()
+        if kind.of_joints or source.from_joints:
             self._listen(JointState, "joint_states", STATE, on_joints)
         self._listen(VlaAction, "action", ACTION, on_action, alone=True)
         self._listen(Bool, "~/enable", HEARTBEAT, lambda m, s, now: guard.enable(m.data, now), alone=True)
@@ -179,7 +184,7 @@ class GuardNode(Node):
 
     def _listen_to_robot(self) -> None:
         """States that are published when they change are latched, and those published all the time are not."""
-        for rule in self._settings.state_rules:
+        for rule in self._rules:
 
             def on_state(message: Any, sent_ns: int | None, now: Instant, rule: StateRule = rule) -> None:
                 self.guard.robot_state(rule, message)
@@ -188,21 +193,22 @@ class GuardNode(Node):
                 self._listen(state_type(rule), rule.topic, qos, on_state)
 
     def _listen_to_tf(self) -> None:
-        """The measured pose, looked up; the black box gets it as if it had come on `tool_pose`."""
-        name, frame = self.resolve_topic_name("tool_pose"), self._settings.base_frame
-        self._announce(name, PoseStamped)
-
         def on_pose(stamp_s: float, pose: Pose) -> None:
-            message = messages.pose_message(pose, round(stamp_s * 1e9), frame)
-            self._record(name, serialize_message(message))
             with self._lock:
-                self.guard.tool(messages.tool_pose(message, None), self._now())
+                self._take_pose(pose, Time(nanoseconds=round(stamp_s * 1e9)).to_msg())
 
         def on_bad(problem: str) -> None:
             self.get_logger().error(problem, throttle_duration_sec=_LOG_PERIOD_S)
 
-        source = PoseFromTf(self, frame, self._chosen.tool_frame, on_pose, on_bad)
+        source = PoseFromTf(self, self._settings.base_frame, self._chosen.tool.frame, on_pose, on_bad)
         self.create_timer(_LOOK_S, source.look, clock=STEADY)
+
+    def _take_pose(self, pose: Pose, stamp: Any) -> None:
+        """A measured pose that no message told; the black box gets it as if it had come on `tool_pose`."""
+        message = messages.pose_message(pose, 0, self._settings.base_frame)
+        message.header.stamp = stamp
+        self._record(self._tool_topic, serialize_message(message))
+        self.guard.tool(messages.tool_pose(message, None), self._now())
 
     def _on_speed_scale(self, message: Float64, sent_ns: int | None, now: Instant) -> None:
         if not self.guard.scale_speed(message.data):
@@ -260,16 +266,18 @@ class GuardNode(Node):
 
     # What goes out
 
-    def _advertise(self) -> tuple[Any, Any]:
-        name, message_type, _ = _COMMANDS[self._settings.kind]
+    def _advertise(self) -> tuple[Callable[[Any], None], Callable[[float], None] | None]:
+        name, message_type, _ = messages.COMMANDS[self._settings.kind]
         robot = self._publisher(message_type, f"~/{name}")
-        gripper = GripperOutput(self._settings.gripper.output)
-        if gripper is GripperOutput.NONE:
+        gripper = self._settings.gripper
+        if gripper.output == GripperOutput.NONE.value:
             return robot, None
-        if gripper is GripperOutput.ACTION:
-            return robot, GripperGoals(self).send
-        name, message_type, _ = _GRIPPERS[gripper]
-        return robot, self._publisher(message_type, f"~/{name}")
+        if gripper.output == GripperOutput.ACTION.value:
+            self._goals = GripperGoals(self)
+            return robot, self._goals.send
+        name, message_type, _ = messages.GRIPPERS[GripperOutput(gripper.output)]
+        send = self._publisher(message_type, f"~/{name}")
+        return robot, lambda position: send(messages.gripper_message(position, gripper))
 
     def _publisher(self, message_type: type, topic: str) -> Callable[[Any], None]:
         publisher: Publisher = self.create_publisher(message_type, topic, COMMAND)
@@ -288,33 +296,16 @@ class GuardNode(Node):
         with self._lock:
             now = self._now()
             outcome = self.guard.tick(now)
-        self._send(outcome, now.clock_ns)
+        if outcome.sent is not None:
+            self._robot(messages.sent_message(outcome.sent, self._settings, now.clock_ns))
+        if outcome.gripper is not None and self._gripper is not None:
+            self._gripper(outcome.gripper)
         if outcome.disobeyed:
             self.get_logger().error(f"the robot does not obey: {self._escalation.ask()}")
+        if outcome.stopped is not None and self._goals is not None:
+            self._goals.forget()
         if outcome.stopped is not None and self.black_box is not None:
             self.black_box.stop(outcome.stopped.cause.value, outcome.stopped.detail)
-
-    def _send(self, outcome: Outcome, clock_ns: int) -> None:
-        gripper = self._settings.gripper
-        if outcome.sent is not None:
-            self._robot(self._message(outcome.sent, clock_ns))
-        if outcome.gripper is not None:
-            if gripper.output == GripperOutput.ACTION.value:
-                self._gripper(outcome.gripper)
-            elif gripper.output == GripperOutput.ARRAY.value:
-                self._gripper(Float64MultiArray(data=[outcome.gripper]))
-            else:
-                self._gripper(messages.gripper_trajectory_message(outcome.gripper, gripper.joint))
-
-    def _message(self, sent: Sent, clock_ns: int) -> TwistStamped | PoseStamped | JointTrajectory | Float64MultiArray:
-        settings = self._settings
-        if isinstance(sent, SentTwist):
-            return messages.twist_message(sent.velocity, clock_ns, settings.base_frame)
-        if isinstance(sent, Pose):
-            return messages.pose_message(sent, clock_ns, settings.base_frame)
-        if settings.kind is Output.POSITION_ARRAY:
-            return messages.array_message(sent.positions)
-        return messages.trajectory_message(settings.joints.names, sent.positions, sent.velocities, sent.after_s)
 
     def _on_fault(self, trace: str) -> None:
         """Zero is right for a twist whatever went wrong; positions are held by who got the last one."""
@@ -337,8 +328,7 @@ class GuardNode(Node):
 
     def _look_for_sources(self) -> None:
         problem = sources_problem(self, self._inputs, self._outputs)
-        topics = {rule.topic for rule in self._settings.state_rules}
-        gone = frozenset(topic for topic in topics if not self.count_publishers(topic))
+        gone = frozenset(rule.topic for rule in self._rules if not self.count_publishers(rule.topic))
         self._escalation_problem = self._escalation.look()
         with self._lock:
             self.guard.sources(problem)
@@ -366,24 +356,17 @@ class GuardNode(Node):
             guard = self.guard
             state, reason, stalls = guard.state, guard.reason, guard.stalls
             counts, last = dict(guard.tally.counts), guard.tally.last
-        values = {f"refused_{cause.value}": counts.get(cause, 0) for cause in Cause}
         said = f"{last.cause.value}: {last.detail}" if last is not None else "(none)"
-        what = f"{state.value}: {reason}" if reason else state.value
-        values_and_scale = {"last_cause": said, "speed_scale": guard.speed_scale, **values}
+        values: dict[str, object] = {"last_cause": said, "speed_scale": guard.speed_scale}
+        values |= {f"refused_{cause.value}": counts.get(cause, 0) for cause in Cause}
         if self._escalation_problem:
-            values_and_scale["escalation"] = self._escalation_problem
-        gate = make_status(_LEVELS[state], what, values_and_scale)
+            values["escalation"] = self._escalation_problem
+        gate = make_status(_LEVELS[state], f"{state.value}: {reason}" if reason else state.value, values)
         return {"gate": gate, "loop": self._loop_status(stalls), **self._black_box_status()}
 
     def _loop_status(self, stalls: int) -> DiagnosticStatus:
-        late_s, took_s = self._loop.take_figures()
         fault, self._fault = self._fault, ""
-        values: dict[str, object] = {"scheduling": self._scheduling, "ticks": len(late_s), "stalls": stalls}
-        if len(late_s):
-            for name, seconds in (("late", late_s), ("took", took_s)):
-                values[f"{name}_p50_ms"] = f"{np.median(seconds) * 1e3:.2f}"
-                values[f"{name}_p99_ms"] = f"{np.percentile(seconds, 99) * 1e3:.2f}"
-                values[f"{name}_max_ms"] = f"{seconds.max() * 1e3:.2f}"
+        values = {"scheduling": self._scheduling, "stalls": stalls, **self._loop.take_figures()}
         if fault:
             return make_status(DiagnosticStatus.ERROR, f"the loop went on after a fault: {fault}", values)
         return make_status(DiagnosticStatus.OK, "the loop runs", values)

@@ -21,9 +21,12 @@ def state_type(rule: StateRule) -> type:
     try:
         found: type = getattr(importlib.import_module(f"{package}.msg"), name)
     except (ImportError, AttributeError):
-        apt = f"apt install ros-$ROS_DISTRO-{package.replace('_', '-')}"
-        raise UserError(f"robot_states names {rule.message_type}, which is not installed; {apt}") from None
+        raise UserError(f"robot_states names {rule.message_type}, which is not installed; {_apt(package)}") from None
     return found
+
+
+def _apt(package: str) -> str:
+    return f"apt install ros-$ROS_DISTRO-{package.replace('_', '-')}"
 
 
 class GripperGoals:
@@ -38,11 +41,15 @@ class GripperGoals:
         except ImportError:
             raise UserError(
                 "gripper.output: action needs the package control_msgs, which is not installed; "
-                "apt install ros-$ROS_DISTRO-control-msgs, or set gripper.output to array or trajectory"
+                f"{_apt('control_msgs')}, or set gripper.output to array or trajectory"
             ) from None
         self._goal: Callable[[], Any] = GripperCommand.Goal
         self._client: Any = ActionClient(node, GripperCommand, "~/gripper_command")
         self._sent: float | None = None
+
+    def forget(self) -> None:
+        """Motion ended: a hand may open or close it meanwhile, so that the same position is a new goal."""
+        self._sent = None
 
     def send(self, position: float) -> None:
         if position == self._sent or not self._client.server_is_ready():
@@ -73,7 +80,10 @@ class Escalation:
             return f"escalation_service {self._service} does not exist yet"
         kind: Any = Trigger
         if SWITCH in types:
-            kind = importlib.import_module("controller_manager_msgs.srv").SwitchController
+            try:
+                kind = importlib.import_module("controller_manager_msgs.srv").SwitchController
+            except ImportError:
+                return f"escalation_service is a {SWITCH}, which is not installed; {_apt('controller_manager_msgs')}"
             self._make = lambda: kind.Request(deactivate_controllers=self._controllers, strictness=1)
         self._client = self._node.create_client(kind, self._service)
         return ""

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands to joints are guarded as those to the tool are: by what the joints and the tool are measured to do."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from support.guarding import HOME, JOINTS, LIMITS, Rig, rig, settings
 
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, SentJoints, Stamp
-from specvla_ros.control.guard.guard import State
+from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.joint_gate import JointGate, _Path
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S
+from specvla_ros.control.pose import Pose
+from specvla_ros.control.robot_model import ToolKinematics
 
 OUTPUTS = ("joint_trajectory", "position_array")
 SLOW, FAST = 0.3, 1.0  # rad/s
@@ -222,3 +227,148 @@ def test_a_hand_may_move_the_tool_fast_while_motion_is_held(output: str) -> None
         each.tool = each.tool + np.array([0.0, 0.0045, 0.0])
         each.run(0.01, without=["enable", "command"])
     assert not each.guard.tally.counts[Cause.TOOL_TOO_FAST]
+
+
+class TwoLinks(ToolKinematics):
+    """An arm in a plane, of 0.2 m each, whose tool is at HOME while it is stretched; by hand, without MuJoCo."""
+
+    def __init__(self) -> None:
+        pass
+
+    def pose_at(self, positions: np.ndarray) -> Pose:
+        shoulder, both = positions[0], positions.sum()
+        x, y = np.cos(shoulder) + np.cos(both), np.sin(shoulder) + np.sin(both)
+        return Pose(np.array([0.1 + 0.2 * x, 0.2 * y, HOME[2]]), np.eye(3))
+
+    def tool_moves(self, positions: np.ndarray) -> np.ndarray:
+        shoulder, both = positions[0], positions.sum()
+        elbow = 0.2 * np.array([-np.sin(both), np.cos(both), 0.0])
+        return np.stack([0.2 * np.array([-np.sin(shoulder), np.cos(shoulder), 0.0]) + elbow, elbow], axis=1)
+
+
+ARM = TwoLinks()
+
+
+class ArmRig(Rig):
+    """A rig whose tool is where its joints take it, and whose driver stays there."""
+
+    def command(self) -> Any:
+        return order(self, self.joints)
+
+    def hear(self, *given: Any, **named: Any) -> None:
+        self.tool = ARM.pose_at(self.joints).position
+        super().hear(*given, **named)
+
+
+def arm_rig(output: str, shoulder: float = 0.0, **changes: Any) -> ArmRig:
+    return ArmRig(Guard(settings(output, **changes), ARM), output, joints=np.array([shoulder, 0.0]))
+
+
+def order(each: Rig, positions: np.ndarray) -> JointCommand:
+    if each.output == "position_array":
+        return JointCommand(Stamp(None), None, positions[None], np.zeros(1))
+    return JointCommand(Stamp(each.clock_ns), None, positions[None], np.array([0.01]))
+
+
+def send_on(each: Rig, speeds: tuple[float, float], seconds: float) -> tuple[np.ndarray, np.ndarray]:
+    """A driver that sends the joints on at these speeds; what went out, [ticks, 2], and its tool, [ticks, 3]."""
+    target, sent = each.joints.copy(), [each.joints.copy()]
+    for _ in range(round(seconds * 100)):
+        target = target + 0.01 * np.array(speeds)
+        each.advance(0.01)
+        each.hear(command=order(each, target))
+        each.tick()
+        sent.append(each.joints.copy())
+    return np.array(sent), np.array([ARM.pose_at(joints).position for joints in sent])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("speeds", [(0.9, 0.0), (0.0, 1.5), (0.8, 0.8), (-0.9, 0.1)])
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_joints_that_are_commanded_within_their_limits_move_the_tool_within_its_own(
+    output: str, speeds: tuple[float, float], share: float
+) -> None:
+    each = arm_rig(output)
+    each.until_passing()
+    each.guard.scale_speed(share)
+    joints, tools = send_on(each, speeds, 0.3)
+    assert each.guard.state is State.PASSING
+    tool_speeds = np.linalg.norm(np.diff(tools, axis=0), axis=1) / 0.01
+    most = share * LIMITS.linear_speed
+    assert 0.98 * most < tool_speeds.max() < 1.01 * most, "as fast as it may, and no faster"
+    velocities = np.diff(joints, axis=0) / 0.01
+    assert (np.abs(velocities) <= np.array(JOINTS.max_speed) + 1e-9).all()
+    assert (np.abs(np.diff(velocities, axis=0)) / 0.01 <= np.array(JOINTS.max_acceleration) + 1e-6).all()
+
+
+def test_a_tool_that_is_commanded_too_fast_falls_behind_and_goes_on_by_itself() -> None:
+    each = arm_rig("position_array", -1.2)
+    each.until_passing()
+    send_on(each, (0.9, 0.0), 2.0)
+    assert set(each.guard.tally.counts) <= {Cause.FAR, Cause.DRIVER_SILENT} and each.guard.tally.counts[Cause.FAR]
+    each.until_passing()
+
+
+def test_a_tool_that_is_slow_enough_is_not_slowed() -> None:
+    known, unknown = arm_rig("position_array"), ArmRig(rig("position_array").guard, "position_array")
+    for each in (known, unknown):
+        each.until_passing()
+        send_on(each, (0.3, 0.2), 0.5)
+    assert known.joints[0] > 0.1
+    np.testing.assert_allclose(known.joints, unknown.joints, atol=1e-12)
+
+
+def judged(shoulder: float, commanded: float, *, known: bool = True) -> Refusal | None:
+    """What is said of a command, with the arm's shoulder at a place."""
+    gate = JointGate(settings("position_array"), ARM if known else None)
+    here = np.array([shoulder, 0.0])
+    measured = Measured(ARM.pose_at(here), here, np.zeros(3))
+    return gate.take(command((commanded, 0.0), times_s=(0.0,)), measured, Instant(50.0, 10**9))
+
+
+@pytest.mark.parametrize(
+    ("shoulder", "commanded", "passes"),
+    [
+        (1.2, 1.3, True),  # x 0.207 of 0.2 m
+        (1.2, 1.33, True),  # x 0.195, at the edge
+        (1.2, 1.36, False),  # x 0.184
+        (1.36, 1.34, True),  # back
+        (1.36, 1.36, True),
+        (1.36, 1.4, False),  # further out
+        (1.36, 1.0, True),
+    ],
+)
+def test_the_tool_that_commanded_joints_mean_is_in_the_workspace_or_on_its_way_back(
+    shoulder: float, commanded: float, passes: bool
+) -> None:
+    refusal = judged(shoulder, commanded)
+    assert (refusal is None) is passes
+    assert refusal is None or (refusal.cause is Cause.OUTSIDE and "take the tool to" in refusal.detail)
+    assert judged(shoulder, commanded, known=False) is None, "only who knows the kinematics can tell"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_tool_outside_is_brought_back_by_joints_whose_kinematics_are_known(output: str) -> None:
+    each = arm_rig(output, 1.4)  # 3 cm outside
+    each.until_passing()
+    send_on(each, (-0.2, 0.0), 0.6)
+    assert each.guard.state is State.PASSING and each.joints[0] < 1.32
+    far = arm_rig(output, 1.5)  # 7 cm
+    far.run(1.0)
+    assert "bring it back by hand" in far.guard.reason
+
+
+def test_a_way_between_two_places_inside_that_leads_outside_is_stopped_before() -> None:
+    """The shoulder swings the stretched arm past a wall: both ends are inside, and the middle is 2 cm outside."""
+    wall = replace(LIMITS, workspace_max=(0.48, 0.4, 0.6))
+    each = arm_rig("joint_trajectory", -0.5, limits=wall, max_lead_rad=2.0)
+    each.until_passing()
+    far_x = 0.0
+    for tick in range(300):
+        each.advance(0.01)
+        points = np.array([[tick / 300 - 0.5, 0.0], [0.5, 0.0]])
+        each.hear(command=JointCommand(Stamp(each.clock_ns), None, points, np.array([0.01, 3.02 - 0.01 * tick])))
+        each.tick()
+        far_x = max(far_x, ARM.pose_at(each.joints).position[0])
+    assert each.guard.tally.counts[Cause.OUTSIDE] and far_x < 0.491
+    assert not any(cause.latches for cause in each.guard.tally.counts)

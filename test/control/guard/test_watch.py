@@ -10,6 +10,7 @@ from support.guarding import BASE, HOME, JOINTS, LIMITS, START_NS, UPRIGHT, sett
 
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointPositions, Stamp, ToolPose
+from specvla_ros.control.guard.guard import _gate
 from specvla_ros.control.guard.watch import ClockWatch, Confirmation, Watch
 
 BEGUN_S = 50.0
@@ -172,7 +173,7 @@ def test_a_pose_that_cannot_be_read_is_missing_at_once_and_until_the_next_one() 
 @pytest.mark.parametrize(("output", "edge_m"), [("twist", 0.05), ("pose", 0.05), ("joint_trajectory", 0.01)])
 def test_a_tool_outside_of_the_workspace_may_come_back_from_its_edge_alone(output: str, edge_m: float) -> None:
     for out_m, outside in ((0.9 * edge_m, False), (1.1 * edge_m, True)):
-        watch = Watch(settings(output))
+        watch = Watch(settings(output), _gate(settings(output), None).return_m)
         watch.tool(pose(0.0, LIMITS.workspace_max[1] + out_m), at(0.0))
         assert (Cause.OUTSIDE in causes(watch.problems(at(0.0)))) is outside
 

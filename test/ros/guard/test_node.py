@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import rclpy
 import yaml
 from geometry_msgs.msg import TwistStamped
 from lifecycle_msgs.msg import State as RobotMode
+from mcap.reader import make_reader
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.time import Time
 from rosgraph_msgs.msg import Clock
@@ -31,6 +33,7 @@ from specvla_ros.control.guard.guard import State
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState
+from specvla_ros.ros.guard.robot import SWITCH
 from specvla_ros.ros.qos import CLOCK, COMMAND, LATCHED_STATE, STATE
 
 
@@ -343,7 +346,9 @@ def test_who_outranks_the_driver_is_followed_while_it_speaks() -> None:
         each.until(lambda: not heard[-1].overridden)
 
 
-def test_a_gripper_of_actions_gets_each_position_as_one_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def goals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Positions of a gripper's goals, in place of control_msgs and a gripper's action."""
     sent: list[float] = []
     goal = lambda: SimpleNamespace(command=SimpleNamespace(position=None))  # noqa: E731
     client = SimpleNamespace(
@@ -353,12 +358,39 @@ def test_a_gripper_of_actions_gets_each_position_as_one_goal(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "control_msgs", SimpleNamespace(action=actions))
     monkeypatch.setitem(sys.modules, "control_msgs.action", actions)
     monkeypatch.setattr("specvla_ros.ros.guard.robot.ActionClient", lambda *given: client)
+    return sent
+
+
+def test_a_gripper_of_actions_gets_each_position_as_one_goal(goals: list[float]) -> None:
     with scene("twist", gripper__output="action") as each:
         each.start()
         for position in (0.03, 0.03, 0.03, 0.0):
             each.grippers.publish(Float64MultiArray(data=[position]))
-            each.until(partial(sent.__contains__, position))
-        assert sent == [0.03, 0.0]
+            each.until(partial(goals.__contains__, position))
+        assert goals == [0.03, 0.0]
+
+
+def test_a_gripper_that_somebody_opened_during_a_hold_is_closed_again_by_the_same_position(goals: list[float]) -> None:
+    with scene("twist", gripper__output="action") as each:
+        each.start()
+        for count in (1, 2):
+            each.grippers.publish(Float64MultiArray(data=[0.0]))
+            each.until(lambda: len(goals) == count)  # noqa: B023 (called before it changes)
+            each.silent = {"enable"}
+            each.until_stopped("not_enabled")
+            each.silent = set()
+            each.start()
+        assert goals == [0.0, 0.0]
+
+
+def test_a_service_that_switches_controllers_without_its_package_is_told_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with scene("twist", escalation_service="/switch") as each:
+        monkeypatch.setattr(each.guard, "get_service_names_and_types", lambda: [("/switch", [SWITCH])])
+        monkeypatch.setitem(sys.modules, "controller_manager_msgs.srv", None)
+        each.until(lambda: "apt install ros-$ROS_DISTRO-controller-manager-msgs" in each.guard._escalation_problem)
+        assert "no /switch" in each.guard._escalation.ask()
 
 
 def test_a_gripper_of_actions_whose_package_is_missing_is_refused_with_the_command() -> None:
@@ -443,13 +475,61 @@ def as_yaml(**changes: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
 
 
-def test_ranges_and_speeds_that_are_not_given_are_those_of_the_model(tmp_path: Path) -> None:
+ARM = [
+    Joint("shoulder_pan", "base", "upper", axis=(0, 0, 1), low=-2.0, high=2.0, speed=1.0),
+    Joint("elbow_lift", "upper", "fore", axis=(0, 1, 0), low=-0.1, high=0.1, speed=2.0),
+]
+
+
+@pytest.mark.parametrize("output", ["twist", "joint_trajectory"])
+def test_the_tool_is_measured_by_the_joints_where_nobody_tells_its_pose(tmp_path: Path, output: str) -> None:
+    """An arm whose first joint turns about a column in the middle of the workspace, with its hand 0.1 m away."""
     arm = [
-        Joint("shoulder_pan", "base", "upper", axis=(0, 0, 1), low=-2.0, high=2.0, speed=1.0),
-        Joint("elbow_lift", "upper", "fore", axis=(0, 1, 0), low=-0.1, high=0.1, speed=2.0),
+        Joint("column", "base", "post", xyz=(0.5, 0.0, 0.3)),
+        Joint("shoulder", "post", "upper", axis=(0, 0, 1), low=-2.0, high=2.0, speed=1.0),
+        Joint("elbow", "upper", "fore", axis=(0, 0, 1), low=-2.0, high=2.0, speed=2.0),
+        Joint("hand", "fore", "tool0", xyz=(0.1, 0.0, 0.0)),
     ]
+    given = {"joints__model": str(write_urdf(tmp_path / "arm.urdf", arm)), "joints__tool": "tool0"}
+    box = {"black_box_s": 60.0, "black_box_dir": str(tmp_path / "box")}
+    with scene(output, tool_pose_source="joint_states", **given, **box) as each:
+        each.silent = {"tool"}
+        right, at = each.joint_state, {"turn": 0.0}
+        if output == "twist":  # to and fro, as the pose of the scene goes
+            each.joint_state = lambda: turned(right(), abs(time.monotonic() % 2 - 1) * 0.3)  # type: ignore[method-assign]
+        each.start()
+        tool = each.guard.guard._watch.measured(each.guard._now()).tool
+        assert tool is not None and np.linalg.norm(tool.position - [0.5, 0.0, 0.3]) == pytest.approx(0.1)
+        each.joint_state = lambda: each.header(JointState(name=["finger"], position=[0.0]))  # type: ignore[method-assign]
+        each.until_stopped("state_missing")
+        each.joint_state = lambda: turned(right(), float("nan"))  # type: ignore[method-assign]
+        each.until_stopped("tool_pose: it holds NaN")
+        each.joint_state = lambda: turned(right(), at["turn"])  # type: ignore[method-assign]
+        each.until(lambda: each.guard.guard._watch.measured(each.guard._now()).tool is not None)
+        at["turn"] = 0.45
+        each.until(lambda: each.guard.guard.tally.counts[Cause.POSE_LEAPS])
+        each.until(lambda: list((tmp_path / "box").glob("*.mcap")))
+    with next((tmp_path / "box").glob("*.mcap")).open("rb") as file:
+        summary = make_reader(file).get_summary()
+    assert summary is not None and summary.statistics is not None
+    counts = {summary.channels[key].topic: n for key, n in summary.statistics.channel_message_counts.items()}
+    assert counts["/tool_pose"] > 0 and counts["/joint_states"] > 0, "the stop can be measured"
+
+
+def turned(message: JointState, shoulder: float) -> JointState:
+    message.position[0] += shoulder
+    return message
+
+
+def test_a_tool_that_is_measured_by_the_joints_needs_their_model() -> None:
+    with pytest.raises(UserError, match=r"set joints\.model"), scene("twist", tool_pose_source="joint_states"):
+        pass
+    rclpy.try_shutdown()
+
+
+def test_ranges_and_speeds_that_are_not_given_are_those_of_the_model(tmp_path: Path) -> None:
     given = {
-        "joints__model": str(write_urdf(tmp_path / "arm.urdf", arm)),
+        "joints__model": str(write_urdf(tmp_path / "arm.urdf", ARM)),
         "joints__model_names": ["shoulder_pan", "elbow_lift"],
         "joints__max_speed": [0.0],
         "joints__position_min": [0.0],
