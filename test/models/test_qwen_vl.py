@@ -186,6 +186,7 @@ def test_vla0_writes_what_transformers_does_in_every_mode(vla0: QwenVLTarget) ->
     check_all_modes(vla0)
 
 
+@pytest.mark.nightly
 def test_starvla_writes_what_transformers_does_in_every_mode(starvla: QwenVLTarget) -> None:
     assert starvla.cameras == ("image", "wrist") and starvla.codec.horizon == 4
     check_hidden_states(starvla)

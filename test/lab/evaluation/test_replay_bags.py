@@ -71,11 +71,12 @@ def test_a_folder_of_real_bags_gives_one_report(
     assert written["bags"][name]["mean_abs_error"] == pytest.approx(alone.mean_abs_error)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "where",
     (
         pytest.param({"workers": 2}, id="processes"),
-        pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
+        pytest.param({"workers": 2, "ray": "local"}, id="ray"),
     ),
 )
 def test_a_killed_worker_changes_nothing(
