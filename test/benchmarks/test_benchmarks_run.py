@@ -140,6 +140,7 @@ def test_kernels_and_stages_have_bounds(tmp_path: Path):
     assert rows["whole forward", "prompt of 290"]["operations"] > 4 * 2 * 290 * (4 * 256 + 3 * 688) * 256
 
 
+@pytest.mark.nightly
 def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
     target = write_text_model(tmp_path / "target", positions=128, end=49)
     options = ["--target", target, "--draft", target, "--tokens", 12, "--lengths", 5, "--per-kind", 1]
@@ -226,6 +227,7 @@ def test_a_trace_of_chunks_takes_the_forwards_that_were_recorded(nodes: int):
     assert lengths.mean < nodes
 
 
+@pytest.mark.nightly
 def test_a_larger_tree_takes_fewer_forwards_of_the_same_answers(tmp_path: Path):
     small = ["--policies", "fast", "--nodes", "8,32", "--frames", 6]
     found = run("benchmarks.speculation.draft_nodes", tmp_path / "out.json", *small)["policies"]["fast"]

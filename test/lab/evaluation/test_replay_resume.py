@@ -64,6 +64,7 @@ def test_an_interrupted_replay_decodes_only_what_is_missing(
         check_replay(path, out)
 
 
+@pytest.mark.nightly
 def test_a_killed_replay_goes_on(tmp_path: Path) -> None:
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     write_checkpoint(checkpoint, seed=5)
