@@ -86,3 +86,8 @@ class Observation:
         if len(self.cameras) > 1:
             raise UserError(f"one camera image is needed, got {len(self.cameras)}: {', '.join(self.cameras)}")
         return next(iter(self.cameras.values()))
+
+
+def normalise_instruction(instruction: str) -> str:
+    """Lower case, single spaces, no full stop: to compare with taught instructions."""
+    return " ".join(instruction.lower().split()).rstrip(" .!")

@@ -14,6 +14,7 @@ from attacks.guard import attack_guard, attack_pairs
 from attacks.images import attack_images
 from attacks.tally import Silent, Tally
 from support.checkpoints import shard, write_checkpoint
+from support.nightly import nightly_but
 
 from specvla_ros.errors import UserError
 
@@ -75,7 +76,9 @@ def test_commands(tmp_path: Path) -> None:
     assert not tally.failures, "\n".join(tally.failures)
 
 
-@pytest.mark.parametrize("attack", [attack_driver, attack_guard, attack_pairs])
+@pytest.mark.parametrize(
+    "attack", nightly_but(lambda attack: attack is attack_guard, [attack_driver, attack_guard, attack_pairs])
+)
 def test_nodes_of_a_robot(tmp_path: Path, attack: Callable[..., Tally]) -> None:
     tally = attack(tmp_path, int(os.environ["ROS_DOMAIN_ID"]), limit=3, seed=1)
     assert tally.tried >= 3

@@ -48,6 +48,7 @@ def test_the_papers_threshold_is_the_papers_preset():
     assert threshold(3).acceptance.bins == (3,) and threshold(3).acceptance.gripper_bins == 3
 
 
+@pytest.mark.nightly
 def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
     chosen = ["--quantization", "none,w8a8", "--tokens", 9, "--formats-only", "--actions", 1, "--repeats", 1]
     result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", *chosen)
@@ -98,6 +99,7 @@ def test_formats_are_held_against_float32(tmp_path: Path):
     assert all(formats[name]["agreement"]["same_tokens"] < plain["tokens"] for name in ("int4", "fp8"))
 
 
+@pytest.mark.nightly
 def test_sensitivity_covers_every_length(tmp_path: Path):
     grid = ["--tokens", "3,9", "--prompts", "40", "--actions", 2, "--repeats", 1]
     points = run("benchmarks.speed.sensitivity", tmp_path / "out.json", *grid)["sizes"]["tiny"]["points"]
@@ -118,6 +120,7 @@ def test_layouts_of_keys_and_values_finish_with_the_same_tokens(tmp_path: Path):
     assert moved == {"naive": row * (290 + 291 + 292), "shift": row * (290 + 291), "slots": 0}
 
 
+@pytest.mark.nightly
 def test_kernels_and_stages_have_bounds(tmp_path: Path):
     tiny = run("benchmarks.speed.kernels", tmp_path / "out.json", "--repeats", 1)["sizes"]["tiny"]
     rows = {(row["name"], row["batch"]): row for row in tiny["rows"]}
@@ -137,6 +140,7 @@ def test_kernels_and_stages_have_bounds(tmp_path: Path):
     assert rows["whole forward", "prompt of 290"]["operations"] > 4 * 2 * 290 * (4 * 256 + 3 * 688) * 256
 
 
+@pytest.mark.nightly
 def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
     target = write_text_model(tmp_path / "target", positions=128, end=49)
     options = ["--target", target, "--draft", target, "--tokens", 12, "--lengths", 5, "--per-kind", 1]
@@ -223,6 +227,7 @@ def test_a_trace_of_chunks_takes_the_forwards_that_were_recorded(nodes: int):
     assert lengths.mean < nodes
 
 
+@pytest.mark.nightly
 def test_a_larger_tree_takes_fewer_forwards_of_the_same_answers(tmp_path: Path):
     small = ["--policies", "fast", "--nodes", "8,32", "--frames", 6]
     found = run("benchmarks.speculation.draft_nodes", tmp_path / "out.json", *small)["policies"]["fast"]

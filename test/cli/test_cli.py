@@ -362,6 +362,7 @@ def test_an_image_that_is_a_bomb_or_a_program_is_not_opened(tmp_path: Path, name
         _read_image(tmp_path / name)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     """Files may have some kB each, as on a disk that fills up."""
     device = tmp_path / "device.json"

@@ -15,6 +15,7 @@ import pytest
 from support.checkpoints import load_openvla, with_sensors
 from support.draft_heads import policy_with_random_head, write_random_head
 from support.draft_models import FOLDER, with_model, write_draft_model
+from support.nightly import nightly_but
 from support.paths import ORACLES
 from support.random_checkpoint import write_random_checkpoint
 from support.random_chunks import any_chunks
@@ -217,7 +218,7 @@ def engine_of(kind: str, target: Target, draft: str, **mode: Any) -> Engine:
     return Engine(target, replace(settings, draft=adjusted(settings.draft, model=str(target.directory))))
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", nightly_but(lambda draft: draft in ("head", "several"), DRAFTS))
 def test_strict_speculation_equals_plain_decoding(
     kind: str, draft: str, made: dict[str, Target], expected: dict[str, list[tuple[Any, ...]]]
 ) -> None:

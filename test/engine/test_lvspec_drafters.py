@@ -164,7 +164,7 @@ def test_every_forward_commits_what_the_equations_say(policy: Target, drafter: s
     assert whys == {AcceptReason.TARGET, AcceptReason.EXACT, AcceptReason.IRRELEVANT, AcceptReason.SHIFTED}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", nightly_but(lambda drafter: drafter == next(iter(DRAFTERS)), DRAFTERS))
 def test_with_nothing_loosened_it_is_plain_decoding(policy: Target, drafter: str) -> None:
     plain = EngineSettings(max_reasoning_tokens=LONGEST_TEXT)
     strict = engine_settings_from(

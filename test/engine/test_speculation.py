@@ -121,17 +121,20 @@ def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data
 
 @pytest.mark.parametrize(
     "draft",
-    [
-        DraftSettings(),
-        DraftSettings(top_k=3, depth=2, nodes=7),
-        adjusted(DraftSettings(children="window_mass", nodes=12), temporal=True),
-        DraftSettings(nodes=1),
-        adjusted(DraftSettings(), temporal=True, prompt_lookup_tokens=4),
-        adjusted(DraftSettings(nodes=12), self_tokens=4),
-        adjusted(DraftSettings(nodes=12), self_tokens=4, self_keep="similarity"),
-        adjusted(DraftSettings(), model=FOLDER),
-        adjusted(DraftSettings(head="none", nodes=5), temporal=True, model=FOLDER, model_tokens=2),
-    ],
+    nightly_but(
+        lambda draft: draft.nodes in (1, 7) or draft.children == "window_mass",
+        [
+            DraftSettings(),
+            DraftSettings(top_k=3, depth=2, nodes=7),
+            adjusted(DraftSettings(children="window_mass", nodes=12), temporal=True),
+            DraftSettings(nodes=1),
+            adjusted(DraftSettings(), temporal=True, prompt_lookup_tokens=4),
+            adjusted(DraftSettings(nodes=12), self_tokens=4),
+            adjusted(DraftSettings(nodes=12), self_tokens=4, self_keep="similarity"),
+            adjusted(DraftSettings(), model=FOLDER),
+            adjusted(DraftSettings(head="none", nodes=5), temporal=True, model=FOLDER, model_tokens=2),
+        ],
+    ),
     ids=str,
 )
 def test_strict_equals_plain_with_the_real_sources(policy: OpenVLATarget, draft: DraftSettings) -> None:

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import load_openvla
+from support.checkpoints import load_openvla, write_checkpoint
 from support.nightly import examples
-from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -28,7 +27,7 @@ OWN_DOING = {DropReason.SUPERSEDED, DropReason.OVERTAKEN}
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(directory, seed=3)
+    write_checkpoint(directory, seed=3)
     return load_openvla(directory, device="cpu")
 
 

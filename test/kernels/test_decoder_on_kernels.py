@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.kernels import DEVICE
+from support.nightly import nightly_but
 
 from specvla_kernels import (
     commit_kv,
@@ -66,7 +67,14 @@ VARIANTS = {
 OPERATORS = (rope_write_kv, packed_attention, commit_kv, layer_products, rmsnorm_residual, gated_unit)
 
 
-@pytest.mark.parametrize(("variant", "fused"), [(name, name != "qwen3") for name in VARIANTS] + [("llama", False)])
+@pytest.mark.parametrize(
+    ("variant", "fused"),
+    nightly_but(
+        lambda case: case[0] in ("llama", "qwen3"),
+        [*((name, name != "qwen3") for name in VARIANTS), ("llama", False)],
+        of_several=True,
+    ),
+)
 @torch.inference_mode()
 def test_a_decoder_on_kernels_gives_what_it_gives_on_references(
     variant: str, fused: bool, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +98,7 @@ def test_a_decoder_on_kernels_gives_what_it_gives_on_references(
     torch.testing.assert_close(cache.values, expected_cache.values, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("how", ["w8a8", "fp8"])
+@pytest.mark.parametrize("how", nightly_but(lambda how: how == "w8a8", ["w8a8", "fp8"]))
 @torch.inference_mode()
 def test_a_quantised_decoder_on_kernels_gives_what_it_gives_on_references(
     how: str, monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,7 @@ def essence(outcome: Outcome) -> object:
     return outcome.tokens if isinstance(outcome, Action) else (outcome.reason, outcome.detail)
 
 
+@pytest.mark.nightly
 @torch.inference_mode()
 def test_every_mode_gives_the_same_chunks_and_refuses_the_same_answers(fast_policy: Target) -> None:
     plain = answers(fast_policy, EngineSettings("ar"))

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from support.checkpoints import edit_json
+from support.nightly import nightly_but
 from support.paths import ORACLES, needs
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
@@ -93,7 +94,7 @@ def test_prompt_pictures_and_states(case: dict[str, Any], targets: dict[tuple[st
     np.testing.assert_allclose(logits, expected[f"c{number}_logits"][: len(answer)], atol=1e-3)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", nightly_but(lambda mode: mode == "specpipe", MODES))
 def test_tokens_and_actions(mode: str, targets: dict[tuple[str, ...], Pi0FastTarget]) -> None:
     drafts = adjusted(DraftSettings(nodes=16), temporal=True, prompt_lookup_tokens=6)
     engines: dict[int, Engine] = {}

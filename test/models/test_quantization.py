@@ -119,6 +119,7 @@ print(rss()["VmHWM"] - before)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
 def test_the_unquantised_model_is_never_whole_in_memory(tmp_path: Path) -> None:
     large, small = tmp_path / "large", tmp_path / "small"

@@ -135,8 +135,8 @@ def test_pictures_prompt_and_states(
 
 
 def long_or_not(kind: str, mode: str) -> Any:
-    """VLA-0's answers are long: all modes but one are left to the night, since NORA's, of the same class, has all."""
-    marks = pytest.mark.nightly if kind == "vla0" and mode != "specpipe" else ()
+    """Long answers: by day in the mode that does all that the others do."""
+    marks = pytest.mark.nightly if mode != "specpipe" else ()
     return pytest.param(kind, mode, marks=marks)
 
 

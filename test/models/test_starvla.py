@@ -18,6 +18,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
+from support.nightly import nightly_but
 from support.paths import ORACLES, needs
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
@@ -102,7 +103,7 @@ def observation(case: dict[str, Any], target: QwenVLTarget, stamp_ns: int) -> Ob
 GROUPS = sorted({(case["data_mix"], case["unnorm_key"], case["cot_prompt"]) for case in ASKED})
 
 
-@pytest.mark.parametrize("names", [old_names, new_names])
+@pytest.mark.parametrize("names", nightly_but(lambda names: names is new_names, [old_names, new_names]))
 @pytest.mark.parametrize(("mixture", "key", "prompt"), GROUPS)
 def test_tokens_and_actions_are_those_of_its_own_code(
     tmp_path: Path, mixture: str, key: str, prompt: str, names: Callable[[str], str]

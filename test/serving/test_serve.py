@@ -22,6 +22,7 @@ from PIL import Image
 from support.checkpoints import load_openvla, write_checkpoint
 from support.gl import needs_gl
 from support.patience import PATIENCE_S, wait_until
+from support.typed import specvla
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -438,11 +439,11 @@ def test_it_ends_when_told_and_what_is_asked_for_wrongly_is_refused(checkpoint: 
         (("--certificate", "cert.pem"), "TLS needs both"),
         (("--token-file", tmp_path / "none"), "none does not exist"),
     ):
-        refused = Server(checkpoint, *options)
-        _, said = refused.process.communicate(timeout=PATIENCE_S)
-        assert refused.process.returncode != 0 and message in " ".join(said.split())
+        refused = specvla("serve", "--checkpoint", checkpoint, "--device", "cpu", *options)
+        assert refused.returncode != 0 and message in " ".join(refused.stderr.split())
 
 
+@pytest.mark.nightly
 def test_a_hundred_sessions_come_and_go(server: Server, plain: list[np.ndarray]) -> None:
     """Memory does not grow with those that are gone."""
 

@@ -18,6 +18,16 @@ def examples(all_of_them: int) -> int:
     return max(3, round(all_of_them * settings().max_examples / ALL_EXAMPLES))
 
 
-def nightly_but(by_day: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:
-    """Cases for `pytest.mark.parametrize`; those for which `by_day` is false are nightly."""
-    return [case if by_day(case) else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+def nightly_but(by_day: Callable[[Any], bool], cases: Iterable[Any], *, of_several: bool = False) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`; those for which `by_day` is false are nightly.
+
+    Args:
+        by_day: of a case.
+        cases: each of one argument, or a tuple of them.
+        of_several: a case is a tuple of several arguments.
+    """
+
+    def nightly(case: Any) -> Any:
+        return pytest.param(*(case if of_several else [case]), marks=pytest.mark.nightly)
+
+    return [case if by_day(case) else nightly(case) for case in cases]

@@ -7,6 +7,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -18,9 +19,9 @@ _PROCESSES.set_forkserver_preload(
 )
 
 
-def specvla(*arguments: object) -> "CompletedProcess[str]":
-    """Runs `specvla` with arguments, and waits for it."""
-    return _typed(_specvla, "specvla", *arguments)
+def specvla(*arguments: object, lacking: str = "") -> "CompletedProcess[str]":
+    """Runs `specvla` with arguments, and waits for it; as on a machine without a package, of those not named above."""
+    return _typed(partial(_specvla, lacking), "specvla", *arguments)
 
 
 def module(name: str, *arguments: object) -> "CompletedProcess[str]":
@@ -60,7 +61,9 @@ def _run(
     main()
 
 
-def _specvla() -> None:
+def _specvla(lacking: str) -> None:
+    if lacking:
+        sys.modules[lacking] = None  # type: ignore[assignment]
     from specvla_ros.cli.app import main
 
     main()

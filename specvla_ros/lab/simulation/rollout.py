@@ -7,28 +7,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specvla_ros.engine.batch import TickWork
-from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
-from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.planning.cost import StageTimes, stage_times
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.lab.tally import DecodeTally
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.target import PolicyFacts
+
+if TYPE_CHECKING:  # torch, which the simulated robot and the demo do not need
+    from specvla_ros.engine.batch import TickWork
+    from specvla_ros.engine.engine import Engine
+    from specvla_ros.lab.jobs.hosted_engine import HostedEngine
+    from specvla_ros.models.target import PolicyFacts
 
 _START_NS = 1_000_000_000  # a stamp of 0 is no stamp
 _FAULT_LIMIT = 10  # observations in a row without an action: the policy is dead, not hesitating
 
-TickTime = Callable[[TickWork, float], float]  # from a tick's work and its seconds here to the seconds it counts for
+TickTime = Callable[["TickWork", float], float]  # from a tick's work and its seconds here to the seconds it counts for
 
 
 def read_stage_times(device: str) -> StageTimes:
@@ -126,7 +128,7 @@ class Rollout:
 
     def __init__(
         self,
-        engine: Engine | HostedEngine,
+        engine: "Engine | HostedEngine",
         robot: SimulatedRobot,
         clock: Clock,
         tick_time: TickTime,
@@ -134,6 +136,8 @@ class Rollout:
         on_look: Callable[[Observation], None] = lambda _: None,
         time_limit: float = 1.0,
     ) -> None:
+        from specvla_ros.lab.jobs.hosted_engine import HostedEngine
+
         check_senses(engine.target, robot)
         self._engine = engine
         self._robot = robot
@@ -192,14 +196,14 @@ class Rollout:
         self._take(episode, [decoded.outcome], decoded.seconds)
         self._advance(episode, episode.passed + self._per_action)
 
-    def _decode(self, engine: Engine, observation: Observation) -> Decoded:
+    def _decode(self, engine: "Engine", observation: Observation) -> Decoded:
         outcomes: list[Outcome] = [*engine.submit(observation)]
         seconds = 0.0
         while engine.busy:
             seconds += self._tick(engine, outcomes)
         return Decoded(next(each for each in outcomes if each.observation is observation), seconds)
 
-    def _realtime(self, engine: Engine, episode: _Episode) -> None:
+    def _realtime(self, engine: "Engine", episode: _Episode) -> None:
         """One tick, while the world goes on."""
         control_dt = self._robot.control_dt
         if not engine.busy:
@@ -224,7 +228,7 @@ class Rollout:
         self._on_look(observation)
         return observation
 
-    def _tick(self, engine: Engine, outcomes: list[Outcome]) -> float:
+    def _tick(self, engine: "Engine", outcomes: list[Outcome]) -> float:
         started = time.perf_counter()
         outcomes += engine.tick()
         return self._tick_time(engine.last_work, time.perf_counter() - started)
@@ -248,7 +252,7 @@ class Rollout:
             self._on_step()
 
 
-def observe(robot: SimulatedRobot, policy: PolicyFacts, instruction: str, stamp_ns: int) -> Observation:
+def observe(robot: SimulatedRobot, policy: "PolicyFacts", instruction: str, stamp_ns: int) -> Observation:
     """The policy's input: an image of as many cameras as it has, in the robot's order, and the state."""
     return Observation(
         images={name: robot.look(camera) for name, camera in zip(policy.cameras, robot.cameras, strict=False)},
@@ -258,7 +262,7 @@ def observe(robot: SimulatedRobot, policy: PolicyFacts, instruction: str, stamp_
     )
 
 
-def check_senses(policy: PolicyFacts, robot: SimulatedRobot) -> None:
+def check_senses(policy: "PolicyFacts", robot: SimulatedRobot) -> None:
     """Raises UserError where the robot has fewer cameras than the policy, or a state of another length."""
     if not policy.cameras or len(policy.cameras) > len(robot.cameras):
         raise UserError(

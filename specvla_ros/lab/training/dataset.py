@@ -29,8 +29,8 @@ from specvla_ros.messages.image_message import rgb_from_message
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec
-from specvla_ros.models.families.openvla.prompt import normalise_instruction
 from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.observation import normalise_instruction
 
 PADDING = -100  # after answers; PyTorch's cross-entropy leaves it out
 _VERSION = 3

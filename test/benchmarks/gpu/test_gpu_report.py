@@ -65,6 +65,7 @@ def state(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_it_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     out = tmp_path / "report"
     command = [*REPORT, *TINY, "--out", str(out), "--steps", "environment,gemm", "--budget-s", "300"]

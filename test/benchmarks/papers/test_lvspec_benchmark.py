@@ -79,6 +79,7 @@ def few_frames(tokens: dict[str, list[tuple[int, ...]]]) -> Any:
     return sweep
 
 
+@pytest.mark.nightly
 def test_every_setting_decodes_and_is_shown(
     lvspec: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

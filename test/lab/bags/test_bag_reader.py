@@ -24,7 +24,7 @@ from mcap.records import Chunk
 from mcap.writer import CompressionType
 from rosbags.rosbag2.enums import CompressionMode
 from support import bags
-from support.nightly import examples
+from support.nightly import examples, nightly_but
 from support.paths import BAGS, needs
 
 from specvla_ros.errors import UserError
@@ -359,7 +359,10 @@ def test_a_file_padded_with_zeros_is_read_up_to_them(tmp_path: Path, mcap_files:
 
 
 @pytest.mark.parametrize("name", ["qos", "metadata"])
-@pytest.mark.parametrize("nonsense", ["[1", "7", "2001-99-99", "[" * 5000, "- depth: x", "9" * 5000])
+@pytest.mark.parametrize(
+    "nonsense",
+    nightly_but(lambda text: len(text) < 5000, ["[1", "7", "2001-99-99", "[" * 5000, "- depth: x", "9" * 5000]),
+)
 def test_nonsense_in_descriptions_costs_no_message(tmp_path: Path, name: str, nonsense: str) -> None:
     bag = bags.write_bag(tmp_path / "bag", bags.episode(3))
     if name == "metadata":

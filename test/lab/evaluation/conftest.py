@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from support import bags
-from support.checkpoints import load_openvla
-from support.random_checkpoint import write_random_checkpoint
+from support.checkpoints import load_openvla, write_checkpoint
 from support.replays import Run, read_frames, warm_engine
 
 from specvla_ros.lab.evaluation.replay import replay
@@ -18,7 +17,7 @@ from specvla_ros.models.families.openvla.target import OpenVLATarget
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(directory, seed=5)
+    write_checkpoint(directory, seed=5)
     return load_openvla(directory, device="cpu")
 
 

@@ -133,6 +133,7 @@ def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path
     assert named == quantization
 
 
+@pytest.mark.nightly
 @needs_gl
 def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
     policy, base, plan = _small_calibration()

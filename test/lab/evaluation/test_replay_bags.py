@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import bags
 from support.dying import replay_bag_dying_once, replaying_host_dying_once
+from support.nightly import nightly_but
 from support.paths import BAGS, needs
 from support.replays import read_frames, warm_engine
 
@@ -71,11 +72,12 @@ def test_a_folder_of_real_bags_gives_one_report(
     assert written["bags"][name]["mean_abs_error"] == pytest.approx(alone.mean_abs_error)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "where",
     (
         pytest.param({"workers": 2}, id="processes"),
-        pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
+        pytest.param({"workers": 2, "ray": "local"}, id="ray"),
     ),
 )
 def test_a_killed_worker_changes_nothing(
@@ -204,7 +206,7 @@ def test_an_interruption_is_told_and_goes_on(
     assert replay_bags(settings, found, tmp_path / "out").failures == ()
 
 
-@pytest.mark.parametrize("workers", (0, 1))
+@pytest.mark.parametrize("workers", nightly_but(lambda workers: workers == 0, (0, 1)))
 def test_what_is_wrong_for_every_bag_is_the_users_error(
     settings: ReplaySettings, folder: Path, tmp_path: Path, workers: int
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support import bags
-from support.random_checkpoint import write_random_checkpoint
+from support.checkpoints import write_checkpoint
 from support.replays import Meddling, drops_of, read_frames, warm_engine
 
 from specvla_ros.control.convention import ConventionSettings
@@ -64,9 +64,10 @@ def test_an_interrupted_replay_decodes_only_what_is_missing(
         check_replay(path, out)
 
 
+@pytest.mark.nightly
 def test_a_killed_replay_goes_on(tmp_path: Path) -> None:
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
-    write_random_checkpoint(checkpoint, seed=5)
+    write_checkpoint(checkpoint, seed=5)
     path = bags.write_bag(tmp_path / "bag", bags.episode(60))
     command = [sys.executable, "-m", "specvla_ros.cli.app", "replay", str(path), "--checkpoint", str(checkpoint)]
     command += ["--out", str(out)]

@@ -90,6 +90,7 @@ def test_what_is_finished_is_not_run_again(policy, tmp_path):
         simulate(SimulateSettings(policy, clock=Clock.REALTIME), plan, out)
 
 
+@pytest.mark.nightly
 @needs_gl
 def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
     command = [sys.executable, "-m", "specvla_ros.cli.app", "simulate", "--policy", str(policy), "--out", str(tmp_path)]

@@ -30,6 +30,7 @@ pytest.importorskip("rclpy")
 from std_msgs.msg import Empty
 from support.guard_scene import TOPICS, scene
 from support.guarding import HOME
+from support.nightly import nightly_but
 from support.stopping_arm import BRAKES_M_S2, StoppingArm
 
 LIMIT_M_S = 0.25
@@ -198,7 +199,7 @@ def test_what_leads_nowhere_and_limits_without_a_speed_are_refused(tmp_path: Pat
         linear_speed(tmp_path / "robot.yaml")
 
 
-@pytest.mark.parametrize("output", TOPICS)
+@pytest.mark.parametrize("output", nightly_but(lambda output: output in ("twist", "joint_trajectory"), TOPICS))
 def test_the_topics_of_a_real_guard_are_told_apart(output: str, tmp_path: Path) -> None:
     with scene(output, black_box_s=60.0, black_box_dir=str(tmp_path)) as each:
         pose_at, gone = each.pose_at, [0.0]

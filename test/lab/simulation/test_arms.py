@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from support.gl import needs_gl
+from support.nightly import nightly_but
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, choose_arm
@@ -23,7 +24,11 @@ HAS_MODELS = importlib.util.find_spec("robosuite") is not None
 OPEN, CLOSE = -1.0, 1.0
 
 
-@pytest.fixture(scope="module", params=ARMS, ids=lambda arm: arm.name)
+def _name(arm):
+    return arm.name
+
+
+@pytest.fixture(scope="module", params=ARMS, ids=_name)
 def world(request):
     if request.param is not TABLE_ARM and not HAS_MODELS:
         pytest.skip("needs requirements/robots.txt")
@@ -55,6 +60,7 @@ def test_gripper_opens_wider_than_a_cube_and_closes(world):
         assert low < world.state().opening < high
 
 
+@pytest.mark.parametrize("world", nightly_but(lambda arm: arm is TABLE_ARM, ARMS), indirect=True, ids=_name)
 def test_tool_goes_wherever_a_task_wants_it_and_never_touches_the_table(world):
     names = {int(world.model.geom(index).id): world.model.geom(index).name for index in range(world.model.ngeom)}
     low, high = np.array([0.32, -0.25, world.arm.low[2]]), np.array([0.70, 0.25, 0.20])

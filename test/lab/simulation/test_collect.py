@@ -67,6 +67,7 @@ def test_noise_is_in_what_is_done_not_in_what_is_recorded(tmp_path):
     assert 1 <= disturbed <= 6
 
 
+@pytest.mark.nightly
 def test_where_a_policy_acts_the_expert_labels_and_failures_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("specvla_ros.lab.simulation.collect._POLICY_SHARE", 1.0)
     monkeypatch.setattr(
@@ -85,6 +86,7 @@ def test_where_a_policy_acts_the_expert_labels_and_failures_are_kept(tmp_path, m
     robot.close()
 
 
+@pytest.mark.nightly
 def test_a_policy_that_acts_is_asked_with_every_picture(tmp_path):
     collect(tmp_path, CollectPlan(tasks=("lift_red",), episodes=1, noise=0.0, policy=nano_policy()))
     recorded = frames(tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}")

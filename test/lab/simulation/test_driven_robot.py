@@ -4,6 +4,7 @@
 import pytest
 from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
+from support.nightly import nightly_but
 from support.pace import invented_pace
 
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
@@ -19,7 +20,7 @@ def succeeded(robot, starts=3):
 
 
 @needs_gl
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", nightly_but(lambda command: command == "joint_trajectory", COMMANDS))
 def test_the_driver_gets_there_with_late_actions_by_every_interface(command):
     robot = DrivenRobot(command=command, image_size=32)
     assert succeeded(robot) == 3

@@ -49,6 +49,7 @@ def renew(policy: OpenVLATarget, day: Path, out: Path, plan: FleetPlan, promote:
     return fleet_draft(policy, MODEL, EngineSettings("spec"), [day], out, plan, promote=promote)
 
 
+@pytest.mark.nightly
 def test_a_better_head_is_taken_and_the_same_again_is_refused(policy: OpenVLATarget, day: Path, tmp_path: Path) -> None:
     used = policy.directory / "draft"
     before = (used / "model.safetensors").read_bytes()

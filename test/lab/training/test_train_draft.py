@@ -220,6 +220,7 @@ def test_training_goes_on_where_it_stopped_and_teaches(
     assert forwards < 8 * 5, "the engine must reap what the validation promised"
 
 
+@pytest.mark.nightly
 def test_a_parallel_head_is_taught_and_drafts_in_one_forward(
     policy: OpenVLATarget, tmp_path: Path, small_shards: None
 ) -> None:

@@ -153,6 +153,7 @@ def test_a_bag_without_what_shall_be_read_is_refused_by_name(bags, tmp_path):
         load_demonstrations(find_bags([tmp_path / "bags"]), tmp_path / "cache", 28, other)
 
 
+@pytest.mark.nightly
 def test_training_that_was_stopped_goes_on_as_if_it_had_not_been(bags, tmp_path):
     whole = train_policy([bags], tmp_path / "whole", training())
 
@@ -205,6 +206,7 @@ def test_finished_checkpoint_is_not_written_over(bags, tmp_path):
         train_policy([bags], tmp_path / "policy", training(steps=2))
 
 
+@pytest.mark.nightly
 def test_training_goes_on_from_another_checkpoint(bags, tmp_path):
     first = train_policy([bags], tmp_path / "first", training(steps=40))
     again = training(steps=2, validate_every=1, learning_rate=1e-4, init=str(tmp_path / "first"))

@@ -29,7 +29,7 @@ from specvla_ros.lab.simulation import require_gl
 from specvla_ros.lab.simulation.arms import Arm
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
-from specvla_ros.models.families.openvla.prompt import normalise_instruction
+from specvla_ros.models.observation import normalise_instruction
 from specvla_ros.msg import SimEpisode
 from specvla_ros.ros.wiring import Remaps, RobotTopics, image_remappings
 from specvla_ros.settings.parameter import values_of

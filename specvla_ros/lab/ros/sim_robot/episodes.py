@@ -12,7 +12,7 @@ from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 from specvla_ros.lab.simulation.robot import IMAGE_SIZE
 from specvla_ros.lab.simulation.rollout import Clock
 from specvla_ros.lab.simulation.tasks import TASKS, Task, choose_tasks
-from specvla_ros.models.families.openvla.prompt import normalise_instruction
+from specvla_ros.models.observation import normalise_instruction
 from specvla_ros.settings.parameter import parameter
 
 ALL_TASKS = ("all",)

@@ -21,7 +21,7 @@ from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import CommandRefusedError, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.messages.image_message import stamp_ns
-from specvla_ros.models.families.openvla.prompt import normalise_instruction
+from specvla_ros.models.observation import normalise_instruction
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION
 

@@ -12,7 +12,7 @@ from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.codecs.bins import ActionTokenizer
 from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
-from specvla_ros.models.observation import Observation
+from specvla_ros.models.observation import Observation, normalise_instruction
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.tokenizer import (
     check_instruction,
@@ -85,11 +85,6 @@ class PromptTokenizer:
         if self.trailing_id is None or ids[-1] == self.trailing_id:
             return tuple(ids)
         return (*ids, self.trailing_id)
-
-
-def normalise_instruction(instruction: str) -> str:
-    """Lower case, single spaces, no full stop: to compare with taught instructions."""
-    return " ".join(instruction.lower().split()).rstrip(" .!")
 
 
 def read_prompt_tokenizer(

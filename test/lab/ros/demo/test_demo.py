@@ -19,6 +19,7 @@ import pytest
 from support.checkpoints import copy_checkpoint, with_sensors
 from support.gl import needs_gl
 from support.patience import PATIENCE_S, wait_until
+from support.typed import specvla
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
@@ -126,13 +127,12 @@ def _terminal(command):
     ],
 )
 def test_what_is_not_installed_is_named_with_the_command_that_brings_it(tmp_path, package, options, how):
-    code = f"import sys; sys.modules[{package!r}] = None; from specvla_ros.cli.app import main; main()"
-    command = [sys.executable, "-c", code, "demo", "--out", str(tmp_path), *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    run = specvla("demo", "--out", tmp_path, *options, lacking=package)
     assert run.returncode == 2 and "Traceback" not in run.stderr
     assert how in " ".join(run.stderr.split())
 
 
+@pytest.mark.nightly
 @needs_gl
 def test_typed_instruction_is_what_the_arm_is_judged_by_and_a_key_stops_it(tmp_path):
     policy = str(_sluggish(tmp_path / "policy"))
