@@ -18,13 +18,15 @@ from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError
+from specvla_ros.messages.picture import as_pixels
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
 
-Images = np.ndarray | Mapping[str, np.ndarray]
+Image = Any  # what `as_pixels` takes
+Images = Image | Mapping[str, Image]
 
 
 class NoActionError(Exception):
@@ -36,7 +38,7 @@ class NoActionError(Exception):
 
 
 class Policy:
-    """A loaded and warmed-up policy. One thread at a time may use it.
+    """A loaded and warmed-up policy. Several threads may use it: they take turns.
 
     Raises UserError where the settings do not fit the target or the device's memory.
     """
@@ -46,6 +48,7 @@ class Policy:
         self.engine.warm_up()
         self._stream: Stream | None = None
         self._stamp_ns = 0
+        self._turn = threading.Lock()
 
     @staticmethod
     def load(
@@ -85,45 +88,48 @@ class Policy:
 
     def reset(self) -> None:
         """Forgets earlier answers: for another robot, or another episode."""
-        self._check_free()
-        self.engine.reset()
-        self._stamp_ns = 0
+        with self._turn:
+            self._check_free()
+            self.engine.reset()
+            self._stamp_ns = 0
 
-    def act(
-        self, image: Images, instruction: str, *, state: np.ndarray | None = None, stamp_ns: int | None = None
-    ) -> Action:
+    def act(self, image: Images, instruction: str, *, state: Any = None, stamp_ns: int | None = None) -> Action:
         """Decodes the action for one moment.
 
         Raises UserError where the image or the instruction cannot be used, NoActionError where the policy gave no valid
         action.
 
         Args:
-            image: uint8 [height, width, 3], RGB, of the only camera; or one such array per camera name.
-            state: float [dims], the robot's state, for policies that read it.
+            image: uint8 [height, width, 3], RGB, of the only camera; or one such array per camera name. A tensor, a
+                Pillow image or a file's path is read as one.
+            state: float [dims], the robot's state, for policies that read it; a list of numbers too.
             stamp_ns: nanoseconds, greater than those before; None: the time of the call.
         """
-        self._check_free()
-        outcome = self.engine.act(self._observation(image, instruction, state, stamp_ns))
+        with self._turn:
+            self._check_free()
+            outcome = self.engine.act(self._observation(image, instruction, state, stamp_ns))
         if isinstance(outcome, Action):
             return outcome
         raise UserError(outcome.detail) if outcome.reason is DropReason.BAD_INSTRUCTION else NoActionError(outcome)
 
     def stream(self) -> "Stream":
         """Frames in as they come, actions out as they finish; the pipelined modes overlap them. Use it with `with`."""
-        self._check_free()
-        self._stream = Stream(self)
-        return self._stream
+        with self._turn:
+            self._check_free()
+            self._stream = Stream(self)
+            return self._stream
 
     def _check_free(self) -> None:
         if self._stream is not None and not self._stream.closed:
             raise UserError("a stream of this policy is open: close it first")
 
-    def _observation(
-        self, image: Images, instruction: str, state: np.ndarray | None, stamp_ns: int | None
-    ) -> Observation:
+    def _observation(self, image: Images, instruction: str, state: Any, stamp_ns: int | None) -> Observation:
         self._stamp_ns = max(time.time_ns(), self._stamp_ns + 1) if stamp_ns is None else stamp_ns
         received_ns = time.monotonic_ns()
-        return Observation(image, instruction, self._stamp_ns, received_ns=received_ns, state=state)
+        several = isinstance(image, Mapping)
+        images = {name: as_pixels(each) for name, each in image.items()} if several else as_pixels(image)
+        numbers = np.asarray(state) if isinstance(state, list | tuple) else state
+        return Observation(images, instruction, self._stamp_ns, received_ns=received_ns, state=numbers)
 
 
 class Stream:
@@ -154,9 +160,7 @@ class Stream:
         """Whether the policy may be used otherwise again."""
         return self._thread.ended
 
-    def put(
-        self, image: Images, instruction: str, *, state: np.ndarray | None = None, stamp_ns: int | None = None
-    ) -> None:
+    def put(self, image: Images, instruction: str, *, state: Any = None, stamp_ns: int | None = None) -> None:
         """Hands a frame over and returns at once; one that still waits is dropped for it. Arguments as in `Policy.act`.
 
         Raises UserError where the image cannot be used, or the stream is closed.

@@ -3,7 +3,9 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +102,37 @@ def test_bad_input_is_told_before_anything_is_decoded(directory: Path) -> None:
         Policy.load(directory, tolerance="2 miles")
     with pytest.raises(UserError, match="there is no parameter 'draft_leaves'"):
         Policy.load(directory, draft_leaves=3)
+
+
+def test_threads_take_turns(directory: Path) -> None:
+    policy = Policy.load(directory, mode="specpipe", device="cpu", draft_nodes=8, draft_top_k=3, draft_depth=3)
+    expected = plain_tokens(policy.engine.target)
+    shown = pictures(4)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            actions = threads.map(lambda image: policy.act(image, ASKED), shown)
+            assert [action.tokens for action in actions] == [expected(picture) for picture in range(4)]
+
+
+@pytest.mark.parametrize("image", [None, [1, 2], b"bytes", 3, np.zeros((4, 4, 3))])
+def test_an_image_of_another_kind_is_refused_in_words(directory: Path, image: Any) -> None:
+    policy = Policy.load(directory, device="cpu")
+    with pytest.raises(UserError, match=r"an image must be|uint8 RGB image"):
+        policy.act(image, ASKED)
+
+
+@pytest.mark.parametrize("instruction", [None, b"bytes", ["words"], 3])
+def test_an_instruction_of_another_kind_is_refused_in_words(directory: Path, instruction: Any) -> None:
+    policy = Policy.load(directory, device="cpu")
+    with pytest.raises(UserError, match="an instruction must be text"):
+        policy.act(pictures(1)[0], instruction)
+
+
+def test_arguments_of_another_kind_are_refused_in_words(directory: Path) -> None:
+    with pytest.raises(UserError, match="a tolerance must be text, got 5"):
+        Policy.load(directory, tolerance=5, device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="a checkpoint is named by its directory, got NoneType"):
+        Policy.load(None, device="cpu")  # type: ignore[arg-type]
 
 
 def test_the_tolerance_of_the_bundled_policy_is_bounded() -> None:

@@ -3,8 +3,10 @@
 
 import json
 import os
-import warnings
+import socket
+import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -20,14 +22,8 @@ from specvla_ros.errors import UserError, missing_package
 from specvla_ros.settings.json_file import shown
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from specvla_ros.engine.outcome import Outcome
     from specvla_ros.models.target import Target
-
-# Pillow knows some forty more, one of which starts an interpreter; an image of a few kB may claim gigabytes.
-_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
-_MAX_PIXELS = 36_000_000
 
 _Number = TypeVar("_Number", int, float)
 
@@ -104,6 +100,9 @@ def serve(
     token = token_file.read_text(encoding="utf-8").strip() if token_file else os.environ.get(TOKEN_VARIABLE, "")
     if token_file is not None and not token:
         raise UserError(f"{token_file} is empty: write a token into it, such as that of `openssl rand -hex 32`")
+    _check_certificate(certificate, key)
+    listening = _listen(host, port)
+    port = listening.getsockname()[1]
     with progress("loading the policy") as advance:
         target = chosen.load(lambda what, fraction: advance(round(100 * fraction), 100, what))
     engine = Engine(target, replace(chosen.engine, streams=robots))
@@ -119,10 +118,8 @@ def serve(
         f"serving {chosen.checkpoint.name} to {robots} robots at once: ws{letter}://{host}:{port} (openpi), "
         f"ws{letter}://{host}:{port}/vla-eval (vla-eval), http{letter}://{host}:{port}/act (OpenVLA)"
     )
-    uvicorn.run(
+    served = uvicorn.Config(
         make_app(engine, settings),
-        host=host,
-        port=port,
         log_level="warning",
         ws_max_size=limit,
         ws_ping_interval=20.0,
@@ -132,6 +129,35 @@ def serve(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
+    server = uvicorn.Server(served)
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])
+    if not server.started:
+        raise UserError("the server could not start: see above")
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    if certificate is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (ssl.SSLError, OSError) as error:
+        raise UserError(f"{certificate} and {key} are no PEM certificate with its key ({error})") from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Takes the port before a policy is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen at {host}:{port} ({error.strerror}); choose another --port, or an address of this machine "
+            "as --host"
+        ) from None
+    return listening
 
 
 @app.command()
@@ -157,12 +183,13 @@ def predict(
     """Decode the action for one image, or one of each camera."""
     if bool(instruction) == bool(prompt_ids):
         raise UserError("give either --instruction or --prompt-ids")
-    pictures = [_read_image(path) for path in image]
     import numpy as np
 
     from specvla_ros.engine.engine import Engine
+    from specvla_ros.messages.picture import read_picture
     from specvla_ros.models.observation import Observation
 
+    pictures = [read_picture(path) for path in image]
     ids = _numbers(prompt_ids, int, "--prompt-ids must be whole numbers") if prompt_ids else None
     robot = np.array(_numbers(state, float, "--state must be numbers")) if state else None
     policy = chosen.load()
@@ -171,6 +198,8 @@ def predict(
             f"{len(pictures)} images are given, and the policy has {len(policy.cameras)} cameras: give --image once "
             f"for each, in this order: {', '.join(policy.cameras)}"
         )
+    if robot is not None and not policy.state_dims:
+        raise UserError("the policy reads no state of the robot: leave --state out")
     images = dict(zip(policy.cameras, pictures, strict=True))
     asked = Observation(images, instruction, stamp_ns=1, prompt_ids=ids, state=robot)
     engine = Engine(policy, chosen.engine)
@@ -208,27 +237,6 @@ def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> No
         typer.echo(f"{name:>8} " + " ".join(f"{value:+.6f}" for value in column))
     typer.echo("  tokens " + " ".join(map(str, outcome.tokens)))
     typer.echo(f"unnorm_key {policy.unnorm_key}; " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in seconds.items()))
-
-
-def _read_image(path: Path) -> "np.ndarray":
-    import numpy as np
-    from PIL import Image
-
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is lower
-    try:
-        with Image.open(path, formats=_IMAGE_FORMATS) as picture:
-            if picture.width * picture.height > _MAX_PIXELS:
-                raise UserError(
-                    f"image {path} has {picture.width} x {picture.height} pixels, at most {_MAX_PIXELS // 10**6} "
-                    "million are read; scale it down"
-                )
-            return np.asarray(picture.convert("RGB"))
-    except FileNotFoundError:
-        raise UserError(f"image {path} does not exist") from None
-    except UserError:
-        raise
-    except Exception as error:  # whatever a decoder makes of damaged bytes, or Pillow of a bomb
-        raise UserError(f"image {path} cannot be read ({error}); give a PNG or JPEG file") from None
 
 
 def _numbers(text: str, kind: Callable[[str], _Number], words: str) -> tuple[_Number, ...]:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from PIL import Image as PillowImage
 
 from specvla_ros.errors import UserError, shortened
+from specvla_ros.messages.picture import SENT_FORMATS, opened_picture, rgb_from_pillow, to_8_bits
 
 NANOSECONDS = 1_000_000_000
 
@@ -50,9 +50,8 @@ _LAYOUTS = {
 
 # Distances, whose bytes would pass for brightness.
 _DEPTH = ("16uc1", "32fc1")
-# What image_transport writes, and WebP. Pillow knows some forty formats more, one of which starts an interpreter.
-_COMPRESSED = ("JPEG", "PNG", "WEBP")
-_MAX_PIXELS = 36_000_000  # 8K video; an image of a few hundred kB may claim gigabytes
+_HEAD_BYTES = 1 << 16  # of a picture, in which its kind of pixels stands
+_COLOURED = ("RGB", "RGBA", "P", "CMYK", "YCbCr", "RGBX")  # modes of Pillow
 
 SUPPORTED_ENCODINGS = tuple(name.replace("uc", "UC") for name in _LAYOUTS)
 
@@ -76,7 +75,7 @@ def rgb_from_image(message: Any) -> np.ndarray:
     layout, rows = _checked(message)
     if layout.word_bytes == 2:
         words = np.ascontiguousarray(rows).view(">u2" if message.is_bigendian else "<u2")
-        rows = _to_8_bits(words)
+        rows = to_8_bits(words)
     if layout.form == "rgb8":
         return rows.reshape(message.height, message.width, 3)
     if layout.form in _PACKED_YUV or layout.form in _PLANAR_YUV:
@@ -152,11 +151,6 @@ def _converter() -> Callable[[Any, str], np.ndarray]:
     return convert
 
 
-def _to_8_bits(words: np.ndarray) -> np.ndarray:
-    # 65535 / 255 is 257: rounds to the nearest, never a tie. rosbags-image rounds down.
-    return ((words.astype(np.uint32) + 128) // 257).astype(np.uint8)
-
-
 def _yuv_planes(rows: np.ndarray, height: int, form: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Luma, U and V of each pixel, uint8 [height, width]."""
     if form in _PACKED_YUV:
@@ -209,18 +203,11 @@ def rgb_from_compressed(message: Any) -> np.ndarray:
     if not data:
         raise UserError("the compressed image is empty (0 bytes); check the camera driver")
     try:
-        with PillowImage.open(io.BytesIO(data), formats=_COMPRESSED) as image:
-            width, height = image.size
-            if width * height > _MAX_PIXELS:
-                raise UserError(
-                    f"the compressed image has {width} x {height} pixels, at most {_MAX_PIXELS // 10**6} million are "
-                    "decoded; let the camera driver publish a smaller one"
-                )
-            # Pillow clips 16-bit grey to 255 when it converts.
-            if image.mode.startswith("I"):
-                grey = np.clip(np.asarray(image).astype(np.int32), 0, 65535)
-                return np.repeat(_to_8_bits(grey)[:, :, None], 3, axis=2)
-            return np.asarray(image.convert("RGB"))
+        with opened_picture(io.BytesIO(data), SENT_FORMATS) as image:
+            pixels = rgb_from_pillow(image)
+            if not encoding.startswith("bayer_") or image.mode in _COLOURED:
+                return pixels
+            return _demosaiced_picture(pixels[:, :, 0], encoding, lossless=image.format != "JPEG")
     except UserError:
         raise
     except Exception as error:  # decoders raise whatever they like, and each broken image must count as one
@@ -230,10 +217,36 @@ def rgb_from_compressed(message: Any) -> np.ndarray:
         ) from error
 
 
+def _demosaiced_picture(mosaic: np.ndarray, encoding: str, *, lossless: bool) -> np.ndarray:
+    """The colours of a Bayer camera's picture that was compressed as it came from the sensor."""
+    if encoding not in _LAYOUTS or not lossless:
+        raise UserError(
+            f"the compressed image holds the samples of a Bayer camera ({encoding}) as a JPEG or with 16 bits, from "
+            "which no colours can be had; let the camera driver publish colours, or compress to PNG with 8 bits"
+        )
+    height, width = mosaic.shape
+    if height % 2 or width % 2:
+        raise UserError(
+            f"an image with encoding '{encoding}' must have an even width and height, has {width} x {height}"
+        )
+    return _demosaiced(mosaic, encoding)
+
+
 def is_grey(message: Any) -> bool:
-    """Whether an Image or CompressedImage says that it has no colours."""
-    encoding: str = message.format if hasattr(message, "format") else message.encoding
-    return "mono" in encoding.lower() or "8uc1" in encoding.lower()
+    """Whether an Image or CompressedImage says that it has no colours, or a compressed one is a picture without."""
+    if not hasattr(message, "format"):
+        encoding = message.encoding.lower()
+        return "mono" in encoding or "8uc1" in encoding
+    encoding = message.format.lower()
+    if "mono" in encoding or "8uc1" in encoding:
+        return True
+    if encoding.startswith("bayer_"):
+        return False
+    try:
+        with opened_picture(io.BytesIO(bytes(message.data[:_HEAD_BYTES])), SENT_FORMATS) as image:
+            return image.mode not in _COLOURED
+    except Exception:  # damaged: decoding it says so
+        return False
 
 
 def stamp_ns(header: Any) -> int:

@@ -58,6 +58,8 @@ def load_target(
     Raises UserError: the directory or an argument does not fit, before weights are read if possible; or the device has
     too little memory, with what would fit.
     """
+    if not isinstance(directory, str | Path):
+        raise UserError(f"a checkpoint is named by its directory, got {type(directory).__name__}")
     directory = Path(directory).expanduser()
     load = _loader(directory)
     on = _device(device)

@@ -37,7 +37,11 @@ class Observation:
             object.__setattr__(self, "images", {ONLY_CAMERA: self.images})
         if not self.cameras:
             raise UserError("an observation needs at least one camera image")
+        if not isinstance(self.instruction, str):
+            raise UserError(f"an instruction must be text, got {type(self.instruction).__name__}")
         for image in self.cameras.values():
+            if not isinstance(image, np.ndarray):
+                raise UserError(f"an observation needs images as uint8 RGB arrays, got {type(image).__name__}")
             shape = image.shape
             if image.dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or 0 in shape:
                 raise UserError(
@@ -73,8 +77,15 @@ class Observation:
         state = self.state
         if dims == 0:
             return np.empty(0)
-        if state is None or state.shape != (dims,) or not np.isfinite(state).all():
-            given = "none is given" if state is None else f"given is one of shape {list(state.shape)}"
+        if (
+            not isinstance(state, np.ndarray)
+            or state.dtype.kind not in "fiu"
+            or state.shape != (dims,)
+            or not np.isfinite(state).all()
+        ):
+            given = "none is given" if state is None else f"given is {type(state).__name__}"
+            if isinstance(state, np.ndarray):
+                given = f"given is one of {state.dtype} {list(state.shape)}"
             raise UserError(
                 f"the policy reads the robot's state, {dims} finite numbers in the units of its training data; {given}"
             )

@@ -22,9 +22,9 @@ from specvla_ros.settings.json_file import shown
 
 Progress = Callable[[str, float], None]
 
-# Files of whole checkpoints and the indices of those in shards: safetensors, or where there are none, PyTorch's own.
-_SINGLES = ("model.safetensors", "pytorch_model.bin")
-_INDICES = tuple(f"{name}.index.json" for name in _SINGLES)
+# What transformers looks for, in its order: the first that is there is read, whatever lies beside it.
+_INDEX = ".index.json"
+_CHOICE = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
 
 # A shard is mapped into memory to be read. It is mapped anew after this many values, so that pages already copied are
 # given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
@@ -131,9 +131,9 @@ def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
         return {directory: names}
     index = _index(directory)
     if index is None:
-        single = next((directory / name for name in _SINGLES if (directory / name).exists()), None)
+        single = _chosen(directory)
         if single is None:
-            raise UserError(f"{directory} holds neither {' nor '.join((*_SINGLES, *_INDICES))}")
+            raise UserError(f"{directory} holds neither {' nor '.join(_CHOICE)}")
         return {single: names}
     weight_map = _weight_map(index)
     missing = [name for name in names if name not in weight_map]
@@ -150,7 +150,12 @@ def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
 
 def _index(directory: Path) -> Path | None:
     """The file that says which shard holds which tensor; None: there is one file."""
-    return next((directory / name for name in _INDICES if (directory / name).exists()), None)
+    chosen = _chosen(directory)
+    return chosen if chosen is not None and chosen.name.endswith(_INDEX) else None
+
+
+def _chosen(directory: Path) -> Path | None:
+    return next((directory / name for name in _CHOICE if (directory / name).exists()), None)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -156,6 +156,12 @@ def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
     instruction = given.pop("prompt", None) or given.pop("instruction", None)
     if not isinstance(instruction, str):
         raise UserError("the message needs the task in words, as 'prompt' or 'instruction'")
+    key = given.pop("unnorm_key", None)
+    if key and policy.unnorm_key not in (key, f"{key}_no_noops"):
+        raise UserError(
+            f"unnorm_key {shortened(str(key))} is asked for, and the policy was loaded with {policy.unnorm_key}: leave "
+            "it out, or serve the checkpoint with --unnorm-key"
+        )
     images = {}
     for place, camera in enumerate(policy.cameras):
         names = [camera, f"{camera}_image", *(["image"] if not place else [])]

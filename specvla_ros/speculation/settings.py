@@ -178,6 +178,8 @@ class Tolerance:
     @staticmethod
     def parse(text: str) -> "Tolerance":
         """Reads one; `0` and `strict` are none. Raises UserError for any other text that is no tolerance."""
+        if not isinstance(text, str):
+            raise UserError(f"a tolerance must be text, got {text!r}; {_EXAMPLE}")
         if text.strip() in _STRICT:
             return Tolerance()
         found: dict[str, float] = {}

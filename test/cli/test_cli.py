@@ -23,9 +23,10 @@ from typer.core import TyperOption
 from typer.testing import CliRunner
 
 from specvla_ros import __version__
-from specvla_ros.cli.app import _read_image, app
+from specvla_ros.cli.app import app
 from specvla_ros.cli.terminal import one_line_endings
 from specvla_ros.errors import UserError
+from specvla_ros.messages.picture import read_picture
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import walk
 
@@ -359,7 +360,7 @@ def test_an_image_that_is_a_bomb_or_a_program_is_not_opened(tmp_path: Path, name
     else:
         (tmp_path / name).write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
     with pytest.raises(UserError, match=r"13000 x 13000 pixels, at most|cannot be read"):
-        _read_image(tmp_path / name)
+        read_picture(tmp_path / name)
 
 
 @pytest.mark.nightly

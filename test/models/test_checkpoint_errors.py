@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint that does not fit is refused with what is wrong, where, and what to do."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,26 @@ def test_a_missing_and_a_truncated_second_shard(checkpoint: Path) -> None:
     refuse(checkpoint, rf"{second.name} is damaged or cut off")
     second.unlink()
     refuse(checkpoint, rf"incomplete: {second.name} missing, of 2 shards")
+
+
+@pytest.mark.parametrize("left", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_that_was_left_behind_does_not_make_a_whole_file_incomplete(
+    good: Path, checkpoint: Path, left: str
+) -> None:
+    weight_map = dict.fromkeys(load_file(good / "model.safetensors"), "model-00001-of-00002.safetensors")
+    (checkpoint / left).write_text(json.dumps({"weight_map": weight_map}))
+    ours, theirs = (load_openvla(each, device="cpu").decoder.state_dict() for each in (checkpoint, good))
+    assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+
+
+def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(good: Path, checkpoint: Path) -> None:
+    """Older shards beside a newer single file."""
+    newer = load_file(good / "model.safetensors")
+    save_file({name: tensor * 0 for name, tensor in newer.items()}, checkpoint / "model.safetensors")
+    shard(checkpoint)
+    save_file(newer, checkpoint / "model.safetensors")
+    ours, theirs = (load_openvla(each, device="cpu").decoder.state_dict() for each in (checkpoint, good))
+    assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
 
 
 def test_an_index_that_lists_too_little(checkpoint: Path) -> None:

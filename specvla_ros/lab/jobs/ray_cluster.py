@@ -4,6 +4,7 @@
 import math
 import os
 import pickle
+import socket
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import specvla_ros
 from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.workers import Holder, Host, ProcessDied, opened
 
+_LISTENS_WITHIN_S = 3.0
 _CREATED_WITHIN_S = 60.0  # where the cluster has room
 LOCAL = "local"  # the address that starts a Ray cluster on this machine, for as long as the command runs
 
@@ -90,6 +92,7 @@ class RayPool:
 
 def _begin_ray(ray: Any, address: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _check_listens(address)
     here = {"include_dashboard": False} if address == LOCAL else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **here)
@@ -97,6 +100,20 @@ def _begin_ray(ray: Any, address: str) -> None:
         raise UserError(
             f"--ray {address}: cannot connect to a Ray cluster there ({str(error).strip().splitlines()[0]}); give "
             f"HOST:PORT as `ray start --head` says it, auto for the one on this machine, or {LOCAL} to start one"
+        ) from None
+
+
+def _check_listens(address: str) -> None:
+    """Raises UserError where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENS_WITHIN_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--ray {address}: nobody listens there ({error}); give HOST:PORT as `ray start --head` says it, auto for "
+            f"the one on this machine, or {LOCAL} to start one"
         ) from None
 
 

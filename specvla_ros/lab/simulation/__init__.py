@@ -36,6 +36,8 @@ def require_gl() -> str:
             "no OpenGL that draws without a screen: neither libOSMesa nor libEGL was found. Install Mesa's software "
             "renderer (apt-get install libosmesa6) or the GPU's driver"
         )
+    if backend not in ("egl", "osmesa") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        raise UserError(f"MUJOCO_GL={backend} draws on a screen, and there is none: unset it, or set egl or osmesa")
     return backend
 
 
