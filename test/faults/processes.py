@@ -88,11 +88,12 @@ def real_round(job: RealJob) -> dict[str, Any]:
         watch = Watch(job.output)
         try:
             with _small_disk(box) if job.fault == "fill disk" else nullcontext(), NodeProcesses() as nodes:
-                with _players(job, settings, folder) as players:
-                    _start(nodes, settings, arm, folder, box)
-                    for node in ("policy", "driver"):
-                        LifecycleClient(watch.node, f"/{node}").activate(partial(_runs, nodes, node), _UP_S)
+                with _players(job, fault.on_clock, folder) as players:
+                    _start(nodes, settings, arm, fault.on_clock, folder)
+                    _activate(nodes)
                     hands = Hands(watch, partial(_send, nodes, players), Random(job.seed))
+                    if dead := [name for name, player in players.items() if player.poll() is not None]:
+                        raise UserError(f"{', '.join(dead)} ended by itself")
                     times, cleared = _act(hands, fault)
                 files = sorted(path.name for path in box.iterdir())
         except UserError as error:
@@ -120,6 +121,16 @@ def _settings(arm: Arm, output: str) -> GuardSettings:
 # Who takes part
 
 
+def _activate(nodes: NodeProcesses) -> None:
+    """By a node of its own: who spins one takes it from the executor that had it."""
+    client = rclpy.create_node("activates", enable_rosout=False)
+    try:
+        for name in ("policy", "driver"):
+            LifecycleClient(client, f"/{name}").activate(partial(_runs, nodes, name), _UP_S)
+    finally:
+        client.destroy_node()
+
+
 def _runs(nodes: NodeProcesses, name: str) -> bool:
     return nodes.exit_code(name) is None
 
@@ -135,7 +146,7 @@ def _small_disk(box: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _players(job: RealJob, settings: GuardSettings, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def _players(job: RealJob, on_clock: bool, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """The arm, its camera, and a hand on the dead-man's switch."""
     tasks = [task.name for task in Random(job.seed).sample(TASKS, len(TASKS))]
     parameters = {
@@ -150,11 +161,13 @@ def _players(job: RealJob, settings: GuardSettings, folder: Path) -> Iterator[di
         "policy_lost_after_s": 3600.0,
     }
     write_parameters(folder / "robot.yaml", parameters)
-    topics = (COMMANDS[settings.output][1], "gripper")
+    topics = (COMMANDS[job.output][1], "gripper")
     remaps = [word for each in topics for word in ("-r", f"/sim_robot/command/{each}:=/guard/{each}")]
     camera = ["--robot", job.robot, "--task", tasks[0], "--seed", str(job.seed)]
     begun = {
-        "robot": _player("robot", "--ros-args", "--params-file", str(folder / "robot.yaml"), *remaps),
+        "robot": _player(
+            "with_clock" if on_clock else "robot", "--ros-args", "--params-file", str(folder / "robot.yaml"), *remaps
+        ),
         "camera": _player("camera", *camera),
         "operator": _player("operator"),
     }
@@ -180,10 +193,10 @@ def _player(role: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", f"{end_with}; {main}", role, *arguments], stdin=subprocess.DEVNULL)
 
 
-def _start(nodes: NodeProcesses, settings: GuardSettings, arm: Arm, folder: Path, box: Path) -> None:
+def _start(nodes: NodeProcesses, settings: GuardSettings, arm: Arm, on_clock: bool, folder: Path) -> None:
     """Policy, driver and guard, as a user starts them."""
     name = COMMANDS[settings.output][1]
-    clock, motion = {"use_sim_time": True}, values_of(settings)
+    clock, motion = {"use_sim_time": on_clock}, values_of(settings)
     shared = {key: motion[key] for key in motion if key.startswith("limits.") or key in ("output", "base_frame")}
     gripper = {f"gripper.{key}": motion[f"gripper.{key}"] for key in ("output", "open_value", "closed_value")}
     driver = clock | shared | gripper
@@ -195,7 +208,7 @@ def _start(nodes: NodeProcesses, settings: GuardSettings, arm: Arm, folder: Path
     parameters: dict[str, dict[str, Any]] = {
         "policy": clock | {"checkpoint": str(nano_policy()), "base_frame": settings.base_frame},
         "driver": driver,
-        "guard": clock | motion | {"black_box_dir": str(box)},
+        "guard": clock | motion | {"black_box_dir": str(folder / "black_box")},
     }
     inputs = [("action", ACTIONS), ("tool_pose", "/sim_robot/tool_pose")]
     remaps: dict[str, list[tuple[str, str]]] = {

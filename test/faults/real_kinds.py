@@ -74,6 +74,7 @@ class RealFault:
         halts: whether Servo gets no more twists, and halts the arm by itself.
         of_joints: whether it is about joint outputs alone.
         stays: whether somebody stays away, so that motion does not go on.
+        on_clock: whether the nodes have their time from the arm.
     """
 
     begin: Act
@@ -84,6 +85,7 @@ class RealFault:
     halts: bool = False
     of_joints: bool = False
     stays: bool = False
+    on_clock: bool = False
 
 
 def _after(timeout: Callable[[GuardSettings], float]) -> Notice:
@@ -156,7 +158,7 @@ def _robot() -> dict[str, RealFault]:
         latches = _LEAPS if name.endswith("leaps") else frozenset()
         found[name] = kind(name, noticed, latches, of_joints=topic == "joint_states")
     for name in CLOCKS:
-        found[name] = kind(name, _OF_CLOCK.get(name, _AT_ONCE), halts=True)
+        found[name] = kind(name, _OF_CLOCK.get(name, _AT_ONCE), halts=True, on_clock=True)
     lost = _after(lambda settings: COMMAND_TIMEOUT_S)
     return found | {
         LINK_LOST: kind(LINK_LOST, lost, _HELD, halts=True),

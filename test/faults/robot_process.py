@@ -5,7 +5,7 @@ The arm lies on `tool_pose` and `joint_states`, sets the clock of all, does not 
 or says that it was stopped: by a name on /arm/fault, until an empty one comes. What it really does is recorded on a
 time that no fault changes, which /arm/time tells beside the machine's clock.
 
-    python -m faults.robot_process robot --ros-args --params-file robot.yaml
+    python -m faults.robot_process robot --ros-args --params-file robot.yaml   (or with_clock, as /clock)
     python -m faults.robot_process camera --robot panda --task put_red --seed 1
 """
 
@@ -15,17 +15,19 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import mujoco
 import numpy as np
 import rclpy
 from builtin_interfaces.msg import Time as TimeMessage
+from rclpy.experimental import EventsExecutor
 from rclpy.time import Time
 from sensor_msgs.msg import Image, JointState
 from std_msgs.msg import Bool, Float64MultiArray, String
 
+from specvla_ros.lab.ros.sim_robot import node as sim_robot
 from specvla_ros.lab.ros.sim_robot.episodes import Episode, EpisodeState
 from specvla_ros.lab.ros.sim_robot.node import SimRobot
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
@@ -33,13 +35,15 @@ from specvla_ros.lab.simulation.arms import choose_arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import JointState as Joints
 from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.ros import node
 from specvla_ros.ros.node import raise_priority, run_node
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE, STATE
 
 FAULT_TOPIC, TIME_TOPIC, RUNNING_TOPIC, WORLD_TOPIC = "/arm/fault", "/arm/time", "/arm/running", "/arm/world"
 IMAGE_SIZE = 112
 _PRIORITY = 5  # a robot is no process among others; below the guard's and the driver's
-_TELL_STEPS = 5
+_TELL_STEPS, _SAID_STEPS, _STILL_TICKS = 5, 2, 10
+_POLLS = 2  # between two steps: each costs as much as a step
 _OLD_NS, _LEAP_M = 10**9, 0.1
 
 Change = Callable[[Any], Any]
@@ -99,16 +103,39 @@ LINK_LOST, PROTECTIVE_STOP, STUCK = "link lost", "protective stop", "stuck"
 
 
 class _Said:
-    """A publisher whose messages can be changed, or kept back (None)."""
+    """A publisher whose messages can be changed, or kept back (None); of the others each second one goes out: 50 Hz."""
 
     def __init__(self, publisher: Any) -> None:
         self._publisher = publisher
+        self._count = 0
         self.change: Change | None = None
 
     def publish(self, message: Any) -> None:
+        self._count += 1
+        if self._count % _SAID_STEPS:
+            return
         said = self.change(copy.deepcopy(message)) if self.change is not None else message
         if said is not None:
             self._publisher.publish(said)
+
+
+class _Clock:
+    """Tells the time when it is another, and now and then what it is: more often is asked for than it goes on.
+
+    Args:
+        publisher: None: nobody is told.
+    """
+
+    def __init__(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._told: Any = None
+        self._count = 0
+
+    def publish(self, message: Any) -> None:
+        self._count += 1
+        if self._publisher is not None and (message != self._told or self._count % _STILL_TICKS == 0):
+            self._told = message
+            self._publisher.publish(message)
 
 
 class _Brake:
@@ -135,10 +162,15 @@ class _Brake:
 
 
 class FaultyRobot(SimRobot):
-    """The package's simulated arm, whose tasks follow one another without a reset: no robot leaps back to its start."""
+    """The package's simulated arm, whose tasks follow one another without a reset: no robot leaps back to its start.
 
-    def __init__(self, **node_arguments: Any) -> None:
+    Args:
+        with_clock: whether it gives all nodes their time; else it stamps with the machine's, as robots do.
+    """
+
+    def __init__(self, with_clock: bool, **node_arguments: Any) -> None:
         super().__init__(**node_arguments)
+        self._with_clock = with_clock
         assert self._arm is not None, "commands, not actions, move this one"
         self._arm_s = self._began_at_s = self._ended_at_s = 0.0
         self._steps_told = 0
@@ -147,6 +179,7 @@ class FaultyRobot(SimRobot):
         outputs: Any = self._outputs
         self._said = {"tool_pose": _Said(outputs._tool), "joint_states": _Said(outputs._joints)}
         outputs._tool, outputs._joints = self._said["tool_pose"], self._said["joint_states"]
+        outputs._clock = _Clock(outputs._clock if with_clock else None)
         outputs.image = self._show
         self._world = self.create_publisher(JointState, WORLD_TOPIC, STATE)
         self._times = self.create_publisher(Float64MultiArray, TIME_TOPIC, ACTION)
@@ -171,6 +204,11 @@ class FaultyRobot(SimRobot):
         else:
             self._ended_at_s = self._arm_s
         self._tell()
+
+    def _step(self) -> None:
+        if not self._with_clock:
+            self._now_ns = time.time_ns() - self._step_ns
+        super()._step()
 
     def _note_motion(self) -> None:
         self._arm_s += self._control_dt
@@ -200,20 +238,22 @@ class FaultyRobot(SimRobot):
 
 def show(robot: str, task: str, seed: int) -> None:
     """Draws what the arm's process tells, and publishes it, until it is killed."""
+    import mujoco  # after specvla_ros.lab.simulation, which chooses how it draws
+
     rclpy.init(args=[])
-    node = rclpy.create_node("camera", enable_rosout=False)
+    camera = rclpy.create_node("camera", enable_rosout=False)
     table = TableRobot(IMAGE_SIZE, choose_arm(robot))
     table.reset(task, seed)
     world = table.world
-    publisher = node.create_publisher(Image, IMAGE_TOPIC, ACTION)
+    publisher = camera.create_publisher(Image, IMAGE_TOPIC, ACTION)
 
     def on_world(message: JointState) -> None:
         world.data.qpos[:] = message.position
         mujoco.mj_forward(world.model, world.data)
         publisher.publish(_image(table.look(), message.header.stamp))
 
-    node.create_subscription(JointState, WORLD_TOPIC, on_world, STATE)
-    rclpy.spin(node)
+    camera.create_subscription(JointState, WORLD_TOPIC, on_world, STATE)
+    rclpy.spin(camera)
 
 
 def _image(pixels: np.ndarray, stamp: TimeMessage) -> Image:
@@ -225,8 +265,11 @@ def _image(pixels: np.ndarray, stamp: TimeMessage) -> Image:
 
 def main() -> None:
     role, *rest = sys.argv[1:]
-    if role == "robot":
-        sys.exit(run_node("sim_robot", FaultyRobot, close=FaultyRobot.close, failure=attrgetter("failure")))
+    if role != "camera":
+        # A robot costs this machine no time: the other executor takes half as much again.
+        node.SingleThreadedExecutor, sim_robot._POLLS = EventsExecutor, _POLLS  # type: ignore[misc,assignment]
+        make = partial(FaultyRobot, role == "with_clock")
+        sys.exit(run_node("sim_robot", make, close=FaultyRobot.close, failure=attrgetter("failure")))
     options = argparse.ArgumentParser()
     options.add_argument("--robot", default="")
     options.add_argument("--task", default="")
