@@ -38,7 +38,8 @@ from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
 
 SPEED = 0.25  # m/s, the tool's limit
-_UP_S, _MOVES_S, _BEGINS_S, _REST_S, _AFTER_S, _END_S = 120.0, 120.0, 2.0, 1.0, 4.0, 15.0
+_UP_S, _MOVES_S, _GOES_ON_S, _END_S = 120.0, 120.0, 15.0, 15.0
+_BEGINS_S, _REST_S, _AFTER_S = 2.0, 1.0, 2.0
 _STATE_S = 0.15  # between two states of the guard, and a message on its way
 _SMALL_DISK = "64k"
 
@@ -247,6 +248,8 @@ def _act(hands: Hands, fault: RealFault) -> tuple[_Times, bool]:
     fault.end(hands)
     watch.spin(_REST_S)
     cleared = watch.clear_stop()
+    if not fault.stays:
+        watch.until(lambda: watch.passing, _GOES_ON_S)
     watch.spin(_AFTER_S)
     return _Times(moved_s, hands.began_s, ended_s, watch.now_s), cleared
 
@@ -261,7 +264,8 @@ def _judged(
     until_s, stands_s = min(resumed_s - _STATE_S, times.ended_s), noticed_s + settings.stop_time_s
     stop = judge.stop(noticed_s, until_s)
     extremes, then = (judge.extremes(since_s, times.over_s) for since_s in (times.moved_s, times.began_s))
-    recovered_s = next((at_s for at_s in passed_s if at_s > times.ended_s), times.ended_s) - times.ended_s
+    at_end = [state for at_s, state, _ in watch.states if at_s <= times.ended_s][-1:] == ["passing"]
+    goes_on_s = times.ended_s if at_end else next((at_s for at_s in passed_s if at_s > times.ended_s), None)
     steps = np.diff(rows["time_s"])
     return {
         **asdict(extremes),
@@ -272,7 +276,7 @@ def _judged(
         "promised": stands_s < until_s,
         "late": judge.moved_between(stands_s, until_s),
         "stop": stop.as_json() if stop is not None else None,
-        "recovered_s": recovered_s if watch.passing else None,
+        "recovered_s": goes_on_s - times.ended_s if goes_on_s is not None else None,
         "stays": fault.stays,
         "latched": [cause for _, state, cause in watch.states if state == "stopped"],
         "self_latched": _self_latched(fault, watch, times),
@@ -294,5 +298,5 @@ def _stale(hands: Hands, settings: GuardSettings) -> list[str]:
     """Whether the gripper was told again, after a hold, what it was told before."""
     if hands.asked_s is None:
         return []
-    since_s, closed = hands.asked_s, settings.gripper.closed_value
-    return ["gripper"] if any(at_s > since_s and value == closed for at_s, value in hands.watch.gripped) else []
+    since_s, opened = hands.asked_s, settings.gripper.open_value
+    return ["gripper"] if any(at_s > since_s and value == opened for at_s, value in hands.watch.gripped) else []

@@ -284,7 +284,7 @@ def _gripper() -> dict[str, RealFault]:
         return changed
 
     def begin(hands: Hands) -> None:
-        hands.watch.alter = says(_CLOSED)
+        hands.watch.alter = says(_OPEN)
         hands.watch.spin(1.5)
         hands.send("operator", signal.SIGSTOP)
         hands.mark()
@@ -294,7 +294,7 @@ def _gripper() -> dict[str, RealFault]:
     def end(hands: Hands) -> None:
         hands.send("operator", signal.SIGCONT)
         hands.asked_s = hands.watch.now_s
-        hands.watch.alter = says(_OPEN)
+        hands.watch.alter = says(_CLOSED)
 
     return {"gripper of yesterday": RealFault(begin, end, noticed=_ENABLE)}
 
