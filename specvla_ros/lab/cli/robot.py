@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands on your own robot: what its parameter file can be checked for, and how it stopped."""
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -267,6 +268,11 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
         report.note(
             "tool_pose", "the guard takes tf or the topic: beside joint_states something must publish tool_pose"
         )
+    if driver.tool_pose_source == "tf" and importlib.util.find_spec("tf2_ros") is None:
+        report.note(
+            "tool_pose",
+            "tf needs the package tf2_ros, which is not installed on this computer: driver and guard refuse without it",
+        )
 
 
 def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str) -> None:
@@ -315,5 +321,5 @@ def _print_first_motions(limits: "Limits", file: Path) -> None:
         angular_speed=float(f"{_FIRST_SHARE * limits.angular_speed:.6g}"),
     )
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(slow).items()}
-    typer.echo(f"\nfor the first motions a tenth of the speed, in a copy of {file}:")
+    typer.echo(f"\nfor the first motions: speed_scale: {_FIRST_SHARE:g} in {file}, or these limits in a copy of it:")
     typer.echo(yaml.safe_dump({"limits": values}, sort_keys=False, default_flow_style=None), nl=False)
