@@ -25,6 +25,7 @@ from faults.robot_process import IMAGE_SIZE, RUNNING_TOPIC
 from faults.watch import ACTIONS, COMMANDS, RAW_ACTION, Watch
 from support.fault_scene import guard_settings
 
+from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
@@ -289,9 +290,9 @@ def _judged(
 
 def _self_latched(fault: RealFault, watch: Watch, times: _Times) -> list[str]:
     """Causes for which the guard latched though nothing happened that latches."""
-    right = {cause.value for cause in fault.latches}
-    latched = [(at_s, cause) for at_s, state, cause in watch.states if state == "stopped"]
-    return [cause for at_s, cause in latched if cause not in right or at_s < times.began_s]
+    latched = [(at_s, Cause(cause)) for at_s, state, cause in watch.states if state == "stopped" and cause]
+    wrong = [cause for at_s, cause in latched if cause not in fault.latches or at_s < times.began_s]
+    return [cause.value for cause in wrong if cause.latches]  # a stop that was just cleared tells why it still holds
 
 
 def _stale(hands: Hands, settings: GuardSettings) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from faults.watch import Watch
 
 _MESSAGE_S = 0.05  # on its way, on a machine with nothing to spare, and a tick of who gets it
+_SILENT_S = 3.5  # longer than an answer that was begun, the guard's timeout and a stop
 _GRAPH_S = 0.5  # between two looks of the guard at who publishes what
 _PULSES, _BETWEEN_S = 5, 0.3
 _CLOSED, _OPEN = 0.0, 1.0  # an action's number
@@ -129,7 +130,8 @@ def _processes() -> dict[str, RealFault]:
     found = {}
     for who, noticed in _OF_PROCESS.items():
         halts = who == "guard"
-        kill = RealFault(partial(_send, who, signal.SIGKILL), noticed=noticed, halts=halts, stays=True)
+        lasts_s = _SILENT_S if noticed is _silence_of_actions else 2.0
+        kill = RealFault(partial(_send, who, signal.SIGKILL), lasts_s=lasts_s, noticed=noticed, halts=halts, stays=True)
         found[f"kill {who}"] = kill
         stop, go_on = partial(_send, who, signal.SIGSTOP), partial(_send, who, signal.SIGCONT)
         found[f"freeze {who}"] = replace(kill, begin=stop, end=go_on, stays=False)
@@ -265,8 +267,9 @@ def _actions() -> dict[str, RealFault]:
         def end(hands: Hands) -> None:
             hands.watch.alter = lambda message: [message]
 
-        silent = name in ("old", "of the future")
-        return RealFault(begin, end, noticed=_silence_of_actions if silent else None)
+        if name in ("old", "of the future"):
+            return RealFault(begin, end, _SILENT_S, noticed=_silence_of_actions)
+        return RealFault(begin, end)
 
     return {f"actions {name}": kind(name, change) for name, change in kinds.items()}
 
