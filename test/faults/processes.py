@@ -39,7 +39,7 @@ from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
 
 SPEED = 0.25  # m/s, the tool's limit
-_UP_S, _MOVES_S, _GOES_ON_S, _END_S = 120.0, 120.0, 15.0, 15.0
+_UP_S, _MOVES_S, _GOES_ON_S, _END_S = 120.0, 60.0, 15.0, 15.0
 _BEGINS_S, _REST_S, _AFTER_S = 2.0, 1.0, 2.0
 _STATE_S = 0.15  # between two states of the guard, and a message on its way
 _SMALL_DISK = "64k"
