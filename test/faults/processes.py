@@ -272,6 +272,7 @@ def _judged(
         **asdict(extremes),
         "beyond": extremes.beyond + _stale(hands, settings),
         "beyond_then": then.beyond,
+        "tool_share_then": then.tool_share,
         "in_contact": extremes.in_contact,
         "servo_halt": settings.output == "twist" and fault.halts and extremes.beyond == ["acceleration"],
         "promised": stands_s < until_s,
