@@ -50,6 +50,7 @@ attacks: build $(TESTING)  ## Attack the package and its nodes with everything (
 
 faults: build $(TESTING)  ## Kill, freeze, silence and load everything (hours; writes benchmarks/results)
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.faults
+	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.stack
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.guard_stop --rounds 20 --out benchmarks/results/guard_stop_cpu.json
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.soak --out benchmarks/results/soak_cpu.json
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.serving_under_load

@@ -23,6 +23,7 @@ from specvla_ros.errors import UserError
 _JUMP_S = 0.25
 STALL_S = 0.5
 _OUTSIDE_M = 0.005
+_STILL_M = 0.0003  # a sensor's noise
 _NEAR_M, _NEAR_RAD = 0.003, 0.02
 _AWAY_S = 0.5
 _SAMPLES = 8  # of the clocks' offset: NTP's clock filter
@@ -133,7 +134,9 @@ class Driver:
             return
         if self.guarded:
             way_m, turn_rad = self.target.pose.distance(newest[1])
-            away = way_m > _NEAR_M or turn_rad > _NEAR_RAD
+            # Outside of the workspace the guard takes no target that is further out than the tool.
+            sunk = not self._limits.holds(self.target.pose.position)
+            away = way_m > (_STILL_M if sunk else _NEAR_M) or turn_rad > _NEAR_RAD
         else:
             away = not follower.follows(self.target.pose, newest[1])
         if self.target.moving or not away:

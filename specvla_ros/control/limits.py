@@ -2,18 +2,13 @@
 """Limits of a tool's motion and of joints, and where the tool is measured: what driver and guard are both told."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
-
-if TYPE_CHECKING:
-    from specvla_ros.control.robot_model import JointModel
 
 _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") for axes in ("linear", "angular"))
 _NO_CORNER = (0.0, 0.0, 0.0)
@@ -198,34 +193,6 @@ class Joints:
     def jerks(self) -> np.ndarray:  # float64 [joints]
         given = np.broadcast_to(self.max_jerk, len(self.names)).astype(float)
         return np.where(given > 0, given, self.accelerations / _RAMP_S)
-
-    def completed(self: "AnyJoints") -> "AnyJoints":
-        """With the limits that are not given from the model, if it has them; raises UserError as it is read."""
-        if not self.model or self.names == NO_NAMES or (self.has_positions and any(self.max_speed)):
-            return self
-        from specvla_ros.control.robot_model import load_robot_model
-
-        robot = load_robot_model(Path(self.model).expanduser())
-        robot.require(self.in_model)
-        low, high, speeds = self.position_min, self.position_max, self.max_speed
-        if not self.has_positions:
-            low, high = map(tuple, robot.ranges(self.in_model).T.tolist())
-        if not any(speeds) and all(name in robot.max_speed for name in self.in_model):
-            speeds = tuple(robot.max_speed[name] for name in self.in_model)
-        return replace(self, position_min=low, position_max=high, max_speed=speeds)
-
-    def load(self) -> "JointModel | None":
-        """The robot's kinematics, if a model is named; raises UserError as `load_joint_model` does."""
-        if not self.model:
-            return None
-        if self.names == NO_NAMES:
-            raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
-        from specvla_ros.control.robot_model import load_joint_model
-
-        return load_joint_model(self)
-
-
-AnyJoints = TypeVar("AnyJoints", bound=Joints)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from xml.etree import ElementTree
 
 import numpy as np
 
-from specvla_ros.control.limits import Joints
+from specvla_ros.control.limits import NO_NAMES, Joints
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError, missing_package
 
@@ -22,6 +22,8 @@ _ENDLESS_RAD = 1e3  # the range of a joint that turns without end, for who needs
 _KEPT = ("parent", "child", "origin", "axis", "limit")  # of a URDF's joint
 _FRAMES = {"fusestatic": "false", "discardvisual": "true"}  # MuJoCo would fuse a fixed tool0 with its parent
 _INERTIA = '<inertial><mass value="1"/><inertia ixx="1" iyy="1" izz="1" ixy="0" ixz="0" iyz="0"/></inertial>'
+
+AnyJoints = TypeVar("AnyJoints", bound=Joints)
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,29 @@ class JointModel:
         import mujoco
 
         return "site" if mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, self.tool) >= 0 else "body"
+
+
+def completed(joints: AnyJoints) -> AnyJoints:
+    """With the limits that are not given from the model, if it has them; raises UserError as it is read."""
+    if not joints.model or joints.names == NO_NAMES or (joints.has_positions and any(joints.max_speed)):
+        return joints
+    robot = load_robot_model(Path(joints.model).expanduser())
+    robot.require(joints.in_model)
+    low, high, speeds = joints.position_min, joints.position_max, joints.max_speed
+    if not joints.has_positions:
+        low, high = map(tuple, robot.ranges(joints.in_model).T.tolist())
+    if not any(speeds) and all(name in robot.max_speed for name in joints.in_model):
+        speeds = tuple(robot.max_speed[name] for name in joints.in_model)
+    return replace(joints, position_min=low, position_max=high, max_speed=speeds)
+
+
+def kinematics_of(joints: Joints) -> JointModel | None:
+    """The robot's kinematics, if a model is named; raises UserError as `load_joint_model` does."""
+    if not joints.model:
+        return None
+    if joints.names == NO_NAMES:
+        raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
+    return load_joint_model(joints)
 
 
 def load_joint_model(joints: Joints) -> JointModel:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`specvla robot check`: a line for each check of a robot's file, and what to do where one fails."""
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,19 @@ def test_the_first_motions_are_a_tenth_as_fast_and_can_be_taken_as_they_are_prin
     slow = tmp_path / "slow.yaml"
     write_parameters(slow, {**GOOD, **{f"limits.{name}": value for name, value in limits.items()}})
     assert run(slow)[0] == 0
+
+
+def test_tf_is_told_where_its_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "speed_scale: 0.1 in" in check(tmp_path, GOOD)[1]
+    find = importlib.util.find_spec
+    for there in (False, True):
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, there=there: (sys if there else None) if name == "tf2_ros" else find(name),
+        )
+        code, output = check(tmp_path, GOOD | {"tool_pose_source": "tf"})
+        assert code == 0 and ("tf needs the package tf2_ros" in output) is not there
 
 
 @pytest.mark.parametrize(

@@ -350,3 +350,17 @@ def test_poses_are_sent_as_they_are_planned_and_velocities_with_what_is_missing(
         more = sent.velocity - robot.driver.target.velocity
         np.testing.assert_allclose(more[0], 0.0 if not follows_velocity else 0.06, atol=0.02)
         assert np.linalg.norm(sent.velocity[:3]) <= LIMITS.linear_speed + 1e-9
+
+
+def test_while_the_guard_holds_a_robot_that_sank_out_of_the_workspace_the_target_is_just_where_it_is():
+    """A target that is further out than the tool would be refused, and so nothing would ever begin."""
+    robot = Robot(follows_velocity=False)
+    robot.run(0.2)
+    robot.driver.passing(False, robot.now_s)
+    for depth in (0.004, 0.003):
+        robot.pose = Pose(np.array([0.0, 0.0, -1.0 - depth]), np.eye(3))
+        for _ in range(20):
+            robot.history.add(robot.now_s, robot.pose)
+            target = robot.driver.step(robot.now_s, robot.now_s)
+            robot.now_s = round(robot.now_s + DT_S, 4)
+    assert target.pose.distance(robot.pose)[0] < 0.0004

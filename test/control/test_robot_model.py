@@ -11,7 +11,7 @@ from support.descriptions import ARMS, Z1, Joint, X, Y, Z, moved, write_urdf
 
 from specvla_ros.control.inverse_kinematics import JointSolver
 from specvla_ros.control.limits import JointLimits, Joints
-from specvla_ros.control.robot_model import load_joint_model, load_robot_model
+from specvla_ros.control.robot_model import completed, load_joint_model, load_robot_model
 from specvla_ros.errors import UserError
 
 
@@ -58,7 +58,7 @@ def test_a_fixed_tool0_is_where_the_product_of_the_transforms_puts_it(tmp_path: 
 def test_the_guard_takes_ranges_and_speeds_that_are_not_given_from_the_model(tmp_path: Path, arm: str) -> None:
     joints = moved(ARMS[arm])
     names, model = tuple(each.name for each in joints), str(write_urdf(tmp_path / "robot.urdf", ARMS[arm]))
-    limits = JointLimits(names=names, model=model, max_acceleration=(20.0,)).completed()
+    limits = completed(JointLimits(names=names, model=model, max_acceleration=(20.0,)))
     limits.require("output: position_array")
     for joint, low, high in zip(joints, limits.position_min, limits.position_max, strict=True):
         assert (low, high) == (joint.ends or (-1000.0, 1000.0))
@@ -76,8 +76,8 @@ def test_a_number_that_is_given_wins_for_driver_and_guard(tmp_path: Path) -> Non
         max_speed=(0.4,),
         max_acceleration=(4.0,),
     )
-    assert given.completed() is given
-    assert replace(given, max_speed=(0.0,)).completed().position_min == given.position_min
+    assert completed(given) is given
+    assert completed(replace(given, max_speed=(0.0,))).position_min == given.position_min
     model = load_joint_model(given)
     assert model.max_speed.tolist() == [0.4] * 6
     np.testing.assert_allclose(JointSolver(model, 0.01).ranges, np.array([given.position_min, given.position_max]).T)
@@ -93,7 +93,7 @@ def test_joints_may_be_called_otherwise_in_the_model(tmp_path: Path) -> None:
         tool="tool0",
         max_acceleration=(20.0,),
     )
-    settings.completed().require("output: position_array")
+    completed(settings).require("output: position_array")
     solver = JointSolver(load_joint_model(settings), 0.01)
     at = dict(zip(settings.names, (0.1, 0.5, -0.5, 0.2, 0.3, 0.4), strict=True))
     solver.start(at)
@@ -115,14 +115,14 @@ def test_a_limit_that_neither_file_has_is_asked_for_with_both_ways(tmp_path: Pat
         names=tuple(each.name for each in moved(Z1)), model=str(path), tool="tool0", max_acceleration=(9.0,)
     )
     with pytest.raises(UserError, match=r"'joint2' of .* has no range; give joints\.position_min and"):
-        settings.completed()
+        completed(settings)
     given = replace(settings, position_min=(-3.0,) * 6, position_max=(3.0,) * 6)
     with pytest.raises(UserError, match=r"needs joints\.max_speed .*<limit velocity>"):
-        given.completed().require("output: position_array")
+        completed(given).require("output: position_array")
     with pytest.raises(UserError, match=r"joints\.max_speed must be set.*<limit velocity>"):
         load_joint_model(given)
     with pytest.raises(UserError, match=r"joints\.position_min: 6 numbers.*set joints\.model"):
-        replace(settings, model="").completed().require("output: position_array")
+        completed(replace(settings, model="")).require("output: position_array")
 
 
 def test_what_is_not_a_robot_is_refused_in_words(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from typing import Annotated, Any
 import typer
 from faults.judge import describe
 from faults.kinds import FAULTS, NONE
-from faults.processes import REAL_FAULTS, real_round
+from faults.processes import RealJob, real_round
+from faults.real_kinds import REAL_FAULTS
 from faults.runs import Job, run_fault
 from faults.timing import Timing, record_timings
 
@@ -30,6 +31,7 @@ from benchmarks.harness import Out, Seed, Work, Workers, finish, of_devices, res
 from benchmarks.results_page import RESULTS
 from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.simulation.arms import TABLE_ARM
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 
 MODES = ("ar", "spec", "pipeline", "specpipe")
@@ -145,7 +147,7 @@ def _run_real(rounds: int, outputs: list[str], seed: int, path: Path) -> Rows:
     with path.open("a", encoding="utf-8") as lines:
         for number in range(len(done), rounds):
             fault, output = kinds[number % len(kinds)]
-            done.append(real_round(fault, output, seed + number))
+            done.append(real_round(RealJob(fault, output, TABLE_ARM.name, seed + number)))
             lines.write(json.dumps(done[-1]) + "\n")
             lines.flush()
             print(json.dumps(done[-1]), file=sys.stderr, flush=True)
@@ -245,7 +247,7 @@ def real_rows(rounds: Rows) -> Rows:
 
 
 def _real_counts(rows: Rows) -> dict[str, Any]:
-    ran = [row for row in rows if not row.get("problem")]
+    ran = [row | {"caused": []} for row in rows if not row.get("problem")]  # none can be run again without its fault
     return _counts(ran) | {"rounds": len(rows), "bytes_lost": sum(row["bytes_lost"] for row in ran)}
 
 

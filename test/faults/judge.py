@@ -83,10 +83,10 @@ class Judge:
         self._speeds = _lengths(rows["velocity"])  # m/s and rad/s
         self._moving = (self._speeds > (STANDS_M_S, STANDS_RAD_S)).any(axis=1)
 
-    def extremes(self, since_s: float = -np.inf) -> Extremes:
-        """Of the whole run, or of what follows a moment."""
+    def extremes(self, since_s: float = -np.inf, until_s: float = np.inf) -> Extremes:
+        """Of the whole run, or of what lies between two moments."""
         rows, limits, joints = self._record.rows, self._settings.limits, self._settings.joints
-        later = self._times_s >= since_s
+        later = (self._times_s >= since_s) & (self._times_s <= until_s)
         tool_speed = (self._speeds / (limits.linear_speed, limits.angular_speed)).max(axis=1)
         free = ~self._touched() & later
         if self._settings.kind.of_joints:

@@ -1,219 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault suite with the nodes as processes over DDS: policy, driver, guard, simulated arm and operator.
+"""A round of the fault suite with the nodes as processes over DDS: policy, driver, guard, arm, camera and operator.
 
-Judged by the record of the simulated arm, on /clock, which all nodes have. A round takes about half a minute.
+Judged by the record of the simulated arm, on the arm's own time. A round takes about half a minute.
 """
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import rclpy
-from diagnostic_msgs.msg import DiagnosticArray
-from faults.guard_stop import KINDS
 from faults.judge import Judge
-from geometry_msgs.msg import PoseStamped
-from rclpy.executors import SingleThreadedExecutor
-from rosgraph_msgs.msg import Clock
-from std_msgs.msg import Empty
-from std_srvs.srv import Trigger
+from faults.real_kinds import REAL_FAULTS, Hands, RealFault
+from faults.robot_process import IMAGE_SIZE, RUNNING_TOPIC
+from faults.watch import ACTIONS, COMMANDS, RAW_ACTION, Watch
 from support.fault_scene import guard_settings
-from trajectory_msgs.msg import JointTrajectory
 
+from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.files import write_parameters
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
-from specvla_ros.lab.simulation.arms import TABLE_ARM
-from specvla_ros.lab.simulation.controllers import COMMAND_TIMEOUT_S
+from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
+from specvla_ros.lab.simulation.arms import Arm, choose_arm
 from specvla_ros.lab.simulation.motion_record import MotionRecord, read_motion_record
-from specvla_ros.msg import GuardState
-from specvla_ros.ros.qos import CLOCK, COMMAND, DIAGNOSTICS, LATCHED_STATE, STATE
+from specvla_ros.lab.simulation.tasks import TASKS
+from specvla_ros.ros.wiring import image_remappings
 from specvla_ros.settings.parameter import values_of
 
 SPEED = 0.25  # m/s, the tool's limit
-_KINDS: dict[str, tuple[Any, str]] = {**KINDS, "joint_trajectory": (JointTrajectory, "joint_trajectory")}
-_CAMERA = "/camera/image_raw"
-_UP_S, _MOVES_S, _WHILE_S, _AFTER_S = 120.0, 120.0, 2.0, 3.0
-_MOVED_M = 0.03
+_UP_S, _MOVES_S, _GOES_ON_S, _END_S = 120.0, 60.0, 15.0, 15.0
+_BEGINS_S, _REST_S, _AFTER_S = 2.0, 1.0, 2.0
+_STATE_S = 0.15  # between two states of the guard, and a message on its way
 _SMALL_DISK = "64k"
 
 
 @dataclass(frozen=True)
-class _RealFault:
-    """What is done to whom.
+class RealJob:
+    """A round: which fault, of what, by which seed."""
 
-    Args:
-        who: the process; empty: none.
-        how: a signal, or one of `stop`, `twin`, `disk`.
-        timeout_s: of the promise, from the guard's settings; None: at once.
-    """
-
-    who: str
-    how: str
-    timeout_s: Callable[[GuardSettings], float]
-
-
-def _at_once(settings: GuardSettings) -> float:
-    return 0.0
-
-
-_TIMEOUTS: dict[str, Callable[[GuardSettings], float]] = {
-    "policy": lambda settings: settings.action_timeout_s,
-    "driver": lambda settings: settings.command_timeout_s,
-    "operator": lambda settings: settings.enable_timeout_s,
-    "guard": lambda settings: COMMAND_TIMEOUT_S,
-}
-_ALL = {
-    **{f"kill {who}": _RealFault(who, "SIGKILL", timeout) for who, timeout in _TIMEOUTS.items()},
-    **{f"freeze {who}": _RealFault(who, "SIGSTOP", timeout) for who, timeout in _TIMEOUTS.items()},
-    "press stop": _RealFault("", "stop", _at_once),
-    "twin of command": _RealFault("", "twin", _at_once),
-    "fill disk": _RealFault("", "disk", _at_once),
-}
-REAL_FAULTS = tuple(_ALL)
-
-
-class _Watch:
-    """A node that hears what happens, and does what people do.
-
-    Args:
-        output: the driver's.
-
-    Attributes:
-        now_s: on /clock.
-        changes: when on /clock the guard began or ceased to let motion through.
-        box: what the guard says of its black box.
-    """
-
-    def __init__(self, output: str) -> None:
-        self.now_s, self.changes, self.box = 0.0, list[tuple[float, bool]](), dict[str, str]()
-        self._places: deque[tuple[float, np.ndarray]] = deque(maxlen=200)
-        self.node = rclpy.create_node("watch", enable_rosout=False)
-        kind, name = _KINDS[output]
-        self._command: Any = None
-        self._command_kind, self._command_topic = kind, f"/driver/{name}"
-        listen = self.node.create_subscription
-        listen(Clock, "/clock", self._on_clock, CLOCK)
-        listen(GuardState, "/guard/state", self._on_state, LATCHED_STATE)
-        listen(PoseStamped, "/sim_robot/tool_pose", self._on_pose, STATE)
-        listen(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
-        listen(kind, self._command_topic, self._on_command, COMMAND)
-        self._stop = self.node.create_publisher(Empty, "/guard/stop", 1)
-        self._clear: Any = self.node.create_client(Trigger, "/guard/clear_stop")
-        self._executor = SingleThreadedExecutor()
-        self._executor.add_node(self.node)
-
-    def _on_state(self, message: GuardState) -> None:
-        passing = message.state == GuardState.PASSING
-        if passing is not self.passing:
-            self.changes.append((self.now_s, passing))
+    fault: str
+    output: str
+    robot: str
+    seed: int
 
     @property
-    def passing(self) -> bool:
-        """Whether the guard lets motion through."""
-        return bool(self.changes) and self.changes[-1][1]
-
-    def spin(self, seconds: float) -> None:
-        """Listens for so many seconds of the steady clock."""
-        end_s = time.monotonic() + seconds
-        while (left_s := end_s - time.monotonic()) > 0:
-            self._executor.spin_once(timeout_sec=left_s)
-
-    def until(self, condition: Callable[[], bool], patience_s: float) -> bool:
-        """Listens until a condition holds; False: it does not."""
-        end_s = time.monotonic() + patience_s
-        while not condition() and time.monotonic() < end_s:
-            self.spin(0.05)
-        return condition()
-
-    def moves(self) -> bool:
-        """Whether the tool goes, and the guard lets it."""
-        recent = [place for at_s, place in self._places if at_s > self.now_s - 1.0]
-        return self.passing and len(recent) > 5 and float(np.linalg.norm(recent[-1] - recent[0])) > _MOVED_M
-
-    def press_stop(self) -> None:
-        """What a hand on a button does."""
-        self._stop.publish(Empty())
-
-    def clear_stop(self) -> None:
-        """Lets motion through again."""
-        self._clear.call_async(Trigger.Request())
-
-    def repeat_commands(self) -> Callable[[], None]:
-        """A second publisher of the driver's commands, which says them again; returns what ends it."""
-        publisher = self.node.create_publisher(self._command_kind, self._command_topic, COMMAND)
-        timer = self.node.create_timer(0.02, lambda: publisher.publish(self._command))
-
-        def end() -> None:
-            self.node.destroy_timer(timer)
-            self.node.destroy_publisher(publisher)
-
-        return end
-
-    def close(self) -> None:
-        """Leaves."""
-        self._executor.shutdown()
-        self.node.destroy_node()
-
-    def _on_clock(self, message: Clock) -> None:
-        self.now_s = message.clock.sec + message.clock.nanosec * 1e-9
-
-    def _on_command(self, message: Any) -> None:
-        self._command = message
-
-    def _on_pose(self, message: PoseStamped) -> None:
-        place = message.pose.position
-        self._places.append((self.now_s, np.array([place.x, place.y, place.z])))
-
-    def _on_diagnostics(self, message: DiagnosticArray) -> None:
-        for status in message.status:
-            if status.name == "guard: black box":
-                self.box = {"message": status.message, **{each.key: each.value for each in status.values}}
+    def key(self) -> str:
+        """Names it, for a run that goes on."""
+        return " ".join(map(str, asdict(self).values()))
 
 
-def real_round(fault: str, output: str, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Times:
+    """Of a round, on the arm's time.
+
+    Args:
+        moved_s: since when the guard let motion through.
+        began_s, ended_s: of the fault.
+        over_s: of the round.
+    """
+
+    moved_s: float
+    began_s: float
+    ended_s: float
+    over_s: float
+
+
+def real_round(job: RealJob) -> dict[str, Any]:
     """Starts everybody, waits for motion, does a fault at a random moment, and judges what the arm did."""
-    os.environ["ROS_DOMAIN_ID"] = str(60 + seed % 40)  # a dead participant is remembered for 20 s
+    os.environ["ROS_DOMAIN_ID"] = str(60 + job.seed % 40)  # a dead participant is remembered for 20 s
     os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
-    head = {"fault": fault, "output": output, "robot": TABLE_ARM.name, "seed": seed}
-    settings, chosen = guard_settings(TABLE_ARM, output, SPEED), _ALL[fault]
-    with TemporaryDirectory() as folder, _black_box_folder(Path(folder), chosen.how) as box:
+    head = asdict(job)
+    arm, fault = choose_arm(job.robot), REAL_FAULTS[job.fault]
+    settings = _settings(arm, job.output)
+    with TemporaryDirectory() as name:
+        folder, box = Path(name), Path(name, "black_box")
+        box.mkdir()
         rclpy.init(args=[])
-        watch = _Watch(output)
+        watch = Watch(job.output)
         try:
-            with NodeProcesses() as nodes, _operator() as operator:
-                _start(nodes, settings, seed, Path(folder), box)
-                for name in ("policy", "driver"):
-                    LifecycleClient(watch.node, f"/{name}").activate(partial(_runs, nodes, name), _UP_S)
-                if not watch.until(watch.moves, _MOVES_S):
-                    return head | {"problem": "the arm never moved"}
-                watch.spin(random.Random(seed).uniform(0.0, _WHILE_S))
-                watch.until(watch.moves, _MOVES_S)
-                signal_to = operator.send_signal if chosen.who == "operator" else partial(nodes.send, chosen.who)
-                began_s, ended_s, cleared = _do(chosen, watch, signal_to)
+            with _small_disk(box) if job.fault == "fill disk" else nullcontext(), NodeProcesses() as nodes:
+                with _players(job, fault.on_clock, folder) as players:
+                    _start(nodes, settings, arm, fault.on_clock, folder)
+                    _activate(nodes)
+                    hands = Hands(watch, partial(_send, nodes, players), Random(job.seed))
+                    if dead := [name for name, player in players.items() if player.poll() is not None]:
+                        raise UserError(f"{', '.join(dead)} ended by itself")
+                    times, cleared = _act(hands, fault)
+                files = sorted(path.name for path in box.iterdir())
         except UserError as error:
             return head | {"problem": str(error)}
         finally:
             watch.close()
             rclpy.try_shutdown()
-        record = read_motion_record(Path(folder, "record"))
-        files = sorted(path.name for path in box.iterdir())
-    found = _judged(record, settings, chosen, watch, (began_s, ended_s))
-    return head | found | {"cleared": cleared, "black_box": files}
+        record = read_motion_record(folder / "record")
+    judged = _judged(record, settings, fault, hands, times)
+    return head | judged | {"cleared": cleared, "load": os.getloadavg()[0], "black_box": files}
+
+
+def _settings(arm: Arm, output: str) -> GuardSettings:
+    """Those of the suite in virtual time, in what this arm reaches; and the arm says whether it runs."""
+    settings = guard_settings(arm, output, SPEED)
+    low, high = settings.limits.workspace_min, settings.limits.workspace_max
+    inner = replace(
+        settings.limits,
+        workspace_min=tuple(map(max, low, arm.low)),
+        workspace_max=tuple(map(min, high, arm.high)),
+    )
+    return replace(settings, limits=inner, robot_states=(f"{RUNNING_TOPIC} std_msgs/msg/Bool data=true",))
+
+
+# Who takes part
+
+
+def _activate(nodes: NodeProcesses) -> None:
+    """By a node of its own: who spins one takes it from the executor that had it."""
+    client = rclpy.create_node("activates", enable_rosout=False)
+    try:
+        for name in ("policy", "driver"):
+            LifecycleClient(client, f"/{name}").activate(partial(_runs, nodes, name), _UP_S)
+    finally:
+        client.destroy_node()
 
 
 def _runs(nodes: NodeProcesses, name: str) -> bool:
@@ -221,108 +138,168 @@ def _runs(nodes: NodeProcesses, name: str) -> bool:
 
 
 @contextmanager
-def _operator() -> Iterator[subprocess.Popen[bytes]]:
-    """A hand on the dead-man's switch."""
-    hand = [sys.executable, "-m", "faults.guard_stop", "--play", "operator"]
-    process = subprocess.Popen(hand)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def _black_box_folder(folder: Path, how: str) -> Iterator[Path]:
-    """Where stops are written: for a full disk, one that is too small."""
-    box = folder / "black_box"
-    box.mkdir()
-    if how != "disk":
-        yield box
-        return
+def _small_disk(box: Path) -> Iterator[None]:
+    """A black box that is full with its first stop."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_SMALL_DISK}", "tmpfs", str(box)], check=True)
     try:
-        yield box
+        yield
     finally:
         subprocess.run(["umount", str(box)], check=True)
 
 
-def _start(nodes: NodeProcesses, settings: GuardSettings, seed: int, folder: Path, box: Path) -> None:
-    output, (_, name) = settings.output, _KINDS[settings.output]
-    clock, motion = {"use_sim_time": True}, values_of(settings)
+@contextmanager
+def _players(job: RealJob, on_clock: bool, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """The arm, its camera, and a hand on the dead-man's switch."""
+    tasks = [task.name for task in Random(job.seed).sample(TASKS, len(TASKS))]
+    parameters = {
+        "robot": job.robot,
+        "command": job.output,
+        "tasks": tasks,
+        "episodes": 0,
+        "seed": job.seed,
+        "record": str(folder / "record"),
+        "camera_rate_hz": 5.0,
+        "image_size": IMAGE_SIZE,
+        "policy_lost_after_s": 3600.0,
+    }
+    write_parameters(folder / "robot.yaml", parameters)
+    topics = (COMMANDS[job.output][1], "gripper")
+    remaps = [word for each in topics for word in ("-r", f"/sim_robot/command/{each}:=/guard/{each}")]
+    camera = ["--robot", job.robot, "--task", tasks[0], "--seed", str(job.seed)]
+    begun = {
+        "robot": _player(
+            "with_clock" if on_clock else "robot", "--ros-args", "--params-file", str(folder / "robot.yaml"), *remaps
+        ),
+        "camera": _player("camera", *camera),
+        "operator": _player("operator"),
+    }
+    try:
+        yield begun
+    finally:
+        begun["robot"].send_signal(signal.SIGINT)  # it writes the rest of the record
+        for name in ("camera", "operator"):
+            begun[name].kill()
+        for process in begun.values():
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _player(role: str, *arguments: str) -> subprocess.Popen[bytes]:
+    end_with = f"from specvla_ros.lab.jobs.workers import end_with_parent; end_with_parent({os.getpid()})"
+    main = "from faults.robot_process import main; main()"
+    if role == "operator":
+        main = "from faults.guard_stop import play; play('operator', 'twist')"
+    return subprocess.Popen([sys.executable, "-c", f"{end_with}; {main}", role, *arguments], stdin=subprocess.DEVNULL)
+
+
+def _start(nodes: NodeProcesses, settings: GuardSettings, arm: Arm, on_clock: bool, folder: Path) -> None:
+    """Policy, driver and guard, as a user starts them."""
+    name = COMMANDS[settings.output][1]
+    clock, motion = {"use_sim_time": on_clock}, values_of(settings)
     shared = {key: motion[key] for key in motion if key.startswith("limits.") or key in ("output", "base_frame")}
-    gripper = {key: motion[f"gripper.{key}"] for key in ("output", "open_value", "closed_value")}
-    driver = clock | shared | {f"gripper.{key}": value for key, value in gripper.items()}
+    gripper = {f"gripper.{key}": motion[f"gripper.{key}"] for key in ("output", "open_value", "closed_value")}
+    driver = clock | shared | gripper
     if settings.kind.of_joints:
         model = folder / "arm.xml"
-        model.write_text(TABLE_ARM.kinematics(), encoding="utf-8")
+        model.write_text(arm.kinematics(), encoding="utf-8")
         driver |= {"joints.model": str(model), "joints.tool": "pinch", "joints.check_order": False}
         driver |= {key: motion[key] for key in ("joints.names", "joints.max_speed", "joints.max_acceleration")}
     parameters: dict[str, dict[str, Any]] = {
         "policy": clock | {"checkpoint": str(nano_policy()), "base_frame": settings.base_frame},
         "driver": driver,
-        "guard": clock | motion | {"black_box_dir": str(box), "rate_hz": 100.0},  # the arm is in Python
-        "sim_robot": {
-            "command": output,
-            "episodes": 0,
-            "seed": seed,
-            "record": str(folder / "record"),
-            "camera_rate_hz": 5.0,  # each picture is drawn on the thread that tells the tool's pose
-        },
+        # The arm is in Python: at 250 commands a second it falls behind.
+        "guard": clock | motion | {"black_box_dir": str(folder / "black_box"), "rate_hz": 100.0},
     }
-    inputs = [("action", "/policy/action"), ("tool_pose", "/sim_robot/tool_pose")]
+    inputs = [("action", ACTIONS), ("tool_pose", "/sim_robot/tool_pose")]
     remaps: dict[str, list[tuple[str, str]]] = {
-        "policy": [("image", _CAMERA), ("image/compressed", f"{_CAMERA}/compressed")],
+        "policy": [*image_remappings("image", IMAGE_TOPIC), (ACTIONS, RAW_ACTION)],
         "driver": [*inputs, ("guard_state", "/guard/state")],
         "guard": [*inputs, *((f"command/{each}", f"/driver/{each}") for each in (name, "gripper"))],
-        "sim_robot": [(f"/sim_robot/command/{each}", f"/guard/{each}") for each in (name, "gripper")],
     }
     for node, values in parameters.items():
         write_parameters(folder / f"{node}.yaml", values)
-        room = "lab.ros" if node == "sim_robot" else "ros"
-        nodes.start(f"{room}.{node}.node", params_file=folder / f"{node}.yaml", remaps=remaps[node])
+        nodes.start(f"ros.{node}.node", params_file=folder / f"{node}.yaml", remaps=remaps[node])
 
 
-def _do(fault: _RealFault, watch: _Watch, signal_to: Callable[[signal.Signals], None]) -> tuple[float, float, bool]:
-    """The fault; when on /clock it began and ended, and whether a stop had to be cleared."""
-    began_s, end_twin = watch.now_s, lambda: None
-    if fault.who:
-        signal_to(signal.Signals[fault.how])
-    elif fault.how == "twin":
-        end_twin = watch.repeat_commands()
+def _send(nodes: NodeProcesses, players: dict[str, subprocess.Popen[bytes]], who: str, number: signal.Signals) -> None:
+    if who in players:
+        players[who].send_signal(number)
     else:
-        watch.press_stop()
-    watch.spin(_WHILE_S)
-    end_twin()
-    if fault.how == "SIGSTOP":
-        signal_to(signal.SIGCONT)
-    ended_s, cleared = watch.now_s, False
-    watch.spin(1.0)
-    if fault.how in ("stop", "disk"):
-        watch.clear_stop()
-        cleared = True
+        nodes.send(who, number)
+
+
+# What happens, and what came of it
+
+
+def _act(hands: Hands, fault: RealFault) -> tuple[_Times, bool]:
+    """The fault at a random moment of the motion; its times, and whether a stop had to be cleared."""
+    watch = hands.watch
+    if not watch.until(watch.moves, _MOVES_S):
+        raise UserError(f"the arm never moved; the guard: {watch.states[-1:]}")
+    moved_s = watch.now_s
+    watch.forget_slip()
+    watch.spin(hands.random.uniform(0.0, _BEGINS_S))
+    watch.until(watch.moves, _MOVES_S)
+    hands.mark()
+    fault.begin(hands)
+    watch.spin(fault.lasts_s)
+    ended_s = watch.now_s
+    fault.end(hands)
+    watch.spin(_REST_S)
+    cleared = watch.clear_stop()
+    if not fault.stays:
+        watch.until(lambda: watch.passing, _GOES_ON_S)
     watch.spin(_AFTER_S)
-    return began_s, ended_s, cleared
+    return _Times(moved_s, hands.began_s, ended_s, watch.now_s), cleared
 
 
 def _judged(
-    record: MotionRecord, settings: GuardSettings, fault: _RealFault, watch: _Watch, times: tuple[float, float]
+    record: MotionRecord, settings: GuardSettings, fault: RealFault, hands: Hands, times: _Times
 ) -> dict[str, Any]:
-    began_s, ended_s = times
-    judge, rows = Judge(record, settings), record.rows
-    resumed_s = next((at_s for at_s, passing in watch.changes if passing and at_s > began_s), ended_s)
-    noticed_s = began_s + fault.timeout_s(settings)
-    extremes, until_s = judge.extremes(), min(resumed_s, ended_s)
+    watch, rows, judge = hands.watch, record.rows, Judge(record, settings)
+    noticed_s = fault.noticed(hands, settings) if fault.noticed is not None else np.inf
+    passed_s = [at_s for at_s, state, _ in watch.states if state == "passing"]
+    resumed_s = next((at_s for at_s in passed_s if at_s > times.began_s), np.inf)
+    until_s, stands_s = min(resumed_s - _STATE_S, times.ended_s), noticed_s + settings.stop_time_s
     stop = judge.stop(noticed_s, until_s)
+    extremes, then = (judge.extremes(since_s, times.over_s) for since_s in (times.moved_s, times.began_s))
+    at_end = [state for at_s, state, _ in watch.states if at_s <= times.ended_s][-1:] == ["passing"]
+    goes_on_s = times.ended_s if at_end else next((at_s for at_s in passed_s if at_s > times.ended_s), None)
     steps = np.diff(rows["time_s"])
-    lost_rows = int(np.maximum(0, np.round(steps / np.median(steps)) - 1)[np.diff(rows["episode"]) == 0].sum())
     return {
         **asdict(extremes),
-        "beyond": extremes.beyond,
-        "promised": noticed_s + settings.stop_time_s < until_s,
-        "late": judge.moved_between(noticed_s + settings.stop_time_s, until_s),
+        "beyond": extremes.beyond + _stale(hands, settings),
+        "beyond_then": then.beyond,
+        "tool_share_then": then.tool_share,
+        "in_contact": extremes.in_contact,
+        "servo_halt": settings.output == "twist" and fault.halts and extremes.beyond == ["acceleration"],
+        "promised": stands_s < until_s,
+        "late": judge.moved_between(stands_s, until_s),
         "stop": stop.as_json() if stop is not None else None,
-        "recovered_s": resumed_s - ended_s if watch.passing else None,
-        "bytes_lost": lost_rows * rows.dtype.itemsize,
+        "recovered_s": goes_on_s - times.ended_s if goes_on_s is not None else None,
+        "stays": fault.stays,
+        "latched": [cause for _, state, cause in watch.states if state == "stopped"],
+        "self_latched": _self_latched(fault, watch, times),
+        "bytes_lost": int(np.maximum(0, np.round(steps / np.median(steps)) - 1).sum()) * rows.dtype.itemsize,
+        "slip_s": watch.slip_s,
+        "loop_late_ms": watch.late_ms,
         "black_box_said": watch.box,
     }
+
+
+def _self_latched(fault: RealFault, watch: Watch, times: _Times) -> list[str]:
+    """Causes for which the guard latched though nothing happened that latches."""
+    latched = [(at_s, Cause(cause)) for at_s, state, cause in watch.states if state == "stopped" and cause]
+    wrong = [cause for at_s, cause in latched if cause not in fault.latches or at_s < times.began_s]
+    return [cause.value for cause in wrong if cause.latches]  # a stop that was just cleared tells why it still holds
+
+
+def _stale(hands: Hands, settings: GuardSettings) -> list[str]:
+    """Whether the gripper was told again, after a hold, what it was told before."""
+    if hands.asked_s is None:
+        return []
+    since_s, opened = hands.asked_s, settings.gripper.open_value
+    return ["gripper"] if any(at_s > since_s and value == opened for at_s, value in hands.watch.gripped) else []

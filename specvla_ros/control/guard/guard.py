@@ -186,7 +186,7 @@ class Guard:
             return f"the cause persists: {self._latched.cause.value}, {self._latched.detail}"
         if not self._gate.at_rest:
             return "the robot is still being stopped"
-        self._latched = None
+        self._latched, self.state = None, State.HOLDING
         self._failed_s = now.steady_s  # who clears a stop has a moment to step back
         return ""
 

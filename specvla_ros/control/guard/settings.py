@@ -7,6 +7,7 @@ from enum import Enum
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.limits import NO_NAMES, JointLimits, Limits, ToolSource
+from specvla_ros.control.robot_model import completed
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter, section
 
@@ -136,8 +137,8 @@ class GuardSettings:
         return max(linear, limits.angular_speed / limits.angular_acceleration) + 2 / self.rate_hz
 
     def completed(self) -> "GuardSettings":
-        """With the limits of joints that are not given, where joints are commanded; see `Joints.completed`."""
-        return replace(self, joints=self.joints.completed()) if self.kind.of_joints else self
+        """With the limits of joints that are not given, where joints are commanded; see `robot_model.completed`."""
+        return replace(self, joints=completed(self.joints)) if self.kind.of_joints else self
 
     def require(self) -> None:
         """Raises UserError for what is missing, or a stop that would take longer than promised."""

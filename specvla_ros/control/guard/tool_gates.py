@@ -24,6 +24,7 @@ _ZERO = np.zeros((2, 3))
 _UNITS = (("m/s", "limits.linear_speed"), ("rad/s", "limits.angular_speed"))
 _JITTER_S = 0.05  # what a busy machine may delay one of two commands
 _ROUNDING = 1e-9
+STANDS_M = 0.0005  # from the measured tool to where a driver stands that took over its pose
 EDGE_M = 0.01  # a driver that brakes to the workspace's very edge is right
 AHEAD_S = 0.03  # commands on their way to the robot
 _MOVED_M, _MOVED_RAD = 0.001, 0.005  # more than a sensor's noise
@@ -212,7 +213,9 @@ class PoseGate(SmoothGate[Pose]):
     def _problem(self, pose: Pose, measured: Measured) -> Refusal | None:
         limits = self._settings.limits
         here = pose.position if measured.tool is None else measured.tool.position
-        if limits.outside_m(pose.position) > 0 and not within(pose.position, limits.widened(here)):
+        # A driver that stands where the tool was measured a moment ago is right too; what is sent gets no further out.
+        stands = np.linalg.norm(pose.position - here) <= STANDS_M
+        if limits.outside_m(pose.position) > 0 and not (stands or within(pose.position, limits.widened(here))):
             return Refusal(Cause.OUTSIDE, f"the pose {text(pose.position)} m is outside of the workspace")
         if measured.tool is None:
             return None

@@ -207,11 +207,11 @@ class Watch:
     def measured(self, now: Instant) -> Measured:
         """Where the robot is, as far as it is known now."""
         limit_s = self._settings.state_timeout_s
-        newest = self._poses[-1][1] if self._poses else None
+        seen = bool(self._poses) and self._tool.age_s(now) <= limit_s and not self._tool.problem
         return Measured(
-            tool=newest if self._tool.age_s(now) <= limit_s and not self._tool.problem else None,
+            tool=self._poses[-1][1] if seen else None,
             joints=self._positions if self._joints.age_s(now) <= limit_s and not self._joints.problem else None,
-            velocity=self._velocity(),
+            velocity=self._velocity() if seen else None,
         )
 
     def _velocity(self) -> np.ndarray | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands on your own robot: what its parameter file can be checked for, and how it stopped."""
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -172,13 +173,15 @@ def _as_ros(value: Value) -> Any:
 
 
 def _check_model(report: Report, driver: "DriverParameters") -> None:
+    from specvla_ros.control.robot_model import kinematics_of
+
     joints = driver.joints
     if not joints.model and driver.output not in ("joint_trajectory", "position_array"):
         report.note("model", "none is needed; joints.model with joints.tool would have tool and joints compared")
         return
     model = None
     with report.part("model") as well:
-        model = joints.load()
+        model = kinematics_of(joints)
         if model is None:
             raise UserError(f"output: {driver.output} needs joints.model, joints.names, joints.tool, joints.max_speed")
         well(f"{joints.model} has {', '.join(model.in_model)} and the {model.tool_kind} {model.tool}")
@@ -264,6 +267,11 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
             "name the controller's node in joints.controller: it is asked for the joints' order before anything is "
             "sent; without it a wrong order is noticed only when the first command moves the wrong joints",
         )
+    if driver.tool_pose_source == "tf" and importlib.util.find_spec("tf2_ros") is None:
+        report.note(
+            "tool_pose",
+            "tf needs the package tf2_ros, which is not installed on this computer: driver and guard refuse without it",
+        )
 
 
 def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str) -> None:
@@ -312,5 +320,5 @@ def _print_first_motions(limits: "Limits", file: Path) -> None:
         angular_speed=float(f"{_FIRST_SHARE * limits.angular_speed:.6g}"),
     )
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(slow).items()}
-    typer.echo(f"\nfor the first motions a tenth of the speed, in a copy of {file}:")
+    typer.echo(f"\nfor the first motions: speed_scale: {_FIRST_SHARE:g} in {file}, or these limits in a copy of it:")
     typer.echo(yaml.safe_dump({"limits": values}, sort_keys=False, default_flow_style=None), nl=False)

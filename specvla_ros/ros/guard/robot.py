@@ -44,7 +44,8 @@ class GripperGoals:
                 f"{_apt('control_msgs')}, or set gripper.output to array or trajectory"
             ) from None
         self._goal: Callable[[], Any] = GripperCommand.Goal
-        self._client: Any = ActionClient(node, GripperCommand, "~/gripper_command")
+        # Remaps are for topics, and not for actions: this way gripper_topic names either.
+        self._client: Any = ActionClient(node, GripperCommand, node.resolve_topic_name("~/gripper"))
         self._sent: float | None = None
 
     def forget(self) -> None:

@@ -386,6 +386,25 @@ def test_a_blocked_robot_latches() -> None:
     assert each.guard.state is State.STOPPED
 
 
+def test_a_driver_that_stands_where_an_arm_that_sank_below_the_floor_was_measured_may_bring_it_back() -> None:
+    """It stands 0.3 mm lower than the arm does now; motion that never begins would never come back."""
+    each = rig("pose")
+    each.tool = HOME * (1, 1, 0) - (0, 0, 0.012)
+    commanded = each.tool - (0, 0, 0.0003)
+    for _ in range(200):
+        each.advance(0.01)
+        each.hear(command=ToolPose(each.stamp, commanded, UPRIGHT))
+        each.tick()
+    assert each.guard.state is State.PASSING, each.guard.reason
+    assert each.tool[2] > -0.0121, "it got no further out"
+    for _ in range(100):
+        each.advance(0.01)
+        commanded[2] += 0.0005
+        each.hear(command=ToolPose(each.stamp, commanded, UPRIGHT))
+        each.tick()
+    assert each.guard.state is State.PASSING and each.tool[2] > 0.02
+
+
 def test_a_twist_out_of_the_workspace_stops_before_the_edge_and_one_back_in_goes() -> None:
     each = rig("twist")
     each.until_passing()

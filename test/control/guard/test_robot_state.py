@@ -131,3 +131,21 @@ def test_a_robot_that_stands_and_is_then_led_by_hand_obeys() -> None:
         each.run(0.01, without=("enable",))
     assert not any(outcome.disobeyed for outcome in each.outcomes)
     assert each.guard.state is State.HOLDING
+
+
+@pytest.mark.parametrize("output", ["twist", "pose"])
+def test_a_tool_whose_pose_falls_silent_in_motion_is_not_known_to_disobey(output: str) -> None:
+    each = rig(output, obey_time_s=0.2)
+    each.until_passing()
+    each.run(0.5)
+    each.run(2.0, without=("tool",))
+    assert each.guard.state is State.HOLDING and each.guard.cause == Cause.STATE_MISSING.value
+
+
+def test_a_cleared_stop_is_told_at_once_and_not_as_a_stop_of_another_cause() -> None:
+    each = rig("twist")
+    each.until_passing()
+    each.guard.press_stop("topic", each.now)
+    each.run(2.0, without=("action",))
+    assert each.guard.clear_stop(each.now) == ""
+    assert each.guard.state is State.HOLDING

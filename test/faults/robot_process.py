@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated arm and its camera as processes of their own, which do what robots do when they fail.
+
+The arm lies on `tool_pose` and `joint_states`, sets the clock of all, does not hear what it is sent, brakes by itself,
+or says that it was stopped: by a name on /arm/fault, until an empty one comes. What it really does is recorded on a
+time that no fault changes, which /arm/time tells beside the machine's clock.
+
+    python -m faults.robot_process robot --ros-args --params-file robot.yaml   (or with_clock, as /clock)
+    python -m faults.robot_process camera --robot panda --task put_red --seed 1
+"""
+
+import argparse
+import copy
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import rclpy
+from builtin_interfaces.msg import Time as TimeMessage
+from rclpy.experimental import EventsExecutor
+from rclpy.time import Time
+from sensor_msgs.msg import Image, JointState
+from std_msgs.msg import Bool, Float64MultiArray, String
+
+from specvla_ros.lab.ros.sim_robot import node as sim_robot
+from specvla_ros.lab.ros.sim_robot.episodes import Episode, EpisodeState
+from specvla_ros.lab.ros.sim_robot.node import SimRobot
+from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
+from specvla_ros.lab.simulation.arms import choose_arm
+from specvla_ros.lab.simulation.commanded_arm import CommandedArm
+from specvla_ros.lab.simulation.controllers import JointState as Joints
+from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.ros import node
+from specvla_ros.ros.node import raise_priority, run_node
+from specvla_ros.ros.qos import ACTION, LATCHED_STATE, STATE
+
+FAULT_TOPIC, TIME_TOPIC, RUNNING_TOPIC, WORLD_TOPIC = "/arm/fault", "/arm/time", "/arm/running", "/arm/world"
+IMAGE_SIZE = 112
+_PRIORITY = 5  # a robot is no process among others; below the guard's and the driver's
+_TELL_STEPS, _SAID_STEPS, _STILL_TICKS = 5, 2, 10
+_POLLS = 2  # between two steps: each costs as much as a step
+_OLD_NS, _LEAP_M = 10**9, 0.1
+
+Change = Callable[[Any], Any]
+
+
+def _silent(message: Any) -> None:
+    return None
+
+
+def _older(message: Any) -> Any:
+    stamp_ns = Time.from_msg(message.header.stamp).nanoseconds
+    message.header.stamp = Time(nanoseconds=max(1, stamp_ns - _OLD_NS)).to_msg()
+    return message
+
+
+def _pose_of_nan(message: Any) -> Any:
+    message.pose.position.y = float("nan")
+    return message
+
+
+def _pose_elsewhere(message: Any) -> Any:
+    message.pose.position.y += _LEAP_M
+    return message
+
+
+def _joints_of_nan(message: Any) -> Any:
+    message.position[1] = float("nan")
+    return message
+
+
+def _joints_reversed(message: Any) -> Any:
+    for column in ("name", "position", "velocity"):
+        setattr(message, column, [*getattr(message, column)][::-1])
+    return message
+
+
+# What is said in place of the truth: of which topic, and how.
+LIES: dict[str, tuple[str, Change]] = {
+    "tool_pose silent": ("tool_pose", _silent),
+    "tool_pose of NaN": ("tool_pose", _pose_of_nan),
+    "tool_pose old": ("tool_pose", _older),
+    "tool_pose leaps": ("tool_pose", _pose_elsewhere),
+    "joint_states silent": ("joint_states", _silent),
+    "joint_states of NaN": ("joint_states", _joints_of_nan),
+    "joint_states old": ("joint_states", _older),
+    "joint_states in another order": ("joint_states", _joints_reversed),
+}
+# The clock of all nodes: its rate, and how far it jumps, seconds.
+CLOCKS = {
+    "clock still": (0.0, 0.0),
+    "clock ahead 5 s": (1.0, 5.0),
+    "clock back 5 s": (1.0, -5.0),
+    "clock slow": (0.3, 0.0),
+    "clock fast": (3.0, 0.0),
+}
+LINK_LOST, PROTECTIVE_STOP, STUCK = "link lost", "protective stop", "stuck"
+
+
+class _Said:
+    """A publisher whose messages can be changed, or kept back (None); of the others each second one goes out: 50 Hz."""
+
+    def __init__(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._count = 0
+        self.change: Change | None = None
+
+    def publish(self, message: Any) -> None:
+        self._count += 1
+        if self._count % _SAID_STEPS:
+            return
+        said = self.change(copy.deepcopy(message)) if self.change is not None else message
+        if said is not None:
+            self._publisher.publish(said)
+
+
+class _Clock:
+    """Tells the time when it is another, and now and then what it is: more often is asked for than it goes on.
+
+    Args:
+        publisher: None: nobody is told.
+    """
+
+    def __init__(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._told: Any = None
+        self._count = 0
+
+    def publish(self, message: Any) -> None:
+        self._count += 1
+        if self._publisher is not None and (message != self._told or self._count % _STILL_TICKS == 0):
+            self._told = message
+            self._publisher.publish(message)
+
+
+class _Brake:
+    """A controller that goes on, and an arm that for a while does not follow it but comes to rest at its own limits."""
+
+    def __init__(self, arm: CommandedArm) -> None:
+        self._arm, self._controller = arm, arm.controller
+        self._rest: np.ndarray | None = None  # joint positions
+
+    def start(self, measured: Joints) -> None:
+        self._controller.start(measured)
+
+    def take(self, command: Any, now_s: float) -> None:
+        self._controller.take(command, now_s)
+
+    def update(self, measured: Joints, now_s: float) -> Joints:
+        reference = self._controller.update(measured, now_s)
+        return reference if self._rest is None else Joints(self._rest, np.zeros_like(self._rest))
+
+    def set(self, held: bool) -> None:
+        servo = self._arm._servo
+        velocity = servo._velocity
+        self._rest = servo._reference + velocity * np.abs(velocity) / (2 * servo._acceleration) if held else None
+
+
+class FaultyRobot(SimRobot):
+    """The package's simulated arm, whose tasks follow one another without a reset: no robot leaps back to its start.
+
+    Args:
+        with_clock: whether it gives all nodes their time; else it stamps with the machine's, as robots do.
+    """
+
+    def __init__(self, with_clock: bool, **node_arguments: Any) -> None:
+        super().__init__(**node_arguments)
+        self._with_clock = with_clock
+        assert self._arm is not None, "commands, not actions, move this one"
+        self._arm_s = self._began_at_s = self._ended_at_s = 0.0
+        self._steps_told = 0
+        self._brake = _Brake(self._arm)
+        self._arm.controller = self._brake
+        outputs: Any = self._outputs
+        self._said = {"tool_pose": _Said(outputs._tool), "joint_states": _Said(outputs._joints)}
+        outputs._tool, outputs._joints = self._said["tool_pose"], self._said["joint_states"]
+        outputs._clock = _Clock(outputs._clock if with_clock else None)
+        outputs.image = self._show
+        self._world = self.create_publisher(JointState, WORLD_TOPIC, STATE)
+        self._times = self.create_publisher(Float64MultiArray, TIME_TOPIC, ACTION)
+        self._running = self.create_publisher(Bool, RUNNING_TOPIC, LATCHED_STATE)
+        self._running.publish(Bool(data=True))
+        self.create_subscription(String, FAULT_TOPIC, self._on_fault, ACTION)
+        raise_priority(_PRIORITY)
+
+    def _on_fault(self, message: String) -> None:
+        """Undoes what is, and begins another."""
+        name = message.data
+        for topic, said in self._said.items():
+            said.change = LIES[name][1] if name in LIES and LIES[name][0] == topic else None
+        rate, jump_s = CLOCKS.get(name, (1.0, 0.0))
+        self._step_ns = round(rate * self._control_dt * 1e9)
+        self._now_ns += round(jump_s * 1e9)
+        self._off_until_ns = sys.maxsize if name == LINK_LOST else 0
+        self._brake.set(name in (PROTECTIVE_STOP, STUCK))
+        self._running.publish(Bool(data=name != PROTECTIVE_STOP))
+        if name:
+            self._began_at_s = self._arm_s
+        else:
+            self._ended_at_s = self._arm_s
+        self._tell()
+
+    def _step(self) -> None:
+        if not self._with_clock:
+            self._now_ns = time.time_ns() - self._step_ns
+        super()._step()
+
+    def _note_motion(self) -> None:
+        self._arm_s += self._control_dt
+        if self._record is not None:
+            self._record.add(self._arm_s, 0, True)
+        self._steps_told += 1
+        if self._steps_told % _TELL_STEPS == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._times.publish(Float64MultiArray(data=[self._arm_s, time.time(), self._began_at_s, self._ended_at_s]))
+
+    def _show(self, now_ns: int) -> None:
+        """The camera is a process of its own, which is told what there is to see."""
+        seen = JointState(position=self.robot.world.data.qpos.tolist())
+        seen.header.stamp = Time(nanoseconds=now_ns).to_msg()
+        self._world.publish(seen)
+
+    def _end(self, state: EpisodeState, detail: str = "") -> None:
+        if state is EpisodeState.ABORTED:
+            self.failure = detail
+            return
+        start = next(self._starts)
+        self.episode = Episode(start, start.task, began_ns=self._now_ns, steps_per_action=self._per_action)
+        self._instruction.tell(start.task.instruction)
+
+
+def show(robot: str, task: str, seed: int) -> None:
+    """Draws what the arm's process tells, and publishes it, until it is killed."""
+    import mujoco  # after specvla_ros.lab.simulation, which chooses how it draws
+
+    rclpy.init(args=[])
+    camera = rclpy.create_node("camera", enable_rosout=False)
+    table = TableRobot(IMAGE_SIZE, choose_arm(robot))
+    table.reset(task, seed)
+    world = table.world
+    publisher = camera.create_publisher(Image, IMAGE_TOPIC, ACTION)
+
+    def on_world(message: JointState) -> None:
+        world.data.qpos[:] = message.position
+        mujoco.mj_forward(world.model, world.data)
+        publisher.publish(_image(table.look(), message.header.stamp))
+
+    camera.create_subscription(JointState, WORLD_TOPIC, on_world, STATE)
+    rclpy.spin(camera)
+
+
+def _image(pixels: np.ndarray, stamp: TimeMessage) -> Image:
+    height, width = pixels.shape[:2]
+    image = Image(height=height, width=width, encoding="rgb8", step=3 * width, data=array("B", pixels.tobytes()))
+    image.header.stamp, image.header.frame_id = stamp, "camera"
+    return image
+
+
+def main() -> None:
+    role, *rest = sys.argv[1:]
+    if role != "camera":
+        # A robot costs this machine no time: the other executor takes half as much again.
+        node.SingleThreadedExecutor, sim_robot._POLLS = EventsExecutor, _POLLS  # type: ignore[misc,assignment]
+        make = partial(FaultyRobot, role == "with_clock")
+        sys.exit(run_node("sim_robot", make, close=FaultyRobot.close, failure=attrgetter("failure")))
+    options = argparse.ArgumentParser()
+    options.add_argument("--robot", default="")
+    options.add_argument("--task", default="")
+    options.add_argument("--seed", type=int, default=0)
+    show(**vars(options.parse_args(rest)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The faults of the running stack: what is planned and counted, what a fault does to messages, and one round of it."""
+
+import importlib.util
+from collections import Counter
+from random import Random
+
+import pytest
+from faults.real_kinds import REAL_FAULTS, Hands
+from faults.robot_process import LIES
+from faults.stack import _do_missing, plan, summary
+from geometry_msgs.msg import PoseStamped
+from sensor_msgs.msg import JointState
+from support.benchmark_runs import run
+
+from benchmarks.results_page import section
+from specvla_ros.lab.simulation.commanded_arm import COMMANDS
+from specvla_ros.msg import VlaAction
+
+pytestmark = pytest.mark.fault
+
+FOUND = {
+    "fault": "press stop",
+    "output": "pose",
+    "robot": "panda",
+    "seed": 1,
+    "load": 2.0,
+    "stays": False,
+    "beyond": [],
+    "in_contact": False,
+    "servo_halt": False,
+    "promised": True,
+    "late": False,
+    "self_latched": [],
+    "recovered_s": 1.0,
+    "cleared": True,
+    "stop": {"time_s": 0.1, "distance_m": 0.01, "speed_m_s": 0.2},
+    "speed_share": 0.8,
+    "acceleration_share": 1.0,
+}
+
+
+def test_each_fault_meets_each_output_of_each_robot():
+    jobs = plan(9 * len(REAL_FAULTS), 0, list(REAL_FAULTS), list(COMMANDS), ["panda", "ur5e"])
+    met = Counter((job.fault, job.output, job.robot) for job in jobs)
+    of_joints = sum(fault.of_joints for fault in REAL_FAULTS.values())
+    assert len(met) == 8 * (len(REAL_FAULTS) - of_joints) + 4 * of_joints
+    assert len({job.key for job in jobs}) == len(jobs) == 9 * len(REAL_FAULTS)
+
+
+def test_the_first_rounds_of_a_longer_run_are_those_of_a_shorter_one():
+    names = list(REAL_FAULTS), list(COMMANDS), ["panda", "ur5e"]
+    assert plan(200, 3, *names)[:50] == plan(50, 3, *names)
+
+
+def test_a_run_that_was_cut_off_does_what_is_missing(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    jobs, done = plan(3, 0, ["none"], ["pose"], ["panda"]), []
+
+    def real_round(job):
+        done.append(job)
+        row = FOUND | {"fault": job.fault, "output": job.output, "robot": job.robot, "seed": job.seed}
+        return row | {"problem": "the arm never moved"} if job.seed == 1 and len(done) < 3 else row
+
+    monkeypatch.setattr("faults.stack.real_round", real_round)
+    path = tmp_path / "rounds.jsonl"
+    _do_missing(jobs[:2], path, 0)
+    with path.open("a") as lines:
+        lines.write('{"fault": "none", "outp')
+    rows = _do_missing(jobs, path, 0)
+    assert [job.seed for job in done] == [0, 1, 1, 2]
+    assert [row["seed"] for row in rows] == [0, 1, 2] and not any("problem" in row for row in rows)
+
+
+def test_what_is_counted_is_what_was_found():
+    wrong = FOUND | {"beyond": ["speed"], "late": True, "self_latched": ["over_speed"], "output": "twist"}
+    lost = {"fault": "none", "output": "pose", "robot": "panda", "seed": 2, "problem": "the arm never moved"}
+    killed = FOUND | {"fault": "kill guard", "stays": True, "recovered_s": None, "stop": None, "cleared": False}
+    found = summary([FOUND, wrong, killed, lost])
+    assert [found[name] for name in ("rounds", "ran", "beyond", "late", "promised", "self_latched")] == [
+        4,
+        3,
+        1,
+        1,
+        3,
+        1,
+    ]
+    assert (found["goes_on"], found["could_go_on"], found["cleared"]) == (2, 2, 2)
+    assert {(way["robot"], way["output"]): way["ran"] for way in found["ways"]} == {
+        ("panda", "pose"): 2,
+        ("panda", "twist"): 1,
+    }
+    assert len(found["not_run"]) == 1
+    head = {"benchmark": "stack", "command": "", "date": "", "hardware": "", "speed_m_s": 0.25}
+    assert "| press stop | 2 | 1 | 1 of 2 | 1 |" in section(head | found)
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_changes_what_is_said_and_nothing_else(name: str):
+    topic, change = LIES[name]
+    message = (
+        PoseStamped() if topic == "tool_pose" else JointState(name=["a", "b"], position=[1.0, 2.0], velocity=[0.0, 0.0])
+    )
+    message.header.stamp.sec = 7
+    said = change(message)
+    if name.endswith("silent"):
+        assert said is None
+    elif name.endswith("order"):
+        assert dict(zip(said.name, said.position, strict=True)) == {"a": 1.0, "b": 2.0} and list(said.name) == [
+            "b",
+            "a",
+        ]
+    elif name.endswith("old"):
+        assert said.header.stamp.sec == 6
+    else:
+        assert said is message
+
+
+class _Way:
+    """What a fault of actions changes."""
+
+    def __init__(self) -> None:
+        self.alter = lambda message: [message]
+
+
+@pytest.mark.parametrize("name", [name for name in REAL_FAULTS if name.startswith("actions")])
+def test_bad_actions_leave_the_policys_own_alone(name: str):
+    hands = Hands(_Way(), lambda who, number: None, Random(0))  # type: ignore[arg-type]
+    values = [0.01, 0.02, 0.03, 0.1, 0.2, 0.3, 1.0]
+    right = VlaAction(values=values, horizon=1)
+    right.header.stamp.sec, right.header.frame_id = 10, "base_link"
+    fault = REAL_FAULTS[name]
+    fault.begin(hands)
+    changed = [hands.watch.alter(right) for _ in range(20)]
+    fault.end(hands)
+    assert list(right.values) == values and right.header.stamp.sec == 10
+    assert any(len(each) != 1 or each[0] != right for each in changed)
+    assert hands.watch.alter(right) == [right]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("robosuite") is None, reason="the arms' models are not installed")
+def test_a_round_of_the_stack(tmp_path):
+    options = [
+        "--rounds",
+        1,
+        "--fault",
+        "press stop",
+        "--robot",
+        "panda",
+        "--output",
+        "pose",
+        "--work",
+        tmp_path / "work",
+    ]
+    result = run("faults.stack", tmp_path / "out.json", *options)
+    assert (result["ran"], result["beyond"], result["late"], result["self_latched"]) == (1, 0, 0, 0)
+    assert result["cleared"] == 1
