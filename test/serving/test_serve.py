@@ -341,6 +341,26 @@ def test_who_has_no_token_or_sends_too_much_is_shown_out(server: Server, plain: 
     assert server.health() == 200
 
 
+def test_numbers_of_another_dataset_than_the_servers_are_not_given(server: Server, plain: list[np.ndarray]) -> None:
+    def asked(key: str) -> tuple[int, Any]:
+        message = {"image": dump(pictures(1)[0]), "instruction": INSTRUCTION, "unnorm_key": key}
+        return server.post(json.dumps(message).encode())
+
+    assert asked("bridge_orig")[0] == asked("")[0] == 200
+    status, answer = asked("another_robot")
+    assert status == 400 and "another_robot is asked for, and the policy was loaded with bridge_orig" in answer["error"]
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(checkpoint: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        refused = specvla("serve", "--checkpoint", checkpoint, "--device", "cpu", "--port", port)
+    assert refused.returncode == 2 and f"cannot listen at 127.0.0.1:{port}" in " ".join(refused.stderr.split())
+    assert "serving" not in refused.stdout
+
+
 def vla_eval_message(kind: object, payload: object, number: object = 1) -> bytes:
     return pack({"type": kind, "payload": payload, "seq": number, "timestamp": 0.0})
 

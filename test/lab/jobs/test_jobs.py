@@ -3,6 +3,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from support.patience import PATIENCE_S, wait_until
 
 from specvla_ros import __version__
 from specvla_ros.errors import UserError
-from specvla_ros.lab.jobs.ray_cluster import ActorPlan, make_settled, plan_actors
+from specvla_ros.lab.jobs.ray_cluster import ActorPlan, _check_listens, make_settled, plan_actors
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Holder, Shared
 
@@ -76,6 +77,16 @@ def test_ray_that_is_missing_or_not_reached_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install -r requirements/ray.txt"):
         list(run_jobs(square, [], ray="local"))
+
+
+def test_nobody_at_a_clusters_address_is_noticed_soon():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(UserError, match=rf"--ray {address}: nobody listens there"):
+        _check_listens(address)
+    for other in ("auto", "local", "ray://head:10001/x"):
+        _check_listens(other)
 
 
 def test_workers_share_what_is_made_once_and_again_when_it_dies(where, tmp_path):

@@ -137,6 +137,16 @@ def test_machine_without_opengl_is_told_what_to_install(monkeypatch):
         require_gl()
 
 
+def test_opengl_that_draws_on_a_screen_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "glfw")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="MUJOCO_GL=glfw draws on a screen, and there is none"):
+        require_gl()
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert require_gl() == "glfw"
+
+
 def test_opengl_of_the_user_is_kept():
     environ = {"MUJOCO_GL": "EGL"}
     assert choose_gl(environ) == "egl" and environ == {"MUJOCO_GL": "EGL"}
