@@ -85,7 +85,7 @@ class Observation:
         ):
             given = "none is given" if state is None else f"given is {type(state).__name__}"
             if isinstance(state, np.ndarray):
-                given = f"given is one of {state.dtype} {list(state.shape)}"
+                given = f"given is one of shape {list(state.shape)} and {state.dtype}"
             raise UserError(
                 f"the policy reads the robot's state, {dims} finite numbers in the units of its training data; {given}"
             )

@@ -426,7 +426,7 @@ def test_a_robots_nodes_need_no_extra(node: str) -> None:
 def test_without_the_commands_libraries_doctor_runs_and_the_others_say_what_they_want() -> None:
     code = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"
-        "import specvla_ros.cli.entry as entry\n"
+        "import specvla_ros.cli.__main__ as entry\n"
         "entry.find_spec = lambda name: None if name in ('rich', 'typer') else found(name)\n"
         "entry.main()"
     )
@@ -437,7 +437,7 @@ def test_without_the_commands_libraries_doctor_runs_and_the_others_say_what_they
 
 
 def test_commands_load_without_the_laboratorys_libraries_and_say_which_extra_they_want(tmp_path: Path) -> None:
-    main = "sys.modules['rosbags'] = None; from specvla_ros.cli.entry import main; main()"
+    main = "sys.modules['rosbags'] = None; from specvla_ros.cli.__main__ import main; main()"
     assert without_simulator_and_plots(main, "serve", "--help").returncode == 0
     done = without_simulator_and_plots(main, "replay", tmp_path, "--out", tmp_path / "out")
     assert done.returncode == 2 and "Traceback" not in done.stderr

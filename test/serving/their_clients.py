@@ -26,7 +26,7 @@ def main() -> None:
         # The names of openpi's LIBERO example; this policy has one camera and reads no state.
         seen = {"observation/image": image, "observation/wrist_image": image, "observation/state": np.zeros(8)}
         found["openpi"].append(policy.infer({**seen, "prompt": prompt})["actions"])
-        asked = {"image": image, "instruction": prompt, "unnorm_key": "d"}
+        asked = {"image": image, "instruction": prompt, "unnorm_key": "bridge_orig"}
         found["openvla"].append(requests.post(url, json=asked, headers=headers, timeout=60).json())
         once_more = {"encoded": json_numpy.dumps(asked)}
         answer = requests.post(url, json=once_more, headers=headers, timeout=60).json()

@@ -267,7 +267,7 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
             "name the controller's node in joints.controller: it is asked for the joints' order before anything is "
             "sent; without it a wrong order is noticed only when the first command moves the wrong joints",
         )
-    if driver.tool_pose_source == "tf" and importlib.util.find_spec("tf2_ros") is None:
+    if driver.tool.pose_source == "tf" and importlib.util.find_spec("tf2_ros") is None:
         report.note(
             "tool_pose",
             "tf needs the package tf2_ros, which is not installed on this computer: driver and guard refuse without it",

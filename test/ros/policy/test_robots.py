@@ -186,8 +186,8 @@ def test_a_robot_that_is_back_before_the_engine_has_let_it_go_loses_no_image(
             assert getattr(f.left, f"trigger_{transition}")().name == "SUCCESS"
         f.until(f.images["left"].get_subscription_count)
         image = f.send("left", 2)
-        waits = f.node._thread._engine.mailbox.waits  # type: ignore[union-attr]
-        f.until(lambda: waits("left"))
+        mailbox = f.node._thread._engine.mailbox  # type: ignore[union-attr]
+        f.until(lambda: mailbox.waiting)
         go_on.set()
         assert f.answer("left", image).seq == 0
         f.answer("right", slow)
