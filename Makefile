@@ -37,8 +37,8 @@ help:  ## Show what can be made
 demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard; POLICY=wrist, fast, digits, reasoning or a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
-test: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests (20 to 30 minutes on 2 cores)
-	@$(RUN) $(BIN)/python -m pytest -n 3 --dist loadfile -m "not nightly"
+test: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests (12 to 20 minutes on 2 cores)
+	@$(RUN) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not nightly"
 
 test-all: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests, those too that make test leaves to the night
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=night

@@ -363,4 +363,4 @@ def test_while_the_guard_holds_a_robot_that_sank_out_of_the_workspace_the_target
             robot.history.add(robot.now_s, robot.pose)
             target = robot.driver.step(robot.now_s, robot.now_s)
             robot.now_s = round(robot.now_s + DT_S, 4)
-    assert target.pose.distance(robot.pose)[0] < 0.0004
+    assert target is not None and target.pose.distance(robot.pose)[0] < 0.0004

@@ -317,12 +317,16 @@ def test_on_a_gpu_every_size_is_captured(
 
 @pytest.mark.parametrize(
     ("attend", "times", "said", "used"),
-    [
-        (flash_attention, (1.0, 2.0), "faster in ", True),
-        (flash_attention, (2.0, 1.0), "slower in ", False),
-        (lambda *_, **__: 1 / 0, (1.0, 2.0), "fails: ZeroDivisionError: division by zero in ", False),
-        (lambda q, *_, **__: torch.zeros_like(q), (1.0, 2.0), "fails: RuntimeError: a captured forward of ", False),
-    ],
+    nightly_but(
+        lambda case: "faster" in case[2] or "RuntimeError" in case[2],
+        [
+            (flash_attention, (1.0, 2.0), "faster in ", True),
+            (flash_attention, (2.0, 1.0), "slower in ", False),
+            (lambda *_, **__: 1 / 0, (1.0, 2.0), "fails: ZeroDivisionError: division by zero in ", False),
+            (lambda q, *_, **__: torch.zeros_like(q), (1.0, 2.0), "fails: RuntimeError: a captured forward of ", False),
+        ],
+        of_several=True,
+    ),
     ids=["faster", "slower", "refuses", "wrong"],
 )
 def test_flash_attn_is_taken_where_it_is_equal_and_faster(

@@ -135,9 +135,11 @@ _SINGLE = ("bins", "text, then bins", "three cameras and a state", "nora", "vla-
 REFUSED = {(kind, "chunk shift"): "this one gives a single one: set draft.temporal" for kind in _SINGLE}
 REFUSED |= {(kind, "head, window mass"): "counts bins" for kind in KINDS if kind not in _BINS}
 REFUSED |= {("pi0-fast", draft): "draft.self_tokens leaves image rows out" for draft in ("self", "several")}
-MODES: dict[str, dict[str, Any]] = {
+SPEC: dict[str, dict[str, Any]] = {
     "spec": {"mode": "spec"},
     "spec, two chunks": {"mode": "spec", "prefill_chunks": 2},
+}
+SPECPIPE: dict[str, dict[str, Any]] = {
     "specpipe": {"mode": "specpipe"},
     "specpipe, two chunks": {"mode": "specpipe", "prefill_chunks": 2},
 }
@@ -218,17 +220,22 @@ def engine_of(kind: str, target: Target, draft: str, **mode: Any) -> Engine:
     return Engine(target, replace(settings, draft=adjusted(settings.draft, model=str(target.directory))))
 
 
+@pytest.mark.parametrize("modes", nightly_but(lambda modes: "specpipe" in modes, [SPEC, SPECPIPE]), ids=" and ".join)
 @pytest.mark.parametrize("draft", nightly_but(lambda draft: draft in ("head", "several"), DRAFTS))
 def test_strict_speculation_equals_plain_decoding(
-    kind: str, draft: str, made: dict[str, Target], expected: dict[str, list[tuple[Any, ...]]]
+    kind: str,
+    draft: str,
+    modes: dict[str, dict[str, Any]],
+    made: dict[str, Target],
+    expected: dict[str, list[tuple[Any, ...]]],
 ) -> None:
     target = made[kind]
     if (kind, draft) in REFUSED:
         with pytest.raises(UserError, match=REFUSED[kind, draft]):
             engine_of(kind, target, draft, mode="spec")
         return
-    modes = {name: mode for name, mode in MODES.items() if target.causal_prompt or "prefill_chunks" not in mode}
-    for name, mode in modes.items():
+    chosen = {name: mode for name, mode in modes.items() if target.causal_prompt or "prefill_chunks" not in mode}
+    for name, mode in chosen.items():
         engine = engine_of(kind, target, draft, **mode)
         assert [*decoded(engine, target)] == plain(kind, target, expected), name
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.launches import Launches
-from support.nightly import examples
+from support.nightly import examples, nightly_but
 from support.random_chunks import any_chunks
 from support.scripted_drafts import Scripted
 from support.verifications import make_tree, verify_tree
@@ -201,7 +201,7 @@ def test_a_tolerance_too_small_for_one_step_says_what_is_not() -> None:
 # With random models
 
 
-@pytest.fixture(scope="module", params=["digits", "fast"])
+@pytest.fixture(scope="module", params=nightly_but(lambda codec: codec == "digits", ["digits", "fast"]))
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return any_chunks(tmp_path_factory.mktemp("policy"), request.param)
 

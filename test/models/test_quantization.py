@@ -246,6 +246,7 @@ def test_node_and_command_line_offer_the_same() -> None:
     assert declared.parameter.choices == QUANTIZATIONS == tuple(each.value for each in offered)
 
 
+@pytest.mark.nightly
 def test_torchao_says_nothing_in_the_users_terminal(checkpoint: Path) -> None:
     load = f"load_target({str(checkpoint)!r}, quantization='w8a8')"
     code = f"from specvla_ros.models.checkpoint import load_target; {load}"

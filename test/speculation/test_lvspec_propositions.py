@@ -59,6 +59,7 @@ def exactly_loose(alpha: float) -> float:
     return sum(of_prefix(k) for k in range(1, K + 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("alpha", nightly_but(lambda alpha: alpha == 0.8, [0.4, 0.8]))
 def test_strict_verification_is_bounded_by_the_inverse_of_the_failure_rate(alpha: float) -> None:
     lengths = accepted_lengths(alpha, loose_share=0.0)

@@ -49,6 +49,7 @@ def counts(summary: BagsSummary) -> dict[str, tuple[int, int]]:
     return {row.name: (row.summary.frames, row.summary.actions) for row in summary.rows if row.summary is not None}
 
 
+@pytest.mark.nightly
 @needs(BAGS)
 def test_a_folder_of_real_bags_gives_one_report(
     settings: ReplaySettings, policy: OpenVLATarget, tmp_path: Path

@@ -161,6 +161,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     wait_until(lambda: not any(Path("/proc", worker.name).exists() for worker in tmp_path.iterdir()))
 
 
+@pytest.mark.nightly
 @needs_gl
 def test_a_policy_is_loaded_behind_the_renderer_whatever_brings_an_llvm(tmp_path):
     """As the command does it, without what the tests set for Triton."""

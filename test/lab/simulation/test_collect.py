@@ -50,6 +50,7 @@ def test_bag_holds_what_the_expert_saw_and_did(tmp_path):
     robot.close()
 
 
+@pytest.mark.nightly
 def test_noise_is_in_what_is_done_not_in_what_is_recorded(tmp_path):
     collect(tmp_path, CollectPlan(tasks=("lift_blue",), episodes=6, noise=1.0))
     disturbed = 0

@@ -303,6 +303,7 @@ def test_a_chunks_actions_are_so_many_seconds_apart_whatever_the_pictures_rate(b
             np.testing.assert_array_equal(action, data.actions[nearest, 0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codec", nightly_but(lambda codec: codec == "fast", ["digits", "fast"]))
 @pytest.mark.parametrize("begins", nightly_but(lambda begins: not begins, [False, True]))
 def test_a_policy_of_chunks_is_trained_and_answers_with_them(bags, tmp_path, codec: str, begins: bool) -> None:
