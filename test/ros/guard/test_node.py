@@ -300,7 +300,12 @@ def test_a_robot_that_goes_on_is_stopped_by_the_service_that_was_named() -> None
         each.user.create_service(Trigger, "/robot/stop", on_stop)
         each.start()
         each.until(lambda: not each.guard._escalation_problem)
-        each.silent = {"enable"}  # and the tool of the scene goes on to and fro
+        each.silent = {"enable"}
+        # The tool goes on, and does not turn round: where it does, it stands for a moment.
+        pose_at, since_s = each.pose_at, time.monotonic()
+        here_m = 0.05 * abs(since_s % 2 - 1)
+        each.pose_at = lambda _: pose_at(here_m + 0.05 * (time.monotonic() - since_s))  # type: ignore[method-assign, assignment]
+        each.until(lambda: time.monotonic() > since_s + 0.2)
         each.enables.publish(Bool(data=False))
         each.until(lambda: asked)
         each.until_stopped("not_obeying")
