@@ -13,6 +13,7 @@ from specvla_ros.errors import UserError, shortened
 # What image_transport writes, and WebP. Pillow knows some forty formats more, one of which starts an interpreter.
 SENT_FORMATS = ("JPEG", "PNG", "WEBP")
 FILE_FORMATS = (*SENT_FORMATS, "BMP", "TIFF", "GIF", "PPM")
+warnings.simplefilter("ignore", PillowImage.DecompressionBombWarning)  # our limit is lower
 MAX_PIXELS = 36_000_000  # 8K video; an image of a few hundred kB may claim gigabytes
 
 
@@ -46,7 +47,6 @@ def to_8_bits(words: np.ndarray) -> np.ndarray:
 
 def opened_picture(source: Path | IO[bytes], formats: tuple[str, ...] = FILE_FORMATS) -> PillowImage.Image:
     """A picture whose header is read, in one of the formats."""
-    warnings.simplefilter("ignore", PillowImage.DecompressionBombWarning)  # our limit is lower
     return PillowImage.open(source, formats=formats)
 
 
