@@ -9,7 +9,7 @@ from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, Sent, SentJoints
 from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, SmoothGate, braked, stopping_way
 from specvla_ros.control.guard.settings import GuardSettings, Output
-from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, STANDS_M, text, tool_bounds, within
+from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, leads_out, text, tool_bounds, within
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.control.robot_model import ToolKinematics
 
@@ -252,8 +252,7 @@ class JointGate(SmoothGate[np.ndarray]):
         limits = self._settings.limits
         here = np.array(limits.workspace_min) if measured.tool is None else measured.tool.position
         for place in (self._kinematics.pose_at(point).position for point in positions):
-            stands = np.linalg.norm(place - here) <= STANDS_M
-            if not stands and not within(place, limits.widened(here, EDGE_M)):
+            if leads_out(place, here, limits, EDGE_M):
                 detail = f"the joints are commanded to take the tool to {text(place)} m, out of the workspace"
                 return Refusal(Cause.OUTSIDE, detail)
         return None

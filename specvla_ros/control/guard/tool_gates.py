@@ -18,13 +18,14 @@ from specvla_ros.control.guard.gate import (
     stopping_way,
 )
 from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, quaternion_matrix
 
 _ZERO = np.zeros((2, 3))
 _UNITS = (("m/s", "limits.linear_speed"), ("rad/s", "limits.angular_speed"))
 _JITTER_S = 0.05  # what a busy machine may delay one of two commands
 _ROUNDING = 1e-9
-STANDS_M = 0.0005  # from the measured tool to where a driver stands that took over its pose
+_STANDS_M = 0.0005  # from the measured tool to where a driver stands that took over its pose
 EDGE_M = 0.01  # a driver that brakes to the workspace's very edge is right
 AHEAD_S = 0.03  # commands on their way to the robot
 _MOVED_M, _MOVED_RAD = 0.001, 0.005  # more than a sensor's noise
@@ -56,6 +57,15 @@ def pose_of(message: ToolPose, base_frame: str) -> Pose | Refusal:
 def text(position: np.ndarray) -> str:
     """Numbers for a message."""
     return " ".join(f"{number:.3f}" for number in position)
+
+
+def leads_out(place: np.ndarray, here: np.ndarray, limits: Limits, edge_m: float = 0.0) -> bool:
+    """Whether a commanded place, float64 [3], is out of the workspace, and further out than the tool is measured.
+
+    A driver that stands where the tool was measured a moment ago is right too; what is sent gets no further out.
+    """
+    stands = float(np.linalg.norm(place - here)) <= _STANDS_M
+    return not stands and not within(place, limits.widened(here, edge_m))
 
 
 def within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
@@ -213,9 +223,7 @@ class PoseGate(SmoothGate[Pose]):
     def _problem(self, pose: Pose, measured: Measured) -> Refusal | None:
         limits = self._settings.limits
         here = pose.position if measured.tool is None else measured.tool.position
-        # A driver that stands where the tool was measured a moment ago is right too; what is sent gets no further out.
-        stands = np.linalg.norm(pose.position - here) <= STANDS_M
-        if limits.outside_m(pose.position) > 0 and not (stands or within(pose.position, limits.widened(here))):
+        if leads_out(pose.position, here, limits):
             return Refusal(Cause.OUTSIDE, f"the pose {text(pose.position)} m is outside of the workspace")
         if measured.tool is None:
             return None
