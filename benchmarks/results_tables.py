@@ -540,10 +540,9 @@ def _faults(result: Result) -> Result:
     bare = [{**row, "bare": row["bare"] if row["bare"]["runs"] else none} for row in result["faults"]]
     return {
         "faults": [_counted(row) for row in bare],
-        **{key: [_counted(row) for row in result[key]] for key in ("modes_and_outputs", "real")},
+        "modes_and_outputs": [_counted(row) for row in result["modes_and_outputs"]],
         "stops": [{**row, **_stop(row)} for row in result["stops"]],
         "extremes": [{"name": words, **result[key]} for key, words in extremes.items()],
-        "real_ran": bool(result["real"]),
         "speed_percent": f"{100 * judge['speed_share'] - 100:.0f}",
         "outside_mm": f"{1e3 * judge['outside_m']:g}",
         "stands_mm_s": f"{1e3 * judge['stands_m_s']:g}",

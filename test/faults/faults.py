@@ -2,11 +2,9 @@
 """Faults at random moments of a task on simulated arms: what moved, for how long, how far, and what came back.
 
     PYTHONPATH=test python -m faults.faults --runs 720 --without-guard 200 --workers 2
-    PYTHONPATH=test python -m faults.faults --runs 0 --real 24
 
 Each fault in each mode by each output, in virtual time, judged by what the simulated arm really did (judge.py).
-A run goes on where it was. `--real` adds rounds of the nodes as processes over DDS (processes.py), in real time:
-for a quiet machine.
+A run goes on where it was. The nodes as processes over DDS, in real time: stack.py.
 """
 
 import itertools
@@ -22,8 +20,6 @@ from typing import Annotated, Any
 import typer
 from faults.judge import describe
 from faults.kinds import FAULTS, NONE
-from faults.processes import RealJob, real_round
-from faults.real_kinds import REAL_FAULTS
 from faults.runs import Job, run_fault
 from faults.timing import Timing, record_timings
 
@@ -31,18 +27,17 @@ from benchmarks.harness import Out, Seed, Work, Workers, finish, of_devices, res
 from benchmarks.results_page import RESULTS
 from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.run import run_jobs
-from specvla_ros.lab.simulation.arms import TABLE_ARM
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 
 MODES = ("ar", "spec", "pipeline", "specpipe")
-_TIMINGS, _RUNS, _REAL = "timings.json", "runs.jsonl", "real.jsonl"
+_TIMINGS, _RUNS = "timings.json", "runs.jsonl"
 _SAY_EVERY = 20
 
 Rows = list[dict[str, Any]]
 
 
 def plan(
-    runs: int, without_guard: int, seed: int, *, names: dict[str, list[str]], speeds: list[float]
+    runs: int, without_guard: int, seed: int, *, names: dict[str, list[str]], speeds: list[float], limited: bool = False
 ) -> Iterator[Job]:
     """The runs: each fault in each mode by each output, in a random order, again and again; robots and speeds in turn.
 
@@ -52,6 +47,7 @@ def plan(
         seed: of the order; each run has its own.
         names: what is chosen of `faults`, `modes`, `outputs` and `robots`.
         speeds: limits of the tool, m/s.
+        limited: whether the arms keep these limits by themselves.
     """
     kinds = [
         kind
@@ -63,7 +59,7 @@ def plan(
     arms = itertools.cycle(itertools.product(names["robots"], speeds))
     left = without_guard
     for number, ((fault, mode, output), (robot, speed)) in enumerate(zip(chosen, arms, strict=False)):
-        job = Job(fault, mode, output, robot, speed, seed + number, guarded=True)
+        job = Job(fault, mode, output, robot, speed, seed + number, guarded=True, limited=limited)
         yield job
         if left and not FAULTS[fault].needs_guard:
             left -= 1
@@ -74,7 +70,6 @@ def main(
     context: typer.Context,
     runs: Annotated[int, typer.Option(help="In virtual time, with the guard.", min=0)] = 720,
     without_guard: Annotated[int, typer.Option(help="Of these, once more without the guard.", min=0)] = 200,
-    real: Annotated[int, typer.Option(help="Rounds of processes over DDS.", min=0)] = 0,
     seed: Seed = 0,
     workers: Workers = 2,
     robots: Annotated[str, typer.Option(help="Comma-separated.")] = "table,panda",
@@ -82,6 +77,7 @@ def main(
     modes: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(MODES),
     faults: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
     speeds: Annotated[str, typer.Option(help="Limits of the tool's speed, m/s, comma-separated.")] = "0.25,0.1",
+    limiter: Annotated[bool, typer.Option(help="The arms keep the guard's limits by themselves.")] = False,
     device: Annotated[str, typer.Option(help="Whose stage times the modes have, emulated.")] = "orin",
     work: Work = Path("faults-benchmark"),
     out: Out = RESULTS / "faults_sim.json",
@@ -96,12 +92,15 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     timings = _timings(work / _TIMINGS, device, chosen["modes"])
     numbers = [float(speed) for speed in speeds.split(",")]
-    jobs = list(plan(runs, without_guard, seed, names=chosen, speeds=numbers))
+    jobs = list(plan(runs, without_guard, seed, names=chosen, speeds=numbers, limited=limiter))
     found = _run_missing(jobs, timings, work / _RUNS, workers)
-    processes = _run_real(real, chosen["outputs"], seed, work / _REAL)
     how = {mode: timing.as_json() for mode, timing in timings.items()}
-    head = result_head(context) | of_devices([device]) | {"judge": describe(), "device": device, "modes": how}
-    finish(head | summary(found) | {"real": real_rows(processes), "real_rounds": processes, "found": found}, out)
+    head = (
+        result_head(context)
+        | of_devices([device])
+        | {"judge": describe(), "device": device, "modes": how, "limiter": limiter}
+    )
+    finish(head | summary(found) | {"found": found}, out)
 
 
 def _chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
@@ -139,19 +138,6 @@ def _run_missing(jobs: list[Job], timings: dict[str, Timing], path: Path, worker
             if len(done) % _SAY_EVERY == 0:
                 print(f"{len(done)} of {len(jobs)}", file=sys.stderr, flush=True)
     return [done[job.key] for job in jobs]
-
-
-def _run_real(rounds: int, outputs: list[str], seed: int, path: Path) -> Rows:
-    done = _read(path)
-    kinds = list(itertools.product(REAL_FAULTS, outputs))
-    with path.open("a", encoding="utf-8") as lines:
-        for number in range(len(done), rounds):
-            fault, output = kinds[number % len(kinds)]
-            done.append(real_round(RealJob(fault, output, TABLE_ARM.name, seed + number)))
-            lines.write(json.dumps(done[-1]) + "\n")
-            lines.flush()
-            print(json.dumps(done[-1]), file=sys.stderr, flush=True)
-    return done[: rounds or len(done)]
 
 
 def _read(path: Path) -> Rows:
@@ -238,17 +224,6 @@ def _stops(rows: Rows) -> dict[str, Any]:
 def _extremes(rows: Rows) -> dict[str, float]:
     names = ("speed_share", "acceleration_share", "outside_m", "tool_share")
     return {name: max((row[name] for row in rows), default=0.0) for name in names}
-
-
-def real_rows(rounds: Rows) -> Rows:
-    """The rounds of processes, per fault."""
-    rows = {fault: _of(rounds, fault=fault) for fault in REAL_FAULTS}
-    return [{"fault": fault, **_real_counts(found)} for fault, found in rows.items() if found]
-
-
-def _real_counts(rows: Rows) -> dict[str, Any]:
-    ran = [row | {"caused": []} for row in rows if not row.get("problem")]  # none can be run again without its fault
-    return _counts(ran) | {"rounds": len(rows), "bytes_lost": sum(row["bytes_lost"] for row in ran)}
 
 
 if __name__ == "__main__":

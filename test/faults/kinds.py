@@ -38,6 +38,7 @@ class Fault:
             None: it need not end motion, only stay within limits.
         needs_guard: whether without a guard there is nothing that it could be done to.
         of_joints: whether it is about joint outputs alone.
+        deaf: whether the arm hears nothing meanwhile: what the guard promises, it can keep from the end on.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Fault:
     noticed: Notice | None = None
     needs_guard: bool = False
     of_joints: bool = False
+    deaf: bool = False
 
 
 def silent_for(topic: str, timeout: Callable[[Scene], float]) -> Notice:
@@ -159,6 +161,7 @@ def _silences() -> list[Fault]:
             noticed=noticed,
             needs_guard=topic.startswith("guard") or topic == "enable",
             of_joints=topic == "joint_states",
+            deaf=topic == "guard/command",
         )
         for topic, noticed in topics.items()
     ]

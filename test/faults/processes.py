@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round of the fault suite with the nodes as processes over DDS: policy, driver, guard, arm, camera and operator.
+"""Rounds of the fault suite with the nodes as processes over DDS: policy, driver, guard, arm, camera and operator.
 
-Judged by the record of the simulated arm, on the arm's own time. A round takes about half a minute.
+Judged by the record of the simulated arm, on the arm's own time. Starting takes about 20 s, a round about 10.
 """
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ import numpy as np
 import rclpy
 from faults.judge import Judge
 from faults.real_kinds import REAL_FAULTS, Hands, RealFault
-from faults.robot_process import IMAGE_SIZE, RUNNING_TOPIC
+from faults.robot_process import IMAGE_SIZE, RUNNING_TOPIC, TIDY
 from faults.watch import ACTIONS, COMMANDS, RAW_ACTION, Watch
 from support.fault_scene import guard_settings
 
@@ -61,51 +61,68 @@ class RealJob:
 
 
 @dataclass(frozen=True)
-class _Times:
-    """Of a round, on the arm's time.
+class _Round:
+    """What was seen of a round. Times are the arm's.
 
     Args:
-        moved_s: since when the guard let motion through.
-        began_s, ended_s: of the fault.
-        over_s: of the round.
+        states: the guard's, up to the end of the round.
+        since_s: of the round; `moved_s`: since when the guard let motion through; `began_s`, `ended_s`: of the fault.
+        noticed_s: from when a stop is promised, as it was when the fault ended.
+        rest: goes into the result as it is.
     """
 
+    job: RealJob
+    fault: RealFault
+    states: list[tuple[float, str, str]]
+    since_s: float
     moved_s: float
     began_s: float
     ended_s: float
     over_s: float
+    noticed_s: float
+    stale: bool
+    rest: dict[str, Any]
 
 
-def real_round(job: RealJob) -> dict[str, Any]:
-    """Starts everybody, waits for motion, does a fault at a random moment, and judges what the arm did."""
-    os.environ["ROS_DOMAIN_ID"] = str(60 + job.seed % 40)  # a dead participant is remembered for 20 s
+def real_rounds(jobs: Sequence[RealJob]) -> list[dict[str, Any]]:
+    """Starts everybody once, and for each job waits for motion, does its fault at a random moment, and judges.
+
+    All of one robot, output and clock, and only the last may kill; where a stack does not come back to motion, the
+    rounds that were left have a problem.
+    """
+    first = jobs[0]
+    os.environ["ROS_DOMAIN_ID"] = str(60 + first.seed % 40)  # a dead participant is remembered for 20 s
     os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
-    head = asdict(job)
-    arm, fault = choose_arm(job.robot), REAL_FAULTS[job.fault]
-    settings = _settings(arm, job.output)
+    arm, fault = choose_arm(first.robot), REAL_FAULTS[first.fault]
+    settings = _settings(arm, first.output)
+    found, problem = list[_Round](), ""
     with TemporaryDirectory() as name:
         folder, box = Path(name), Path(name, "black_box")
         box.mkdir()
         rclpy.init(args=[])
-        watch = Watch(job.output)
+        watch = Watch(first.output)
         try:
-            with _small_disk(box) if job.fault == "fill disk" else nullcontext(), NodeProcesses() as nodes:
-                with _players(job, fault.on_clock, folder) as players:
-                    _start(nodes, settings, arm, fault.on_clock, folder)
-                    _activate(nodes)
+            with (
+                _small_disk(box) if fault.fills_disk else nullcontext(),
+                NodeProcesses() as nodes,
+                _players(first, fault.on_clock, folder) as players,
+            ):
+                _start(nodes, settings, arm, fault.on_clock, folder)
+                _activate(nodes)
+                if dead := [name for name, player in players.items() if player.poll() is not None]:
+                    raise UserError(f"{', '.join(dead)} ended by itself")
+                for job in jobs:
+                    since_s = found[-1].over_s if found else 0.0
                     hands = Hands(watch, partial(_send, nodes, players), Random(job.seed))
-                    if dead := [name for name, player in players.items() if player.poll() is not None]:
-                        raise UserError(f"{', '.join(dead)} ended by itself")
-                    times, cleared = _act(hands, fault)
-                files = sorted(path.name for path in box.iterdir())
+                    found.append(_act(job, hands, settings, since_s, box))
         except UserError as error:
-            return head | {"problem": str(error)}
+            problem = str(error)
         finally:
             watch.close()
             rclpy.try_shutdown()
-        record = read_motion_record(folder / "record")
-    judged = _judged(record, settings, fault, hands, times)
-    return head | judged | {"cleared": cleared, "load": os.getloadavg()[0], "black_box": files}
+        record = read_motion_record(folder / "record") if found else None
+    rows = [asdict(each.job) | _judged(record, settings, each) for each in found if record is not None]
+    return rows + [asdict(job) | {"problem": problem} for job in jobs[len(found) :]]
 
 
 def _settings(arm: Arm, output: str) -> GuardSettings:
@@ -234,72 +251,77 @@ def _send(nodes: NodeProcesses, players: dict[str, subprocess.Popen[bytes]], who
 # What happens, and what came of it
 
 
-def _act(hands: Hands, fault: RealFault) -> tuple[_Times, bool]:
-    """The fault at a random moment of the motion; its times, and whether a stop had to be cleared."""
-    watch = hands.watch
+def _act(job: RealJob, hands: Hands, settings: GuardSettings, since_s: float, box: Path) -> _Round:
+    """The fault at a random moment of the motion."""
+    watch, fault = hands.watch, REAL_FAULTS[job.fault]
+    files = {path.name for path in box.iterdir()}
+    if since_s:
+        watch.tell_robot(TIDY)
     if not watch.until(watch.moves, _MOVES_S):
-        raise UserError(f"the arm never moved; the guard: {watch.states[-1:]}")
+        raise UserError(f"the arm did not move; the guard: {watch.states[-1:]}")
     moved_s = watch.now_s
-    watch.forget_slip()
+    watch.forget_lateness()
     watch.spin(hands.random.uniform(0.0, _BEGINS_S))
     watch.until(watch.moves, _MOVES_S)
     hands.mark()
     fault.begin(hands)
     watch.spin(fault.lasts_s)
     ended_s = watch.now_s
+    noticed_s = fault.noticed(hands, settings) if fault.noticed is not None else np.inf
     fault.end(hands)
     watch.spin(_REST_S)
     cleared = watch.clear_stop()
     if not fault.stays:
         watch.until(lambda: watch.passing, _GOES_ON_S)
     watch.spin(_AFTER_S)
-    return _Times(moved_s, hands.began_s, ended_s, watch.now_s), cleared
-
-
-def _judged(
-    record: MotionRecord, settings: GuardSettings, fault: RealFault, hands: Hands, times: _Times
-) -> dict[str, Any]:
-    watch, rows, judge = hands.watch, record.rows, Judge(record, settings)
-    noticed_s = fault.noticed(hands, settings) if fault.noticed is not None else np.inf
-    passed_s = [at_s for at_s, state, _ in watch.states if state == "passing"]
-    resumed_s = next((at_s for at_s in passed_s if at_s > times.began_s), np.inf)
-    until_s, stands_s = min(resumed_s - _STATE_S, times.ended_s), noticed_s + settings.stop_time_s
-    stop = judge.stop(noticed_s, until_s)
-    extremes, then = (judge.extremes(since_s, times.over_s) for since_s in (times.moved_s, times.began_s))
-    at_end = [state for at_s, state, _ in watch.states if at_s <= times.ended_s][-1:] == ["passing"]
-    goes_on_s = times.ended_s if at_end else next((at_s for at_s in passed_s if at_s > times.ended_s), None)
-    steps = np.diff(rows["time_s"])
-    return {
-        **asdict(extremes),
-        "beyond": extremes.beyond + _stale(hands, settings),
-        "beyond_then": then.beyond,
-        "tool_share_then": then.tool_share,
-        "in_contact": extremes.in_contact,
-        "servo_halt": settings.output == "twist" and fault.halts and extremes.beyond == ["acceleration"],
-        "promised": stands_s < until_s,
-        "late": judge.moved_between(stands_s, until_s),
-        "stop": stop.as_json() if stop is not None else None,
-        "recovered_s": goes_on_s - times.ended_s if goes_on_s is not None else None,
-        "stays": fault.stays,
-        "latched": [cause for _, state, cause in watch.states if state == "stopped"],
-        "self_latched": _self_latched(fault, watch, times),
-        "bytes_lost": int(np.maximum(0, np.round(steps / np.median(steps)) - 1).sum()) * rows.dtype.itemsize,
+    rest = {
+        "cleared": cleared,
+        "load": os.getloadavg()[0],
         "slip_s": watch.slip_s,
         "loop_late_ms": watch.late_ms,
         "black_box_said": watch.box,
+        "black_box": sorted({path.name for path in box.iterdir()} - files),
+    }
+    times = since_s, moved_s, hands.began_s, ended_s, watch.now_s
+    return _Round(job, fault, list(watch.states), *times, noticed_s, _stale(hands, settings), rest)
+
+
+def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict[str, Any]:
+    judge = Judge(record, settings)
+    passed_s = [at_s for at_s, state, _ in seen.states if state == "passing"]
+    resumed_s = next((at_s for at_s in passed_s if at_s > seen.began_s), np.inf)
+    until_s, stands_s = min(resumed_s - _STATE_S, seen.ended_s), seen.noticed_s + settings.stop_time_s
+    stop = judge.stop(seen.noticed_s, until_s)
+    extremes, then = (judge.extremes(since_s, seen.over_s) for since_s in (seen.moved_s, seen.began_s))
+    at_end = [state for at_s, state, _ in seen.states if at_s <= seen.ended_s][-1:] == ["passing"]
+    goes_on_s = seen.ended_s if at_end else next((at_s for at_s in passed_s if at_s > seen.ended_s), None)
+    latched = [(at_s, cause) for at_s, state, cause in seen.states if state == "stopped" and at_s > seen.since_s]
+    return {
+        **asdict(extremes),
+        "beyond": extremes.beyond + (["gripper"] if seen.stale else []),
+        "beyond_then": then.beyond,
+        "tool_share_then": then.tool_share,
+        "in_contact": extremes.in_contact,
+        "servo_halt": settings.output == "twist" and seen.fault.halts and extremes.beyond == ["acceleration"],
+        "promised": stands_s < until_s,
+        "late": judge.moved_between(stands_s, until_s),
+        "stop": stop.as_json() if stop is not None else None,
+        "recovered_s": goes_on_s - seen.ended_s if goes_on_s is not None else None,
+        "stays": seen.fault.stays,
+        "latched": [cause for _, cause in latched],
+        "self_latched": _self_latched(seen.fault, latched, seen.began_s),
+        **seen.rest,
     }
 
 
-def _self_latched(fault: RealFault, watch: Watch, times: _Times) -> list[str]:
+def _self_latched(fault: RealFault, latched: list[tuple[float, str]], began_s: float) -> list[str]:
     """Causes for which the guard latched though nothing happened that latches."""
-    latched = [(at_s, Cause(cause)) for at_s, state, cause in watch.states if state == "stopped" and cause]
-    wrong = [cause for at_s, cause in latched if cause not in fault.latches or at_s < times.began_s]
+    causes = [(at_s, Cause(cause)) for at_s, cause in latched if cause]
+    wrong = [cause for at_s, cause in causes if cause not in fault.latches or at_s < began_s]
     return [cause.value for cause in wrong if cause.latches]  # a stop that was just cleared tells why it still holds
 
 
-def _stale(hands: Hands, settings: GuardSettings) -> list[str]:
+def _stale(hands: Hands, settings: GuardSettings) -> bool:
     """Whether the gripper was told again, after a hold, what it was told before."""
-    if hands.asked_s is None:
-        return []
-    since_s, opened = hands.asked_s, settings.gripper.open_value
-    return ["gripper"] if any(at_s > since_s and value == opened for at_s, value in hands.watch.gripped) else []
+    asked_s, opened = hands.asked_s, settings.gripper.open_value
+    return asked_s is not None and any(at_s > asked_s and value == opened for at_s, value in hands.watch.gripped)

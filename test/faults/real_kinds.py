@@ -76,6 +76,7 @@ class RealFault:
         of_joints: whether it is about joint outputs alone.
         stays: whether somebody stays away, so that motion does not go on.
         on_clock: whether the nodes have their time from the arm.
+        fills_disk: whether the black box has a disk that is full with its first stop.
     """
 
     begin: Act
@@ -87,6 +88,7 @@ class RealFault:
     of_joints: bool = False
     stays: bool = False
     on_clock: bool = False
+    fills_disk: bool = False
 
 
 def _after(timeout: Callable[[GuardSettings], float]) -> Notice:
@@ -189,7 +191,7 @@ def _people() -> dict[str, RealFault]:
         "stop by service": RealFault(press("service"), noticed=_AT_ONCE, latches=_STOPS),
         "stop button pressed": RealFault(button(True), button(False), noticed=_AT_ONCE, latches=_STOPS),
         "stop button silent": RealFault(silence, button(False), noticed=_ENABLE),
-        "fill disk": RealFault(press("reliable"), noticed=_AT_ONCE, latches=_STOPS),
+        "fill disk": RealFault(press("reliable"), noticed=_AT_ONCE, latches=_STOPS, fills_disk=True),
     }
 
 

@@ -11,6 +11,7 @@ time that no fault changes, which /arm/time tells beside the machine's clock.
 
 import argparse
 import copy
+import itertools
 import sys
 import time
 from array import array
@@ -35,6 +36,7 @@ from specvla_ros.lab.simulation.arms import choose_arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import JointState as Joints
 from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.lab.simulation.tasks import draw_layout
 from specvla_ros.ros import node
 from specvla_ros.ros.node import raise_priority, run_node
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE, STATE
@@ -45,6 +47,7 @@ _PRIORITY = 5  # a robot is no process among others; below the guard's and the d
 _TELL_STEPS, _SAID_STEPS, _STILL_TICKS = 5, 2, 10
 _POLLS = 2  # between two steps: each costs as much as a step
 _OLD_NS, _LEAP_M = 10**9, 0.1
+_AWAY_M = 0.1  # from the hand
 
 Change = Callable[[Any], Any]
 
@@ -100,6 +103,7 @@ CLOCKS = {
     "clock fast": (3.0, 0.0),
 }
 LINK_LOST, PROTECTIVE_STOP, STUCK = "link lost", "protective stop", "stuck"
+TIDY = "tidy"  # no fault: somebody puts the things elsewhere, and asks for another
 
 
 class _Said:
@@ -199,11 +203,27 @@ class FaultyRobot(SimRobot):
         self._off_until_ns = sys.maxsize if name == LINK_LOST else 0
         self._brake.set(name in (PROTECTIVE_STOP, STUCK))
         self._running.publish(Bool(data=name != PROTECTIVE_STOP))
+        if name == TIDY:
+            self._tidy()
         if name:
             self._began_at_s = self._arm_s
         else:
             self._ended_at_s = self._arm_s
         self._tell()
+
+    def _tidy(self) -> None:
+        world = self.robot.world
+        hand = world.tool().position[:2]
+        for seed in itertools.count(self._steps_told):
+            poses = draw_layout(seed).poses
+            if all(np.linalg.norm(hand - pose[:2]) > _AWAY_M for pose in poses.values()):
+                break
+        for body, (x, y, z, yaw) in poses.items():
+            if body != "block":  # which does not move
+                thing = world.data.joint(int(world.model.body(body).jntadr[0]))
+                thing.qpos[:] = x, y, z, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)
+                thing.qvel[:] = 0.0
+        self._end(EpisodeState.FAILED)
 
     def _step(self) -> None:
         if not self._with_clock:

@@ -22,7 +22,7 @@ _HAND_S = 0.8  # after a fault is over, until somebody clears a stop that latche
 
 @dataclass(frozen=True)
 class Job:
-    """A run: which fault, of what, by which seed."""
+    """A run: which fault, of what, by which seed; whether with the guard, and by an arm with limits of its own."""
 
     fault: str
     mode: str
@@ -31,6 +31,7 @@ class Job:
     speed: float
     seed: int
     guarded: bool
+    limited: bool = False
 
     @property
     def key(self) -> str:
@@ -65,7 +66,7 @@ def run_fault(job: Job, timing: Timing, fault: Fault | None = None, *, paired: b
 
 
 def _run(job: Job, timing: Timing, fault: Fault) -> dict[str, Any]:
-    setup = Setup(job.robot, job.output, job.speed, timing, job.seed, job.guarded)
+    setup = Setup(job.robot, job.output, job.speed, timing, job.seed, job.guarded, job.limited)
     with TemporaryDirectory() as folder:
         record = Path(folder, "record")
         scene = Scene(setup, record)
@@ -115,7 +116,8 @@ def _found(scene: Scene, judge: Judge, fault: Fault, times: _Times) -> dict[str,
     if fault.noticed is not None:
         noticed_s = fault.noticed(scene, times.began_s, times.ended_s)
     over_s = min(times.ended_s, resumed_s) if left_s < times.ended_s else times.ended_s
-    windows = [(noticed_s + stop_time_s, over_s), (left_s + stop_time_s, resumed_s)]
+    told_s = max(left_s, times.ended_s) if fault.deaf else left_s
+    windows = [(noticed_s + stop_time_s, over_s), (told_s + stop_time_s, resumed_s)]
     promised = [(begin_s, end_s) for begin_s, end_s in windows if begin_s < end_s]
     stop = judge.stop(noticed_s, over_s) if noticed_s < left_s else judge.stop(left_s, resumed_s)
     return {

@@ -4,21 +4,23 @@
     PYTHONPATH=test python -m faults.stack --rounds 200 --workers 2
 
 Each fault by each output of each robot in turn, in real time, judged by what the simulated arm really did (judge.py).
-A run goes on where it was; a round that never moved is done again.
+A stack that runs takes several rounds, one after the other. A run goes on where it was; a round that never moved is
+done again.
 """
 
 import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
 import typer
 from faults.judge import describe
-from faults.processes import SPEED, RealJob, real_round
+from faults.processes import SPEED, RealJob, real_rounds
 from faults.real_kinds import REAL_FAULTS
 
 from benchmarks.harness import Out, Seed, Work, finish, result_head
@@ -30,6 +32,7 @@ from specvla_ros.lab.simulation.arms import ARMS
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 
 _ROUNDS = "rounds.jsonl"
+_PER_STACK = 8  # rounds
 
 Rows = list[dict[str, Any]]
 
@@ -48,11 +51,27 @@ def plan(rounds: int, seed: int, faults: list[str], outputs: list[str], robots: 
     return jobs
 
 
+def stacks(jobs: Sequence[RealJob]) -> list[tuple[RealJob, ...]]:
+    """The rounds that one start of all nodes takes: of one robot, output and clock, who kills last."""
+    alike: dict[tuple[str, str, bool, bool], list[RealJob]] = {}
+    for job in jobs:
+        fault = REAL_FAULTS[job.fault]
+        alike.setdefault((job.robot, job.output, fault.on_clock, fault.fills_disk), []).append(job)
+    return [stack for each in alike.values() for stack in _split(each)]
+
+
+def _split(jobs: list[RealJob]) -> Iterable[tuple[RealJob, ...]]:
+    last = [job for job in jobs if REAL_FAULTS[job.fault].stays]
+    others = [job for job in jobs if job not in last]
+    count = max(len(last), -(-len(others) // _PER_STACK))
+    return ((*others[index::count], *last[index : index + 1]) for index in range(count))
+
+
 def main(
     context: typer.Context,
     rounds: Annotated[int, typer.Option(help="How many.", min=0)] = 200,
     seed: Seed = 0,
-    workers: Annotated[int, typer.Option(help="Rounds at a time.", min=1)] = 1,
+    workers: Annotated[int, typer.Option(help="Stacks at a time.", min=1)] = 1,
     robot: Annotated[str, typer.Option(help="Comma-separated.")] = "panda,ur5e",
     output: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(COMMANDS),
     fault: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
@@ -81,16 +100,17 @@ def _do_missing(jobs: list[RealJob], path: Path, workers: int) -> Rows:
     done = {_key(row): row for row in read_rounds(path)}
     missing = [job for job in jobs if "problem" in done.get(job.key, {"problem": "not done"})]
     with path.open("a", encoding="utf-8") as lines:
-        for job, row in run_jobs(real_round, missing, workers=workers, lost=_lost):
-            done[job.key] = row
-            lines.write(json.dumps(row) + "\n")
+        for stack, rows in run_jobs(real_rounds, stacks(missing), workers=workers, lost=_lost):
+            for job, row in zip(stack, rows, strict=True):
+                done[job.key] = row
+                lines.write(json.dumps(row) + "\n")
+                print(f"{len(done)} of {len(jobs)}: {_in_words(row)}", file=sys.stderr, flush=True)
             lines.flush()
-            print(f"{len(done)} of {len(jobs)}: {_in_words(row)}", file=sys.stderr, flush=True)
     return [done[job.key] for job in jobs]
 
 
-def _lost(job: RealJob, why: str) -> dict[str, Any]:
-    return {"fault": job.fault, "output": job.output, "robot": job.robot, "seed": job.seed, "problem": why}
+def _lost(stack: Sequence[RealJob], why: str) -> Rows:
+    return [asdict(job) | {"problem": why} for job in stack]
 
 
 def read_rounds(path: Path) -> Rows:

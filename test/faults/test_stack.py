@@ -3,12 +3,13 @@
 
 import importlib.util
 from collections import Counter
+from dataclasses import asdict
 from random import Random
 
 import pytest
 from faults.real_kinds import REAL_FAULTS, Hands
 from faults.robot_process import LIES
-from faults.stack import _do_missing, plan, summary
+from faults.stack import _PER_STACK, _do_missing, plan, stacks, summary
 from geometry_msgs.msg import PoseStamped
 from sensor_msgs.msg import JointState
 from support.benchmark_runs import run
@@ -53,15 +54,30 @@ def test_the_first_rounds_of_a_longer_run_are_those_of_a_shorter_one():
     assert plan(200, 3, *names)[:50] == plan(50, 3, *names)
 
 
+def test_a_stack_takes_rounds_that_fit_each_other():
+    jobs = plan(200, 0, list(REAL_FAULTS), list(COMMANDS), ["panda", "ur5e"])
+    found = stacks(jobs)
+    assert sorted(job.seed for stack in found for job in stack) == [job.seed for job in jobs]
+    assert max(map(len, found)) <= _PER_STACK + 1 and len(found) < len(jobs) / 3
+    for stack in found:
+        faults = [REAL_FAULTS[job.fault] for job in stack]
+        assert len({(job.robot, job.output) for job in stack}) == 1
+        assert len({(fault.on_clock, fault.fills_disk) for fault in faults}) == 1
+        assert not any(fault.stays for fault in faults[:-1])
+
+
 def test_a_run_that_was_cut_off_does_what_is_missing(tmp_path, monkeypatch: pytest.MonkeyPatch):
     jobs, done = plan(3, 0, ["none"], ["pose"], ["panda"]), []
 
-    def real_round(job):
-        done.append(job)
-        row = FOUND | {"fault": job.fault, "output": job.output, "robot": job.robot, "seed": job.seed}
-        return row | {"problem": "the arm never moved"} if job.seed == 1 and len(done) < 3 else row
+    def real_rounds(jobs):
+        rows = []
+        for job in jobs:
+            done.append(job)
+            row = FOUND | asdict(job)
+            rows.append(row | {"problem": "the arm did not move"} if job.seed == 1 and len(done) < 3 else row)
+        return rows
 
-    monkeypatch.setattr("faults.stack.real_round", real_round)
+    monkeypatch.setattr("faults.stack.real_rounds", real_rounds)
     path = tmp_path / "rounds.jsonl"
     _do_missing(jobs[:2], path, 0)
     with path.open("a") as lines:

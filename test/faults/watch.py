@@ -99,11 +99,13 @@ class Watch:
 
     @property
     def slip_s(self) -> float:
-        """How much less than the machine's time passed for the arm, since `forget_slip`."""
+        """How much less than the machine's time passed for the arm, since `forget_lateness`."""
         return max(self._behind, default=0.0) - min(self._behind, default=0.0)
 
-    def forget_slip(self) -> None:
+    def forget_lateness(self) -> None:
+        """Of the arm and of the guard's loop."""
         self._behind.clear()
+        self.late_ms = 0.0
 
     def _on_time(self, message: Float64MultiArray) -> None:
         arm_s, wall_s, began_s, ended_s = message.data

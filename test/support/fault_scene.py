@@ -166,6 +166,7 @@ class Setup:
         timing: of the mode.
         seed: of everything that is drawn.
         guarded: whether the guard stands between driver and arm.
+        limited: whether the arm keeps the guard's limits by itself, as the how-to has it.
     """
 
     robot: str
@@ -174,6 +175,7 @@ class Setup:
     timing: Timing
     seed: int
     guarded: bool = True
+    limited: bool = False
 
 
 class Scene:
@@ -195,8 +197,10 @@ class Scene:
         self.settings = guard_settings(self.arm, setup.output, setup.speed)
         self.world = _world(self.arm)
         self.task: Task = self.time.random.choice(TASKS)
+        self._commanded = CommandedArm(self.world, setup.output)  # it sets the world's time step
         self.world.reset(draw_layout(setup.seed))
-        self._commanded = CommandedArm(self.world, setup.output)
+        if setup.limited:
+            self._commanded.limit(self.settings.limits, self.settings.joints)
         self._commanded.reset()
         self._record = MotionRecorder(record, self.world)
         self.frame: Callable[[Frame], list[Frame]] = lambda frame: [frame]

@@ -6,6 +6,7 @@ Ways and velocities are *blocks*: float64 [blocks, dims], of which each block's 
 of three numbers, translation and rotation; each joint is a block of one.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
@@ -64,11 +65,13 @@ def braked(velocity: np.ndarray, bounds: Bounds, dt_s: float) -> np.ndarray:
     return velocity * (left / np.maximum(speed, _TINY))[:, None]
 
 
-def toward(velocity: np.ndarray, error: np.ndarray, feed: np.ndarray, bounds: Bounds, dt_s: float) -> np.ndarray:
+def toward(
+    velocity: np.ndarray, error: np.ndarray, feed: np.ndarray, bounds: Bounds, dt_s: float, gain: float = _GAIN
+) -> np.ndarray:
     """The velocity with which to follow a reference that is `error` away and moves at `feed`."""
     far = lengths(error)
     # Never faster than what can be braked on the way that is left; half of the acceleration, as the feed takes some.
-    pace = np.minimum(np.minimum(_GAIN, 1 / dt_s) * far, np.sqrt(bounds.acceleration * far))
+    pace = np.minimum(min(gain, 1 / dt_s) * far, np.sqrt(bounds.acceleration * far))
     return slewed(velocity, feed + error * (pace / np.maximum(far, _TINY))[:, None], bounds, dt_s)
 
 
@@ -328,7 +331,8 @@ class SmoothGate(Gate, Generic[Place]):
         if not self._recalling:
             self._recall = None
             return braked(self._velocity, self._bounds, dt_s)
-        return toward(self._velocity, way, self._zero, self._bounds, dt_s)
+        # As soon as the limits allow: a robot that hears again meanwhile follows what is left of the way.
+        return toward(self._velocity, way, self._zero, self._bounds, dt_s, gain=math.inf)
 
     def recall(self, measured: Measured) -> None:
         if self._recall is None:

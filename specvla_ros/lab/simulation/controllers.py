@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import mujoco
 import numpy as np
 
+from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, rotation_vector
 from specvla_ros.lab.simulation.arms import Arm, joint_indices
 
@@ -230,14 +231,17 @@ class CartesianPose:
     - Its gain alone sets the speed, up to the joints' limits: a target far away is no error, and is gone to at once.
 
     FZI's controller searches with a simulated mass in place of a Jacobian's damped inverse; what a user meets is alike:
-    an error that decays with a time constant, here 1/20 s, and no singular leap.
+    an error that decays with a time constant, here 1/20 s, and no singular leap. Pose interfaces of arms' makers have
+    limits of speed and acceleration beside the joints' (ABB EGM, KUKA RSI, Franka): set `limits` to have them.
     """
 
     def __init__(self, kinematics: ArmKinematics) -> None:
         self._kinematics = kinematics
+        self.limits: Limits | None = None
 
     def start(self, measured: JointState) -> None:
         self._position = self._posture = measured.positions.copy()
+        self._twist = np.zeros(6)
         self._target = self._kinematics.tool(self._position)
 
     def take(self, command: tuple[str, Pose], now_s: float) -> None:
@@ -254,13 +258,28 @@ class CartesianPose:
         way = _shortened(self._target.position - tool.position, _MAX_ERROR_M)
         turn = _shortened(rotation_vector(self._target.rotation @ tool.rotation.T), _MAX_ERROR_RAD)
         damped = jacobian.T @ np.linalg.inv(jacobian @ jacobian.T + _DAMPING**2 * np.eye(6))
-        velocity = damped @ (_GAIN * np.concatenate([way, turn]))
+        self._twist = self._limited(_GAIN * np.concatenate([way, turn]))
+        velocity = damped @ self._twist
         free = np.eye(len(velocity)) - damped @ jacobian
         velocity += free @ (_POSTURE_GAIN * (self._posture - self._position))
         velocity *= min(1.0, float((self._kinematics.speed / np.maximum(np.abs(velocity), 1e-12)).min()))
         reached = np.clip(self._position + velocity * CONTROL_DT_S, self._kinematics.low, self._kinematics.high)
         velocity, self._position = (reached - self._position) / CONTROL_DT_S, reached
         return JointState(reached, velocity)
+
+    def _limited(self, twist: np.ndarray) -> np.ndarray:
+        """A tool's velocity, as fast as may be and can be braked on the way that is left."""
+        if self.limits is None:
+            return twist
+        linear = self.limits.linear_speed, self.limits.linear_acceleration
+        angular = self.limits.angular_speed, self.limits.angular_acceleration
+        found = []
+        for block, (speed, most) in ((0, linear), (3, angular)):
+            wanted, before = twist[block : block + 3], self._twist[block : block + 3]
+            way = float(np.linalg.norm(wanted)) / _GAIN
+            change = _shortened(wanted, min(speed, math.sqrt(most * way))) - before
+            found.append(before + _shortened(change, most * CONTROL_DT_S))
+        return np.concatenate(found)
 
 
 def _shortened(vector: np.ndarray, longest: float) -> np.ndarray:

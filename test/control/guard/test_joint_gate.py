@@ -53,6 +53,18 @@ def test_a_joint_that_does_not_move_is_noticed_soon_and_its_target_comes_back(
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
+def test_what_was_sent_is_back_at_a_robot_that_does_not_move_as_soon_as_limits_allow(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    stuck = each.joints.copy()
+    push(each, SLOW, 2.0)
+    away = [(at_s, np.abs(sent.positions - stuck).max()) for at_s, sent in each.sent if isinstance(sent, SentJoints)]
+    farthest_s = max(away, key=lambda each: each[1])[0]
+    back_s = next(at_s for at_s, rad in away if at_s > farthest_s and rad < 2e-4)
+    assert back_s - farthest_s < 0.3, "a robot that hears again meanwhile moves no longer than that"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
 def test_one_stuck_joint_is_noticed_beside_others_that_move(output: str) -> None:
     each = rig(output)
     each.until_passing()

@@ -8,10 +8,12 @@ import pytest
 from support.ideal_driver import IdealDriver
 from support.nightly import nightly_but
 
+from specvla_ros.control.limits import JointLimits, Limits
+from specvla_ros.control.pose import Pose
 from specvla_ros.lab.simulation.arms import ARMS, TABLE_ARM
 from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS, CommandedArm
-from specvla_ros.lab.simulation.controllers import CommandRefusedError, JointTrajectory, Point
+from specvla_ros.lab.simulation.controllers import BASE_FRAME, CommandRefusedError, JointTrajectory, Point
 from specvla_ros.lab.simulation.tasks import TASKS, draw_layout
 from specvla_ros.lab.simulation.world import World
 
@@ -77,6 +79,35 @@ def test_a_leap_of_positions_becomes_a_motion_within_speed_range_and_torque(worl
     assert (fastest <= 1.1 * limits + 0.1).all()
     assert fastest[0] > 0.5 * limits[0]
     assert world.joint_state()[0][0] == pytest.approx(start[0] + 1.2, abs=0.02)
+
+
+@pytest.mark.parametrize("output", ["pose", "position_array"])
+def test_an_arm_with_limits_of_its_own_keeps_them_where_it_is_sent_far_away(output: str):
+    world = World()
+    arm = CommandedArm(world, output)
+    world.reset(draw_layout(0))
+    joints = len(world.arm.joints)
+    tool = Limits(linear_speed=0.1, angular_speed=0.5, linear_acceleration=0.5, angular_acceleration=2.5)
+    arm.limit(tool, JointLimits(names=world.arm.joints, max_speed=(0.4,), max_acceleration=(2.0,)))
+    arm.reset()
+    start = world.joint_state()[0][:joints]
+    if output == "pose":
+        there, way = world.tool(), np.array([0.0, 0.1, 0.1])
+        arm.controller.take((BASE_FRAME, Pose(there.position + way, there.rotation)), 1.0)
+    else:
+        arm.controller.take(start + 0.3, 1.0)
+    tools, positions = [world.tool().position], [start]
+    for _ in range(300):
+        arm.advance(1.0)
+        tools.append(world.tool().position)
+        positions.append(world.joint_state()[0][:joints])
+    speeds = np.linalg.norm(np.diff(tools, axis=0), axis=1) / arm.control_dt
+    assert np.abs(np.diff(positions, axis=0)).max() < 1.1 * 0.4 * arm.control_dt
+    if output == "pose":
+        assert 0.08 < speeds.max() < 1.1 * 0.1 and np.diff(speeds).max() < 1.5 * 0.5 * arm.control_dt
+        np.testing.assert_allclose(tools[-1], tools[0] + way, atol=0.002)
+    else:
+        np.testing.assert_allclose(positions[-1], start + 0.3, atol=0.01)
 
 
 def test_a_reference_beyond_the_range_stays_within_it():
