@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.lab.simulation.motion_record import MotionRecord
+from specvla_ros.lab.simulation.motion_record import TOUCHES_TABLE, TOUCHES_THING, MotionRecord
 
 # What an arm may add to what it is told, by its own control and its inertia: a little more than runs without a
 # fault showed. Accelerations while the arm touches something are the contact's.
@@ -127,8 +127,8 @@ class Judge:
         return Stop(self.speed_at(begin_s), float(self._times_s[until] - begin_s), distance_m)
 
     def _touched(self) -> np.ndarray:
-        """Whether the arm touches anything, or did a moment ago; bool [rows]."""
-        touching = (self._record.rows["contact_force"] > 0).astype(float)
+        """Whether the arm touches anything but itself, or did a moment ago; bool [rows]."""
+        touching = (self._record.rows["touching"] & (TOUCHES_TABLE | TOUCHES_THING) > 0).astype(float)
         width = round(_TOUCHED_S / 0.01)
         return np.convolve(touching, np.ones(2 * width + 1), mode="same") > 0
 

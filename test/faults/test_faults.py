@@ -16,7 +16,12 @@ from support.nightly import nightly_but
 
 from benchmarks.results_page import SAFETY, safety_page
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
-from specvla_ros.lab.simulation.motion_record import read_motion_record
+from specvla_ros.lab.simulation.motion_record import (
+    TOUCHES_ITSELF,
+    TOUCHES_THING,
+    MotionRecord,
+    read_motion_record,
+)
 
 pytestmark = pytest.mark.fault
 
@@ -59,6 +64,11 @@ def test_the_judge_holds_the_arm_to_the_limits(tmp_path: Path):
     assert not Judge(record, settings).extremes().beyond
     tighter = replace(settings.limits, linear_speed=settings.limits.linear_speed / 3)
     assert Judge(record, replace(settings, limits=tighter)).extremes().beyond == ["speed"]
+    for touching, excused in ((TOUCHES_ITSELF, False), (TOUCHES_THING, True)):  # closed fingers touch one another
+        rows = record.rows.copy()
+        rows["touching"], rows["contact_force"] = touching, 5.0
+        found = Judge(MotionRecord(record.arm, rows), replace(settings, limits=tighter)).extremes()
+        assert found.beyond == ["speed"] and found.in_contact == excused
     x, y, z = settings.limits.workspace_min
     smaller = replace(settings.limits, workspace_min=(x, y, z + 0.3))
     assert Judge(record, replace(settings, limits=smaller)).extremes().beyond == ["workspace"]
