@@ -65,6 +65,10 @@ class LoraAdapter:
     factors: Mapping[str, LoraFactors]  # by the weight's name, see `bare_name`
     whole: Mapping[str, Tensor]  # tensors that replace the base model's (`modules_to_save`, biases)
 
+    def changes(self, name: str) -> bool:
+        """Whether it changes the tensor of this name."""
+        return bare_name(name) in self.factors.keys() | self.whole.keys()
+
     def merged(self, name: str, weight: Tensor) -> Tensor:
         name = bare_name(name)
         factors = self.factors.get(name)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,10 +40,59 @@ _SCALES = re.compile(
     r"\.(SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|qweight|qzeros|scales|g_idx"
     r"|weight_packed|\w*_scale|\w*_scale_inv|\w*zero_point)\b"
 )
+_AS_THEY_ARE: Mapping[str, str] = MappingProxyType({})  # no tensor is stored under the other's name
 _ORIGINAL = "give the original checkpoint, and set model.quantization to have its weights quantised here"
 
 
-def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progress | None = None) -> None:
+@dataclass(frozen=True)
+class Tables:
+    """The output head and the embeddings of a checkpoint, its adapter included."""
+
+    tied: bool  # they are one table
+    stored: Mapping[str, str]  # a name of the two, and the other, under which the files have the same values
+
+
+def read_tables(directory: Path, embeddings: str, head: str, *, tied: bool) -> Tables:
+    """Whether the output head is the table of embeddings: as transformers decides it, and as an adapter was trained.
+
+    Where config.json ties them, the files may lack either. Two that differ are both kept all the same, and an adapter
+    that changes one of them leaves the other as it was.
+
+    Args:
+        directory: as in `load_weights`.
+        embeddings, head: their names in the files.
+        tied: as config.json says.
+    """
+    if not tied:
+        return Tables(tied=False, stored={})
+    there = {embeddings, head} & tensor_names(directory)
+    if len(there) == 2 and not _same(*(_tensor(directory, name) for name in there)):
+        return Tables(tied=False, stored={})
+    adapter = read_adapter(directory)
+    changed = adapter is not None and (adapter.changes(embeddings) or adapter.changes(head))
+    return Tables(not changed, {embeddings: head} if there == {head} else {head: embeddings})
+
+
+def _tensor(directory: Path, name: str) -> Tensor:
+    (path,) = _files(directory, (name,), {})
+    with _opened(path) as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit."""
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
+def load_weights(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    progress: Progress | None = None,
+    *,
+    stored: Mapping[str, str] = _AS_THEY_ARE,
+) -> None:
     """Copies a checkpoint's tensors into the model's, converting dtype and moving to the model's device.
 
     Args:
@@ -50,34 +100,39 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
             pytorch_model.bin. An adapter beside them is merged. Or one file of either kind.
         tensors: destinations by checkpoint name; other names in the files are not read.
         progress: called with the current file and the fraction of the tensors done.
+        stored: see `Tables`.
 
     Raises UserError: a file or tensor is missing, truncated, or of another shape or number format. The destinations are
     then half-filled.
     """
     done, adapter = 0, read_adapter(directory)
-    for path, names in _files(directory, tensors).items():
+    for path, names in _files(directory, tensors, stored).items():
         for chunk in _chunks(names, tensors):
-            _copy(path, chunk, tensors, adapter)
+            _copy(path, chunk, tensors, stored, adapter)
             done += len(chunk)
             if progress is not None:
                 progress(f"reading {path.name}", done / len(tensors))
 
 
-def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str = "") -> None:
+def check_weights(
+    directory: Path, tensors: Mapping[str, Tensor], *, unused: str = "", stored: Mapping[str, str] = _AS_THEY_ARE
+) -> None:
     """Whether the files hold just these tensors, and an adapter changes no others; reads their headers alone.
 
     Args:
         directory: as in `load_weights`.
         tensors: of the model by checkpoint name; they may be on the meta device.
-        unused: regular expression of names that the files may hold beside them.
+        unused: regular expression of names that the files may hold beside them: of what is never computed.
+        stored: see `Tables`.
 
     Raises UserError: a tensor is missing, damaged, of another shape or number format, or not of the model: its
     config.json then describes another, for instance one with fewer layers; or the adapter is of another model.
     """
     may_be = re.compile(unused or r"(?!)")
+    known = {*tensors, *stored, *stored.values()}
 
     def refuse_others(path: Path, names: Iterable[str]) -> None:
-        extra = sorted(name for name in names if name not in tensors and not may_be.fullmatch(name))
+        extra = sorted(name for name in names if name not in known and not may_be.fullmatch(name))
         if any(map(_SCALES.search, extra)):
             raise UserError(f"{path} holds {_some(extra)}: its weights are quantised and cannot be read; {_ORIGINAL}")
         if extra:
@@ -87,13 +142,13 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
             )
 
     index = _index(directory)
-    files = _files(directory, tensors)
+    files = _files(directory, tensors, stored)
     if index is not None:
         refuse_others(index, _weight_map(index))
     for path, names in files.items():
         with _opened(path) as file:
             refuse_others(path, file.keys())
-            _check_tensors(path, file, names, tensors)
+            _check_tensors(path, file, names, tensors, stored)
     adapter = read_adapter(directory)
     if adapter is not None:
         adapter.check(tensors, may_be)
@@ -104,7 +159,7 @@ def tensor_names(directory: Path) -> frozenset[str]:
     index = _index(directory)
     if index is not None:
         return frozenset(_weight_map(index))
-    (path,) = _files(directory, ("",))
+    (path,) = _files(directory, ("",), {})
     with _opened(path) as file:
         return frozenset(file.keys())
 
@@ -117,7 +172,7 @@ def tensor_sizes(directory: Path) -> dict[str, int]:
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a checkpoint; reads headers alone."""
     index = _index(directory)
-    files = _files(directory, ("",) if index is None else _weight_map(index))
+    files = _files(directory, ("",) if index is None else _weight_map(index), {})
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with _opened(path) as file:
@@ -125,7 +180,8 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
+def _files(directory: Path, names: Iterable[str], stored: Mapping[str, str]) -> dict[Path, list[str]]:
+    """Which file holds which of the names."""
     names = list(names)
     if directory.is_file():
         return {directory: names}
@@ -136,12 +192,12 @@ def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
             raise UserError(f"{directory} holds neither {' nor '.join(_CHOICE)}")
         return {single: names}
     weight_map = _weight_map(index)
-    missing = [name for name in names if name not in weight_map]
+    missing = [name for name in names if stored.get(name, name) not in weight_map]
     if missing:
         raise UserError(f"{index} does not list {_some(missing)}: the checkpoint does not fit its config.json")
     files: dict[Path, list[str]] = defaultdict(list)
     for name in names:
-        files[directory / weight_map[name]].append(name)
+        files[directory / weight_map[stored.get(name, name)]].append(name)
     absent = sorted(path.name for path in files if not path.exists())
     if absent:
         raise UserError(f"{directory} is incomplete: {_some(absent)} missing, of {len(files)} shards; download again")
@@ -184,11 +240,17 @@ def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[st
         yield chunk
 
 
-def _copy(path: Path, names: list[str], tensors: Mapping[str, Tensor], adapter: LoraAdapter | None) -> None:
+def _copy(
+    path: Path,
+    names: list[str],
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, str],
+    adapter: LoraAdapter | None,
+) -> None:
     with _opened(path) as file:
-        _check_tensors(path, file, names, tensors)
+        _check_tensors(path, file, names, tensors, stored)
         for name in names:
-            weight = file.get_tensor(name)
+            weight = file.get_tensor(stored.get(name, name))
             tensors[name].copy_(weight if adapter is None else adapter.merged(name, weight))
 
 
@@ -231,13 +293,15 @@ class _Slice:
         return _FORMATS.get(self.tensor.dtype, str(self.tensor.dtype))
 
 
-def _check_tensors(path: Path, file: Any, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(
+    path: Path, file: Any, names: list[str], tensors: Mapping[str, Tensor], stored: Mapping[str, str]
+) -> None:
     present = set(file.keys())
-    missing = [name for name in names if name not in present]
+    missing = [name for name in names if stored.get(name, name) not in present]
     if missing:
         raise UserError(f"{path} lacks {_some(missing)}: the checkpoint is incomplete or of another model")
     for name in names:
-        found = file.get_slice(name)
+        found = file.get_slice(stored.get(name, name))
         shape, dtype = list(found.get_shape()), str(found.get_dtype())
         if dtype not in _FLOATS:
             raise UserError(

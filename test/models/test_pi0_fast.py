@@ -163,9 +163,9 @@ def test_its_prompt_is_never_cut(targets: dict[tuple[str, ...], Pi0FastTarget]) 
 
 
 @pytest.mark.parametrize("shape", [(32, 2, 4, 1, 8, 6), (48, 1, 2, 2, 16, 20), (24, 3, 4, 2, 10, 9)])
-@pytest.mark.parametrize("cameras", [1, 2, 3])
+@pytest.mark.parametrize(("cameras", "tied"), [(1, True), (2, False), (3, True)])
 @torch.inference_mode()
-def test_prefix_and_answer_equal_transformers_own_paligemma(shape: tuple[int, ...], cameras: int) -> None:
+def test_prefix_and_answer_equal_transformers_own_paligemma(shape: tuple[int, ...], cameras: int, tied: bool) -> None:
     """Random models of several shapes: a prompt that sees itself both ways, then tokens one by one."""
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
@@ -186,13 +186,14 @@ def test_prefix_and_answer_equal_transformers_own_paligemma(shape: tuple[int, ..
         vision_config={"model_type": "siglip_vision_model", "image_size": 56, "vision_use_head": False, **vision},
         projection_dim=hidden,
         image_token_index=59,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(hidden + cameras)
     reference: Any = PaliGemmaForConditionalGeneration(config).eval()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     decoder = DecoderShape(
-        hidden, 40, layers, heads, kv_heads, head_dim, 60, max_position_embeddings=256, tie_word_embeddings=True
+        hidden, 40, layers, heads, kv_heads, head_dim, 60, max_position_embeddings=256, tie_word_embeddings=tied
     )
     from specvla_ros.models.config import DECODERS
 
@@ -246,11 +247,12 @@ def copy_weights(ours: PaliGemma, reference: Any) -> None:
     for name, parameter in ours.tower.named_parameters():
         parameter.copy_(theirs[name.removeprefix("vision_model.")])
     ours.projector.load_state_dict(reference.model.multi_modal_projector.linear.state_dict())
-    text = dict(reference.model.language_model.named_parameters())
+    text = dict(reference.model.language_model.named_parameters()) | {"lm_head.weight": reference.lm_head.weight}
     decoder: PackedDecoder = ours.decoder
     for name, tensor in decoder_tensors(decoder).items():
         tensor.copy_(text[name.removeprefix("model.")])
-    decoder.lm_head.weight = decoder.embed_tokens.weight
+    if decoder.config.tie_word_embeddings:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
 
 
 @pytest.fixture
@@ -260,6 +262,30 @@ def checkpoint(tmp_path: Path) -> Path:
     for path in (directory, *directory.rglob("*")):
         path.chmod(0o755)
     return directory
+
+
+HEAD, EMBEDDINGS = (
+    f"model.paligemma_with_expert.paligemma.{name}.weight" for name in ("lm_head", "model.language_model.embed_tokens")
+)
+
+
+@pytest.mark.parametrize("names", [(HEAD,), (EMBEDDINGS,), (HEAD, EMBEDDINGS)], ids=["head", "embeddings", "both"])
+def test_tables_that_differ_are_two_and_any_others_one(checkpoint: Path, names: tuple[str, ...]) -> None:
+    """LeRobot's class has two tables: its training lets them part, and its file lacks one only where they are equal."""
+    path = checkpoint / "model.safetensors"
+    weights = load_file(path)
+    table = weights.pop(HEAD)
+    save_file(weights | dict.fromkeys(names, table), path)
+    decoder = load_target(checkpoint, device="cpu").decoder
+    assert isinstance(decoder, PackedDecoder)
+    assert decoder.lm_head.weight is decoder.embed_tokens.weight
+    np.testing.assert_array_equal(decoder.lm_head.weight, table)
+    if len(names) == 2:
+        save_file(weights | {HEAD: table, EMBEDDINGS: table + 1}, path)
+        decoder = load_target(checkpoint, device="cpu").decoder
+        assert isinstance(decoder, PackedDecoder)
+        np.testing.assert_array_equal(decoder.lm_head.weight, table)
+        np.testing.assert_array_equal(decoder.embed_tokens.weight, table + 1)
 
 
 def refuse(directory: Path, message: str, **options: Any) -> None:

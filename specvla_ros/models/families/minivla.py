@@ -48,6 +48,7 @@ _NAMES = (
     ("dino_featurizer.", "vision_backbone.featurizer."),
     ("siglip_featurizer.", "vision_backbone.fused_featurizer."),
 )
+_HEAD, _EMBEDDINGS = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
 
 
 @TARGETS.register("prismatic-vla")
@@ -134,7 +135,13 @@ def _load(directory: Path, model: OpenVLA, progress: Progress | None) -> None:
     given: dict[str, Tensor] = {}
     for part, tensors in parts.items() if isinstance(parts, dict) else ():
         given |= {_renamed(name): tensor for name, tensor in tensors_in(tensors, path, f"model.{part}").items()}
-    copy_weights(given, model.checkpoint_tensors(), path, progress)
+    wanted = model.checkpoint_tensors()
+    if _HEAD in given and _HEAD not in wanted and not given.pop(_HEAD).equal(given.get(_EMBEDDINGS, Tensor())):
+        raise UserError(
+            f"{path}: {_HEAD} and {_EMBEDDINGS} differ, and llm/config.json says that they are one table "
+            "(tie_word_embeddings): copy llm/ from the language model that the policy was trained from"
+        )
+    copy_weights(given, wanted, path, progress, unused=model.unused_tensors)
 
 
 def _renamed(name: str) -> str:
