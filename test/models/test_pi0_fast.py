@@ -297,11 +297,9 @@ def refuse(directory: Path, message: str, **options: Any) -> None:
     ("change", "message"),
     [
         ({"temperature": 0.7}, "temperature asks for sampled actions"),
-        ({"use_relative_actions": True}, "use_relative_actions is not supported"),
         ({"paligemma_variant": "gemma_7b"}, "paligemma_variant .* one of: gemma_2b, gemma_300m"),
         ({"input_features": {"observation.state": {"shape": [8]}}}, "names no camera"),
         ({"image_resolution": [112, 100]}, "image_resolution"),
-        ({"normalization_mapping": {"STATE": "LOG", "ACTION": "MEAN_STD"}}, "normalization_mapping has 'LOG'"),
         ({"output_features": {"action": {"shape": [6]}}}, "must hold 6 finite numbers each as action.mean"),
         ({"fast_skip_tokens": 700}, "has 256 ids, and the policy room for 110"),
         ({"type": "pi0"}, "only .*'pi0_fast'.* checkpoints are supported"),
@@ -337,12 +335,25 @@ def test_options_and_cameras(checkpoint: Path) -> None:
     refuse(checkpoint, "this family of policies has no model.quantization", quantization="int4")
 
 
+PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
+
+
+def edit_step(checkpoint: Path, file: str, name: str, **changes: Any) -> None:
+    def edit(given: dict[str, Any]) -> None:
+        (step,) = (each for each in given["steps"] if each["registry_name"] == name)
+        step["config"] |= changes
+
+    edit_json(checkpoint / file, edit)
+
+
 @pytest.mark.parametrize("mode", ["MIN_MAX", "QUANTILES", "IDENTITY"])
 def test_other_normalisations(checkpoint: Path, mode: str) -> None:
-    """As LeRobot's normalize_processor.py has them: -1 and 1 stand for the two statistics."""
-    edit_json(
-        checkpoint / "config.json", lambda config: config["normalization_mapping"].update(STATE=mode, ACTION=mode)
-    )
+    """As LeRobot's normalize_processor.py has them: -1 and 1 stand for the two statistics.
+
+    Its processors' files say it; config.json, which says MEAN_STD here, is not asked by LeRobot either.
+    """
+    edit_step(checkpoint, PRE, "normalizer_processor", norm_map={"STATE": mode, "ACTION": "MEAN_STD"})
+    edit_step(checkpoint, POST, "unnormalizer_processor", norm_map={"STATE": "MEAN_STD", "ACTION": mode})
     target = load_target(checkpoint, device="cpu")
     assert isinstance(target, Pi0FastTarget)
     statistics = load_file(ORACLE / "checkpoint" / "policy_postprocessor_step_0_unnormalizer_processor.safetensors")
@@ -353,6 +364,51 @@ def test_other_normalisations(checkpoint: Path, mode: str) -> None:
     codec = target.codec
     np.testing.assert_allclose(codec.normalise(top), np.ones((10, 7)), atol=1e-5)
     np.testing.assert_allclose(codec.decode(codec.encode(top)), top, rtol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "changes", "message"),
+    [
+        (
+            POST,
+            "unnormalizer_processor",
+            {"norm_map": {"ACTION": "LOG"}},
+            r"norm_map.ACTION is 'LOG', but it must be one",
+        ),
+        (
+            POST,
+            "unnormalizer_processor",
+            {"norm_map": {"ACTION": "QUANTILE10"}},
+            "one of: MEAN_STD, MIN_MAX, QUANTILES",
+        ),
+        (POST, "unnormalizer_processor", {"eps": 1e-3}, "only steps with eps"),
+        (POST, "absolute_actions_processor", {"enabled": True}, "policy_postprocessor.json: relative actions are not"),
+        (PRE, "relative_actions_processor", {"enabled": True}, "policy_preprocessor.json: relative actions are not"),
+        (PRE, "rename_observations_processor", {"rename_map": {"a": "b"}}, "rename_map is not supported"),
+        (PRE, "normalizer_processor", {"normalize_observation_keys": []}, "and without normalize_observation_keys"),
+    ],
+)
+def test_what_a_processors_step_asks_is_done_or_refused(
+    checkpoint: Path, file: str, name: str, changes: dict[str, Any], message: str
+) -> None:
+    edit_step(checkpoint, file, name, **changes)
+    refuse(checkpoint, message)
+
+
+def test_a_step_that_is_not_known_or_missing(checkpoint: Path) -> None:
+    edit_json(checkpoint / POST, lambda given: given["steps"].append({"registry_name": "clip_actions", "config": {}}))
+    refuse(
+        checkpoint, r"policy_postprocessor.json does 'clip_actions', which is not done here; known, once each, are un"
+    )
+    edit_json(checkpoint / POST, lambda given: given.update(steps=[]))
+    refuse(checkpoint, "policy_postprocessor.json lacks unnormalizer_processor, which is needed here")
+
+
+def test_the_longest_prompt_is_the_tokenizer_steps(checkpoint: Path) -> None:
+    edit_step(checkpoint, PRE, "tokenizer_processor", max_length=20)
+    target = load_target(checkpoint, device="cpu")
+    with pytest.raises(UserError, match=r"tokens, and the policy reads 20: the robot's state"):
+        target.prompt_layout(observation(next(case for case in cases() if cameras_of(case) == target.cameras)))
 
 
 def test_statistics_that_are_no_numbers(checkpoint: Path) -> None:
