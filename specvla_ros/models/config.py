@@ -214,7 +214,7 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
     sections = rope.list_of("mrope_section", int, "a list of whole numbers", default.rope_sections)
     if default.rope_sections and (min(sections, default=0) < 1 or sum(sections) != head_dim // 2 or len(sections) != 3):
         raise rope.wrong("mrope_section", f"three whole numbers whose sum is half of a head's {head_dim} channels")
-    theta = text.number("rope_theta", None, above=0.0) or rope.number("rope_theta", default.rope_theta, above=0.0)
+    theta = rope.number("rope_theta", text.number("rope_theta", default.rope_theta, above=0.0), above=0.0)
     return replace(
         default,
         hidden_size=hidden,
@@ -231,12 +231,12 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
         ),
         tie_word_embeddings=text.flag("tie_word_embeddings", default.tie_word_embeddings),
         rope_sections=tuple(sections) if default.rope_sections else (),
-        rope_interleaved=rope.flag("mrope_interleaved", default.rope_interleaved),
     )
 
 
 def _rope(text: Fields) -> Fields:
-    return text.inner("rope_scaling" if text.raw.get("rope_parameters") is None else "rope_parameters", {})
+    """As transformers reads it: the older name has the first word, and what stands in it before what stands outside."""
+    return text.inner("rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters", {})
 
 
 def _check_variant(text: Fields, default: DecoderShape) -> None:
@@ -247,8 +247,12 @@ def _check_variant(text: Fields, default: DecoderShape) -> None:
     for flag in ("attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention"):
         if text.raw.get(flag) is not None and text.flag(flag, False):
             raise UserError(f"{path}: {text.prefix}{flag} is not supported")
-    if "sliding_attention" in text.list_of("layer_types", str, "a list of texts", ()):
-        raise UserError(f"{path}: {text.prefix}layer_types names sliding attention, which is not supported")
+    if not text.flag("is_causal", True):
+        raise UserError(f"{path}: {text.prefix}is_causal false is not supported")
+    if rope.flag("mrope_interleaved", default.rope_interleaved) != default.rope_interleaved:
+        raise UserError(f"{path}: {rope.prefix}mrope_interleaved is another than this family's, which is not supported")
+    if {*text.list_of("layer_types", str, "a list of texts", ())} - {"full_attention"}:
+        raise UserError(f"{path}: {text.prefix}layer_types names other than full attention, which is not supported")
     # Gemma's first files give another name, which its own class reads over.
     activation = text.text("hidden_activation" if text.raw.get("hidden_activation") else "hidden_act", "")
     known = _ACTIVATIONS[default.variant.gate]

@@ -26,13 +26,32 @@ _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # from one version of transformers to the next.
 _WRAPPERS = frozenset(("base_model", "model", "language_model", "modules_to_save", "base_layer"))
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.weight)?")
-# What would make W another sum than the one above.
-_PLAIN: Mapping[str, tuple[object, ...]] = {
+# What would make W another sum than the one above, or W another matrix than the base model's, with the values that do
+# not.
+PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (None, False),
     "fan_in_fan_out": (None, False),
     "lora_bias": (None, False),
     "megatron_config": (None,),
+    "init_lora_weights": (
+        None,
+        True,
+        False,
+        "gaussian",
+        "orthogonal",
+        "eva",
+        "mica",
+    ),  # others, as PiSSA, change the base
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "layer_replication": (None,),
+    "monteclora_config": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (None, False),
 }
 
 
@@ -110,7 +129,7 @@ def read_adapter(directory: Path) -> LoraAdapter | None:
     if not config.exists():
         return None
     given = read_checkpoint_json(config)
-    for name, plain in _PLAIN.items():
+    for name, plain in PLAIN.items():
         if given.raw.get(name) not in plain:
             raise UserError(
                 f"{config}: {name} is {shown(given.raw.get(name))}, which cannot be merged here: merge it with PEFT's "

@@ -4,6 +4,7 @@
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -339,10 +340,13 @@ def test_a_folder_that_transformers_5_saves_is_read_as_the_one_it_was_made_from(
     run, again = tmp_path / "run", tmp_path / "again"
     old, new = (folder / "vlm" if family == "starvla" else folder for folder in (run, again))
     write_qwen_vl(old, SHAPES[0], seed=1, actions=0 if family == "vla0" else FAST_IDS)
-    {"nora": add_nora, "vla0": add_vla0, "starvla": partial(add_starvla, horizon=2)}[family](run)
+    add: dict[str, Callable[[Path], Path]]
+    add = {"nora": add_nora, "vla0": add_vla0, "starvla": partial(add_starvla, horizon=2)}
+    add[family](run)
     edit_json(old / "preprocessor_config.json", lambda given: given.update(image_std=[0.3, 0.4, 0.5], max_pixels=9000))
     shutil.copytree(run, again)
-    shutil.rmtree(new) if family == "starvla" else [path.unlink() for path in new.iterdir() if path.name in NEW]
+    for name in NEW:
+        (new / name).unlink()
     Qwen2_5_VLForConditionalGeneration.from_pretrained(old).save_pretrained(new)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(old)
     _Processor(Qwen2VLImageProcessorPil.from_pretrained(old), tokenizer, TEMPLATE).save_pretrained(new)

@@ -25,7 +25,7 @@ from specvla_ros.settings.json_file import Fields
 
 _COLOURS = "three numbers"
 # What else transformers' class reads, with the values that it is prepared by here.
-_PLAIN: Mapping[str, tuple[object, ...]] = {
+PLAIN: Mapping[str, tuple[object, ...]] = {
     "do_resize": (True,),
     "resample": (3,),
     "do_rescale": (True,),
@@ -84,7 +84,7 @@ def read_patch_processor(directory: Path) -> PatchProcessor:
     UserError if it says nothing, a wrong value, or something that is not done here.
     """
     raw = read_image_config(directory)
-    for name, plain in _PLAIN.items():
+    for name, plain in PLAIN.items():
         if raw.raw.get(name, plain[0]) not in plain:
             raise raw.wrong(name, " or ".join(map(str, plain)) + ": images are prepared in no other way here")
     size = raw.inner("size", {})
