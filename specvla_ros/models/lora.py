@@ -94,6 +94,18 @@ class LoraAdapter:
         weight = self.whole.get(name, weight)
         return weight if factors is None else weight.float() + factors.delta.to(weight.device)
 
+    def contained_in(self, weights: Mapping[str, Tensor]) -> float:
+        """How much of it some weights hold: about 0 in those that it was trained on, 1 where it was merged before.
+
+        `weights`: by name, each of which it has factors for.
+        """
+        found = whole = 0.0
+        for name, weight in weights.items():
+            delta = self.factors[bare_name(name)].delta
+            found += float((weight.float() * delta).sum())
+            whole += float(delta.square().sum())
+        return found / whole if whole else 0.0
+
     def check(self, tensors: Mapping[str, Tensor], unused: re.Pattern[str]) -> None:
         """Refuses an adapter of another base model.
 
@@ -121,6 +133,23 @@ class LoraAdapter:
 def bare_name(name: str) -> str:
     """A tensor's name without the names of modules that only wrap others."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def adapter_of(directory: Path) -> str:
+    """What is merged into a directory's weights while they are loaded, for results; empty: nothing."""
+    config = directory / CONFIG
+    if not config.exists():
+        return ""
+    return f"merged, trained on {shown(read_checkpoint_json(config).raw.get('base_model_name_or_path'))}"
+
+
+def refuse_adapter(directory: Path) -> None:
+    """For a family whose weights are read as they are."""
+    if (directory / CONFIG).exists():
+        raise UserError(
+            f"{directory / CONFIG}: adapters are not merged into files of this kind: do it where it was trained, and "
+            "take the adapter's files away"
+        )
 
 
 def read_adapter(directory: Path) -> LoraAdapter | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights from safetensors (or PyTorch's own) files into a model's tensors, shard by shard."""
 
+import logging
 import math
 import re
 from collections import defaultdict
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import read_checkpoint_json
-from specvla_ros.models.lora import LoraAdapter, read_adapter
+from specvla_ros.models.lora import CONFIG, LoraAdapter, adapter_of, bare_name, read_adapter
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import shown
 
+_log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 # What transformers looks for, in its order: the first that is there is read, whatever lies beside it.
@@ -31,6 +33,7 @@ _CHOICE = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin
 # given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
 _REMAP_VALUES = 8 << 20
 
+_LOOKED_AT = 8  # matrices, to tell whether an adapter was merged before
 _FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # What may be converted to the model's dtype. Integers, booleans and 8-bit floats are quantised weights: without the
 # scales, which lie in tensors of other names, their values mean nothing.
@@ -117,13 +120,15 @@ def load_weights(
 def check_weights(
     directory: Path, tensors: Mapping[str, Tensor], *, unused: str = "", stored: Mapping[str, str] = _AS_THEY_ARE
 ) -> None:
-    """Whether the files hold just these tensors, and an adapter changes no others; reads their headers alone.
+    """Whether the files hold just these tensors, and an adapter changes no others; reads little more than headers.
 
     Args:
         directory: as in `load_weights`.
         tensors: of the model by checkpoint name; they may be on the meta device.
         unused: regular expression of names that the files may hold beside them: of what is never computed.
         stored: see `Tables`.
+
+    Says in the log that an adapter will be merged, and if the weights seem to have it already.
 
     Raises UserError: a tensor is missing, damaged, of another shape or number format, or not of the model: its
     config.json then describes another, for instance one with fewer layers; or the adapter is of another model.
@@ -152,6 +157,15 @@ def check_weights(
     adapter = read_adapter(directory)
     if adapter is not None:
         adapter.check(tensors, may_be)
+        _log.warning("%s has an adapter: %s", directory, adapter_of(directory))
+        changed = [name for name in tensors if bare_name(name) in adapter.factors][:_LOOKED_AT]
+        if adapter.contained_in({name: _tensor(directory, stored.get(name, name)) for name in changed}) > 0.5:
+            _log.warning(
+                "%s: its weights seem to have been merged with this adapter before: if so, take %s and %s away",
+                directory,
+                CONFIG,
+                adapter.path.name,
+            )
 
 
 def tensor_names(directory: Path) -> frozenset[str]:

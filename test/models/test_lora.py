@@ -165,6 +165,25 @@ def test_openvla_with_an_adapter_is_the_merged_checkpoint(openvla: Path, tmp_pat
         torch.testing.assert_close(one, other)
 
 
+def test_an_adapter_is_said_and_one_that_was_merged_before_hinted_at(
+    openvla: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "adapter" not in load_target(openvla, device="cpu").describe() and not caplog.records
+    factors = query_factors(openvla)
+    write_adapter(openvla, factors, base_model_name_or_path="openvla/openvla-7b")
+    described = load_target(openvla, device="cpu").describe()
+    assert described["adapter"] == "merged, trained on 'openvla/openvla-7b'"
+    (said,) = caplog.messages
+    assert said == f"{openvla} has an adapter: merged, trained on 'openvla/openvla-7b'"
+    caplog.clear()
+    tensors = load_file(openvla / "model.safetensors")
+    tensors[f"{QUERY}.weight"] += 2.0 * factors[f"{QUERY}.lora_B.weight"] @ factors[f"{QUERY}.lora_A.weight"]
+    save_file(tensors, openvla / "model.safetensors")
+    load_target(openvla, device="cpu", quantization="w8a8")
+    assert len(caplog.messages) == 2
+    assert "seem to have been merged with this adapter before: if so, take adapter_config.json" in caplog.messages[1]
+
+
 def tensors_of(target: Any) -> list[Tensor]:
     return list(target.model.checkpoint_tensors().values())
 

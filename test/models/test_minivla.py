@@ -155,6 +155,13 @@ def test_configurations(checkpoint: Path, change: dict[str, Any], message: str) 
     refuse(checkpoint, message)
 
 
+def test_an_adapter_is_not_passed_over(checkpoint: Path) -> None:
+    (checkpoint / "adapter_config.json").write_text("{}")
+    refuse(
+        checkpoint, "adapter_config.json: adapters are not merged into files of this kind: do it where it was trained"
+    )
+
+
 def test_damaged_weights(checkpoint: Path) -> None:
     (path,) = (checkpoint / "checkpoints").glob("*.pt")
     whole = path.read_bytes()

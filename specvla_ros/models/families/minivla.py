@@ -24,6 +24,7 @@ from specvla_ros.models.decoder import allocate, empty_model
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, prismatic_towers
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, dinosiglip_processor
 from specvla_ros.models.families.openvla.model import OpenVLA
+from specvla_ros.models.lora import refuse_adapter
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 from specvla_ros.models.settings import ALL_CAMERAS, refuse_options
@@ -70,6 +71,7 @@ def load_minivla(
         cameras: `image`, or `image` and `wrist`; ALL_CAMERAS: as many as config.json says.
     """
     refuse_options(directory, options)
+    refuse_adapter(directory)
     raw = read_checkpoint_json(directory / "config.json")
     vla = raw.inner("vla")
     shown = _cameras(directory, cameras, vla.whole("image_sequence_len", 1, minimum=1, maximum=2))

@@ -24,6 +24,7 @@ from specvla_ros.models.families.qwen_vl.model import load_model
 from specvla_ros.models.families.qwen_vl.nora import SIDE, has_robot_actions, robot_action_codec, robot_action_policy
 from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, PolicyContext, read_yaml
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget, qwen_vl_target, read_base
+from specvla_ros.models.lora import refuse_adapter
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.settings import refuse_options
 from specvla_ros.models.target import TARGETS
@@ -171,6 +172,7 @@ def load_starvla(
     """Loads StarVLA's QwenFast from the folder of its training run, see `read_run`, with `load_target`'s arguments."""
     refuse_options(directory, options)
     run = read_run(directory)
+    refuse_adapter(run.vlm)
     config, context = read_base(run.vlm, unnorm_key)
     policy = _qwen_fast(run, context)
     load = partial(load_model, run.weights, config, device=device, dtype=dtype, progress=progress, prefix=_PREFIX)
