@@ -12,6 +12,7 @@ from specvla_ros.settings.json_file import Fields, read_fields, shown
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # More than any model has: what is beyond them is a slip or an attack, and would only show as a lack of memory.
 MAX_WIDTH, MAX_LAYERS, MAX_IDS, _MAX_POSITIONS = 1 << 17, 256, 1 << 22, 1 << 20
+ADAPTER_CONFIG = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -114,9 +115,9 @@ def check_directory(directory: Path) -> None:
                 f"hf download {directory} --local-dir {directory.name}"
             )
         raise UserError(f"checkpoint directory {directory} does not exist; give the folder that holds config.json")
-    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+    if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
         raise UserError(
-            f"{directory} holds an adapter (adapter_config.json) without the model that it adapts: copy or link its "
+            f"{directory} holds an adapter ({ADAPTER_CONFIG}) without the model that it adapts: copy or link its "
             "base model's files beside it (cp -rs $PWD/BASE/. ADAPTER), and it is merged while it is loaded"
         )
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
@@ -130,6 +131,15 @@ def check_directory(directory: Path) -> None:
                     f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in {directory}, or download "
                     "the checkpoint again"
                 )
+
+
+def refuse_adapter(directory: Path) -> None:
+    """For a family whose weights are read as they are."""
+    if (directory / ADAPTER_CONFIG).exists():
+        raise UserError(
+            f"{directory / ADAPTER_CONFIG}: adapters are not merged into files of this kind: do it where it was "
+            "trained, and take the adapter's files away"
+        )
 
 
 def folder_beside(directory: Path, name: str, what: str) -> Path:
@@ -156,19 +166,6 @@ def read_checkpoint_json(path: Path) -> Fields:
     """The object in a JSON file of a checkpoint; UserError if there is none."""
     missing = f"is {path.parent} a complete checkpoint directory?"
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
-
-
-def read_image_config(directory: Path) -> Fields:
-    """How images are prepared: of processor_config.json, as transformers 5 saves it, else of the older file.
-
-    UserError if neither says it.
-    """
-    nested = directory / "processor_config.json"
-    if nested.exists():
-        given = read_checkpoint_json(nested)
-        if given.raw.get("image_processor") is not None:
-            return given.inner("image_processor")
-    return read_checkpoint_json(directory / "preprocessor_config.json")
 
 
 def check_not_quantised(raw: Fields) -> None:

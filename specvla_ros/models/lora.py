@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.models.config import ADAPTER_CONFIG, read_checkpoint_json
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import Fields, shown
 
-CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Parts of a tensor's name that are not the same in the files of a checkpoint and in the modules that PEFT has seen,
 # from one version of transformers to the next.
@@ -34,15 +33,8 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "fan_in_fan_out": (None, False),
     "lora_bias": (None, False),
     "megatron_config": (None,),
-    "init_lora_weights": (
-        None,
-        True,
-        False,
-        "gaussian",
-        "orthogonal",
-        "eva",
-        "mica",
-    ),  # others, as PiSSA, change the base
+    # Others, as PiSSA, change the base.
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "kasa_config": (None,),
@@ -137,24 +129,15 @@ def bare_name(name: str) -> str:
 
 def adapter_of(directory: Path) -> str:
     """What is merged into a directory's weights while they are loaded, for results; empty: nothing."""
-    config = directory / CONFIG
+    config = directory / ADAPTER_CONFIG
     if not config.exists():
         return ""
     return f"merged, trained on {shown(read_checkpoint_json(config).raw.get('base_model_name_or_path'))}"
 
 
-def refuse_adapter(directory: Path) -> None:
-    """For a family whose weights are read as they are."""
-    if (directory / CONFIG).exists():
-        raise UserError(
-            f"{directory / CONFIG}: adapters are not merged into files of this kind: do it where it was trained, and "
-            "take the adapter's files away"
-        )
-
-
 def read_adapter(directory: Path) -> LoraAdapter | None:
     """The adapter beside a model's files, if any; UserError if it is of another kind than LoRA, or incomplete."""
-    config = directory / CONFIG
+    config = directory / ADAPTER_CONFIG
     if not config.exists():
         return None
     given = read_checkpoint_json(config)
@@ -184,7 +167,7 @@ def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     path = next((directory / name for name in _FILES if (directory / name).exists()), None)
     if path is None:
         raise UserError(
-            f"{directory} has {CONFIG}, but neither {' nor '.join(_FILES)}; copy it from where that is from"
+            f"{directory} has {ADAPTER_CONFIG}, but neither {' nor '.join(_FILES)}; copy it from where that is from"
         )
     if path.suffix == ".bin":
         return path, tensors_in(read_pickled(path), path)

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import read_checkpoint_json
-from specvla_ros.models.lora import CONFIG, LoraAdapter, adapter_of, bare_name, read_adapter
+from specvla_ros.models.config import ADAPTER_CONFIG, read_checkpoint_json
+from specvla_ros.models.lora import LoraAdapter, adapter_of, bare_name, read_adapter
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import shown
 
@@ -43,7 +43,6 @@ _SCALES = re.compile(
     r"\.(SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|qweight|qzeros|scales|g_idx"
     r"|weight_packed|\w*_scale|\w*_scale_inv|\w*zero_point)\b"
 )
-_AS_THEY_ARE: Mapping[str, str] = MappingProxyType({})  # no tensor is stored under the other's name
 _ORIGINAL = "give the original checkpoint, and set model.quantization to have its weights quantised here"
 
 
@@ -94,7 +93,7 @@ def load_weights(
     tensors: Mapping[str, Tensor],
     progress: Progress | None = None,
     *,
-    stored: Mapping[str, str] = _AS_THEY_ARE,
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Copies a checkpoint's tensors into the model's, converting dtype and moving to the model's device.
 
@@ -118,7 +117,11 @@ def load_weights(
 
 
 def check_weights(
-    directory: Path, tensors: Mapping[str, Tensor], *, unused: str = "", stored: Mapping[str, str] = _AS_THEY_ARE
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    unused: str = "",
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Whether the files hold just these tensors, and an adapter changes no others; reads little more than headers.
 
@@ -160,12 +163,8 @@ def check_weights(
         _log.warning("%s has an adapter: %s", directory, adapter_of(directory))
         changed = [name for name in tensors if bare_name(name) in adapter.factors][:_LOOKED_AT]
         if adapter.contained_in({name: _tensor(directory, stored.get(name, name)) for name in changed}) > 0.5:
-            _log.warning(
-                "%s: its weights seem to have been merged with this adapter before: if so, take %s and %s away",
-                directory,
-                CONFIG,
-                adapter.path.name,
-            )
+            hint = "%s: its weights seem to have been merged with this adapter before: if so, take %s and %s away"
+            _log.warning(hint, directory, ADAPTER_CONFIG, adapter.path.name)
 
 
 def tensor_names(directory: Path) -> frozenset[str]:

@@ -19,12 +19,18 @@ from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.statistics import checked_statistics
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
-from specvla_ros.models.config import DECODERS, folder_beside, only_file, read_checkpoint_json, read_decoder_shape
+from specvla_ros.models.config import (
+    DECODERS,
+    folder_beside,
+    only_file,
+    read_checkpoint_json,
+    read_decoder_shape,
+    refuse_adapter,
+)
 from specvla_ros.models.decoder import allocate, empty_model
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, prismatic_towers
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, dinosiglip_processor
 from specvla_ros.models.families.openvla.model import OpenVLA
-from specvla_ros.models.lora import refuse_adapter
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 from specvla_ros.models.settings import ALL_CAMERAS, refuse_options

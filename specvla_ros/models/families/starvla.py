@@ -19,12 +19,11 @@ from PIL import Image
 
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics, select_key
-from specvla_ros.models.config import folder_beside, only_file, read_checkpoint_json
+from specvla_ros.models.config import folder_beside, only_file, read_checkpoint_json, refuse_adapter
 from specvla_ros.models.families.qwen_vl.model import load_model
 from specvla_ros.models.families.qwen_vl.nora import SIDE, has_robot_actions, robot_action_codec, robot_action_policy
 from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, PolicyContext, read_yaml
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget, qwen_vl_target, read_base
-from specvla_ros.models.lora import refuse_adapter
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.settings import refuse_options
 from specvla_ros.models.target import TARGETS
@@ -94,6 +93,7 @@ def read_run(directory: Path) -> Run:
     vlm = folder_beside(
         directory, "vlm", "config.json, tokenizer and processor of the run's base model (framework.qwenvl.base_vlm)"
     )
+    refuse_adapter(vlm)
     return Run(directory, fields, vlm, only_file(directory / "checkpoints", ".pt", ".safetensors"))
 
 
@@ -172,7 +172,6 @@ def load_starvla(
     """Loads StarVLA's QwenFast from the folder of its training run, see `read_run`, with `load_target`'s arguments."""
     refuse_options(directory, options)
     run = read_run(directory)
-    refuse_adapter(run.vlm)
     config, context = read_base(run.vlm, unnorm_key)
     policy = _qwen_fast(run, context)
     load = partial(load_model, run.weights, config, device=device, dtype=dtype, progress=progress, prefix=_PREFIX)
