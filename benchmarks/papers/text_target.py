@@ -26,7 +26,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import refuse_options
 from specvla_ros.models.target import TARGETS, ImageEmbeddings, PromptLayout
 from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, require_tokenizer
-from specvla_ros.models.weights import Progress, check_weights, load_weights
+from specvla_ros.models.weights import Progress, check_weights, load_weights, read_tables
 
 
 @dataclass(frozen=True)
@@ -206,10 +206,12 @@ def load_text(
     generation = read_generation(directory)
     tokenizer = require_tokenizer(directory)
     check_tokenizer(tokenizer, directory / "tokenizer.json", config.vocab_size)
+    tables = read_tables(directory, "model.embed_tokens.weight", "lm_head.weight", tied=config.tie_word_embeddings)
+    config = replace(config, tie_word_embeddings=tables.tied)
     decoder = empty_model(partial(PackedDecoder, config), dtype, device)
-    check_weights(directory, decoder_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
+    check_weights(directory, decoder_tensors(decoder), unused=r".+\.inv_freq", stored=tables.stored)
     allocate(decoder, device)
-    load_weights(directory, decoder_tensors(decoder), progress)
+    load_weights(directory, decoder_tensors(decoder), progress, stored=tables.stored)
     return TextTarget(
         directory=directory,
         decoder=decoder.eval().requires_grad_(False),

@@ -227,6 +227,7 @@ def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> No
             "tokens": [*outcome.text_tokens, *outcome.tokens],
             "text": text,
             "unnorm_key": policy.unnorm_key,
+            "adapter": policy.describe().get("adapter", ""),
             "seconds": seconds,
         }
         typer.echo(json.dumps(result))

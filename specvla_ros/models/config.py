@@ -12,6 +12,7 @@ from specvla_ros.settings.json_file import Fields, read_fields, shown
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # More than any model has: what is beyond them is a slip or an attack, and would only show as a lack of memory.
 MAX_WIDTH, MAX_LAYERS, MAX_IDS, _MAX_POSITIONS = 1 << 17, 256, 1 << 22, 1 << 20
+ADAPTER_CONFIG = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -114,9 +115,9 @@ def check_directory(directory: Path) -> None:
                 f"hf download {directory} --local-dir {directory.name}"
             )
         raise UserError(f"checkpoint directory {directory} does not exist; give the folder that holds config.json")
-    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+    if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
         raise UserError(
-            f"{directory} holds an adapter (adapter_config.json) without the model that it adapts: copy or link its "
+            f"{directory} holds an adapter ({ADAPTER_CONFIG}) without the model that it adapts: copy or link its "
             "base model's files beside it (cp -rs $PWD/BASE/. ADAPTER), and it is merged while it is loaded"
         )
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
@@ -130,6 +131,15 @@ def check_directory(directory: Path) -> None:
                     f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in {directory}, or download "
                     "the checkpoint again"
                 )
+
+
+def refuse_adapter(directory: Path) -> None:
+    """For a family whose weights are read as they are."""
+    if (directory / ADAPTER_CONFIG).exists():
+        raise UserError(
+            f"{directory / ADAPTER_CONFIG}: adapters are not merged into files of this kind: do it where it was "
+            "trained, and take the adapter's files away"
+        )
 
 
 def folder_beside(directory: Path, name: str, what: str) -> Path:
@@ -201,7 +211,7 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
     sections = rope.list_of("mrope_section", int, "a list of whole numbers", default.rope_sections)
     if default.rope_sections and (min(sections, default=0) < 1 or sum(sections) != head_dim // 2 or len(sections) != 3):
         raise rope.wrong("mrope_section", f"three whole numbers whose sum is half of a head's {head_dim} channels")
-    theta = text.number("rope_theta", None, above=0.0) or rope.number("rope_theta", default.rope_theta, above=0.0)
+    theta = rope.number("rope_theta", text.number("rope_theta", default.rope_theta, above=0.0), above=0.0)
     return replace(
         default,
         hidden_size=hidden,
@@ -218,12 +228,12 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
         ),
         tie_word_embeddings=text.flag("tie_word_embeddings", default.tie_word_embeddings),
         rope_sections=tuple(sections) if default.rope_sections else (),
-        rope_interleaved=rope.flag("mrope_interleaved", default.rope_interleaved),
     )
 
 
 def _rope(text: Fields) -> Fields:
-    return text.inner("rope_scaling" if text.raw.get("rope_parameters") is None else "rope_parameters", {})
+    """As transformers reads it: the older name has the first word, and what stands in it before what stands outside."""
+    return text.inner("rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters", {})
 
 
 def _check_variant(text: Fields, default: DecoderShape) -> None:
@@ -234,8 +244,12 @@ def _check_variant(text: Fields, default: DecoderShape) -> None:
     for flag in ("attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention"):
         if text.raw.get(flag) is not None and text.flag(flag, False):
             raise UserError(f"{path}: {text.prefix}{flag} is not supported")
-    if "sliding_attention" in text.list_of("layer_types", str, "a list of texts", ()):
-        raise UserError(f"{path}: {text.prefix}layer_types names sliding attention, which is not supported")
+    if not text.flag("is_causal", True):
+        raise UserError(f"{path}: {text.prefix}is_causal false is not supported")
+    if rope.flag("mrope_interleaved", default.rope_interleaved) != default.rope_interleaved:
+        raise UserError(f"{path}: {rope.prefix}mrope_interleaved is another than this family's, which is not supported")
+    if {*text.list_of("layer_types", str, "a list of texts", ())} - {"full_attention"}:
+        raise UserError(f"{path}: {text.prefix}layer_types names other than full attention, which is not supported")
     # Gemma's first files give another name, which its own class reads over.
     activation = text.text("hidden_activation" if text.raw.get("hidden_activation") else "hidden_act", "")
     known = _ACTIVATIONS[default.variant.gate]

@@ -93,10 +93,17 @@ def seen_ids(ids: Sequence[Sequence[int]], vocab: int, device: torch.device) -> 
 
 
 # What else changes greedy decoding in transformers' generate, with the values that do not.
-_PLAIN: dict[str, tuple[object, ...]] = {
+PLAIN: dict[str, tuple[object, ...]] = {
+    "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),  # another is "quantized"
+    "constraints": (None,),
+    "dola_layers": (None,),
+    "encoder_no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "num_return_sequences": (None, 1),
+    "max_time": (None,),
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "penalty_alpha": (None, 0.0),
@@ -108,6 +115,10 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "begin_suppress_tokens": (None, []),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
+    "force_words_ids": (None,),
+    "stop_strings": (None,),
+    "token_healing": (None, False),
+    "watermarking_config": (None,),
 }
 
 
@@ -120,7 +131,7 @@ def read_generation(directory: Path) -> GreedyRules:
     if not path.exists():
         return NO_RULES
     given = read_checkpoint_json(path)
-    for name, plain in _PLAIN.items():
+    for name, plain in PLAIN.items():
         if name in given.raw and given.raw[name] not in plain:
             raise UserError(
                 f"{path}: {name} is {shown(given.raw[name])}, which changes what it answers and is not supported; if "
@@ -130,6 +141,17 @@ def read_generation(directory: Path) -> GreedyRules:
         repetition_penalty=given.number("repetition_penalty", 1.0, above=0.0, maximum=1e3),
         max_new_tokens=given.whole("max_new_tokens", None, minimum=1),
     )
+
+
+def refuse_max_length(directory: Path) -> None:
+    """For a policy whose code leaves the length to the file: UserError where it is counted with the prompt."""
+    path = directory / "generation_config.json"
+    length = read_checkpoint_json(path).raw.get("max_length") if path.exists() else None
+    if length not in (None, USUAL_NEW_TOKENS):
+        raise UserError(
+            f"{path}: max_length is {shown(length)}, which counts the prompt too and is not supported: give the length "
+            "of an answer as max_new_tokens in its place"
+        )
 
 
 def read_end_ids(directory: Path) -> frozenset[int]:

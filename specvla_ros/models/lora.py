@@ -16,23 +16,34 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.models.config import ADAPTER_CONFIG, read_checkpoint_json
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import Fields, shown
 
-CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Parts of a tensor's name that are not the same in the files of a checkpoint and in the modules that PEFT has seen,
 # from one version of transformers to the next.
 _WRAPPERS = frozenset(("base_model", "model", "language_model", "modules_to_save", "base_layer"))
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.weight)?")
-# What would make W another sum than the one above.
-_PLAIN: Mapping[str, tuple[object, ...]] = {
+# What would make W another sum than the one above, or W another matrix than the base model's, with the values that do
+# not.
+PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (None, False),
     "fan_in_fan_out": (None, False),
     "lora_bias": (None, False),
     "megatron_config": (None,),
+    # Others, as PiSSA, change the base.
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "layer_replication": (None,),
+    "monteclora_config": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (None, False),
 }
 
 
@@ -65,11 +76,27 @@ class LoraAdapter:
     factors: Mapping[str, LoraFactors]  # by the weight's name, see `bare_name`
     whole: Mapping[str, Tensor]  # tensors that replace the base model's (`modules_to_save`, biases)
 
+    def changes(self, name: str) -> bool:
+        """Whether it changes the tensor of this name."""
+        return bare_name(name) in self.factors.keys() | self.whole.keys()
+
     def merged(self, name: str, weight: Tensor) -> Tensor:
         name = bare_name(name)
         factors = self.factors.get(name)
         weight = self.whole.get(name, weight)
         return weight if factors is None else weight.float() + factors.delta.to(weight.device)
+
+    def contained_in(self, weights: Mapping[str, Tensor]) -> float:
+        """How much of it some weights hold: about 0 in those that it was trained on, 1 where it was merged before.
+
+        `weights`: by name, each of which it has factors for.
+        """
+        found = whole = 0.0
+        for name, weight in weights.items():
+            delta = self.factors[bare_name(name)].delta
+            found += float((weight.float() * delta).sum())
+            whole += float(delta.square().sum())
+        return found / whole if whole else 0.0
 
     def check(self, tensors: Mapping[str, Tensor], unused: re.Pattern[str]) -> None:
         """Refuses an adapter of another base model.
@@ -100,13 +127,21 @@ def bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def adapter_of(directory: Path) -> str:
+    """What is merged into a directory's weights while they are loaded, for results; empty: nothing."""
+    config = directory / ADAPTER_CONFIG
+    if not config.exists():
+        return ""
+    return f"merged, trained on {shown(read_checkpoint_json(config).raw.get('base_model_name_or_path'))}"
+
+
 def read_adapter(directory: Path) -> LoraAdapter | None:
     """The adapter beside a model's files, if any; UserError if it is of another kind than LoRA, or incomplete."""
-    config = directory / CONFIG
+    config = directory / ADAPTER_CONFIG
     if not config.exists():
         return None
     given = read_checkpoint_json(config)
-    for name, plain in _PLAIN.items():
+    for name, plain in PLAIN.items():
         if given.raw.get(name) not in plain:
             raise UserError(
                 f"{config}: {name} is {shown(given.raw.get(name))}, which cannot be merged here: merge it with PEFT's "
@@ -132,7 +167,7 @@ def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     path = next((directory / name for name in _FILES if (directory / name).exists()), None)
     if path is None:
         raise UserError(
-            f"{directory} has {CONFIG}, but neither {' nor '.join(_FILES)}; copy it from where that is from"
+            f"{directory} has {ADAPTER_CONFIG}, but neither {' nor '.join(_FILES)}; copy it from where that is from"
         )
     if path.suffix == ".bin":
         return path, tensors_in(read_pickled(path), path)

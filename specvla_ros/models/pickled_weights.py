@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's own weight files (.bin, .pt), read with `weights_only`: tensors and plain values, nothing that acts."""
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,11 +47,21 @@ def copy_weights(
     wanted: Mapping[str, Tensor],
     path: Path,
     progress: Callable[[str, float], None] | None = None,
+    *,
+    unused: str = r"(?!)",
 ) -> None:
     """Copies each wanted tensor from the given one of its name in the file `path`.
 
-    UserError if one is missing, or has another shape or no floating-point values.
+    `unused`: regular expression of names that may be given and are not wanted: of what is never computed.
+
+    UserError if one is missing, or has another shape or no floating-point values; or if others are given.
     """
+    extra = sorted(name for name in given.keys() - wanted.keys() if not re.fullmatch(unused, name))
+    if extra:
+        raise UserError(
+            f"{path} holds {extra[0]}, for which this policy has no place, and {len(extra) - 1} more such tensors: it "
+            "was saved from another model than the files beside it describe"
+        )
     for done, (name, tensor) in enumerate(wanted.items(), 1):
         found = given.get(name)
         if found is None or found.shape != tensor.shape or not found.is_floating_point():

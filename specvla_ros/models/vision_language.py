@@ -12,6 +12,7 @@ from specvla_kernels.device import to_device
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.generation import NO_RULES, GreedyRules
+from specvla_ros.models.lora import adapter_of
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import parameter_count
 from specvla_ros.models.target import ActionHead, ImageEmbeddings, Pixels, PromptLayout
@@ -120,8 +121,10 @@ class VisionLanguageTarget:
         return Observation(dict.fromkeys(self.cameras, black), "wait", stamp_ns=1, state=np.zeros(self.state_dims))
 
     def describe(self) -> dict[str, Any]:
+        adapter = adapter_of(self.directory)
         return {
             "checkpoint": str(self.directory),
+            **({"adapter": adapter} if adapter else {}),
             "policy": self.FAMILY,
             "unnorm_key": self.unnorm_key,
             "device": str(self.decoder.device),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights from safetensors (or PyTorch's own) files into a model's tensors, shard by shard."""
 
+import logging
 import math
 import re
 from collections import defaultdict
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import read_checkpoint_json
-from specvla_ros.models.lora import LoraAdapter, read_adapter
+from specvla_ros.models.config import ADAPTER_CONFIG, read_checkpoint_json
+from specvla_ros.models.lora import LoraAdapter, adapter_of, bare_name, read_adapter
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import shown
 
+_log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 # What transformers looks for, in its order: the first that is there is read, whatever lies beside it.
@@ -30,6 +33,7 @@ _CHOICE = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin
 # given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
 _REMAP_VALUES = 8 << 20
 
+_LOOKED_AT = 8  # matrices, to tell whether an adapter was merged before
 _FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # What may be converted to the model's dtype. Integers, booleans and 8-bit floats are quantised weights: without the
 # scales, which lie in tensors of other names, their values mean nothing.
@@ -42,7 +46,55 @@ _SCALES = re.compile(
 _ORIGINAL = "give the original checkpoint, and set model.quantization to have its weights quantised here"
 
 
-def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progress | None = None) -> None:
+@dataclass(frozen=True)
+class Tables:
+    """The output head and the embeddings of a checkpoint, its adapter included."""
+
+    tied: bool  # they are one table
+    stored: Mapping[str, str]  # a name of the two, and the other, under which the files have the same values
+
+
+def read_tables(directory: Path, embeddings: str, head: str, *, tied: bool) -> Tables:
+    """Whether the output head is the table of embeddings: as transformers decides it, and as an adapter was trained.
+
+    Where config.json ties them, the files may lack either. Two that differ are both kept all the same, and an adapter
+    that changes one of them leaves the other as it was.
+
+    Args:
+        directory: as in `load_weights`.
+        embeddings, head: their names in the files.
+        tied: as config.json says.
+    """
+    if not tied:
+        return Tables(tied=False, stored={})
+    there = {embeddings, head} & tensor_names(directory)
+    if len(there) == 2 and not _same(*(_tensor(directory, name) for name in there)):
+        return Tables(tied=False, stored={})
+    adapter = read_adapter(directory)
+    changed = adapter is not None and (adapter.changes(embeddings) or adapter.changes(head))
+    return Tables(not changed, {embeddings: head} if there == {head} else {head: embeddings})
+
+
+def _tensor(directory: Path, name: str) -> Tensor:
+    (path,) = _files(directory, (name,), {})
+    with _opened(path) as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit."""
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
+def load_weights(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    progress: Progress | None = None,
+    *,
+    stored: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Copies a checkpoint's tensors into the model's, converting dtype and moving to the model's device.
 
     Args:
@@ -50,34 +102,45 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
             pytorch_model.bin. An adapter beside them is merged. Or one file of either kind.
         tensors: destinations by checkpoint name; other names in the files are not read.
         progress: called with the current file and the fraction of the tensors done.
+        stored: see `Tables`.
 
     Raises UserError: a file or tensor is missing, truncated, or of another shape or number format. The destinations are
     then half-filled.
     """
     done, adapter = 0, read_adapter(directory)
-    for path, names in _files(directory, tensors).items():
+    for path, names in _files(directory, tensors, stored).items():
         for chunk in _chunks(names, tensors):
-            _copy(path, chunk, tensors, adapter)
+            _copy(path, chunk, tensors, stored, adapter)
             done += len(chunk)
             if progress is not None:
                 progress(f"reading {path.name}", done / len(tensors))
 
 
-def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str = "") -> None:
-    """Whether the files hold just these tensors, and an adapter changes no others; reads their headers alone.
+def check_weights(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    unused: str = "",
+    stored: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Whether the files hold just these tensors, and an adapter changes no others; reads little more than headers.
 
     Args:
         directory: as in `load_weights`.
         tensors: of the model by checkpoint name; they may be on the meta device.
-        unused: regular expression of names that the files may hold beside them.
+        unused: regular expression of names that the files may hold beside them: of what is never computed.
+        stored: see `Tables`.
+
+    Says in the log that an adapter will be merged, and if the weights seem to have it already.
 
     Raises UserError: a tensor is missing, damaged, of another shape or number format, or not of the model: its
     config.json then describes another, for instance one with fewer layers; or the adapter is of another model.
     """
     may_be = re.compile(unused or r"(?!)")
+    known = {*tensors, *stored, *stored.values()}
 
     def refuse_others(path: Path, names: Iterable[str]) -> None:
-        extra = sorted(name for name in names if name not in tensors and not may_be.fullmatch(name))
+        extra = sorted(name for name in names if name not in known and not may_be.fullmatch(name))
         if any(map(_SCALES.search, extra)):
             raise UserError(f"{path} holds {_some(extra)}: its weights are quantised and cannot be read; {_ORIGINAL}")
         if extra:
@@ -87,16 +150,21 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
             )
 
     index = _index(directory)
-    files = _files(directory, tensors)
+    files = _files(directory, tensors, stored)
     if index is not None:
         refuse_others(index, _weight_map(index))
     for path, names in files.items():
         with _opened(path) as file:
             refuse_others(path, file.keys())
-            _check_tensors(path, file, names, tensors)
+            _check_tensors(path, file, names, tensors, stored)
     adapter = read_adapter(directory)
     if adapter is not None:
         adapter.check(tensors, may_be)
+        _log.warning("%s has an adapter: %s", directory, adapter_of(directory))
+        changed = [name for name in tensors if bare_name(name) in adapter.factors][:_LOOKED_AT]
+        if adapter.contained_in({name: _tensor(directory, stored.get(name, name)) for name in changed}) > 0.5:
+            hint = "%s: its weights seem to have been merged with this adapter before: if so, take %s and %s away"
+            _log.warning(hint, directory, ADAPTER_CONFIG, adapter.path.name)
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
@@ -104,7 +172,7 @@ def tensor_names(directory: Path) -> frozenset[str]:
     index = _index(directory)
     if index is not None:
         return frozenset(_weight_map(index))
-    (path,) = _files(directory, ("",))
+    (path,) = _files(directory, ("",), {})
     with _opened(path) as file:
         return frozenset(file.keys())
 
@@ -117,7 +185,7 @@ def tensor_sizes(directory: Path) -> dict[str, int]:
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a checkpoint; reads headers alone."""
     index = _index(directory)
-    files = _files(directory, ("",) if index is None else _weight_map(index))
+    files = _files(directory, ("",) if index is None else _weight_map(index), {})
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with _opened(path) as file:
@@ -125,7 +193,8 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
+def _files(directory: Path, names: Iterable[str], stored: Mapping[str, str]) -> dict[Path, list[str]]:
+    """Which file holds which of the names."""
     names = list(names)
     if directory.is_file():
         return {directory: names}
@@ -136,12 +205,12 @@ def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
             raise UserError(f"{directory} holds neither {' nor '.join(_CHOICE)}")
         return {single: names}
     weight_map = _weight_map(index)
-    missing = [name for name in names if name not in weight_map]
+    missing = [name for name in names if stored.get(name, name) not in weight_map]
     if missing:
         raise UserError(f"{index} does not list {_some(missing)}: the checkpoint does not fit its config.json")
     files: dict[Path, list[str]] = defaultdict(list)
     for name in names:
-        files[directory / weight_map[name]].append(name)
+        files[directory / weight_map[stored.get(name, name)]].append(name)
     absent = sorted(path.name for path in files if not path.exists())
     if absent:
         raise UserError(f"{directory} is incomplete: {_some(absent)} missing, of {len(files)} shards; download again")
@@ -184,11 +253,17 @@ def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[st
         yield chunk
 
 
-def _copy(path: Path, names: list[str], tensors: Mapping[str, Tensor], adapter: LoraAdapter | None) -> None:
+def _copy(
+    path: Path,
+    names: list[str],
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, str],
+    adapter: LoraAdapter | None,
+) -> None:
     with _opened(path) as file:
-        _check_tensors(path, file, names, tensors)
+        _check_tensors(path, file, names, tensors, stored)
         for name in names:
-            weight = file.get_tensor(name)
+            weight = file.get_tensor(stored.get(name, name))
             tensors[name].copy_(weight if adapter is None else adapter.merged(name, weight))
 
 
@@ -231,13 +306,15 @@ class _Slice:
         return _FORMATS.get(self.tensor.dtype, str(self.tensor.dtype))
 
 
-def _check_tensors(path: Path, file: Any, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(
+    path: Path, file: Any, names: list[str], tensors: Mapping[str, Tensor], stored: Mapping[str, str]
+) -> None:
     present = set(file.keys())
-    missing = [name for name in names if name not in present]
+    missing = [name for name in names if stored.get(name, name) not in present]
     if missing:
         raise UserError(f"{path} lacks {_some(missing)}: the checkpoint is incomplete or of another model")
     for name in names:
-        found = file.get_slice(name)
+        found = file.get_slice(stored.get(name, name))
         shape, dtype = list(found.get_shape()), str(found.get_dtype())
         if dtype not in _FLOATS:
             raise UserError(

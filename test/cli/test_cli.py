@@ -69,7 +69,7 @@ def test_predict_gives_the_originals_action() -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["tokens"] == case["generated_ids"]
+    assert result["tokens"] == case["generated_ids"] and result["adapter"] == ""
     np.testing.assert_allclose(result["values"], [case["action"]], atol=1e-6, rtol=0)
     assert [list(result["action"].values())] == result["values"]
 

@@ -115,6 +115,23 @@ def test_what_released_files_hold_beside_the_model_is_let_be(good: Path, checkpo
     assert all(torch.equal(whole[name], more[name]) for name in whole)
 
 
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_a_head_that_config_json_calls_the_embeddings(checkpoint: Path, quantization: str) -> None:
+    """It may be missing, or the same; another one is a head of its own, as in transformers."""
+    edit_json(checkpoint / "config.json", lambda config: config["text_config"].update(tie_word_embeddings=True))
+    head, embeddings = (f"language_model.{name}.weight" for name in ("lm_head", "model.embed_tokens"))
+    own = load_file(checkpoint / "model.safetensors")[head]
+    decoder = load_openvla(checkpoint, device="cpu", quantization=quantization).decoder
+    assert torch.equal(decoder.lm_head.weight, own) and not torch.equal(decoder.embed_tokens.weight, own)
+    for edit in (
+        lambda tensors: tensors.update({head: tensors[embeddings].clone()}),
+        lambda tensors: tensors.pop(head),
+    ):
+        edit_weights(checkpoint, edit)
+        decoder = load_openvla(checkpoint, device="cpu", quantization=quantization).decoder
+        assert decoder.lm_head.weight is decoder.embed_tokens.weight
+
+
 def test_numbers_beyond_any_model_are_refused_before_memory_is_asked_for(checkpoint: Path) -> None:
     edit_json(checkpoint / "config.json", lambda config: config["text_config"].update(intermediate_size=100_000))
     refuse(checkpoint, r"but config\.json implies \[100000, 64\]")

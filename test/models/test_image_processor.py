@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three resize strategies, and the centre crop of fine-tuned checkpoints."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -168,3 +170,12 @@ def test_a_picture_is_resized_once_for_each_size_and_filter(
     monkeypatch.setattr(Image.Image, "resize", counted)
     ImageProcessor("resize-naive", towers, (0, 0, 0))(picture(480, 640))
     assert len(calls) == resizes
+
+
+def test_a_file_that_transformers_5_saves_is_read(tmp_path: Path) -> None:
+    """Its processors' save_pretrained puts one file into another."""
+    old = processor(tmp_path, "letterbox")(picture(50, 90))
+    given = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": given}))
+    assert torch.equal(read_image_processor(tmp_path, center_crop=False)(picture(50, 90)), old)

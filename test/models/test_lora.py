@@ -78,6 +78,56 @@ def forward(target: Any, ids: Tensor) -> Tensor:
     return packed_forward(target.decoder, [Segment(0, 0, ids, wanted=len(ids))], cache).logits
 
 
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose head is its table of embeddings, as those of NORA and VLA-0 are."""
+    return add_nora(write_qwen_vl(tmp_path_factory.mktemp("tied"), SHAPES[0], seed=1, actions=FAST_IDS))
+
+
+ON_TABLES: dict[str, dict[str, Any]] = {
+    "its own head": dict(target_modules=["k_proj"], modules_to_save=["lm_head"]),
+    "its own embeddings": dict(target_modules=["k_proj"], modules_to_save=["embed_tokens"]),
+    "factors of the head": dict(target_modules=["lm_head"]),
+    "factors of the embeddings": dict(target_modules=["embed_tokens"]),
+    "tied factors": dict(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+}
+
+
+@pytest.mark.parametrize("name", ON_TABLES)
+@torch.no_grad()
+def test_an_adapter_on_one_of_two_tied_tables_leaves_the_other(tied: Path, tmp_path: Path, name: str) -> None:
+    """Against the adapted model that was trained: PEFT's merge of factors puts them into both tables."""
+    directory = Path(shutil.copytree(tied, tmp_path / "policy"))
+    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(tied, dtype=torch.float32)
+    made: Any = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, **ON_TABLES[name])).eval()
+    torch.manual_seed(0)
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.4)
+    made.save_pretrained(directory)
+    question = torch.tensor([[1, 5, 9, 2]])
+    logits = made(input_ids=question).logits[0]
+    target: Any = load_target(directory, device="cpu", dtype="float32")
+    torch.testing.assert_close(forward(target, question[0]), logits, atol=2e-4, rtol=1e-4)
+    plain: Any = load_target(tied, device="cpu", dtype="float32")
+    assert not torch.allclose(forward(plain, question[0]), logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@torch.no_grad()
+def test_a_head_beside_tied_embeddings_is_used_as_transformers_does(tied: Path, tmp_path: Path, own: bool) -> None:
+    directory = Path(shutil.copytree(tied, tmp_path / "policy"))
+    weights = load_file(directory / "model.safetensors")
+    (name,) = (each for each in weights if each.endswith("embed_tokens.weight"))
+    head = torch.randn(weights[name].shape) if own else weights[name].clone()
+    save_file(weights | {"lm_head.weight": head}, directory / "model.safetensors", metadata={"format": "pt"})
+    question = torch.tensor([[1, 5, 9, 2]])
+    reference: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    target: Any = load_target(directory, device="cpu", dtype="float32")
+    torch.testing.assert_close(forward(target, question[0]), reference(input_ids=question).logits[0])
+    assert (target.decoder.lm_head.weight is target.decoder.embed_tokens.weight) is not own
+
+
 def write_adapter(directory: Path, tensors: dict[str, Tensor], **config: Any) -> None:
     save_file(
         {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
@@ -115,6 +165,25 @@ def test_openvla_with_an_adapter_is_the_merged_checkpoint(openvla: Path, tmp_pat
         torch.testing.assert_close(one, other)
 
 
+def test_an_adapter_is_said_and_one_that_was_merged_before_hinted_at(
+    openvla: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "adapter" not in load_target(openvla, device="cpu").describe() and not caplog.records
+    factors = query_factors(openvla)
+    write_adapter(openvla, factors, base_model_name_or_path="openvla/openvla-7b")
+    described = load_target(openvla, device="cpu").describe()
+    assert described["adapter"] == "merged, trained on 'openvla/openvla-7b'"
+    (said,) = caplog.messages
+    assert said == f"{openvla} has an adapter: merged, trained on 'openvla/openvla-7b'"
+    caplog.clear()
+    tensors = load_file(openvla / "model.safetensors")
+    tensors[f"{QUERY}.weight"] += 2.0 * factors[f"{QUERY}.lora_B.weight"] @ factors[f"{QUERY}.lora_A.weight"]
+    save_file(tensors, openvla / "model.safetensors")
+    load_target(openvla, device="cpu", quantization="w8a8")
+    assert len(caplog.messages) == 2
+    assert "seem to have been merged with this adapter before: if so, take adapter_config.json" in caplog.messages[1]
+
+
 def tensors_of(target: Any) -> list[Tensor]:
     return list(target.model.checkpoint_tensors().values())
 
@@ -139,6 +208,9 @@ def test_an_adapter_of_another_base_is_refused(openvla: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type is 'IA3', which cannot be merged here"),
         ({"use_dora": True}, "use_dora is (True|true)"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is (True|true)"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which cannot be merged here"),
+        ({"alora_invocation_tokens": [7]}, "alora_invocation_tokens is"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication is"),
         ({"lora_alpha": "much"}, "lora_alpha is 'much', but it must be a finite number"),
         ({"alpha_pattern": [1]}, "alpha_pattern is .*, but it must be an object"),
     ],

@@ -21,6 +21,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.vq import VqCodec
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.minivla import MiniVLATarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
@@ -154,6 +155,13 @@ def test_configurations(checkpoint: Path, change: dict[str, Any], message: str) 
     refuse(checkpoint, message)
 
 
+def test_an_adapter_is_not_passed_over(checkpoint: Path) -> None:
+    (checkpoint / "adapter_config.json").write_text("{}")
+    refuse(
+        checkpoint, "adapter_config.json: adapters are not merged into files of this kind: do it where it was trained"
+    )
+
+
 def test_damaged_weights(checkpoint: Path) -> None:
     (path,) = (checkpoint / "checkpoints").glob("*.pt")
     whole = path.read_bytes()
@@ -165,6 +173,20 @@ def test_damaged_weights(checkpoint: Path) -> None:
     refuse(checkpoint, r"projector.fc1.bias must have shape \[448\], and there is no such tensor")
     torch.save(saved, path.with_name("step-2.pt"))
     refuse(checkpoint, "must hold one .pt file, that of the step to run; it has 2")
+
+
+def test_no_tensor_is_left_out_in_silence(checkpoint: Path) -> None:
+    (path,) = (checkpoint / "checkpoints").glob("*.pt")
+    saved = torch.load(path, weights_only=True)
+    llm = saved["model"]["llm_backbone"]
+    own = llm["llm.lm_head.weight"] = llm["llm.lm_head.weight"] + 1
+    torch.save(saved, path)
+    refuse(checkpoint, "lm_head.weight and .*embed_tokens.weight differ, and llm/config.json says .* one table")
+    edit_json(checkpoint.parent / "llm" / "config.json", lambda config: config.update(tie_word_embeddings=False))
+    decoder = load_target(checkpoint, device="cpu").decoder
+    assert isinstance(decoder, PackedDecoder) and torch.equal(decoder.lm_head.weight, own)
+    edit_json(checkpoint.parent / "llm" / "config.json", lambda config: config.update(num_hidden_layers=2))
+    refuse(checkpoint, r"holds language_model.model.layers.2.\S+, for which this policy has no place, and 11 more")
 
 
 class _Acts:

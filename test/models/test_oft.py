@@ -29,7 +29,7 @@ Targets = dict[tuple[Any, ...], OFTTarget]
 
 
 def cases() -> list[dict[str, Any]]:
-    """Those with a head: an OFT checkpoint without one cannot be told from OpenVLA's."""
+    """Those with a head: an OFT checkpoint without head and projector cannot be told from OpenVLA's."""
     path = ORACLE / "cases.json"
     return [case for case in json.loads(path.read_text()) if case["head"] == "l1"] if path.exists() else []
 
@@ -173,6 +173,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     head = next(directory.glob("action_head--*"))
     shutil.copy(head, directory / "action_head--7_checkpoint.pt")
     refuse(directory, "holds 2 files")
+    head.rename(tmp_path / head.name)
+    refuse(directory, r"action_head--7_checkpoint.pt and proprio_projector--\d+_checkpoint.pt are of different steps")
+    (tmp_path / head.name).rename(head)
     (directory / "action_head--7_checkpoint.pt").unlink()
     saved = torch.load(head, weights_only=True)
     torch.save({name: each for name, each in saved.items() if "fc2" not in name}, head)
@@ -181,6 +184,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refuse(directory, "holds no L1 head")
     (directory / "vision_backbone--1.pt").touch()
     refuse(directory, "with FiLM, which is not supported")
+
+
+def test_half_a_checkpoint_is_not_taken_for_plain_openvla(tmp_path: Path) -> None:
+    directory = without("action_head--*", tmp_path / "checkpoint")
+    for action_head in (False, True):
+        refuse(directory, r"is half an OpenVLA-OFT checkpoint: .* no action_head--\*.pt", action_head=action_head)
 
 
 @torch.inference_mode()

@@ -163,9 +163,9 @@ def test_its_prompt_is_never_cut(targets: dict[tuple[str, ...], Pi0FastTarget]) 
 
 
 @pytest.mark.parametrize("shape", [(32, 2, 4, 1, 8, 6), (48, 1, 2, 2, 16, 20), (24, 3, 4, 2, 10, 9)])
-@pytest.mark.parametrize("cameras", [1, 2, 3])
+@pytest.mark.parametrize(("cameras", "tied"), [(1, True), (2, False), (3, True)])
 @torch.inference_mode()
-def test_prefix_and_answer_equal_transformers_own_paligemma(shape: tuple[int, ...], cameras: int) -> None:
+def test_prefix_and_answer_equal_transformers_own_paligemma(shape: tuple[int, ...], cameras: int, tied: bool) -> None:
     """Random models of several shapes: a prompt that sees itself both ways, then tokens one by one."""
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
@@ -186,13 +186,14 @@ def test_prefix_and_answer_equal_transformers_own_paligemma(shape: tuple[int, ..
         vision_config={"model_type": "siglip_vision_model", "image_size": 56, "vision_use_head": False, **vision},
         projection_dim=hidden,
         image_token_index=59,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(hidden + cameras)
     reference: Any = PaliGemmaForConditionalGeneration(config).eval()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     decoder = DecoderShape(
-        hidden, 40, layers, heads, kv_heads, head_dim, 60, max_position_embeddings=256, tie_word_embeddings=True
+        hidden, 40, layers, heads, kv_heads, head_dim, 60, max_position_embeddings=256, tie_word_embeddings=tied
     )
     from specvla_ros.models.config import DECODERS
 
@@ -246,11 +247,12 @@ def copy_weights(ours: PaliGemma, reference: Any) -> None:
     for name, parameter in ours.tower.named_parameters():
         parameter.copy_(theirs[name.removeprefix("vision_model.")])
     ours.projector.load_state_dict(reference.model.multi_modal_projector.linear.state_dict())
-    text = dict(reference.model.language_model.named_parameters())
+    text = dict(reference.model.language_model.named_parameters()) | {"lm_head.weight": reference.lm_head.weight}
     decoder: PackedDecoder = ours.decoder
     for name, tensor in decoder_tensors(decoder).items():
         tensor.copy_(text[name.removeprefix("model.")])
-    decoder.lm_head.weight = decoder.embed_tokens.weight
+    if decoder.config.tie_word_embeddings:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
 
 
 @pytest.fixture
@@ -262,6 +264,30 @@ def checkpoint(tmp_path: Path) -> Path:
     return directory
 
 
+HEAD, EMBEDDINGS = (
+    f"model.paligemma_with_expert.paligemma.{name}.weight" for name in ("lm_head", "model.language_model.embed_tokens")
+)
+
+
+@pytest.mark.parametrize("names", [(HEAD,), (EMBEDDINGS,), (HEAD, EMBEDDINGS)], ids=["head", "embeddings", "both"])
+def test_tables_that_differ_are_two_and_any_others_one(checkpoint: Path, names: tuple[str, ...]) -> None:
+    """LeRobot's class has two tables: its training lets them part, and its file lacks one only where they are equal."""
+    path = checkpoint / "model.safetensors"
+    weights = load_file(path)
+    table = weights.pop(HEAD)
+    save_file(weights | dict.fromkeys(names, table), path)
+    decoder = load_target(checkpoint, device="cpu").decoder
+    assert isinstance(decoder, PackedDecoder)
+    assert decoder.lm_head.weight is decoder.embed_tokens.weight
+    np.testing.assert_array_equal(decoder.lm_head.weight, table)
+    if len(names) == 2:
+        save_file(weights | {HEAD: table, EMBEDDINGS: table + 1}, path)
+        decoder = load_target(checkpoint, device="cpu").decoder
+        assert isinstance(decoder, PackedDecoder)
+        np.testing.assert_array_equal(decoder.lm_head.weight, table)
+        np.testing.assert_array_equal(decoder.embed_tokens.weight, table + 1)
+
+
 def refuse(directory: Path, message: str, **options: Any) -> None:
     with pytest.raises(UserError, match=message):
         load_target(directory, device="cpu", **options)
@@ -271,11 +297,9 @@ def refuse(directory: Path, message: str, **options: Any) -> None:
     ("change", "message"),
     [
         ({"temperature": 0.7}, "temperature asks for sampled actions"),
-        ({"use_relative_actions": True}, "use_relative_actions is not supported"),
         ({"paligemma_variant": "gemma_7b"}, "paligemma_variant .* one of: gemma_2b, gemma_300m"),
         ({"input_features": {"observation.state": {"shape": [8]}}}, "names no camera"),
         ({"image_resolution": [112, 100]}, "image_resolution"),
-        ({"normalization_mapping": {"STATE": "LOG", "ACTION": "MEAN_STD"}}, "normalization_mapping has 'LOG'"),
         ({"output_features": {"action": {"shape": [6]}}}, "must hold 6 finite numbers each as action.mean"),
         ({"fast_skip_tokens": 700}, "has 256 ids, and the policy room for 110"),
         ({"type": "pi0"}, "only .*'pi0_fast'.* checkpoints are supported"),
@@ -311,12 +335,25 @@ def test_options_and_cameras(checkpoint: Path) -> None:
     refuse(checkpoint, "this family of policies has no model.quantization", quantization="int4")
 
 
+PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
+
+
+def edit_step(checkpoint: Path, file: str, name: str, **changes: Any) -> None:
+    def edit(given: dict[str, Any]) -> None:
+        (step,) = (each for each in given["steps"] if each["registry_name"] == name)
+        step["config"] |= changes
+
+    edit_json(checkpoint / file, edit)
+
+
 @pytest.mark.parametrize("mode", ["MIN_MAX", "QUANTILES", "IDENTITY"])
 def test_other_normalisations(checkpoint: Path, mode: str) -> None:
-    """As LeRobot's normalize_processor.py has them: -1 and 1 stand for the two statistics."""
-    edit_json(
-        checkpoint / "config.json", lambda config: config["normalization_mapping"].update(STATE=mode, ACTION=mode)
-    )
+    """As LeRobot's normalize_processor.py has them: -1 and 1 stand for the two statistics.
+
+    Its processors' files say it; config.json, which says MEAN_STD here, is not asked by LeRobot either.
+    """
+    edit_step(checkpoint, PRE, "normalizer_processor", norm_map={"STATE": mode, "ACTION": "MEAN_STD"})
+    edit_step(checkpoint, POST, "unnormalizer_processor", norm_map={"STATE": "MEAN_STD", "ACTION": mode})
     target = load_target(checkpoint, device="cpu")
     assert isinstance(target, Pi0FastTarget)
     statistics = load_file(ORACLE / "checkpoint" / "policy_postprocessor_step_0_unnormalizer_processor.safetensors")
@@ -327,6 +364,51 @@ def test_other_normalisations(checkpoint: Path, mode: str) -> None:
     codec = target.codec
     np.testing.assert_allclose(codec.normalise(top), np.ones((10, 7)), atol=1e-5)
     np.testing.assert_allclose(codec.decode(codec.encode(top)), top, rtol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "changes", "message"),
+    [
+        (
+            POST,
+            "unnormalizer_processor",
+            {"norm_map": {"ACTION": "LOG"}},
+            r"norm_map.ACTION is 'LOG', but it must be one",
+        ),
+        (
+            POST,
+            "unnormalizer_processor",
+            {"norm_map": {"ACTION": "QUANTILE10"}},
+            "one of: MEAN_STD, MIN_MAX, QUANTILES",
+        ),
+        (POST, "unnormalizer_processor", {"eps": 1e-3}, "only steps with eps"),
+        (POST, "absolute_actions_processor", {"enabled": True}, "policy_postprocessor.json: relative actions are not"),
+        (PRE, "relative_actions_processor", {"enabled": True}, "policy_preprocessor.json: relative actions are not"),
+        (PRE, "rename_observations_processor", {"rename_map": {"a": "b"}}, "rename_map is not supported"),
+        (PRE, "normalizer_processor", {"normalize_observation_keys": []}, "and without normalize_observation_keys"),
+    ],
+)
+def test_what_a_processors_step_asks_is_done_or_refused(
+    checkpoint: Path, file: str, name: str, changes: dict[str, Any], message: str
+) -> None:
+    edit_step(checkpoint, file, name, **changes)
+    refuse(checkpoint, message)
+
+
+def test_a_step_that_is_not_known_or_missing(checkpoint: Path) -> None:
+    edit_json(checkpoint / POST, lambda given: given["steps"].append({"registry_name": "clip_actions", "config": {}}))
+    refuse(
+        checkpoint, r"policy_postprocessor.json does 'clip_actions', which is not done here; known, once each, are un"
+    )
+    edit_json(checkpoint / POST, lambda given: given.update(steps=[]))
+    refuse(checkpoint, "policy_postprocessor.json lacks unnormalizer_processor, which is needed here")
+
+
+def test_the_longest_prompt_is_the_tokenizer_steps(checkpoint: Path) -> None:
+    edit_step(checkpoint, PRE, "tokenizer_processor", max_length=20)
+    target = load_target(checkpoint, device="cpu")
+    with pytest.raises(UserError, match=r"tokens, and the policy reads 20: the robot's state"):
+        target.prompt_layout(observation(next(case for case in cases() if cameras_of(case) == target.cameras)))
 
 
 def test_statistics_that_are_no_numbers(checkpoint: Path) -> None:

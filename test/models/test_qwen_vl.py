@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies made of Qwen2.5-VL, on random checkpoints: against transformers' class, and what is refused."""
 
+import json
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,15 @@ import pytest
 import torch
 from support.checkpoints import edit_json
 from support.nightly import nightly_but
-from support.random_qwen_vl import FAST_IDS, SHAPES, Shape, add_nora, add_starvla, add_vla0, write_qwen_vl
-from transformers import LogitsProcessor, LogitsProcessorList, Qwen2_5_VLForConditionalGeneration
+from support.random_qwen_vl import FAST_IDS, SHAPES, TEMPLATE, Shape, add_nora, add_starvla, add_vla0, write_qwen_vl
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from benchmarks.papers.text_target import TextCodec
 from specvla_ros import Engine, EngineSettings, Observation, UserError
@@ -26,6 +36,16 @@ from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 MODES = ("ar", "spec", "pipeline", "specpipe")
+# What a processor, a tokenizer and a model save.
+NEW = (
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 LONGEST = 24
 CONFIG = """
 MODEL:
@@ -233,6 +253,11 @@ def test_a_model_that_is_no_policy(checkpoint: Path) -> None:
         ("generation_config.json", {"num_beams": 4}, "num_beams is 4, which changes what it answers"),
         ("generation_config.json", {"repetition_penalty": -1}, "repetition_penalty is -1, but it must be"),
         ("preprocessor_config.json", {"image_std": [0.5, 0, 0.5]}, "image_std"),
+        ("preprocessor_config.json", {"do_normalize": False}, "do_normalize is False, but it must be True: images are"),
+        ("preprocessor_config.json", {"do_rescale": False}, "do_rescale is False"),
+        ("preprocessor_config.json", {"rescale_factor": 0.01}, "rescale_factor is 0.01"),
+        ("preprocessor_config.json", {"resample": 2}, "resample is 2"),
+        ("preprocessor_config.json", {"do_center_crop": True}, "do_center_crop is True, but it must be None or False"),
         ("chat_template.json", {"chat_template": ""}, "has no chat template"),
         ("norm_stats.json", {"bridge": {"action": {"q01": [0.0], "q99": ["x"]}}}, "must be a list of numbers"),
         ("norm_stats.json", {"fractal": {}}, "statistics of 2 datasets; set unnorm_key"),
@@ -301,6 +326,51 @@ def test_the_hubs_flat_layout_loads_the_same(checkpoint: Path) -> None:
     ids = target.prompt_layout(question).ids
     assert torch.equal(target.prompt_embeddings(question, ids), other.prompt_embeddings(question, ids))
     assert other.decoder.config == target.decoder.config
+
+
+class _Processor(ProcessorMixin):
+    """Qwen2_5_VLProcessor without videos, for which torchvision would be needed."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+
+@pytest.mark.parametrize("family", ["nora", "vla0", "starvla"])
+def test_a_folder_that_transformers_5_saves_is_read_as_the_one_it_was_made_from(tmp_path: Path, family: str) -> None:
+    run, again = tmp_path / "run", tmp_path / "again"
+    old, new = (folder / "vlm" if family == "starvla" else folder for folder in (run, again))
+    write_qwen_vl(old, SHAPES[0], seed=1, actions=0 if family == "vla0" else FAST_IDS)
+    add: dict[str, Callable[[Path], Path]]
+    add = {"nora": add_nora, "vla0": add_vla0, "starvla": partial(add_starvla, horizon=2)}
+    add[family](run)
+    edit_json(old / "preprocessor_config.json", lambda given: given.update(image_std=[0.3, 0.4, 0.5], max_pixels=9000))
+    shutil.copytree(run, again)
+    for name in NEW:
+        (new / name).unlink()
+    Qwen2_5_VLForConditionalGeneration.from_pretrained(old).save_pretrained(new)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(old)
+    _Processor(Qwen2VLImageProcessorPil.from_pretrained(old), tokenizer, TEMPLATE).save_pretrained(new)
+    assert not any((new / name).exists() for name in ("preprocessor_config.json", "chat_template.json"))
+    one, other = load(run), load(again)
+    question = seen(one, 4)
+    ids = one.prompt_layout(question).ids
+    assert other.prompt_layout(question).ids == ids
+    assert torch.equal(*(each.pixels(question)[0] for each in (one, other)))
+    assert torch.equal(*(each.prompt_embeddings(question, ids) for each in (one, other)))
+    assert other.generation == one.generation and other.decoder.config == one.decoder.config
+
+
+def test_of_several_files_the_one_that_transformers_reads_is_read(checkpoint: Path) -> None:
+    add_nora(checkpoint)
+    other = {"min_pixels": 3136, "max_pixels": 3136, "patch_size": 14, "merge_size": 2, "image_std": [0.5, 0.5, 0.5]}
+    (checkpoint / "processor_config.json").write_text(json.dumps({"image_processor": other}))
+    (checkpoint / "chat_template.jinja").write_text("another")
+    processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
+    target, question = load(checkpoint), np.zeros((56, 56, 3), np.uint8)
+    wanted = processor(question, return_tensors="pt")["pixel_values"]
+    np.testing.assert_allclose(target.processor.patches([question]), wanted, atol=1e-6)
+    template = _Processor.get_processor_dict(checkpoint)[0]["chat_template"]
+    assert template == TEMPLATE and "Be brief" in target.chat(target.policy.messages("lift"))
 
 
 def test_vla0_statistics_beside_the_folder_and_as_its_own_pickle(checkpoint: Path) -> None:

@@ -190,6 +190,11 @@ def test_what_a_run_says_wrong(tmp_path: Path, change: Callable[[dict[str, Any]]
 
 def test_what_is_missing_or_too_much(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bridge_rt_1", "")
+    adapter = run / "vlm" / "adapter_config.json"
+    adapter.write_text("{}")
+    with pytest.raises(UserError, match="adapters are not merged into files of this kind"):
+        load(run, "oxe_bridge")
+    adapter.unlink()
     with pytest.raises(UserError, match="statistics of 2 datasets; set unnorm_key to one of: oxe_bridge, oxe_rt1"):
         load(run)
     with pytest.raises(UserError, match="unnorm_key 'moon' is not in"):

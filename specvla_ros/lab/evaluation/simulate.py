@@ -35,6 +35,7 @@ from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, Ti
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config
+from specvla_ros.models.lora import adapter_of
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import PolicyFacts, Target
 
@@ -184,7 +185,8 @@ def simulate(
         finally:
             finished = [done[key] for key in wanted if key in done]
             emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
-            context = {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}
+            described = {"settings": settings.as_json(), "adapter": adapter_of(settings.policy), "plan": asdict(plan)}
+            context = described | {"emulation": emulated, **head()}
             summary = summarise_episodes(finished, context=context)
             directory.write_json(SUMMARY_FILE, summary.as_json())
             write_simulate_report(out / REPORT_FILE, summary, sorted((out / FILMS).glob("*.mp4")))

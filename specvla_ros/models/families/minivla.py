@@ -19,7 +19,14 @@ from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.statistics import checked_statistics
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
-from specvla_ros.models.config import DECODERS, folder_beside, only_file, read_checkpoint_json, read_decoder_shape
+from specvla_ros.models.config import (
+    DECODERS,
+    folder_beside,
+    only_file,
+    read_checkpoint_json,
+    read_decoder_shape,
+    refuse_adapter,
+)
 from specvla_ros.models.decoder import allocate, empty_model
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, prismatic_towers
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, dinosiglip_processor
@@ -48,6 +55,7 @@ _NAMES = (
     ("dino_featurizer.", "vision_backbone.featurizer."),
     ("siglip_featurizer.", "vision_backbone.fused_featurizer."),
 )
+_HEAD, _EMBEDDINGS = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
 
 
 @TARGETS.register("prismatic-vla")
@@ -69,6 +77,7 @@ def load_minivla(
         cameras: `image`, or `image` and `wrist`; ALL_CAMERAS: as many as config.json says.
     """
     refuse_options(directory, options)
+    refuse_adapter(directory)
     raw = read_checkpoint_json(directory / "config.json")
     vla = raw.inner("vla")
     shown = _cameras(directory, cameras, vla.whole("image_sequence_len", 1, minimum=1, maximum=2))
@@ -134,7 +143,13 @@ def _load(directory: Path, model: OpenVLA, progress: Progress | None) -> None:
     given: dict[str, Tensor] = {}
     for part, tensors in parts.items() if isinstance(parts, dict) else ():
         given |= {_renamed(name): tensor for name, tensor in tensors_in(tensors, path, f"model.{part}").items()}
-    copy_weights(given, model.checkpoint_tensors(), path, progress)
+    wanted = model.checkpoint_tensors()
+    if _HEAD in given and _HEAD not in wanted and not given.pop(_HEAD).equal(given.get(_EMBEDDINGS, Tensor())):
+        raise UserError(
+            f"{path}: {_HEAD} and {_EMBEDDINGS} differ, and llm/config.json says that they are one table "
+            "(tie_word_embeddings): copy llm/ from the language model that the policy was trained from"
+        )
+    copy_weights(given, wanted, path, progress, unused=model.unused_tensors)
 
 
 def _renamed(name: str) -> str:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics, select_key
-from specvla_ros.models.config import folder_beside, only_file, read_checkpoint_json
+from specvla_ros.models.config import folder_beside, only_file, read_checkpoint_json, refuse_adapter
 from specvla_ros.models.families.qwen_vl.model import load_model
 from specvla_ros.models.families.qwen_vl.nora import SIDE, has_robot_actions, robot_action_codec, robot_action_policy
 from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, PolicyContext, read_yaml
@@ -93,6 +93,7 @@ def read_run(directory: Path) -> Run:
     vlm = folder_beside(
         directory, "vlm", "config.json, tokenizer and processor of the run's base model (framework.qwenvl.base_vlm)"
     )
+    refuse_adapter(vlm)
     return Run(directory, fields, vlm, only_file(directory / "checkpoints", ".pt", ".safetensors"))
 
 

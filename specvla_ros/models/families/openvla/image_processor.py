@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.models.image_config import read_image_config
 from specvla_ros.settings.json_file import Fields, is_number
 
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
@@ -39,7 +39,7 @@ class _TowerInput:
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """What preprocessor_config.json prescribes."""
+    """What preprocessor_config.json prescribes, see `read_image_config`."""
 
     # `resize-naive` squeezes to a square; `letterbox` pads to a square first; `resize-crop` scales the shorter side and
     # crops the middle.
@@ -77,11 +77,11 @@ class ImageProcessor:
 
 
 def read_image_processor(directory: Path, *, center_crop: bool) -> ImageProcessor:
-    """Reads preprocessor_config.json. Means are read, not assumed: released files hold bf16-rounded ones.
+    """Reads what the directory says of its images. Means are read, not assumed: released files hold bf16-rounded ones.
 
     UserError if the file is missing, incomplete or names an unknown strategy.
     """
-    raw = read_checkpoint_json(directory / "preprocessor_config.json")
+    raw = read_image_config(directory)
     strategy = raw.text("image_resize_strategy", choices=STRATEGIES)
     towers = _towers(raw)
     fill = raw.list_of("tvf_letterbox_fill", int, _FILL, None, length=3)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenVLA: one or two vision transformers, a projector and a Llama decoder; and how they are read from a checkpoint."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,9 +29,10 @@ from specvla_ros.models.decoder import (
 )
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.quantization import ROTATED, check_memory, quantize_layer, rotate_layer, turn_stream
-from specvla_ros.models.weights import Progress, check_weights, load_weights
+from specvla_ros.models.weights import Progress, Tables, check_weights, load_weights, read_tables
 
 _TOWERS = ("featurizer", "fused_featurizer")
+_LLM = "language_model."
 _LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
@@ -213,7 +215,7 @@ class OpenVLA(nn.Module):
             for prefix, part in {**parts, "projector": self.projector}.items()
             for name, parameter in part.named_parameters()
         }
-        return named | decoder_tensors(self.decoder, "language_model.")
+        return named | decoder_tensors(self.decoder, _LLM)
 
     @property
     def unused_tensors(self) -> str:
@@ -242,19 +244,22 @@ def load_model(
 
     Raises UserError: the device has too little memory, or the weights are incomplete or do not fit the config.
     """
+    names = (f"{_LLM}{name}.weight" for name in ("model.embed_tokens", "lm_head"))
+    tables = read_tables(directory, *names, tied=config.llama.tie_word_embeddings)
+    config = replace(config, llama=replace(config.llama, tie_word_embeddings=tables.tied))
     model = empty_model(partial(OpenVLA, config), dtype, device)
-    check_weights(directory, model.checkpoint_tensors(), unused=model.unused_tensors)
+    check_weights(directory, model.checkpoint_tensors(), unused=model.unused_tensors, stored=tables.stored)
     check_memory(model, device, quantization)
     if quantization == "none":
         allocate(model, device)
-        load_weights(directory, model.checkpoint_tensors(), progress)
+        load_weights(directory, model.checkpoint_tensors(), progress, stored=tables.stored)
     else:
-        _load_quantized(model, directory, device, quantization, progress)
+        _load_quantized(model, directory, device, quantization, progress, tables)
     return model.eval().requires_grad_(False)
 
 
 def _load_quantized(
-    model: OpenVLA, directory: Path, device: torch.device, quantization: str, progress: Progress | None
+    model: OpenVLA, directory: Path, device: torch.device, quantization: str, progress: Progress | None, tables: Tables
 ) -> None:
     """Allocates, reads and quantises layer by layer, for a device that could not hold them unquantised."""
     decoder = model.decoder
@@ -263,10 +268,10 @@ def _load_quantized(
     tie_head(decoder)
     turn = turn_stream(decoder) if quantization == ROTATED else None
     around = {name: tensor for name, tensor in model.checkpoint_tensors().items() if not tensor.is_meta}
-    load_weights(directory, around, _share(progress, 0, len(decoder.layers) + 1))
+    load_weights(directory, around, _share(progress, 0, len(decoder.layers) + 1), stored=tables.stored)
     for i, module in enumerate(decoder.layers):
         layer = cast(DecoderLayer, module).to_empty(device=device)
-        tensors = layer_tensors(layer, decoder.config, f"language_model.model.layers.{i}.")
+        tensors = layer_tensors(layer, decoder.config, f"{_LLM}model.layers.{i}.")
         load_weights(directory, tensors, _share(progress, i + 1, len(decoder.layers) + 1))
         del tensors  # they hold the unquantised matrices
         if turn is not None:

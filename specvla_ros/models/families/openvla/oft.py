@@ -182,8 +182,16 @@ def read_oft(directory: Path, config: OpenVLAConfig, unnorm_key: str, cameras: t
     for pattern, what in (("noisy_action_projector--*.pt", "a diffusion head"), ("vision_backbone--*.pt", "FiLM")):
         if list(directory.glob(pattern)):
             raise UserError(f"{directory} is an OpenVLA-OFT checkpoint with {what}, which is not supported")
-    if not list(directory.glob("action_head--*.pt")):
+    head_file, projector = (_only(directory, kind) for kind in ("action_head", "proprio_projector"))
+    if head_file is None:
+        if projector is not None:
+            raise UserError(
+                f"{directory} is half an OpenVLA-OFT checkpoint: {projector.name} is there, and no action_head--*.pt, "
+                "which gives the actions; copy that of the same step beside it"
+            )
         return None
+    if projector is not None and _step(projector) != _step(head_file):
+        raise UserError(f"{directory}: {head_file.name} and {projector.name} are of different steps; keep those of one")
     name = checked_statistics(directory, config.norm_stats, unnorm_key).unnorm_key
     horizon, bounds_of = next((each for word, each in _CONSTANTS.items() if word in name.lower()), (0, ("", "")))
     if not horizon:
@@ -194,10 +202,10 @@ def read_oft(directory: Path, config: OpenVLAConfig, unnorm_key: str, cameras: t
     actions = _bounds(directory, config, name, "action", bounds_of)
     hidden = config.llama.hidden_size
     proprio = None
-    if list(directory.glob("proprio_projector--*.pt")):
+    if projector is not None:
         proprio = ProprioProjector(_bounds(directory, config, name, "proprio", bounds_of), hidden)
-        _fill(proprio, _only(directory, "proprio_projector"), {})
-    head = _read_head(_only(directory, "action_head"), actions, hidden)
+        _fill(proprio, projector, {})
+    head = _read_head(head_file, actions, hidden)
     return OFTParts(HeadCodec(actions, horizon), head, proprio, _shown(directory, cameras))
 
 
@@ -217,11 +225,15 @@ def _bounds(directory: Path, config: OpenVLAConfig, name: str, kind: str, of: tu
     return select_statistics({name: {kind: fields}}, name, kind)
 
 
-def _only(directory: Path, kind: str) -> Path:
-    file, *others = directory.glob(f"{kind}--*.pt")
-    if others:
-        raise UserError(f"{directory} holds {1 + len(others)} files {kind}--*.pt; keep that of the step to run")
-    return file
+def _only(directory: Path, kind: str) -> Path | None:
+    files = list(directory.glob(f"{kind}--*.pt"))
+    if len(files) > 1:
+        raise UserError(f"{directory} holds {len(files)} files {kind}--*.pt; keep that of the step to run")
+    return files[0] if files else None
+
+
+def _step(file: Path) -> str:
+    return file.name.partition("--")[2]
 
 
 @dataclass(frozen=True)

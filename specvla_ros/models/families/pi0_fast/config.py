@@ -40,6 +40,23 @@ _VISION: Mapping[str, Any] = {
     "patch_size": 14,
 }
 _EPS = 1e-8  # NormalizerProcessorStep's
+# The steps of its two processors; each is done here, or changes no answer. LeRobot does what they say, and not what
+# config.json says of the same.
+_NEEDED = ("normalizer_processor", "tokenizer_processor", "unnormalizer_processor")
+_NORMALISER, _TOKENIZER, _UNNORMALISER = _NEEDED
+_STEPS = {
+    "preprocessor": (
+        "rename_observations_processor",
+        "to_batch_processor",
+        "relative_actions_processor",
+        _NORMALISER,
+        "pi0_fast_prepare_state_tokenizer_processor_step",
+        _TOKENIZER,
+        "action_tokenizer_processor",
+        "device_processor",
+    ),
+    "postprocessor": (_UNNORMALISER, "absolute_actions_processor", "device_processor"),
+}
 # Modes of normalisation, and the two statistics that each needs.
 _BOUNDS = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99")}
 
@@ -84,7 +101,9 @@ class Normalisation:
 def read_config(directory: Path) -> Pi0FastConfig:
     """Reads config.json and the processors' statistics; UserError for damaged files or unsupported values."""
     raw = read_checkpoint_json(directory / "config.json")
-    _refuse_others(raw, directory)
+    before, after = (_steps(directory, processor) for processor in _STEPS)
+    if raw.number("temperature", 0.0) > 0:
+        raise UserError(f"{raw.path}: temperature asks for sampled actions; they are always the most likely ones here")
     decoder, vision = _shapes(raw, directory)
     inputs, outputs = raw.inner("input_features"), raw.inner("output_features")
     cameras = tuple(name.removeprefix(_CAMERA) for name in inputs.raw if name.startswith(_CAMERA))
@@ -93,9 +112,8 @@ def read_config(directory: Path) -> Pi0FastConfig:
     height, width = raw.list_of("image_resolution", int, "height and width in pixels", [224, 224], length=2)
     if not (1 <= height == width <= 4096):
         raise raw.wrong("image_resolution", "the same height and width, from 1 to 4096 pixels")
-    modes = raw.inner("normalization_mapping")
-    state = _normalisation(directory, "preprocessor", modes.text("STATE"), _STATE, _dims(inputs, _STATE))
-    actions = _normalisation(directory, "postprocessor", modes.text("ACTION"), _ACTION, _dims(outputs, _ACTION))
+    state = _normalisation(before[_NORMALISER], "STATE", _STATE, _dims(inputs, _STATE))
+    actions = _normalisation(after[_UNNORMALISER], "ACTION", _ACTION, _dims(outputs, _ACTION))
     return Pi0FastConfig(
         decoder=decoder,
         vision=vision | {"image_size": height, "vision_use_head": False},
@@ -104,7 +122,7 @@ def read_config(directory: Path) -> Pi0FastConfig:
         state=state,
         actions=_statistics(actions),
         chunk=raw.whole("chunk_size", minimum=1, maximum=1 << 10),
-        prompt_tokens=raw.whole("tokenizer_max_length", minimum=1, maximum=1 << 14),
+        prompt_tokens=before[_TOKENIZER].inner("config").whole("max_length", minimum=1, maximum=1 << 14),
         answer_tokens=raw.whole("max_decoding_steps", 256, minimum=1, maximum=1 << 14),
         skipped_ids=raw.whole("fast_skip_tokens", 128, maximum=MAX_IDS),
         text_tokenizer=_folder(directory, raw.text("text_tokenizer_name", ""), "tokenizer"),
@@ -112,18 +130,27 @@ def read_config(directory: Path) -> Pi0FastConfig:
     )
 
 
-def _refuse_others(raw: Fields, directory: Path) -> None:
-    if raw.number("temperature", 0.0) > 0:
-        raise UserError(f"{raw.path}: temperature asks for sampled actions; they are always the most likely ones here")
-    if raw.flag("use_relative_actions", False):
-        raise UserError(f"{raw.path}: use_relative_actions is not supported")
-    steps = read_checkpoint_json(directory / "policy_preprocessor.json").list_of("steps", dict, "a list of objects")
-    for step in steps:
-        config = step.get("config")
-        if isinstance(config, dict) and config.get("rename_map"):
-            raise UserError(
-                f"{directory / 'policy_preprocessor.json'}: rename_map is not supported; rename the cameras"
-            )
+def _steps(directory: Path, processor: str) -> dict[str, Fields]:
+    """Of a processor, by name; UserError if it has one that is not done here, or lacks one."""
+    path, known = directory / f"policy_{processor}.json", _STEPS[processor]
+    given = read_checkpoint_json(path).list_of("steps", dict, "a list of objects")
+    names = [step.get("registry_name") or step.get("class") for step in given]
+    unknown = [name for name in names if name not in known or names.count(name) > 1]
+    missing = [name for name in known if name in _NEEDED and name not in names]
+    if unknown or missing:
+        wrong = f"does {shown(unknown[0])}, which is not done" if unknown else f"lacks {missing[0]}, which is needed"
+        raise UserError(f"{path} {wrong} here; known, once each, are {', '.join(known)}")
+    steps = {
+        name: Fields(step, path, f"steps[{i}].", "; compare it with a released checkpoint's")
+        for i, (name, step) in enumerate(zip(names, given, strict=True))
+    }
+    for step in steps.values():
+        config = step.inner("config", {})
+        if config.flag("enabled", False):
+            raise UserError(f"{path}: relative actions are not supported")
+        if config.raw.get("rename_map"):
+            raise UserError(f"{path}: rename_map is not supported; rename the cameras")
+    return steps
 
 
 def _shapes(raw: Fields, directory: Path) -> tuple[DecoderShape, dict[str, Any]]:
@@ -148,27 +175,29 @@ def _dims(features: Fields, name: str) -> int:
     return shape[0]
 
 
-def _normalisation(directory: Path, processor: str, mode: str, feature: str, dims: int) -> Normalisation:
-    """From the statistics beside a processor's JSON file."""
+def _normalisation(step: Fields, kind: str, feature: str, dims: int) -> Normalisation:
+    """As a step says, from the statistics beside its file."""
+    config, directory = step.inner("config"), step.path.parent
+    modes = config.inner("norm_map")
+    mode = modes.text(kind, "IDENTITY", choices=(*_BOUNDS, "IDENTITY"))
+    keys = config.raw.get("normalize_observation_keys")
+    if config.number("eps", _EPS) != _EPS or (feature == _STATE and keys is not None and _STATE not in keys):
+        raise UserError(f"{step.path}: only steps with eps {_EPS}, and without normalize_observation_keys, are known")
     if mode == "IDENTITY":
         nothing = np.zeros(dims, np.float32)
         return Normalisation(mode, nothing, nothing)
-    if mode not in _BOUNDS:
-        known = ", ".join((*_BOUNDS, "IDENTITY"))
-        raise UserError(f"{directory / 'config.json'}: normalization_mapping has {shown(mode)}, known are {known}")
-    path = directory / f"policy_{processor}.json"
-    steps = read_checkpoint_json(path).list_of("steps", dict, "a list of objects")
-    files = [step.get("state_file") for step in steps if isinstance(step.get("state_file"), str)]
-    if len(files) != 1 or "/" in files[0]:
-        raise UserError(f"{path} must name one state_file beside it, which holds the statistics")
+    name = step.text("state_file")
+    if "/" in name:
+        raise step.wrong("state_file", "the name of a file beside it, which holds the statistics")
+    path = directory / name
     try:
-        statistics = load_file(directory / files[0])
+        statistics = load_file(path)
     except Exception as error:  # the library's own, or what opening a file raises
-        raise UserError(f"{directory / files[0]} cannot be read ({error}); copy it again") from None
-    found = [statistics.get(f"{feature}.{name}") for name in _BOUNDS[mode]]
+        raise UserError(f"{path} cannot be read ({error}); copy it again") from None
+    found = [statistics.get(f"{feature}.{each}") for each in _BOUNDS[mode]]
     if not all(each is not None and each.shape == (dims,) and np.isfinite(each).all() for each in found):
-        names = " and ".join(f"{feature}.{name}" for name in _BOUNDS[mode])
-        raise UserError(f"{directory / files[0]} must hold {dims} finite numbers each as {names}, for {mode}")
+        names = " and ".join(f"{feature}.{each}" for each in _BOUNDS[mode])
+        raise UserError(f"{path} must hold {dims} finite numbers each as {names}, for {mode}")
     first, second = (np.asarray(each, dtype=np.float32) for each in found)
     return Normalisation(mode, first, second)
 

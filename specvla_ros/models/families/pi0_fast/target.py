@@ -2,7 +2,7 @@
 """From a pi0-FAST checkpoint directory, as LeRobot saves it, to a policy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from specvla_ros.models.settings import ALL_CAMERAS, refuse_options
 from specvla_ros.models.target import TARGETS, Pixels, PromptLayout
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.vision_language import VisionLanguageTarget
-from specvla_ros.models.weights import Progress, check_weights, load_weights, tensor_names
+from specvla_ros.models.weights import Progress, check_weights, load_weights, read_tables
 
 _EDGES = np.linspace(-1, 1, 257)[:-1]  # of the state's bins, as openpi's tokenizer has them
 _BEGINNING, _END = "Action: ", "|"
@@ -73,27 +73,28 @@ def load_model(
     progress: Progress | None,
 ) -> PaliGemma:
     """The model of a checkpoint, ready to decode; UserError if the weights are incomplete or do not fit the config."""
+    # LeRobot writes both tables where they differ, and else one of them, mostly under the head's name.
+    tables = read_tables(directory, _EMBEDDINGS, _HEAD, tied=True)
+    config = replace(config, decoder=replace(config.decoder, tie_word_embeddings=tables.tied))
     model = empty_model(partial(PaliGemma, config, cameras), dtype, device)
-    names = tensor_names(directory)
-    check_weights(directory, _tensors(model, names))
+    check_weights(directory, _tensors(model), stored=tables.stored)
     allocate(model, device)
     for name, buffer in model.tower.named_buffers():
         if name.endswith("position_ids"):
             buffer.copy_(torch.arange(buffer.numel(), device=buffer.device).view_as(buffer))
-    load_weights(directory, _tensors(model, names), progress)
+    load_weights(directory, _tensors(model), progress, stored=tables.stored)
     return model.eval().requires_grad_(False)
 
 
-def _tensors(model: PaliGemma, names: frozenset[str]) -> dict[str, Tensor]:
-    """Every tensor by its name in the checkpoint; the table of embeddings has the head's name, or its own."""
+def _tensors(model: PaliGemma) -> dict[str, Tensor]:
+    """Every tensor by its name in the checkpoint."""
     tower = {name.removeprefix("vision_model."): each for name, each in model.tower.named_parameters()}
     tensors = {f"{_PREFIX}model.vision_tower.vision_model.{name}": each.detach() for name, each in tower.items()}
     for name, parameter in model.projector.named_parameters():
         tensors[f"{_PREFIX}model.multi_modal_projector.linear.{name}"] = parameter.detach()
     for name, tensor in decoder_tensors(model.decoder).items():
-        tensors[name.replace("model.", f"{_PREFIX}model.language_model.", 1)] = tensor
-    if _HEAD in names:
-        tensors[_HEAD] = tensors.pop(_EMBEDDINGS)
+        inner = name.replace("model.", "model.language_model.", 1)
+        tensors[_PREFIX + inner] = tensor
     return tensors
 
 

@@ -20,11 +20,11 @@ from specvla_ros.models.config import (
     read_decoder_shape,
 )
 from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
-from specvla_ros.models.weights import Progress, check_weights, load_weights, tensor_names
+from specvla_ros.models.weights import Progress, check_weights, load_weights, read_tables, tensor_names
 
 QWEN_VL_TYPES = ("qwen2_5_vl", "qwen3_vl")
 
-_UNUSED = r"(.+\.)?lm_head\.weight|.+\.inv_freq"
+_UNUSED = r".+\.inv_freq"
 # transformers' Qwen2_5_VLTextConfig.
 _TEXT = replace(
     DECODERS["qwen2"],
@@ -142,13 +142,16 @@ def load_model(
         grid: patches of each image, (height, width).
         prefix: of each tensor's name in the files.
     """
-    model = empty_model(partial(QwenVL, config, ()), dtype, device)
     nested = any(name.startswith(f"{prefix}model.language_model.") for name in tensor_names(weights))
-    check_weights(weights, _tensors(model, prefix, nested=nested), unused=_UNUSED)
+    embeddings = f"{prefix}model.{'language_model.' * nested}embed_tokens.weight"
+    tables = read_tables(weights, embeddings, f"{prefix}lm_head.weight", tied=config.decoder.tie_word_embeddings)
+    config = replace(config, decoder=replace(config.decoder, tie_word_embeddings=tables.tied))
+    model = empty_model(partial(QwenVL, config, ()), dtype, device)
+    check_weights(weights, _tensors(model, prefix, nested=nested), unused=_UNUSED, stored=tables.stored)
     allocate(model, device)
     _fill_buffers(model.visual, config)
     model._grid = torch.tensor([(1, *sides) for sides in grid])
-    load_weights(weights, _tensors(model, prefix, nested=nested), progress)
+    load_weights(weights, _tensors(model, prefix, nested=nested), progress, stored=tables.stored)
     return model.eval().requires_grad_(False)
 
 

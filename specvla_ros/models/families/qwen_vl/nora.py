@@ -18,7 +18,7 @@ from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
 from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext, resized
-from specvla_ros.models.generation import USUAL_NEW_TOKENS, read_end_ids
+from specvla_ros.models.generation import USUAL_NEW_TOKENS, read_end_ids, refuse_max_length
 from specvla_ros.models.observation import ONLY_CAMERA
 
 SIDE = 224  # of its images, whose aspect ratio is not kept
@@ -30,6 +30,8 @@ def nora(context: PolicyContext) -> ChatPolicy | None:
     """The policy, where the vocabulary has its action tokens; UserError if a file is missing, or does not fit."""
     if not has_robot_actions(context.tokenizer):
         return None
+    if context.generation.max_new_tokens is None:
+        refuse_max_length(context.directory)
     codec = robot_action_codec(
         context,
         context.directory,

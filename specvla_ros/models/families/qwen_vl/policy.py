@@ -21,15 +21,27 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.config import MAX_WIDTH, read_checkpoint_json
 from specvla_ros.models.generation import GreedyRules
+from specvla_ros.models.image_config import read_image_config
 from specvla_ros.settings.json_file import Fields
 
 _COLOURS = "three numbers"
+# What else transformers' class reads, with the values that it is prepared by here.
+PLAIN: Mapping[str, tuple[object, ...]] = {
+    "do_resize": (True,),
+    "resample": (3,),
+    "do_rescale": (True,),
+    "rescale_factor": (1 / 255,),
+    "do_normalize": (True,),
+    "do_convert_rgb": (True, False, None),  # an image has three colours already
+    "do_center_crop": (None, False),
+    "do_pad": (None, False),
+}
 _MAX_PIXELS = 1 << 26  # of one picture; more than any model has
 
 
 @dataclass(frozen=True)
 class PatchProcessor:
-    """What preprocessor_config.json prescribes."""
+    """What preprocessor_config.json prescribes, see `read_image_config`."""
 
     patch_size: int  # pixels of a patch's side
     merge_size: int  # patches per prompt row along a side
@@ -68,8 +80,14 @@ class PatchProcessor:
 
 
 def read_patch_processor(directory: Path) -> PatchProcessor:
-    """Reads preprocessor_config.json, with Qwen2.5-VL's defaults; UserError if it is missing, or a value is wrong."""
-    raw = read_checkpoint_json(directory / "preprocessor_config.json")
+    """Reads what the directory says of its images, with Qwen2.5-VL's defaults.
+
+    UserError if it says nothing, a wrong value, or something that is not done here.
+    """
+    raw = read_image_config(directory)
+    for name, plain in PLAIN.items():
+        if raw.raw.get(name, plain[0]) not in plain:
+            raise raw.wrong(name, " or ".join(map(str, plain)) + ": images are prepared in no other way here")
     size = raw.inner("size", {})
     mean = raw.list_of("image_mean", float, _COLOURS, [0.48145466, 0.4578275, 0.40821073], length=3)
     std = raw.list_of("image_std", float, _COLOURS, [0.26862954, 0.26130258, 0.27577711], length=3)
@@ -145,13 +163,14 @@ def read_chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages]
 
 
 def _template(directory: Path) -> str:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json, as in transformers."""
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    for name in ("chat_template.json", "tokenizer_config.json"):
+    """From the first file that has one, in transformers' order."""
+    for name in ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json"):
         path = directory / name
-        template = read_checkpoint_json(path).text("chat_template", "") if path.exists() else ""
+        if not path.exists():
+            continue
+        if path.suffix == ".jinja":
+            return path.read_text(encoding="utf-8")
+        template: str = read_checkpoint_json(path).text("chat_template", "")
         if template:
             return template
     raise UserError(f"{directory} has no chat template: copy chat_template.json from where the weights are from")
