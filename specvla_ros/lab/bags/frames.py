@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import JOINT_STATE
-from specvla_ros.messages.image_message import stamp_ns
+from specvla_ros.messages.image_message import is_depth, stamp_ns
 from specvla_ros.messages.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
 
 if TYPE_CHECKING:  # the commands load these declarations where rosbags, which the reader needs, may be missing
@@ -39,25 +39,11 @@ class TopicChoice:
     action_topic: str | None = None  # actions to compare with; default: /ground_truth/action, where the bag has it
     cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
     state_topic: str | None = None  # of the robot's state, for a policy that reads it
+    state_names: tuple[str, ...] = ()  # its numbers in the policy's order; empty: the message's own
     sync_tolerance_s: float = TOLERANCE_S  # of their stamps, against the first camera's
 
 
-@dataclass(frozen=True)
-class Sensors:
-    """The inputs read from bags beside the first camera's images."""
-
-    cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
-    state_topic: str = ""  # JointState; empty: no state
-    state_names: tuple[str, ...] = ()  # the state's numbers in the policy's order; empty: the message's own
-    instruction: str = ""  # in place of the bags' own; empty: theirs
-
-    @property
-    def topics(self) -> TopicChoice:
-        instruction, state_topic = self.instruction or None, self.state_topic or None
-        return TopicChoice(instruction=instruction, cameras=self.cameras, state_topic=state_topic)
-
-
-CAMERA_ALONE = Sensors()
+DEFAULT_TOPICS = TopicChoice()
 
 
 @dataclass(frozen=True)
@@ -187,8 +173,11 @@ def _named_image(bag: Bag, name: str) -> Topic:
 
 
 def _find_image(bag: Bag) -> Topic:
-    images = [topic for topic in bag.topics if topic.msgtype in (RAW_IMAGE, COMPRESSED_IMAGE)]
-    candidates = {topic.name: topic for topic in images if not topic.name.lower().endswith("/compresseddepth")}
+    images = {topic.name: topic for topic in bag.topics if topic.msgtype in (RAW_IMAGE, COMPRESSED_IMAGE)}
+    twins = {name + _COMPRESSED_SUFFIX for name in images}
+    candidates = {name: topic for name, topic in images.items() if name not in twins}
+    if len(candidates) > 1:
+        candidates = {name: topic for name, topic in candidates.items() if _is_colour(bag, name)}
     for name in _DEFAULT_IMAGES:
         if name in candidates:
             return candidates[name]
@@ -198,6 +187,16 @@ def _find_image(bag: Bag) -> Topic:
         raise UserError(f"bag {bag.path} has several cameras; pick one with --image-topic: {', '.join(candidates)}")
     held = ", ".join(f"{topic.name} ({topic.msgtype})" for topic in bag.topics)
     raise UserError(f"bag {bag.path} has no images ({RAW_IMAGE} or {COMPRESSED_IMAGE}); it holds: {held}")
+
+
+def _is_colour(bag: Bag, name: str) -> bool:
+    """Whether the first image of a topic is one for a camera of colour or grey, and no depth image."""
+    if name.lower().endswith("/compresseddepth"):
+        return False
+    try:
+        return not is_depth(next(bag.messages([name])).message())
+    except (UserError, StopIteration):  # reading it says what is wrong
+        return True
 
 
 def _find_instruction(bag: Bag) -> Topic:

@@ -21,7 +21,15 @@ from specvla_ros.control.convention import ActionConvention, ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.lab.bags.frames import STATE, BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import (
+    DEFAULT_TOPICS,
+    STATE,
+    BagFrame,
+    ReplayTopics,
+    TopicChoice,
+    bag_frames,
+    choose_topics,
+)
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import BagRecorder
 from specvla_ros.lab.evaluation.replay_page import Pictures, write_replay_report
@@ -46,7 +54,6 @@ from specvla_ros.models.target import PolicyFacts
 FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
 INTERRUPTED = "interrupted"  # how `incomplete` of a summary begins that a signal ended
 _NS = 1e-9
-_DEFAULT_TOPICS = TopicChoice()
 _KNOWN_DATASET = ConventionSettings()
 _BASE_FRAME = "base_link"  # a bag does not name it
 _HINT = "; the frames so far are kept, and the same command goes on"
@@ -230,8 +237,7 @@ def replay(
     bag_path: str | Path,
     out_dir: str | Path,
     *,
-    topics: TopicChoice = _DEFAULT_TOPICS,
-    state_names: Sequence[str] = (),
+    topics: TopicChoice = DEFAULT_TOPICS,
     action: ConventionSettings = _KNOWN_DATASET,
     thresholds: Thresholds | None = None,
     shown: RerunSettings | None = None,
@@ -246,7 +252,6 @@ def replay(
     Args:
         engine: warm; without a staleness limit, as a recorded image has no age.
         out_dir: made if missing, refused if it holds a whole replay or other results.
-        state_names: in the policy's order; empty: the message's.
         action: the actions' convention, where the dataset is not known.
         shown: where Rerun shows it; None: nowhere.
     """
@@ -269,7 +274,8 @@ def replay(
         if shown is not None and shown.out:
             context["recording"] = Path(shown.out).name
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
-        run = ReplayRun(engine, directory, Pictures(chosen.image.count, bag.start_ns), meaning, state_names, shown)
+        pictures = Pictures(chosen.image.count, bag.start_ns)
+        run = ReplayRun(engine, directory, pictures, meaning, topics.state_names, shown)
         finish = partial(run.finish, thresholds or Thresholds(), context)
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
@@ -309,7 +315,7 @@ def tell(text: str) -> None:
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:
+def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = DEFAULT_TOPICS) -> None:
     """Checks the output and the bag before a policy is loaded, which may take minutes."""
     _open_output(out_dir)
     with open_bag(bag_path) as bag:
