@@ -232,6 +232,25 @@ def test_predict_decodes_in_every_mode_and_within_a_tolerance(image: Path, tmp_p
     assert np.abs(np.subtract(near["values"], plain["values"]))[0, :3].max() <= 0.002 + 1e-9
 
 
+def test_a_parameter_file_says_how_to_load_as_it_says_to_the_node(image: Path, tmp_path: Path) -> None:
+    cropped = decoded(image, "-p", "center_crop:=true")
+    assert cropped["tokens"] != decoded(image)["tokens"]
+    file = tmp_path / "robot.yaml"
+    file.write_text("policy: {ros__parameters: {center_crop: true, base_frame: base_link, instruction: ''}}")
+    assert decoded(image, "--params-file", file)["tokens"] == cropped["tokens"]
+    assert decoded(image, "--params-file", file, "-p", "center_crop:=false")["tokens"] != cropped["tokens"]
+    command = ("predict", "--image", image, "--instruction", "lift the red cube", "--params-file", file)
+    for wrong, words in (
+        ("unnorm_key: nonsense", "nonsense"),
+        ("model: {prompt: ecot}", "which token ends an answer"),
+        ("centre_crop: true", "did you mean 'center_crop'?"),
+    ):
+        file.write_text(f"policy: {{ros__parameters: {{{wrong}}}}}")
+        refused(specvla(*command), words)
+    refused(specvla(*command[:-2], "-p", "model.promt:=ecot"), "did you mean 'model.prompt'?")
+    refused(specvla("collect-answers", "--data", "sim", "--params-file", file), "did you mean 'center_crop'?")
+
+
 def test_what_is_no_option_is_otherbefore_anything_is_loaded(image: Path) -> None:
     command = ("predict", "--image", image, "--instruction", "lift the red cube")
     refused(specvla(*command, "--tolerance", "2"), "write it as 2mm,1.1deg")

@@ -282,7 +282,7 @@ def calibrate(
     base = options.simulation(chosen, world if simulated else TABLE)
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
-        images = calibration.collect_frames(loaded, base, data, plan, frames, of_bags.topics)
+        images = calibration.collect_frames(loaded, base, data, plan, frames, options.topics_of(chosen, of_bags))
         found = calibration.calibrate(
             loaded, base, images, plan, out, lambda stage, done, wanted: advance(done, wanted, stage)
         )

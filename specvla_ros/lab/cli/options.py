@@ -88,6 +88,17 @@ class ActionBagOptions(BagOptions):
         return replace(super().topics, action_topic=self.action_topic or None)
 
 
+def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
+    """What is read of bags; what the options leave open about the state, the policy's parameter file may say."""
+    topics, inputs, usual = of_bags.topics, chosen.inputs, BagOptions()
+    names = inputs.get("state_names", ["all"])
+    if not topics.state_names and names != ["all"]:
+        topics = replace(topics, state_names=tuple(names))
+    if of_bags.sync_tolerance_s == usual.sync_tolerance_s:
+        topics = replace(topics, sync_tolerance_s=inputs.get("sync_tolerance_s", usual.sync_tolerance_s))
+    return topics
+
+
 def simulation(chosen: "PolicyOptions", world: str, **settings: Any) -> "SimulateSettings":
     """The policy's simulation; leaves a core to other processes."""
     from specvla_ros.lab.evaluation.simulate import SimulateSettings

@@ -11,7 +11,7 @@ import typer
 from specvla_ros.cli.options import PolicyOptions, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import ActionBagOptions, BagOptions, Bags, Rerun, Viewer, shown_in
+from specvla_ros.lab.cli.options import ActionBagOptions, BagOptions, Bags, Rerun, Viewer, shown_in, topics_of
 from specvla_ros.lab.plans import EngineSpread, Thresholds
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def replay(
     if out is None and len(bag) > 1:
         raise UserError("several bags have no name of their own: say where their results shall be: --out DIRECTORY")
     out = out or Path(f"replay-{bag[0].resolve().stem}")
-    found, topics = find_bags(bag), of_bags.topics
+    found, topics = find_bags(bag), topics_of(chosen, of_bags)
     for each in found.left_out:
         typer.echo(f"left out: {each}", err=True)
     settings = ReplaySettings(chosen.checkpoint, chosen.model, chosen.engine, chosen.action, topics)
@@ -155,7 +155,7 @@ def certify(
     given = certificate.read_certificate(verify) if verify is not None else None
     if given is None and chosen.engine.mode == "ar":
         raise UserError("plain decoding is what a setting is compared with: give one, such as --mode spec")
-    bags, topics = bags_in(data), of_bags.topics
+    bags, topics = bags_in(data), topics_of(chosen, of_bags)
     if given is not None:
         if topics.instruction:
             raise UserError("--verify asks as the certificate says: leave --instruction out")

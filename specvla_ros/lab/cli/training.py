@@ -10,7 +10,15 @@ import typer
 
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
-from specvla_ros.lab.cli.options import ActionBagOptions, BagOptions, Bags, BagsOrSim, MaxGb, check_accelerate
+from specvla_ros.lab.cli.options import (
+    ActionBagOptions,
+    BagOptions,
+    Bags,
+    BagsOrSim,
+    MaxGb,
+    check_accelerate,
+    topics_of,
+)
 from specvla_ros.lab.plans import CalibratePlan, CollectPlan, DraftTraining, FleetPlan, PolicyTraining, Spread
 
 app = typer.Typer()
@@ -103,7 +111,7 @@ def train_draft(
     from specvla_ros.models.families.openvla.target import require_openvla
 
     bags = bags_or_simulation(data)
-    training.check_frames(bags, frames, of_bags.topics)
+    training.check_frames(bags, frames, topics_of(chosen, of_bags))
     policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))
     with progress_bar() as bar:
         asking = bar.add_task("asking the target", total=frames)
@@ -115,7 +123,7 @@ def train_draft(
             frames=frames,
             max_text=max_reasoning_tokens,
             max_bytes=max_gb * 1e9,
-            topics=of_bags.topics,
+            topics=topics_of(chosen, of_bags),
             model=chosen.model,
             **vars(spread),
             on_frame=lambda done: bar.update(asking, completed=done),
@@ -198,7 +206,7 @@ def fleet_draft(
             out,
             plan,
             promote=promote,
-            topics=of_bags.topics,
+            topics=topics_of(chosen, of_bags),
             **vars(spread),
             on_frame=lambda done: bar.update(asking, completed=done),
             on_training=show,
@@ -236,7 +244,7 @@ def collect_answers(
 
     bags = bags_or_simulation(data)
     policy = load_target(chosen.checkpoint, **vars(chosen.model))
-    source = frame_source(policy, bags, seed, of_bags.topics)
+    source = frame_source(policy, bags, seed, topics_of(chosen, of_bags))
     with progress("asking the policy") as advance:
         found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))
     path = out or policy.directory / ANSWERS_FILE

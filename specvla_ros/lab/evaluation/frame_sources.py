@@ -15,13 +15,12 @@ from specvla_ros.engine.outcome import Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.finder import bags_in, find_bags
-from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, STATE, TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
-from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import rgb_from_message
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
@@ -81,16 +80,13 @@ def frames_in(policy: Target, bags: Sequence[Path], topics: TopicChoice) -> Iter
     for path in bags:
         missing: list[str] = []
         with open_bag(path) as bag:
-            for frame in bag_frames(bag, choose_topics(bag, topics), topics.instruction):
+            for frame in bag_frames(bag, choose_topics(bag, topics.of(policy)), topics.instruction):
                 if frame.missing:
                     missing.append(frame.missing)
                 elif frame.instruction:
                     seen = {lead: frame.image} | {name: frame.others[name] for name in others}
                     images = {name: rgb_from_message(message.message()) for name, message in seen.items()}
-                    state = None
-                    if policy.state_dims:
-                        state = read_state(frame.others[STATE].message(), topics.state_names, policy.state_dims)
-                    yield Observation(images, frame.instruction, frame.index + 1, state=state)
+                    yield Observation(images, frame.instruction, frame.index + 1, state=frame.state)
             bag.warn_of_damage()
         if missing:
             _log.warning("bag %s: %d images are left out, the first as %s", path, len(missing), missing[0])

@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, fields
 from functools import partial
@@ -23,7 +23,6 @@ from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTi
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.lab.bags.frames import (
     DEFAULT_TOPICS,
-    STATE,
     BagFrame,
     ReplayTopics,
     TopicChoice,
@@ -46,7 +45,7 @@ from specvla_ros.lab.evaluation.run_directory import (
 )
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.plans import Thresholds
-from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, read_state, vla_action_fields
+from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
@@ -73,7 +72,6 @@ class ReplayRun:
         directory: RunDirectory,
         pictures: Pictures,
         meaning: ActionMeaning,
-        state_names: Sequence[str],
         shown: RerunSettings | None,
     ) -> None:
         self._engine, self._directory, self._pictures = engine, directory, pictures
@@ -85,13 +83,13 @@ class ReplayRun:
         described = {key: str(value) for key, value in engine.target.describe().items()}
         self._recorder = BagRecorder(bag, described, meaning)
         self._lines = directory.append_to(FRAMES_FILE)
-        self._meaning, self._state_names = meaning, state_names
+        self._meaning = meaning
         self._shown = RerunRecording(shown) if shown is not None else None
 
     def play(self, frame: BagFrame) -> bool:
         """Answers one frame and writes the result at once; returns whether it was missing."""
         received_ns = time.monotonic_ns()
-        observed = _observe(frame, received_ns, self._engine.target, self._state_names)
+        observed = _observe(frame, received_ns, self._engine.target)
         if frame.index < len(self._kept):
             self._restore(self._kept[frame.index], frame, observed)
             return False
@@ -174,9 +172,7 @@ class ReplayRun:
             self._shown.add_stats(stamp, SimpleNamespace(**stats))
 
 
-def _observe(
-    frame: BagFrame, received_ns: int, policy: PolicyFacts, state_names: Sequence[str]
-) -> Observation | FrameRecord:
+def _observe(frame: BagFrame, received_ns: int, policy: PolicyFacts) -> Observation | FrameRecord:
     """Checks images and state as the node does, in the same order, without ROS."""
     lead, *others = policy.cameras
     reason = DropReason.BAD_IMAGE
@@ -190,15 +186,11 @@ def _observe(
         return _dropped(frame, received_ns, reason, str(error))
     if frame.missing:
         return _dropped(frame, received_ns, DropReason.INCOMPLETE, frame.missing, stamp)
-    try:
-        state = read_state(frame.others[STATE].message(), state_names, policy.state_dims) if policy.state_dims else None
-    except UserError as error:
-        return _dropped(frame, received_ns, DropReason.INCOMPLETE, f"the state was refused: {error}", stamp)
     if not frame.epoch:
         return _dropped(frame, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction", stamp)
     return Observation(
         images=images,
-        state=state,
+        state=frame.state,
         instruction=frame.instruction,
         stamp_ns=stamp,
         frame_id=message.header.frame_id,
@@ -258,6 +250,7 @@ def replay(
     directory = _open_output(out_dir)
     policy = engine.target
     check_senses(policy, topics.cameras, topics.state_topic)
+    topics = topics.of(policy)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
         if chosen.note:
@@ -275,7 +268,7 @@ def replay(
             context["recording"] = Path(shown.out).name
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
         pictures = Pictures(chosen.image.count, bag.start_ns)
-        run = ReplayRun(engine, directory, pictures, meaning, topics.state_names, shown)
+        run = ReplayRun(engine, directory, pictures, meaning, shown)
         finish = partial(run.finish, thresholds or Thresholds(), context)
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)

@@ -21,10 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import ACTION_TOPIC, HINDSIGHT_ACTION_TOPIC, HINDSIGHT_INSTRUCTION_TOPIC
-from specvla_ros.lab.bags.frames import STATE, BagFrame, TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import Bag, bag_files, open_bag
 from specvla_ros.lab.training.trainer import write_json
-from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import rgb_from_message
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
@@ -33,7 +32,7 @@ from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import normalise_instruction
 
 PADDING = -100  # after answers; PyTorch's cross-entropy leaves it out
-_VERSION = 3
+_VERSION = 4
 # Of an action's usual range, as digits are taught it; a millimetre at the table. Finer differences in demonstrations
 # come from how the arm happened to follow, and a policy can only learn them by heart.
 _DIGIT_STEPS = 100
@@ -61,6 +60,7 @@ class DemonstrationSet:
     episode_of: np.ndarray  # int64 [steps], counts the bags
     time_ns: np.ndarray  # int64 [steps], of the images
     instructions: tuple[str, ...]  # sorted, each once
+    state_names: tuple[str, ...] = ()  # of the state's numbers; empty: they have none
 
     @property
     def validation(self) -> np.ndarray:
@@ -93,7 +93,8 @@ def load_demonstrations(
     described = json.loads(index.read_text())
     images = np.load(cache / "images.npy", mmap_mode="r")
     arrays = {name: np.load(cache / f"{name}.npy") for name in _ARRAYS}
-    return DemonstrationSet(images, **arrays, instructions=tuple(described["instructions"]))
+    instructions, state_names = (tuple(described[each]) for each in ("instructions", "state_names"))
+    return DemonstrationSet(images, **arrays, instructions=instructions, state_names=state_names)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class _Steps:
     actions: np.ndarray
     texts: tuple[tuple[str, ...], ...]
     time_ns: tuple[int, ...]
+    state_names: tuple[str, ...]
     left_out: str = ""  # why images are no steps, and how many
 
 
@@ -123,6 +125,7 @@ def _fill(
     texts: list[tuple[str, ...]] = []
     episodes: list[int] = []
     times: list[int] = []
+    names: tuple[str, ...] = ()  # of the state's numbers
     with (cache / "images.raw").open("wb") as images:
         for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size, topics), strict=True)):
             if steps.left_out:
@@ -132,11 +135,12 @@ def _fill(
                     f"bag {bag} has {len(steps.texts[0])} instructions per image, the bags before it {len(texts[0])}: "
                     "train on bags of one kind"
                 )
-            if states and len(steps.states) and steps.states.shape[1] != len(states[0]):
+            if states and len(steps.states) and (steps.state_names, steps.states.shape[1]) != (names, len(states[0])):
                 raise UserError(
-                    f"bag {bag}: a state on {topics.state_topic} of {steps.states.shape[1]} numbers, in the bags "
-                    f"before it {len(states[0])}: name those to read with --state-names"
+                    f"bag {bag}: a state on {topics.state_topic} of {', '.join(steps.state_names)}, in the bags before "
+                    f"it of {', '.join(names)}: name those to read, in one order, with --state-names"
                 )
+            names = names or steps.state_names
             images.write(steps.images.tobytes())
             actions += list(steps.actions)
             states += list(steps.states)
@@ -158,6 +162,7 @@ def _fill(
     for name, rows in zip(_ARRAYS, (states, actions, instruction_of, episodes, times), strict=True):
         np.save(cache / f"{name}.npy", np.array(rows))
     described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
+    described["state_names"] = names
     write_json(cache / "index.json", described)
 
 
@@ -195,24 +200,16 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
             messages = [frame.image, *(frame.others[name] for name in topics.cameras)]
             seen = [Image.fromarray(rgb_from_message(message.message())) for message in messages]
             images.append([np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in seen])
-            states.append(_state(bag, frame, topics))
+            states.append(frame.state if frame.state is not None else np.empty(0))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
             times.append(frame.image.time_ns)
         reader.warn_of_damage()
+    if missing and not images:
+        raise UserError(f"bag {bag}: not one image is whole: {missing[0]}")
     left_out = f"{len(missing)} images are left out, the first as {missing[0]}" if missing else ""
-    return _Steps(np.array(images, np.uint8), np.array(states), np.array(actions), tuple(texts), tuple(times), left_out)
-
-
-def _state(bag: Path, frame: BagFrame, topics: TopicChoice) -> np.ndarray:
-    """The robot's state at a frame, float64 [state_dims]; empty where none is read."""
-    if not topics.state_topic:
-        return np.empty(0)
-    message = frame.others[STATE].message()
-    try:
-        return read_state(message, topics.state_names, len(topics.state_names or message.position))
-    except UserError as error:
-        raise UserError(f"bag {bag}, image {frame.index}: its state cannot be read: {error}") from None
+    names, arrays = chosen.states.names, (np.array(images, np.uint8), np.array(states), np.array(actions))
+    return _Steps(*arrays, tuple(texts), tuple(times), names, left_out)
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:

@@ -109,6 +109,7 @@ def collect_features(
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
     if data is not None and (workers or ray):
         check_senses(policy, topics.cameras, topics.state_topic)
+        topics = topics.of(policy)  # by which images are counted too
         bags = tuple(shuffled(find_bags(data).bags, seed))
         by = Asked(policy.directory, model or ModelSettings(), bags, topics, max_text)
         store.fill_by_workers(by, frames, limit_bytes=max_bytes, workers=workers, ray=ray, on_frame=on_frame)

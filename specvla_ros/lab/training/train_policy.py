@@ -142,6 +142,8 @@ def _choose_sensors(out: Path, data: dataset.DemonstrationSet, topics: TopicChoi
     if len(cameras) != data.images.shape[1]:
         raise UserError(f"a further camera cannot be called {ONLY_CAMERA}, which is the first one's name")
     changed = fields.raw | {"cameras": cameras, "state_dims": data.states.shape[1]}
+    if data.state_names:
+        changed["state_names"] = list(data.state_names)
     if data.states.shape[1]:
         norm_stats = fields.inner("norm_stats").raw
         changed["norm_stats"] = {key: of | dataset.state_statistics(data.states) for key, of in norm_stats.items()}

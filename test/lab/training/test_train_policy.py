@@ -149,7 +149,9 @@ def test_a_bag_without_what_shall_be_read_is_refused_by_name(bags, tmp_path):
         load_demonstrations(find_bags([bags]).bags, tmp_path / "cache", 28, BOTH)
     write_bags_of_all_sensors(tmp_path / "bags", bags=1)
     other = replace(BOTH, state_names=("lift",))
-    with pytest.raises(UserError, match=r"its state cannot be read: it has no 'lift'.* it has reach, turn"):
+    with pytest.raises(
+        UserError, match=r"not one image is whole: nothing of 'state'.*it has no 'lift'.* it has reach, turn"
+    ):
         load_demonstrations(find_bags([tmp_path / "bags"]).bags, tmp_path / "cache", 28, other)
 
 
