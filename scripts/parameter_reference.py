@@ -11,8 +11,9 @@ Written by `python scripts/parameter_reference.py` from the settings that declar
 same.
 
 Parameters are set in a ROS 2 parameter file (`params_file:=` of the launch files, `--params-file` of the commands), by
-`-p name:=value` (`ros2 run … --ros-args`; `decode.*`, `draft.*` and `acceptance.*` also at every command that runs a
-policy) and in Python by keywords with underscores for dots (`draft_nodes=16`). Those marked *live* may change while the
+`-p name:=value` (`ros2 run … --ros-args`; those of loading, `decode.*`, `draft.*` and `acceptance.*` also at every
+command that runs a policy) and in Python by keywords with underscores for dots (`draft_nodes=16`). Those marked *live*
+may change while the
 node runs. The policy reads the others when it is configured (`image_transport` and `image_reliability` when it is
 activated): they change before, and are refused afterwards with the transitions that are needed.
 

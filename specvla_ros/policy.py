@@ -24,6 +24,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
+from specvla_ros.policy_file import model_settings, read_policy_file
 
 Image = Any  # what `as_pixels` takes
 Images = Image | Mapping[str, Image]
@@ -66,16 +67,16 @@ class Policy:
             mode: `ar`, `spec`, `pipeline` or `specpipe`; empty: that of `params_file`, or `ar`.
             tolerance: how far an accepted token may be from the target's own choice, such as `5mm,3deg` or `5bins`;
                 empty: not at all.
-            params_file: a ROS 2 parameter file with decode.*, draft.* and acceptance.*.
+            params_file: a ROS 2 parameter file, as the node takes it: how to load and how to decode.
             progress: called with what is being done and the fraction that is done.
             parameters: keywords of `load_target` (`device`, `dtype`, …), and parameters of docs/reference/parameters.md
                 with underscores for dots (`draft_nodes=16`).
         """
         model = {field.name: parameters.pop(field.name) for field in fields(ModelSettings) if field.name in parameters}
-        settings = engine_settings_from(
-            mode=mode, tolerance=tolerance, params_file=Path(params_file) if params_file else None, **parameters
-        )
-        return Policy(load_target(directory, progress=progress, **model), settings)
+        file = Path(params_file) if params_file else None
+        settings = engine_settings_from(mode=mode, tolerance=tolerance, params_file=file, **parameters)
+        loading = model_settings(read_policy_file(file) if file else {}, model)
+        return Policy(load_target(directory, progress=progress, **vars(loading)), settings)
 
     @property
     def action_names(self) -> tuple[str, ...]:

@@ -136,6 +136,7 @@ class TextTarget:
     generation: GreedyRules = NO_RULES
     cameras: tuple[str, ...] = ()
     state_dims: int = 0
+    state_names: tuple[str, ...] = ()
     head: None = None
 
     @property

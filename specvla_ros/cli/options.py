@@ -14,7 +14,8 @@ import typer
 from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.settings.parameter import Parameter, parameter_of, walk, with_values
+from specvla_ros.policy_file import model_settings, read_policy_file
+from specvla_ros.settings.parameter import Parameter, check_names, parameter_of, values_of, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
@@ -33,6 +34,7 @@ class PolicyOptions:
     model: ModelSettings
     engine: EngineSettings
     action: ConventionSettings
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # all of its file, by name
 
     def load(self, progress: Callable[[str, float], None] | None = None) -> "Target":
         """Loads the checkpoint, and leaves a core to other processes."""
@@ -49,13 +51,14 @@ def takes_policy(
 
     Args:
         mode: of a command which compares settings itself, and so has neither --mode nor --tolerance.
-        decodes: False: it has the options of loading alone.
+        decodes: False: it has no --mode and no --tolerance, and its policy's -p and --params-file are of loading.
         publishes: its actions go out as messages, so that action.* may be set.
     """
     model = _Options(ModelSettings, panel=_MODEL)
     options = [_checkpoint() if decodes else _checkpoint("--target"), *model.options]
-    if decodes:
-        options += _DECODING if mode else [*_DECODING_IN_ANY_MODE, *_DECODING]
+    options += _DECODING if mode or not decodes else [*_DECODING_IN_ANY_MODE, *_DECODING]
+
+    context_argument = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         command = takes_plans(command)
@@ -63,11 +66,15 @@ def takes_policy(
 
         @wraps(command)
         def run(**given: Any) -> None:
-            settings = model.take(given)
+            context = given.pop("context")
+            settings = vars(model.take(given))
+            # A file may say otherwise where the user gave no option.
+            usual = {name for name in settings if context.get_parameter_source(model.option_of(name)).name == "DEFAULT"}
+            asked = {name: value for name, value in settings.items() if name not in usual}
             shared = {option.name: given.pop(option.name) for option in options if option.name in given}
-            command(chosen=_policy_options(settings, {"mode": mode, **shared}, publishes=publishes), **given)
+            command(chosen=_policy_options(asked, {"mode": mode, **shared}, publishes=publishes), **given)
 
-        run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*own, *options, context_argument])  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -118,6 +125,10 @@ class _Options:
         }
         self.options = [*self._by_field.values()]
 
+    def option_of(self, field: str) -> str:
+        """The name of a field's option."""
+        return self._by_field[field].name
+
     def take(self, given: dict[str, Any]) -> Any:
         """The settings, from the values of their options, which are removed."""
         values = {name: _plain(given.pop(option.name)) for name, option in self._by_field.items()}
@@ -144,24 +155,25 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _policy_options(model: ModelSettings, given: Mapping[str, Any], *, publishes: bool) -> PolicyOptions:
+def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publishes: bool) -> PolicyOptions:
     from specvla_ros.cli.laboratory import find_policy
 
     plain = {name: _plain(value) for name, value in given.items()}
     checkpoint, decoding = find_policy(plain["checkpoint"])
-    assignments, file = plain.get("param") or (), plain.get("params_file") or decoding
+    assigned, file = read_assignments(plain.get("param") or ()), plain.get("params_file") or decoding
+    in_file = read_policy_file(file) if file is not None else {}
+    known = [ModelSettings(), EngineSettings(), *([ConventionSettings()] if publishes else [])]
+    check_names(assigned, [name for settings in known for name in values_of(settings)])
+    of_loading = {name: assigned.pop(name) for name in values_of(ModelSettings()) if name in assigned}
     prefix = ConventionSettings.ROS_PREFIX
-    of_actions = [each for each in assignments if publishes and each.startswith(prefix)]
+    of_actions = {name: assigned.pop(name) for name in [*assigned] if publishes and name.startswith(prefix)}
     engine = engine_settings_from(
-        mode=plain["mode"] or "",
-        tolerance=plain.get("tolerance", ""),
-        assignments=[each for each in assignments if each not in of_actions],
-        params_file=file,
+        mode=plain["mode"] or "", tolerance=plain.get("tolerance", ""), values=assigned, params_file=file
     )
-    in_file = merge_parameters([file], {}, node="policy") if publishes and file is not None else {}
-    values = {name: value for name, value in in_file.items() if name.startswith(prefix)}
-    action = with_values(ConventionSettings(), values | read_assignments(of_actions))
-    return PolicyOptions(checkpoint, model, engine, action)
+    conventions = {name: value for name, value in in_file.items() if publishes and name.startswith(prefix)}
+    action = with_values(ConventionSettings(), conventions | of_actions)
+    inputs = merge_parameters([file], {}, node="policy") if file is not None else {}
+    return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, inputs)
 
 
 def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **given: Any) -> inspect.Parameter:
@@ -206,10 +218,10 @@ _DECODING = [
         "param",
         list[str] | None,
         None,
-        f"name:=value, as the policy node takes it: {_basic_names()}; or another of decode.*, draft.*, "
-        "acceptance.*, and action.* where actions are published (all: docs/reference/parameters.md); again for more.",
+        f"name:=value, as the node takes it: {_basic_names()}; or another of decode.*, draft.*, "
+        "acceptance.*, model.*, or action.* where actions go out (docs/reference/parameters.md); again for more.",
         "-p",
         "--param",
     ),
-    _decoding("params_file", Path | None, None, "ROS parameter file (a profile) with decode.*, draft.*, acceptance.*"),
+    _decoding("params_file", Path | None, None, "ROS parameter file, as the policy node takes it."),
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -157,6 +157,7 @@ def engine_settings_from(
     mode: str = "",
     tolerance: str = "",
     assignments: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
     params_file: Path | None = None,
     **keywords: Any,
 ) -> EngineSettings:
@@ -169,22 +170,22 @@ def engine_settings_from(
         mode: value of decode.mode; empty: not given.
         tolerance: such as 2mm,1.1deg or 5bins, accepted by bin_distance unless another rule is set; 0 or strict: none.
             Empty: not given.
-        assignments: `name:=value`, with YAML's values.
+        assignments: `name:=value`, with YAML's values; `values`: the same by name.
         params_file: a ROS parameter file; only its decode.*, draft.* and acceptance.* are taken.
         keywords: parameters with underscores for dots (draft_nodes=16), or a field of EngineSettings.
     """
     in_file = merge_parameters([params_file], {}, node="policy") if params_file is not None else {}
-    values: dict[str, Any] = {name: value for name, value in in_file.items() if name.startswith(_FILE_PREFIXES)}
+    chosen: dict[str, Any] = {name: value for name, value in in_file.items() if name.startswith(_FILE_PREFIXES)}
     if tolerance:
         accepted, names = Tolerance.parse(tolerance).acceptance, ("rule", "bins", "tolerance_m", "tolerance_rad")
-        values |= {f"{accepted.ROS_PREFIX}{name}": getattr(accepted, name) for name in names}
-    values |= read_assignments(assignments)
+        chosen |= {f"{accepted.ROS_PREFIX}{name}": getattr(accepted, name) for name in names}
+    chosen |= read_assignments(assignments) | {**(values or {})}
     known = {declared.name.replace(".", "_"): declared.name for declared in walk(EngineSettings())}
     for keyword, value in keywords.items():
         name = known.get(keyword) or known.get(f"{EngineSettings.ROS_PREFIX}{keyword}".replace(".", "_"))
         if name is None:
             raise UserError(f"there is no parameter '{keyword}'; {hint(keyword, known)}")
-        values[name] = value
+        chosen[name] = value
     if mode:
-        values[f"{EngineSettings.ROS_PREFIX}mode"] = mode
-    return with_values(EngineSettings(), values)
+        chosen[f"{EngineSettings.ROS_PREFIX}mode"] = mode
+    return with_values(EngineSettings(), chosen)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import Sensors
+from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.settings import Tolerance
 
@@ -170,7 +170,7 @@ class PolicyTraining:
     init: str = parameter("", "Checkpoint to go on from, with its words and statistics.")
     codec: str = parameter("bins", "How it writes its actions: bins (a single action), digits or fast (chunks).")
     horizon: int = parameter(8, "Actions of a chunk.", minimum=1)
-    sensors: Sensors = field(default_factory=Sensors)  # what it reads beside the first camera's images
+    topics: TopicChoice = field(default_factory=TopicChoice)  # of the bags
     shape: NanoShape = field(default_factory=NanoShape)
 
     def __post_init__(self) -> None:

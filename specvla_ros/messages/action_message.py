@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions to the fields of VlaAction and DecodeStats and back, and the state from a JointState, live or recorded.
-
-Needs no ROS: only the fields count.
-"""
+"""Actions to the fields of VlaAction and DecodeStats and back. Needs no ROS: only the fields count."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,9 +18,6 @@ from specvla_ros.control.convention import (
     StampedAction,
 )
 from specvla_ros.engine.outcome import Action
-from specvla_ros.errors import UserError
-
-JOINT_STATE = "sensor_msgs/msg/JointState"
 
 
 @dataclass(frozen=True)
@@ -111,25 +105,3 @@ def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, i
         "drop_reasons": list(drop_counts),
         "drop_counts": list(drop_counts.values()),
     }
-
-
-def read_state(message: Any, names: Sequence[str], dims: int) -> np.ndarray:
-    """The positions of a JointState, of joints or any named numbers, in the policy's order, float64 [dims].
-
-    `names` gives that order; empty: the message's own. Raises UserError where numbers are missing, too many, or not
-    finite.
-    """
-    values = list(message.position)
-    if names:
-        by_name = dict(zip(message.name, values, strict=False))
-        missing = [name for name in names if name not in by_name]
-        if missing:
-            raise UserError(f"it has no '{missing[0]}', which state_names asks for; it has {', '.join(by_name)}")
-        values = [by_name[name] for name in names]
-    if len(values) != dims:
-        hint = "" if names else "; set state_names to those that it reads, in its order"
-        raise UserError(f"it has {len(values)} numbers, and the policy reads {dims}{hint}")
-    state = np.array(values, dtype=np.float64)
-    if not np.isfinite(state).all():
-        raise UserError(f"it has a number that is not finite: {values}")
-    return state

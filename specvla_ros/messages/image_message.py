@@ -48,7 +48,6 @@ _LAYOUTS = {
     **{name: _Layout(1, name, even=_BOTH) for name in ("bayer_rggb8", "bayer_bggr8", "bayer_gbrg8", "bayer_grbg8")},
 }
 
-# Distances, whose bytes would pass for brightness.
 _DEPTH = ("16uc1", "32fc1")
 _HEAD_BYTES = 1 << 16  # of a picture, in which its kind of pixels stands
 _COLOURED = ("RGB", "RGBA", "P", "CMYK", "YCbCr", "RGBX")  # modes of Pillow
@@ -85,13 +84,26 @@ def rgb_from_image(message: Any) -> np.ndarray:
     return _converted(rows, message.width, layout.form)
 
 
+def is_depth(message: Any) -> bool:
+    """Whether a sensor_msgs/Image or CompressedImage holds distances, whose bytes would pass for brightness."""
+    form = getattr(message, "format", None)
+    if form is None:
+        return message.encoding.lower() in _DEPTH
+    return "compresseddepth" in form.lower() or _encoding_of(form) in _DEPTH
+
+
+def _encoding_of(form: str) -> str:
+    """The pixels' encoding, as image_transport begins a compressed image's format with it."""
+    return form.split(";")[0].strip().lower()
+
+
 def _checked(message: Any) -> tuple[_Layout, np.ndarray]:
     """An encoding's layout and the image's rows without their padding, uint8 [rows, bytes]."""
     height, width, step = message.height, message.width, message.step
     if height < 1 or width < 1:
         raise UserError(f"the image is empty: {width} x {height}; check the camera driver")
     layout = _LAYOUTS.get(message.encoding.lower())
-    if message.encoding.lower() in _DEPTH:
+    if is_depth(message):
         raise UserError(
             f"the image encoding '{message.encoding}' is a depth image's; remap the topic `image` to the camera's "
             "colour image. A driver that means grey by it must say mono16"
@@ -193,8 +205,8 @@ def _demosaiced(mosaic: np.ndarray, encoding: str) -> np.ndarray:
 
 def rgb_from_compressed(message: Any) -> np.ndarray:
     """The pixels of a sensor_msgs/CompressedImage (JPEG, PNG, WebP) as RGB uint8 [height, width, 3]."""
-    encoding = message.format.split(";")[0].strip().lower()  # as image_transport begins it
-    if "compresseddepth" in message.format.lower() or encoding in _DEPTH:
+    encoding = _encoding_of(message.format)
+    if is_depth(message):
         raise UserError(
             f"the compressed image has format '{shortened(message.format)}', which is a depth image's; remap the topic "
             "image/compressed to a colour camera"

@@ -72,7 +72,8 @@ class Synchronizer:
         return [Unmatched(sample, why)]
 
     def _nearest(self, other: str, stamp_ns: int) -> tuple[int, Any] | None:
-        return min(self._recent[other], key=lambda found: abs(found[0] - stamp_ns), default=None)
+        # Of equal stamps the one that came last: a state of several publishers has more and more of one moment.
+        return min(reversed(self._recent[other]), key=lambda found: abs(found[0] - stamp_ns), default=None)
 
     def _near(self, stamp_ns: int) -> bool:
         assert self._waiting is not None

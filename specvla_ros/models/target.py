@@ -131,6 +131,10 @@ class PolicyFacts(Protocol):
     def state_dims(self) -> int:
         """Numbers of the robot's state that it reads."""
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Their names in its order; empty: the checkpoint does not say."""
+
     def describe(self) -> dict[str, Any]:
         """What is loaded, for diagnostics and results."""
 

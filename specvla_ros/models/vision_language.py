@@ -72,6 +72,10 @@ class VisionLanguageTarget:
         return 0
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def generation(self) -> GreedyRules:
         return NO_RULES
 

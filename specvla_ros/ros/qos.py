@@ -49,6 +49,11 @@ def offered_reliability(node: Node, topic: str) -> ReliabilityPolicy | None:
     return ReliabilityPolicy.RELIABLE if reliable else ReliabilityPolicy.BEST_EFFORT
 
 
+def publishers(node: Node, topic: str) -> list[str]:
+    """The full names of the nodes that publish a topic, one for each publisher."""
+    return [f"{info.node_namespace.rstrip('/')}/{info.node_name}" for info in node.get_publishers_info_by_topic(topic)]
+
+
 def override_name(node: Node, topic: str, kind: QoSPolicyKind) -> str:
     """The parameter that overrides a subscription's QoS, as rclpy names it."""
     return f"qos_overrides.{node.resolve_topic_name(topic)}.subscription.{kind.name.lower()}"

@@ -2,7 +2,7 @@
 """Where a node gets the tool's measured pose from, and its joints."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from sensor_msgs.msg import JointState
 
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
+from specvla_ros.messages.state_message import positions_by_name
 from specvla_ros.ros.qos import STATE
 
 _NS = 1e-9
@@ -23,22 +24,35 @@ OnJoints = Callable[[float, Mapping[str, float]], None]
 
 
 class JointInput:
-    """Measured joints, from `joint_states`: their stamp in seconds and their positions by name."""
+    """Measured joints, from `joint_states`: their stamp in seconds and their positions by name.
 
-    def __init__(self, node: Node, on_joints: OnJoints, on_bad: OnBad) -> None:
-        self._node, self._on_joints, self._on_bad = node, on_joints, on_bad
+    As for the guard, only `names` matter, and a message that lacks one is of another part of the robot, such as its
+    gripper's: it is no error, and told in `lacking` until a whole one comes.
+    """
+
+    def __init__(self, node: Node, names: Sequence[str], on_joints: OnJoints, on_bad: OnBad) -> None:
+        self._node, self._names, self._on_joints, self._on_bad = node, tuple(names), on_joints, on_bad
+        self.lacking = ""
         self._subscription = node.create_subscription(JointState, "joint_states", self._on_message, STATE)
 
     def destroy(self) -> None:
         self._node.destroy_subscription(self._subscription)
 
     def _on_message(self, message: JointState) -> None:
-        if len(message.name) != len(message.position):
-            self._on_bad(f"joint_states names {len(message.name)} joints and has {len(message.position)} positions")
-        elif not all(map(math.isfinite, message.position)):
+        missing = [name for name in self._names if name not in message.name]
+        if missing:
+            self.lacking = f"joint_states has no '{missing[0]}'; it has {', '.join(message.name)}"
+            return
+        self.lacking = ""
+        try:
+            given = positions_by_name(message)
+        except UserError as error:
+            self._on_bad(f"joint_states: {error}")
+            return
+        positions = {name: given[name] for name in self._names}
+        if not all(map(math.isfinite, positions.values())):
             self._on_bad("joint_states has a position that is not finite")
         else:
-            positions = dict(zip(message.name, message.position, strict=True))
             self._on_joints(Time.from_msg(message.header.stamp).nanoseconds * _NS, positions)
 
 

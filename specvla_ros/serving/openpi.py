@@ -43,6 +43,7 @@ def _metadata(server: Server) -> dict[str, Any]:
     return {
         "cameras": [*policy.cameras],
         "state_dims": policy.state_dims,
+        "state_names": list(policy.state_names),
         "action_names": [*codec.names],
         "action_horizon": codec.horizon,
         "action_dt_s": codec.dt_s,

@@ -27,6 +27,8 @@ async def act(server: Server, request: Request) -> Response:
         twice = "encoded" in (given := parse(message))  # its clients may encode the object once more
         given = parse(str(given["encoded"]).encode()) if twice else given
         session = server.sessions.open(f"http {client}", lasting=False)
+        if "x-robot" not in request.headers and server.engine.settings.ensemble > 1:
+            session.begin_episode()  # two clients of one machine may be two robots, whose answers are not averaged
         left = asyncio.ensure_future(_left(request))
         try:
             outcome = await unless_gone(server.decode(session, given), left)

@@ -27,6 +27,7 @@ _T = TypeVar("_T")
 
 _NOT_ALLOWED, _TRY_LATER, _NOT_READ = 4401, 1013, 1003  # closing codes of a websocket
 NO_TOKEN = "no token, or another than the server's"
+_SILENCE_S = 2.0  # that ends an episode; longer where a client may be acting on a long chunk
 _MAX_WARNINGS = 32  # of what clients send in vain
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
@@ -74,7 +75,9 @@ class Server:
         self.policy: Target = engine.target
         self.metrics = Metrics()
         self.thread = SharedEngine(engine)
-        self.sessions = Sessions(self.thread, settings)
+        codec = self.policy.codec
+        chunk_s = codec.horizon * (engine.settings.chunk_step_s or codec.dt_s or 0.0)
+        self.sessions = Sessions(self.thread, settings, max(_SILENCE_S, 2 * chunk_s))
         self._names = count(1)
         self._ignored: set[str] = set()  # that were warned of
 
@@ -133,6 +136,8 @@ class Server:
     async def decode(self, session: Session, message: dict[str, Any]) -> Outcome:
         """The outcome of an observation in client names; UserError if it cannot be used, or comes too soon."""
         started_s = time.perf_counter()
+        if message.pop("reset", False) is True:
+            session.begin_episode()
         asked = await asyncio.to_thread(read_observation, message, self.policy)  # a picture may have to be decoded
         if asked.ignored and asked.ignored not in self._ignored and len(self._ignored) < _MAX_WARNINGS:
             self._ignored.add(asked.ignored)

@@ -35,8 +35,10 @@ class NoRoomError(Exception):
 class Session:
     """One client, a stream of the engine, whose requests are answered one after the other."""
 
-    def __init__(self, thread: SharedEngine, name: str, min_period_s: float, *, lasting: bool) -> None:
-        self.name, self.lasting = name, lasting
+    def __init__(
+        self, thread: SharedEngine, name: str, min_period_s: float, silence_s: float, *, lasting: bool
+    ) -> None:
+        self.name, self.lasting, self._silence_s = name, lasting, silence_s
         self.used_s = time.monotonic()
         self._thread = thread
         self._min_period_s = min_period_s
@@ -60,6 +62,8 @@ class Session:
             now_s = time.monotonic()
             if now_s - self._asked_s < self._min_period_s:
                 raise UserError(f"at most {1 / self._min_period_s:g} requests per second: this one came too soon")
+            if now_s - self.used_s > self._silence_s:  # no protocol but vla-eval's tells that an episode ends
+                self.begin_episode()
             self._asked_s = self.used_s = now_s
             self._epoch += instruction != self._instruction
             self._instruction = instruction
@@ -80,12 +84,15 @@ class Session:
 
 
 class Sessions:
-    """All clients, with counts of answers and, by reason, of failures."""
+    """All clients, with counts of answers and, by reason, of failures.
 
-    def __init__(self, thread: SharedEngine, settings: ServeSettings) -> None:
+    `silence_s`: after which a session's next request begins another episode.
+    """
+
+    def __init__(self, thread: SharedEngine, settings: ServeSettings, silence_s: float) -> None:
         self.actions = 0
         self.drops: Counter[str] = Counter()
-        self._thread, self._settings = thread, settings
+        self._thread, self._settings, self._silence_s = thread, settings, silence_s
         self._open: dict[str, Session] = {}
 
     def __len__(self) -> int:
@@ -104,7 +111,7 @@ class Sessions:
             self.drops[DropReason.TOO_MANY_STREAMS.value] += 1
             raise NoRoomError(f"{chosen.sessions} sessions are open, which is the limit (--robots): try again later")
         period_s = 1 / chosen.max_rate_hz if chosen.max_rate_hz else 0.0
-        session = self._open[name] = Session(self._thread, name, period_s, lasting=lasting)
+        session = self._open[name] = Session(self._thread, name, period_s, self._silence_s, lasting=lasting)
         self._thread.call(lambda engine: engine.open(name, budget_s=chosen.budget_s))
         return session
 

@@ -38,7 +38,7 @@ async def talk(server: Server, socket: WebSocket) -> None:
             kind, payload, number = _read(message)
             if kind == HELLO:
                 await send(HELLO, _hello(policy), number)
-            elif kind == EPISODE_START:
+            elif kind in (EPISODE_START, EPISODE_END):
                 session.begin_episode()
             elif kind == OBSERVATION:
                 outcome = await server.decode(session, _observation(payload, policy))

@@ -11,7 +11,7 @@ prefix of the class that has the groups, the group and the field; there a `name=
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -251,6 +251,14 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
             raise UserError(problem)
         changes[declared.path] = value
     return replaced(settings, changes)
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises a UserError for a name that is not known, with the likely one."""
+    names = dict.fromkeys(known)
+    for name in given:
+        if name not in names:
+            raise UserError(f"there is no parameter '{name}'; {hint(name, names)}")
 
 
 def hint(name: str, known: Mapping[str, object]) -> str:

@@ -109,6 +109,7 @@ class TwoCameras:
     pixel_shape = ()
     cameras = CAMERAS
     state_dims = 2
+    state_names = ()
     head = None
     generation = NO_RULES
 

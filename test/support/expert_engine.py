@@ -37,6 +37,7 @@ class ExpertEngine:
         codec=BinsCodec(ActionTokenizer(32000), STATISTICS),
         cameras=(ONLY_CAMERA,),
         state_dims=0,
+        state_names=(),
         directory=Path("expert"),
     )
 

@@ -67,9 +67,10 @@ def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
     # A worker whose parent was killed may still be at the same episode.
     partial = directory.with_name(f".{directory.name}-{os.getpid()}{PARTIAL}")
     try:
-        _write(partial, record)
+        partial.mkdir(parents=True, exist_ok=True)
+        _write(partial / directory.name, record)  # the data file bears the directory's name
         if not directory.exists():
-            partial.rename(directory)
+            (partial / directory.name).rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

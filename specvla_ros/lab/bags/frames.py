@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specvla_ros.errors import UserError
-from specvla_ros.messages.action_message import JOINT_STATE
-from specvla_ros.messages.image_message import stamp_ns
+from specvla_ros.messages.image_message import is_depth, stamp_ns
+from specvla_ros.messages.state_message import JOINT_STATE, StateReader
 from specvla_ros.messages.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
 
 if TYPE_CHECKING:  # the commands load these declarations where rosbags, which the reader needs, may be missing
+    import numpy as np
+
     from specvla_ros.lab.bags.reader import Bag, BagMessage, Topic
+    from specvla_ros.models.target import PolicyFacts
 
 RAW_IMAGE = "sensor_msgs/msg/Image"
 COMPRESSED_IMAGE = "sensor_msgs/msg/CompressedImage"
@@ -39,25 +42,16 @@ class TopicChoice:
     action_topic: str | None = None  # actions to compare with; default: /ground_truth/action, where the bag has it
     cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
     state_topic: str | None = None  # of the robot's state, for a policy that reads it
+    state_names: tuple[str, ...] = ()  # its numbers in the policy's order; empty: the first message's
+    state_dims: int = 0  # how many; 0: as many as there are
     sync_tolerance_s: float = TOLERANCE_S  # of their stamps, against the first camera's
 
-
-@dataclass(frozen=True)
-class Sensors:
-    """The inputs read from bags beside the first camera's images."""
-
-    cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
-    state_topic: str = ""  # JointState; empty: no state
-    state_names: tuple[str, ...] = ()  # the state's numbers in the policy's order; empty: the message's own
-    instruction: str = ""  # in place of the bags' own; empty: theirs
-
-    @property
-    def topics(self) -> TopicChoice:
-        instruction, state_topic = self.instruction or None, self.state_topic or None
-        return TopicChoice(instruction=instruction, cameras=self.cameras, state_topic=state_topic)
+    def of(self, policy: PolicyFacts) -> TopicChoice:
+        """The same with what the policy itself says about its state."""
+        return replace(self, state_names=self.state_names or policy.state_names, state_dims=policy.state_dims)
 
 
-CAMERA_ALONE = Sensors()
+DEFAULT_TOPICS = TopicChoice()
 
 
 @dataclass(frozen=True)
@@ -70,6 +64,7 @@ class ReplayTopics:
     note: str = ""  # for the user, on the choice
     cameras: Mapping[str, Topic] = field(default_factory=dict)  # further ones
     state: Topic | None = None
+    states: StateReader = field(default_factory=lambda: StateReader(()))  # of its messages
     sync_tolerance_s: float = TOLERANCE_S
 
     @property
@@ -99,7 +94,8 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
     note = ""
     if choice.image_topic and image.name != choice.image_topic:
         note = f"bag {bag.path} holds {choice.image_topic} only compressed: {image.name} is read"
-    return ReplayTopics(image, instruction, action, note, cameras, state, choice.sync_tolerance_s)
+    states = StateReader(choice.state_names, choice.state_dims, choice.sync_tolerance_s)
+    return ReplayTopics(image, instruction, action, note, cameras, state, states, choice.sync_tolerance_s)
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,8 @@ class BagFrame:
     instruction: str  # in force when the image was recorded; empty: none yet
     epoch: int  # 0 before the first instruction, bumped on each new one, as in the node
     recorded: tuple[float, ...] | None = None  # the first recorded action from this image on and before the next one
-    others: Mapping[str, BagMessage] = field(default_factory=dict)  # other cameras and state; the nearest by stamp
+    others: Mapping[str, BagMessage] = field(default_factory=dict)  # other cameras; the nearest by stamp
+    state: np.ndarray | None = None  # float64 [dims], the nearest by stamp; None: none is read, or see `missing`
     missing: str = ""  # why it cannot be answered: an input did not come; empty: all are there
 
 
@@ -120,19 +117,29 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
     text, epoch = instruction or "", int(bool(instruction))
     index = 0
     newest: BagFrame | None = None
+    refused = ""  # why the last message of the state is none
     together = Synchronizer(topics.image.name, [*topics.sensors], topics.sync_tolerance_s)
     sensors = {topic.name: name for name, topic in topics.sensors.items()}
     for message in _in_causal_order(bag, topics):
         if message.topic == topics.image.name:
             if newest is not None:
-                yield _ended(newest, together.give_up())
+                yield _ended(newest, together.give_up(), refused)
             newest = BagFrame(index, message, text, epoch)
             stamp = _stamp_ns(message) if sensors else 0  # which costs reading the whole message
-            newest = _ended(newest, together.add(message.topic, stamp, message))
+            newest = _ended(newest, together.add(message.topic, stamp, message), refused)
             index += 1
         elif message.topic in sensors:
-            ended = together.add(sensors[message.topic], _stamp_ns(message), message)
-            newest = _ended(newest, ended) if newest is not None else None
+            name, stamp = sensors[message.topic], _stamp_ns(message)
+            sample: BagMessage | np.ndarray | None = message
+            if name == STATE:
+                try:
+                    sample, refused = topics.states.read(message.message(), stamp), topics.states.lacking
+                    stamp = topics.states.stamp_ns
+                except UserError as error:
+                    sample, refused = None, str(error)
+            if sample is not None:
+                ended = together.add(name, stamp, sample)
+                newest = _ended(newest, ended, refused) if newest is not None else None
         elif topics.instruction is not None and message.topic == topics.instruction.name:
             received = str(message.message().data)
             if received != text or not epoch:
@@ -140,14 +147,17 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
         elif newest is not None and newest.recorded is None:
             newest = replace(newest, recorded=tuple(float(value) for value in message.message().data))
     if newest is not None:
-        yield _ended(newest, together.give_up())
+        yield _ended(newest, together.give_up(), refused)
 
 
-def _ended(frame: BagFrame, ended: list[Matched | Unmatched]) -> BagFrame:
-    """The frame with the match of its image, if that is known."""
+def _ended(frame: BagFrame, ended: list[Matched | Unmatched], refused: str) -> BagFrame:
+    """The frame with the match of its image, if that is known; `refused`: why the last state was none."""
     for each in ended:
-        changes: Any = {"others": each.others} if isinstance(each, Matched) else {"missing": each.why}
-        frame = replace(frame, **changes)
+        if isinstance(each, Unmatched):
+            frame = replace(frame, missing=each.why + (f"; a state was refused: {refused}" if refused else ""))
+        else:
+            others = {**each.others}
+            frame = replace(frame, state=others.pop(STATE, None), others=others)
     return frame
 
 
@@ -187,8 +197,11 @@ def _named_image(bag: Bag, name: str) -> Topic:
 
 
 def _find_image(bag: Bag) -> Topic:
-    images = [topic for topic in bag.topics if topic.msgtype in (RAW_IMAGE, COMPRESSED_IMAGE)]
-    candidates = {topic.name: topic for topic in images if not topic.name.lower().endswith("/compresseddepth")}
+    images = {topic.name: topic for topic in bag.topics if topic.msgtype in (RAW_IMAGE, COMPRESSED_IMAGE)}
+    twins = {name + _COMPRESSED_SUFFIX for name in images}
+    candidates = {name: topic for name, topic in images.items() if name not in twins}
+    if len(candidates) > 1:
+        candidates = {name: topic for name, topic in candidates.items() if _is_colour(bag, name)}
     for name in _DEFAULT_IMAGES:
         if name in candidates:
             return candidates[name]
@@ -198,6 +211,16 @@ def _find_image(bag: Bag) -> Topic:
         raise UserError(f"bag {bag.path} has several cameras; pick one with --image-topic: {', '.join(candidates)}")
     held = ", ".join(f"{topic.name} ({topic.msgtype})" for topic in bag.topics)
     raise UserError(f"bag {bag.path} has no images ({RAW_IMAGE} or {COMPRESSED_IMAGE}); it holds: {held}")
+
+
+def _is_colour(bag: Bag, name: str) -> bool:
+    """Whether the first image of a topic is one for a camera of colour or grey, and no depth image."""
+    if name.lower().endswith("/compresseddepth"):
+        return False
+    try:
+        return not is_depth(next(bag.messages([name])).message())
+    except (UserError, StopIteration):  # reading it says what is wrong
+        return True
 
 
 def _find_instruction(bag: Bag) -> Topic:

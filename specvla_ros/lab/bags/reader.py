@@ -7,9 +7,10 @@ import re
 import shutil
 import sqlite3
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 BAG_SUFFIXES = (".mcap", ".db3")
 _MAX_METADATA_BYTES = 16 << 20
+_MAX_OVERLAP_NS = 1_000_000_000  # of two parts of a recording, whose messages were on their way when it was split
 _MAX_RATIO = 200  # of a file's size decompressed and compressed; more is an attack, or black images
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
@@ -135,7 +137,21 @@ def open_bag(path: str | Path) -> Bag:
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(TemporaryDirectory(prefix="specvla_bag_")))
         storages = [opened.enter_context(closing(open_storage(file, scratch, compression))) for file in files]
+        if not (path / "metadata.yaml").exists():
+            _check_parts(path, storages)
         return Bag(path, files, storages, opened.pop_all())
+
+
+def bag_files(path: Path) -> tuple[Path, ...]:
+    """The data files that `open_bag` reads; UserErrors are as of it."""
+    return _directory_files(path)[0] if path.is_dir() else _single_file(path)
+
+
+def _check_parts(path: Path, storages: list["Storage"]) -> None:
+    """Raises a UserError where files that nothing lists were recorded at the same time: no parts of one recording."""
+    spans = sorted((each.start_ns, each.end_ns) for each in storages if any(c.msgcount for c in each.connections))
+    if any(later[0] < earlier[1] - _MAX_OVERLAP_NS for earlier, later in pairwise(spans)):
+        raise UserError(f"the files of bag {path} overlap in time: they are several recordings; give each by itself")
 
 
 def _single_file(path: Path) -> tuple[Path, ...]:
@@ -157,8 +173,8 @@ def _directory_files(directory: Path) -> tuple[tuple[Path, ...], str]:
             f"{directory / 'metadata.yaml'}: relative_file_paths is {shown(names)}, but it must be a list of names of "
             "files; mend it, or remove metadata.yaml"
         )
-    listed = [directory / PurePath(name).name for name in names]
-    files = listed or sorted((file for file in directory.iterdir() if file.suffix in BAG_SUFFIXES), key=_natural)
+    listed = tuple(directory / PurePath(name).name for name in names)
+    files = listed or data_files(directory)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(
@@ -169,7 +185,20 @@ def _directory_files(directory: Path) -> tuple[tuple[Path, ...], str]:
         bags = [child.name for child in sorted(directory.iterdir()) if (child / "metadata.yaml").exists()]
         hint = f"; it holds the bags {', '.join(bags)}: give one of them" if bags else ""
         raise UserError(f"directory {directory} is no ROS 2 bag: no .mcap or .db3 file in it{hint}")
-    return tuple(files), _compression(directory, information)
+    if not listed and len(several := recordings(files)) > 1:
+        raise UserError(f"directory {directory} holds several recordings, {', '.join(several)}: give one of its files")
+    return files, _compression(directory, information)
+
+
+def data_files(directory: Path) -> tuple[Path, ...]:
+    """A directory's .mcap and .db3 files, bag_2 before bag_10; hidden ones, as macOS leaves them, are none."""
+    found = (file for file in directory.iterdir() if file.suffix in BAG_SUFFIXES and not file.name.startswith("."))
+    return tuple(sorted(found, key=_natural))
+
+
+def recordings(files: Iterable[Path]) -> tuple[str, ...]:
+    """The recordings that data files are parts of, by their names without the number that rosbag2 gives a part."""
+    return tuple(dict.fromkeys(re.sub(r"_\d+$", "", file.stem) + file.suffix for file in files))
 
 
 def _is_file_name(name: str) -> bool:

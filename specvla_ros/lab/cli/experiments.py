@@ -245,7 +245,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Directory for profile.yaml, the report and the episodes.")],
     acting: Annotated[SimulatePlan, Taken(fixed=_ACTING_ALONE, defaults={"episodes": 60})],
     limits: Limits,
-    sensors: options.SensorOptions,
+    of_bags: options.BagOptions,
     data: Annotated[
         list[str] | None,
         typer.Option(help="Images to try: bags or directories of bags; or `sim`: the policy's own at --world."),
@@ -282,7 +282,7 @@ def calibrate(
     base = options.simulation(chosen, world if simulated else TABLE)
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
-        images = calibration.collect_frames(loaded, base, data, plan, frames, sensors.sensors())
+        images = calibration.collect_frames(loaded, base, data, plan, frames, options.topics_of(chosen, of_bags))
         found = calibration.calibrate(
             loaded, base, images, plan, out, lambda stage, done, wanted: advance(done, wanted, stage)
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that several commands share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +10,13 @@ import typer
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import ROBOTS
+from specvla_ros.messages.synchronizer import TOLERANCE_S
 from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import parameter
 
 if TYPE_CHECKING:
     from specvla_ros.cli.options import PolicyOptions
-    from specvla_ros.lab.bags.frames import Sensors
+    from specvla_ros.lab.bags.frames import TopicChoice
     from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
 
@@ -39,9 +40,10 @@ Results = Annotated[Path, typer.Option("--out", help="Directory of the results; 
 
 
 @dataclass(frozen=True)
-class SensorOptions:
-    """What is read of bags beside the first camera's images."""
+class BagOptions:
+    """What is read of bags."""
 
+    image_topic: str = parameter("", "The first camera's images; empty: /camera/image_raw, or the only colour camera.")
     camera: tuple[str, ...] = parameter(
         (), "NAME=TOPIC of a further camera, again for each, for a policy that looks at several."
     )
@@ -49,25 +51,52 @@ class SensorOptions:
     state_names: str = parameter(
         "", "Comma-separated: the state's numbers in the policy's order; empty: the message's."
     )
+    sync_tolerance_s: float = parameter(
+        TOLERANCE_S, "How far the others' stamps may lie from the first camera's.", minimum=0.0
+    )
+    instruction_topic: str = parameter("", "Empty: /instruction.")
+    instruction: str = parameter("", "In place of the bags' instruction topic.")
 
     @property
-    def cameras(self) -> dict[str, str]:
-        """Topics of further cameras, by their names."""
+    def topics(self) -> "TopicChoice":
+        """The same for `choose_topics`."""
+        from specvla_ros.lab.bags.frames import TopicChoice
+
         parts = {text: text.partition("=") for text in self.camera}
         for text, (name, _, topic) in parts.items():
             if not (name and topic):
                 raise UserError(f"--camera must be NAME=TOPIC, such as wrist=/wrist/image_raw; got {shown(text)}")
-        return {name: topic for name, _, topic in parts.values()}
+        return TopicChoice(
+            image_topic=self.image_topic or None,
+            instruction_topic=self.instruction_topic or None,
+            instruction=self.instruction or None,
+            cameras={name: topic for name, _, topic in parts.values()},
+            state_topic=self.state_topic or None,
+            state_names=tuple(filter(None, self.state_names.split(","))),
+            sync_tolerance_s=self.sync_tolerance_s,
+        )
+
+
+@dataclass(frozen=True)
+class ActionBagOptions(BagOptions):
+    """What is read of bags whose recorded actions count too."""
+
+    action_topic: str = parameter("", "Recorded actions; empty: /ground_truth/action if it is there.")
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(filter(None, self.state_names.split(",")))
+    def topics(self) -> "TopicChoice":
+        return replace(super().topics, action_topic=self.action_topic or None)
 
-    def sensors(self, instruction: str = "") -> "Sensors":
-        """The same for `frame_sources`; an instruction replaces the bags' own."""
-        from specvla_ros.lab.bags.frames import Sensors
 
-        return Sensors(self.cameras, self.state_topic, self.names, instruction)
+def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
+    """What is read of bags; what the options leave open about the state, the policy's parameter file may say."""
+    topics, inputs, usual = of_bags.topics, chosen.inputs, BagOptions()
+    names = inputs.get("state_names", ["all"])
+    if not topics.state_names and names != ["all"]:
+        topics = replace(topics, state_names=tuple(names))
+    if of_bags.sync_tolerance_s == usual.sync_tolerance_s:
+        topics = replace(topics, sync_tolerance_s=inputs.get("sync_tolerance_s", usual.sync_tolerance_s))
+    return topics
 
 
 def simulation(chosen: "PolicyOptions", world: str, **settings: Any) -> "SimulateSettings":

@@ -2,6 +2,7 @@
 """The commands that answer recorded images: `replay`, of one bag or of many, and `certify`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +11,11 @@ import typer
 from specvla_ros.cli.options import PolicyOptions, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import Bags, Rerun, SensorOptions, Viewer, shown_in
+from specvla_ros.lab.cli.options import ActionBagOptions, BagOptions, Bags, Rerun, Viewer, shown_in, topics_of
 from specvla_ros.lab.plans import EngineSpread, Thresholds
-from specvla_ros.messages.synchronizer import TOLERANCE_S
 
 if TYPE_CHECKING:
+    from specvla_ros.lab.bags.finder import FoundBags
     from specvla_ros.lab.evaluation.replay_bags import ReplaySettings
     from specvla_ros.lab.evaluation.replay_summary import ReplaySummary
 
@@ -32,7 +33,7 @@ def replay(
             show_default=False,
         ),
     ],
-    sensors: SensorOptions,
+    of_bags: ActionBagOptions,
     thresholds: Thresholds,
     spread: EngineSpread,
     out: Annotated[
@@ -42,15 +43,6 @@ def replay(
             "several need one."
         ),
     ] = None,
-    image_topic: Annotated[str, typer.Option(help="Empty: /camera/image_raw, or the only one.")] = "",
-    instruction_topic: Annotated[str, typer.Option(help="Empty: /instruction.")] = "",
-    instruction: Annotated[str, typer.Option(help="In place of the bag's instruction topic.")] = "",
-    action_topic: Annotated[
-        str, typer.Option(help="Recorded actions; empty: /ground_truth/action if it is there.")
-    ] = "",
-    sync_tolerance_s: Annotated[
-        float, typer.Option(help="How far the others' stamps may lie from the first camera's.", min=0.0)
-    ] = TOLERANCE_S,
     rerun: Rerun = False,
     viewer: Viewer = "",
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
@@ -61,30 +53,24 @@ def replay(
     Exit code 1 when a limit is broken or a bag could not be replayed to its end, 2 when something given is wrong.
     """
     from specvla_ros.engine.engine import Engine
-    from specvla_ros.lab.bags.frames import TopicChoice
+    from specvla_ros.lab.bags.finder import find_bags
     from specvla_ros.lab.evaluation.replay import check_replay, replay
-    from specvla_ros.lab.evaluation.replay_bags import ReplaySettings, is_folder_of_bags
+    from specvla_ros.lab.evaluation.replay_bags import ReplaySettings
     from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
 
-    several = len(bag) > 1 or is_folder_of_bags(bag[0])
     if out is None and len(bag) > 1:
         raise UserError("several bags have no name of their own: say where their results shall be: --out DIRECTORY")
     out = out or Path(f"replay-{bag[0].resolve().stem}")
-    topics = TopicChoice(
-        image_topic=image_topic or None,
-        instruction_topic=instruction_topic or None,
-        instruction=instruction or None,
-        action_topic=action_topic or None,
-        cameras=sensors.cameras,
-        state_topic=sensors.state_topic or None,
-        sync_tolerance_s=sync_tolerance_s,
-    )
-    settings = ReplaySettings(chosen.checkpoint, chosen.model, chosen.engine, chosen.action, topics, sensors.names)
+    found, topics = find_bags(bag), topics_of(chosen, of_bags)
+    for each in found.left_out:
+        typer.echo(f"left out: {each}", err=True)
+    settings = ReplaySettings(chosen.checkpoint, chosen.model, chosen.engine, chosen.action, topics)
+    several = found.bags != (bag[0].expanduser(),)
     if several:
         if viewer:
             raise UserError("--viewer shows one bag: give one, or --rerun, which writes a recording of each")
         rerun_file = RECORDING_FILE if shown_in(out, rerun, "") else ""
-        _replay_bags(settings, bag, out, thresholds, rerun_file, spread, progress)
+        _replay_bags(settings, found, out, thresholds, rerun_file, spread, progress)
         return
     if spread != EngineSpread():
         raise UserError("one bag is replayed by one process: --workers, --per-engine and --ray are of several bags")
@@ -96,7 +82,6 @@ def replay(
         bag[0],
         out,
         topics=topics,
-        state_names=settings.state_names,
         action=chosen.action,
         thresholds=thresholds,
         shown=shown_in(out, rerun, viewer),
@@ -107,20 +92,18 @@ def replay(
 
 def _replay_bags(
     settings: "ReplaySettings",
-    given: Sequence[Path],
+    found: "FoundBags",
     out: Path,
     thresholds: Thresholds,
     rerun: str,
     spread: EngineSpread,
     bar: bool,
 ) -> None:
-    from specvla_ros.lab.evaluation.replay_bags import find_bags, replay_bags
+    from specvla_ros.lab.evaluation.replay_bags import named_bags, replay_bags
     from specvla_ros.lab.evaluation.replay_page import BAGS_HEAD, bag_cells
     from specvla_ros.models.checkpoint import leave_a_core
 
-    bags, left_out = find_bags(given)
-    for each in left_out:
-        typer.echo(f"{each} is no bag: it is left out", err=True)
+    bags = named_bags(found.bags)
     leave_a_core()
     with progress_bar(shown=bar) as shown:
         line = shown.add_task("replaying", total=len(bags))
@@ -128,7 +111,7 @@ def _replay_bags(
             settings,
             bags,
             out,
-            left_out=left_out,
+            left_out=found.left_out,
             thresholds=thresholds,
             rerun=rerun,
             **vars(spread),
@@ -155,34 +138,34 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
 def certify(
     chosen: PolicyOptions,
     data: Bags,
-    sensors: SensorOptions,
+    of_bags: BagOptions,
     out: Annotated[Path, typer.Option(help="The certificate.")] = Path("certificate.json"),
     verify: Annotated[
         Path | None, typer.Option(help="A certificate: repeat what it says, with its settings, and compare.")
     ] = None,
-    instruction: Annotated[str, typer.Option(help="In place of the bags' own.")] = "",
 ) -> None:
     """Compare a setting with plain decoding over bags, token for token, and write what was found as a certificate.
 
     Exit code 1 when strict answers differ, a picture is answered by one alone, or a certificate does not hold again.
     """
+    from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.evaluation import certificate
-    from specvla_ros.lab.evaluation.frame_sources import find_bags
     from specvla_ros.lab.evaluation.replay import check_senses
 
     given = certificate.read_certificate(verify) if verify is not None else None
     if given is None and chosen.engine.mode == "ar":
         raise UserError("plain decoding is what a setting is compared with: give one, such as --mode spec")
-    bags = find_bags(data)
-    if given is not None and instruction:
-        raise UserError("--verify asks as the certificate says: leave --instruction out")
-    seen = sensors.sensors(instruction if given is None else given.content["instruction"])
+    bags, topics = bags_in(data), topics_of(chosen, of_bags)
+    if given is not None:
+        if topics.instruction:
+            raise UserError("--verify asks as the certificate says: leave --instruction out")
+        topics = replace(topics, instruction=given.content["instruction"] or None)
     policy = chosen.load()
-    check_senses(policy, seen.cameras, seen.state_topic)
+    check_senses(policy, topics.cameras, topics.state_topic)
     settings = chosen.engine if given is None else certificate.settings_of(given)
-    pictures = certificate.count_pictures(bags, seen)
+    pictures = certificate.count_pictures(bags, topics)
     with progress("answering") as advance:
-        found = certificate.certify(policy, settings, bags, seen, lambda done: advance(done, pictures, "answering"))
+        found = certificate.certify(policy, settings, bags, topics, lambda done: advance(done, pictures, "answering"))
     result = found.content["result"]
     typer.echo(
         f"{result['actions']} of {result['frames']} pictures of {len(bags)} bags answered, {result['tokens']} tokens: "

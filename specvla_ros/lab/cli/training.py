@@ -10,7 +10,15 @@ import typer
 
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
-from specvla_ros.lab.cli.options import Bags, BagsOrSim, MaxGb, SensorOptions, check_accelerate
+from specvla_ros.lab.cli.options import (
+    ActionBagOptions,
+    BagOptions,
+    Bags,
+    BagsOrSim,
+    MaxGb,
+    check_accelerate,
+    topics_of,
+)
 from specvla_ros.lab.plans import CalibratePlan, CollectPlan, DraftTraining, FleetPlan, PolicyTraining, Spread
 
 app = typer.Typer()
@@ -43,14 +51,15 @@ def train_policy(
     data: Bags,
     out: Annotated[Path, typer.Option(help="The checkpoint's directory; a training cut short goes on.")],
     settings: PolicyTraining,
-    sensors: SensorOptions,
+    of_bags: ActionBagOptions,
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
+    from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.bundled.policies import find_policy
     from specvla_ros.lab.training import train_policy as training
 
-    settings = replace(settings, sensors=sensors.sensors())
+    settings, bags = replace(settings, topics=of_bags.topics), bags_in(data)
     with progress_bar() as bar:
         reading = bar.add_task("reading bags", total=None)
         line = bar.add_task("training", total=settings.steps)
@@ -69,7 +78,7 @@ def train_policy(
                 )
 
         training.train_policy(
-            data,
+            bags,
             out,
             settings,
             init=find_policy(Path(settings.init))[0] if settings.init else None,
@@ -86,7 +95,7 @@ def train_draft(
     data: BagsOrSim,
     out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
     settings: DraftTraining,
-    sensors: SensorOptions,
+    of_bags: BagOptions,
     spread: Spread,
     frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
     max_reasoning_tokens: Annotated[
@@ -102,7 +111,7 @@ def train_draft(
     from specvla_ros.models.families.openvla.target import require_openvla
 
     bags = bags_or_simulation(data)
-    training.check_frames(bags, frames)
+    training.check_frames(bags, frames, topics_of(chosen, of_bags))
     policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))
     with progress_bar() as bar:
         asking = bar.add_task("asking the target", total=frames)
@@ -114,7 +123,7 @@ def train_draft(
             frames=frames,
             max_text=max_reasoning_tokens,
             max_bytes=max_gb * 1e9,
-            sensors=sensors.sensors(),
+            topics=topics_of(chosen, of_bags),
             model=chosen.model,
             **vars(spread),
             on_frame=lambda done: bar.update(asking, completed=done),
@@ -146,7 +155,7 @@ def fleet_draft(
     out: Annotated[Path, typer.Option(help="Directory for head, verdict and report; a training cut short goes on.")],
     plan: FleetPlan,
     training: Annotated[DraftTraining, Taken(fixed={"parallel_depth": 1})],
-    sensors: SensorOptions,
+    of_bags: BagOptions,
     spread: Spread,
     promote: Annotated[
         Path | None,
@@ -167,6 +176,7 @@ def fleet_draft(
     It is taken where it saves forwards and strict answers stay plain decoding's. Exit code 1 when it is refused.
     """
     check_accelerate()
+    from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.training import fleet_draft as fleet
     from specvla_ros.lab.training.train_draft import DraftValidation
     from specvla_ros.lab.training.trainer import Progress
@@ -192,11 +202,11 @@ def fleet_draft(
             policy,
             chosen.model,
             chosen.engine,
-            data,
+            bags_in(data),
             out,
             plan,
             promote=promote,
-            sensors=sensors.sensors(),
+            topics=topics_of(chosen, of_bags),
             **vars(spread),
             on_frame=lambda done: bar.update(asking, completed=done),
             on_training=show,
@@ -216,7 +226,7 @@ def fleet_draft(
 def collect_answers(
     chosen: PolicyOptions,
     data: BagsOrSim,
-    sensors: SensorOptions,
+    of_bags: BagOptions,
     out: Annotated[
         Path | None, typer.Option(help="The file; by default where draft.chunk_shift finds it, in the checkpoint.")
     ] = None,
@@ -234,7 +244,7 @@ def collect_answers(
 
     bags = bags_or_simulation(data)
     policy = load_target(chosen.checkpoint, **vars(chosen.model))
-    source = frame_source(policy, bags, seed, sensors.sensors())
+    source = frame_source(policy, bags, seed, topics_of(chosen, of_bags))
     with progress("asking the policy") as advance:
         found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))
     path = out or policy.directory / ANSWERS_FILE

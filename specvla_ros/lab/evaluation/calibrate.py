@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import Sensors
+from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.compare import Deviation, deviation, time_settings
 from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
@@ -142,12 +142,12 @@ def collect_frames(
     data: Sequence[str] | None,
     plan: CalibratePlan,
     frames: int,
-    sensors: Sensors,
+    topics: TopicChoice,
 ) -> list[Observation]:
     """At most `frames` frames of bags and directories of bags; for `sim` and None, of the policy's own simulation."""
     bags = bags_or_simulation(data or [SIMULATION])
     tasks = plan.episodes.tasks if plan.episodes else ()
-    source = frame_source(policy, bags, 0, sensors, world=base.world, tasks=tasks, engine=base.engine)
+    source = frame_source(policy, bags, 0, topics, world=base.world, tasks=tasks, engine=base.engine)
     return list(islice(source, frames))
 
 

@@ -24,12 +24,12 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import Sensors, choose_topics
+from specvla_ros.lab.bags.frames import TopicChoice, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.compare import compare, deviation
 from specvla_ros.lab.evaluation.frame_sources import frames_in
-from specvla_ros.lab.evaluation.run_directory import checkpoint_hashes, file_hashes, head
+from specvla_ros.lab.evaluation.run_directory import bag_hashes, checkpoint_hashes, head
 from specvla_ros.lab.files import replace_file
 from specvla_ros.models.generation import NO_RULES
 from specvla_ros.models.observation import Observation
@@ -122,12 +122,12 @@ def settings_of(certificate: Certificate) -> EngineSettings:
     return with_values(EngineSettings(), dict(certificate.content["settings"]))
 
 
-def count_pictures(bags: Sequence[Path], sensors: Sensors) -> int:
+def count_pictures(bags: Sequence[Path], topics: TopicChoice) -> int:
     """The number of images in bags; a UserError says that one cannot be read."""
     count = 0
     for path in bags:
         with open_bag(path) as bag:
-            count += choose_topics(bag, sensors.topics).image.count
+            count += choose_topics(bag, topics).image.count
     return count
 
 
@@ -135,7 +135,7 @@ def certify(
     policy: Target,
     settings: EngineSettings,
     bags: Sequence[Path],
-    sensors: Sensors,
+    topics: TopicChoice,
     on_frame: Callable[[int], None] = lambda done: None,
 ) -> Certificate:
     """Compares a setting with plain decoding; `on_frame` is called with the number of images that both have answered.
@@ -151,7 +151,7 @@ def certify(
     for bag in bags:
         found, of_bag = Finding(), hashlib.sha256()
         engines = {_PLAIN: Engine(policy, plainly), _OWN: Engine(policy, asked)}
-        for observation, answers in compare(engines, frames_in(policy, [bag], sensors), in_flight=True):
+        for observation, answers in compare(engines, frames_in(policy, [bag], topics), in_flight=True):
             plain = answers[_PLAIN].outcome
             comparison.add(found, bag.name, observation, plain, answers[_OWN].outcome)
             if isinstance(plain, Action):
@@ -159,8 +159,7 @@ def certify(
                     each.update(np.asarray((*plain.text_tokens, *plain.tokens), np.int64).tobytes())
             on_frame(total.frames + found.frames)
         found.digest = of_bag.hexdigest()
-        files = file_hashes(sorted(path for path in bag.iterdir() if path.is_file()))
-        of_bags[bag.name] = {"files": files} | vars(found)
+        of_bags[bag.name] = {"files": bag_hashes(bag)} | vars(found)
         total.add(found)
     total.digest = digest.hexdigest()
     strict = settings.acceptance.rule == "strict" or not settings.drafts
@@ -171,7 +170,7 @@ def certify(
         "code": _code_hash(),
         "policy": policy.describe() | {"checkpoint": policy.directory.name},
         "strict": strict,
-        "instruction": sensors.instruction,
+        "instruction": topics.instruction or "",
         "settings": {name: value for name, value in values_of(settings).items() if value != defaults[name]},
         **checkpoint_hashes(policy.directory, settings),
         "tie": comparison.tie,

@@ -14,13 +14,13 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import CAMERA_ALONE, STATE, Sensors, bag_frames, choose_topics
+from specvla_ros.lab.bags.finder import bags_in, find_bags
+from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
-from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import rgb_from_message
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
@@ -32,32 +32,18 @@ SIMULATION = "sim"
 _LONG_ANSWER = 16  # tokens, from which drafts pay even on a CPU
 
 
-def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
-    """Every bag that is one of these directories or lies directly in one, sorted."""
-    bags: list[Path] = []
-    for directory in directories:
-        if not directory.is_dir():
-            raise UserError(f"--data {directory} does not exist; `specvla collect --out {directory}` records some")
-        children = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
-        bags += [path for path in (directory, *children) if (path / "metadata.yaml").exists()]
-    if bags:
-        return tuple(bags)
-    named = ", ".join(map(str, directories))
-    raise UserError(f"no bags in {named}; `specvla collect --out {directories[0]}` records some")
-
-
 def bags_or_simulation(data: Sequence[str]) -> list[Path] | None:
-    """Bags to read frames from, as --data says; None: simulation."""
+    """The bags to read frames from, as --data says, with a warning of what else lies there; None: simulation."""
     if SIMULATION in data and len(data) > 1:
         raise UserError("--data sim cannot be mixed with bags: run this twice, or choose one")
-    return None if list(data) == [SIMULATION] else [Path(each) for each in data]
+    return None if list(data) == [SIMULATION] else [*bags_in([Path(each) for each in data])]
 
 
 def frame_source(
     policy: Target,
     data: Sequence[Path] | None,
     seed: int,
-    sensors: Sensors = CAMERA_ALONE,
+    topics: TopicChoice = DEFAULT_TOPICS,
     *,
     world: str = TABLE,
     tasks: Sequence[str] = (),
@@ -65,15 +51,15 @@ def frame_source(
 ) -> Iterator[Observation]:
     """Frames of bags and directories of bags in random order, or, for None, of `simulation_source`.
 
-    A UserError says that there is no frame, or that the sensors are not the policy's.
+    A UserError says that there is no frame, or that the topics are not those of the policy's sensors.
     """
     if data is None:
-        if sensors != CAMERA_ALONE:
-            raise UserError("--camera, --state-topic and --state-names are of bags; with --data sim leave them out")
+        if topics != DEFAULT_TOPICS:
+            raise UserError("topics, names of a state and instructions are of bags: with --data sim leave them out")
         source = simulation_source(policy, FRAME_FIRST_SEED + seed, world=world, tasks=tasks, engine=engine)
     else:
-        check_senses(policy, sensors.cameras, sensors.state_topic)
-        source = frames_in(policy, shuffled(find_bags(data), seed), sensors)
+        check_senses(policy, topics.cameras, topics.state_topic)
+        source = frames_in(policy, shuffled(find_bags(data).bags, seed), topics)
     first = next(source, None)
     if first is None:
         raise UserError("the data hold no image with an instruction: nothing to ask the target about")
@@ -85,7 +71,7 @@ def shuffled(bags: Sequence[Path], seed: int) -> list[Path]:
     return [bags[i] for i in np.random.default_rng(seed).permutation(len(bags))]
 
 
-def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterator[Observation]:
+def frames_in(policy: Target, bags: Sequence[Path], topics: TopicChoice) -> Iterator[Observation]:
     """Every image of every bag with the instruction in force and the policy's other sensors, bag after bag.
 
     An image whose other sensors did not come in time is left out, and counted in a warning.
@@ -94,26 +80,22 @@ def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterato
     for path in bags:
         missing: list[str] = []
         with open_bag(path) as bag:
-            topics = choose_topics(bag, sensors.topics)
-            for frame in bag_frames(bag, topics, sensors.instruction):
+            for frame in bag_frames(bag, choose_topics(bag, topics.of(policy)), topics.instruction):
                 if frame.missing:
                     missing.append(frame.missing)
                 elif frame.instruction:
                     seen = {lead: frame.image} | {name: frame.others[name] for name in others}
                     images = {name: rgb_from_message(message.message()) for name, message in seen.items()}
-                    state = None
-                    if policy.state_dims:
-                        state = read_state(frame.others[STATE].message(), sensors.state_names, policy.state_dims)
-                    yield Observation(images, frame.instruction, frame.index + 1, state=state)
+                    yield Observation(images, frame.instruction, frame.index + 1, state=frame.state)
             bag.warn_of_damage()
         if missing:
             _log.warning("bag %s: %d images are left out, the first as %s", path, len(missing), missing[0])
 
 
-def count_frames(path: Path, sensors: Sensors) -> int:
+def count_frames(path: Path, topics: TopicChoice) -> int:
     """The number of frames that `frames_in` gives for a bag, without decoding an image."""
     with open_bag(path) as bag:
-        found = bag_frames(bag, choose_topics(bag, sensors.topics), sensors.instruction)
+        found = bag_frames(bag, choose_topics(bag, topics), topics.instruction)
         return sum(1 for frame in found if frame.instruction and not frame.missing)
 
 

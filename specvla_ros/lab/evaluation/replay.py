@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, fields
 from functools import partial
@@ -21,7 +21,14 @@ from specvla_ros.control.convention import ActionConvention, ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.lab.bags.frames import STATE, BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import (
+    DEFAULT_TOPICS,
+    BagFrame,
+    ReplayTopics,
+    TopicChoice,
+    bag_frames,
+    choose_topics,
+)
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import BagRecorder
 from specvla_ros.lab.evaluation.replay_page import Pictures, write_replay_report
@@ -38,7 +45,7 @@ from specvla_ros.lab.evaluation.run_directory import (
 )
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.plans import Thresholds
-from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, read_state, vla_action_fields
+from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
@@ -46,7 +53,6 @@ from specvla_ros.models.target import PolicyFacts
 FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
 INTERRUPTED = "interrupted"  # how `incomplete` of a summary begins that a signal ended
 _NS = 1e-9
-_DEFAULT_TOPICS = TopicChoice()
 _KNOWN_DATASET = ConventionSettings()
 _BASE_FRAME = "base_link"  # a bag does not name it
 _HINT = "; the frames so far are kept, and the same command goes on"
@@ -66,7 +72,6 @@ class ReplayRun:
         directory: RunDirectory,
         pictures: Pictures,
         meaning: ActionMeaning,
-        state_names: Sequence[str],
         shown: RerunSettings | None,
     ) -> None:
         self._engine, self._directory, self._pictures = engine, directory, pictures
@@ -78,13 +83,13 @@ class ReplayRun:
         described = {key: str(value) for key, value in engine.target.describe().items()}
         self._recorder = BagRecorder(bag, described, meaning)
         self._lines = directory.append_to(FRAMES_FILE)
-        self._meaning, self._state_names = meaning, state_names
+        self._meaning = meaning
         self._shown = RerunRecording(shown) if shown is not None else None
 
     def play(self, frame: BagFrame) -> bool:
         """Answers one frame and writes the result at once; returns whether it was missing."""
         received_ns = time.monotonic_ns()
-        observed = _observe(frame, received_ns, self._engine.target, self._state_names)
+        observed = _observe(frame, received_ns, self._engine.target)
         if frame.index < len(self._kept):
             self._restore(self._kept[frame.index], frame, observed)
             return False
@@ -167,9 +172,7 @@ class ReplayRun:
             self._shown.add_stats(stamp, SimpleNamespace(**stats))
 
 
-def _observe(
-    frame: BagFrame, received_ns: int, policy: PolicyFacts, state_names: Sequence[str]
-) -> Observation | FrameRecord:
+def _observe(frame: BagFrame, received_ns: int, policy: PolicyFacts) -> Observation | FrameRecord:
     """Checks images and state as the node does, in the same order, without ROS."""
     lead, *others = policy.cameras
     reason = DropReason.BAD_IMAGE
@@ -183,15 +186,11 @@ def _observe(
         return _dropped(frame, received_ns, reason, str(error))
     if frame.missing:
         return _dropped(frame, received_ns, DropReason.INCOMPLETE, frame.missing, stamp)
-    try:
-        state = read_state(frame.others[STATE].message(), state_names, policy.state_dims) if policy.state_dims else None
-    except UserError as error:
-        return _dropped(frame, received_ns, DropReason.INCOMPLETE, f"the state was refused: {error}", stamp)
     if not frame.epoch:
         return _dropped(frame, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction", stamp)
     return Observation(
         images=images,
-        state=state,
+        state=frame.state,
         instruction=frame.instruction,
         stamp_ns=stamp,
         frame_id=message.header.frame_id,
@@ -230,8 +229,7 @@ def replay(
     bag_path: str | Path,
     out_dir: str | Path,
     *,
-    topics: TopicChoice = _DEFAULT_TOPICS,
-    state_names: Sequence[str] = (),
+    topics: TopicChoice = DEFAULT_TOPICS,
     action: ConventionSettings = _KNOWN_DATASET,
     thresholds: Thresholds | None = None,
     shown: RerunSettings | None = None,
@@ -246,13 +244,13 @@ def replay(
     Args:
         engine: warm; without a staleness limit, as a recorded image has no age.
         out_dir: made if missing, refused if it holds a whole replay or other results.
-        state_names: in the policy's order; empty: the message's.
         action: the actions' convention, where the dataset is not known.
         shown: where Rerun shows it; None: nowhere.
     """
     directory = _open_output(out_dir)
     policy = engine.target
     check_senses(policy, topics.cameras, topics.state_topic)
+    topics = topics.of(policy)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
         if chosen.note:
@@ -269,7 +267,8 @@ def replay(
         if shown is not None and shown.out:
             context["recording"] = Path(shown.out).name
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
-        run = ReplayRun(engine, directory, Pictures(chosen.image.count, bag.start_ns), meaning, state_names, shown)
+        pictures = Pictures(chosen.image.count, bag.start_ns)
+        run = ReplayRun(engine, directory, pictures, meaning, shown)
         finish = partial(run.finish, thresholds or Thresholds(), context)
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
@@ -309,7 +308,7 @@ def tell(text: str) -> None:
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:
+def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = DEFAULT_TOPICS) -> None:
     """Checks the output and the bag before a policy is loaded, which may take minutes."""
     _open_output(out_dir)
     with open_bag(bag_path) as bag:

@@ -48,7 +48,6 @@ class ReplaySettings:
     engine: EngineSettings = field(default_factory=EngineSettings)
     action: ConventionSettings = field(default_factory=ConventionSettings)
     topics: TopicChoice = field(default_factory=TopicChoice)
-    state_names: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "policy": str(self.policy.resolve())}
@@ -64,47 +63,16 @@ class BagJob:
     rerun: str = ""  # the recording for Rerun to write; empty: none
 
 
-def find_bags(given: Sequence[Path]) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """The bags that a user gives, by name and sorted, and what else lies in a folder of bags.
-
-    `given` are bags (a directory with an .mcap or .db3 file or a metadata.yaml, or such a file), or folders of bags. A
-    UserError says that one does not exist, or that two have the same name.
-    """
-    bags: list[Path] = []
-    left_out: list[str] = []
-    for path in (each.expanduser() for each in given):
-        if not path.exists():
-            raise UserError(f"bag {path} does not exist; give bags, or folders of bags")
-        if not is_folder_of_bags(path):
-            bags.append(path)
-            continue
-        for child in sorted(each for each in path.iterdir() if not each.name.startswith(".")):
-            held = _looks_like_a_bag(child) if child.is_dir() else child.suffix in BAG_SUFFIXES
-            if held:
-                bags.append(child)
-            else:
-                left_out.append(str(child))
+def named_bags(bags: Sequence[Path]) -> dict[str, Path]:
+    """Bags by name and sorted; a UserError says that two have the same name."""
     by_name = {_name(path): path for path in sorted(bags, key=_name)}
-    counts = Counter(_name(path) for path in {each.resolve() for each in bags})
-    twice = [name for name, count in counts.items() if count > 1]
-    if twice:
+    if len(by_name) < len(bags):
+        twice = next(name for name, count in Counter(map(_name, bags)).items() if count > 1)
         raise UserError(
-            f"two bags are called {twice[0]}, and results lie in a folder of the bag's name: replay them one after the "
+            f"two bags are called {twice}, and results lie in a folder of the bag's name: replay them one after the "
             "other, each with its own --out"
         )
-    return by_name, tuple(left_out)
-
-
-def is_folder_of_bags(path: Path) -> bool:
-    """Whether a directory is no bag itself and holds some."""
-    path = path.expanduser()
-    return path.is_dir() and not _looks_like_a_bag(path) and any(map(_looks_like_a_bag, path.iterdir()))
-
-
-def _looks_like_a_bag(path: Path) -> bool:
-    if not path.is_dir() or path.name.startswith("."):
-        return False
-    return (path / "metadata.yaml").exists() or any(each.suffix in BAG_SUFFIXES for each in path.iterdir())
+    return by_name
 
 
 def _name(bag: Path) -> str:
@@ -194,7 +162,6 @@ def replay_bag(job: BagJob, host: Host | None = None) -> str:
             job.bag,
             job.out,
             topics=topics,
-            state_names=settings.state_names,
             action=settings.action,
             shown=RerunSettings(job.rerun) if job.rerun else None,
             progress=False,

@@ -296,7 +296,7 @@ def _links(directory: Path, summary: BagsSummary) -> str:
     pages = ", ".join(f"<a href='{quote(name)}/{REPORT_FILE}'>{escape(name)}</a>" for name in there)
     text = f"<p>Reports of single bags: {pages}.</p>" if pages else ""
     beside = ", ".join(map(escape, summary.left_out))
-    return text + (f"<p class=note>Beside the bags, and no bags: {beside}.</p>" if beside else "")
+    return text + (f"<p class=note>Left out: {beside}.</p>" if beside else "")
 
 
 def _bags_plot(summary: BagsSummary) -> str:

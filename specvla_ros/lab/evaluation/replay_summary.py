@@ -205,7 +205,7 @@ class BagsSummary:
 
     rows: tuple[BagRow, ...]
     total: ReplaySummary
-    left_out: tuple[str, ...]  # what lies in a given folder and is no bag
+    left_out: tuple[str, ...]  # what lies beside the bags and was not read
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -207,6 +207,11 @@ def file_hashes(files: Sequence[Path], root: Path | None = None) -> dict[str, st
     return hashes
 
 
+def bag_hashes(bag: Path) -> dict[str, str]:
+    """Those of a bag: of its files, or of the one that it is."""
+    return file_hashes([bag] if bag.is_file() else sorted(path for path in bag.iterdir() if path.is_file()))
+
+
 def git_revision(repository: Path) -> str | None:
     """The commit that is checked out, `-dirty` when files differ from it; None when this is no repository's root."""
 

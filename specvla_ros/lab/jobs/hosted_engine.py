@@ -31,6 +31,7 @@ class HostedPolicy:
     unnorm_key: str
     cameras: tuple[str, ...]
     state_dims: int
+    state_names: tuple[str, ...]
     description: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:
@@ -59,8 +60,8 @@ class EngineHost:
     def facts(self) -> tuple[HostedPolicy, EngineSettings]:
         """The policy and the settings, as an engine of one's own would have them."""
         target = self._engine.target
-        named = (target.directory, target.codec, target.unnorm_key, target.cameras, target.state_dims)
-        facts = HostedPolicy(*named, target.describe())
+        named = (target.directory, target.codec, target.unnorm_key)
+        facts = HostedPolicy(*named, target.cameras, target.state_dims, target.state_names, target.describe())
         return facts, replace(self._engine.settings, streams=self._settings.streams)
 
     def check_instruction(self, instruction: str) -> None:

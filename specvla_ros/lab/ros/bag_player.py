@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 
 import rclpy
 from rclpy.node import Node
@@ -16,6 +17,7 @@ from rclpy.time import Time
 from rosgraph_msgs.msg import Clock
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.finder import bags_in
 from specvla_ros.lab.bags.reader import Bag, OfferedQos, open_bag
 from specvla_ros.ros.node import run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters
@@ -138,6 +140,7 @@ def _open(parameters: BagPlayerParameters) -> Bag:
     if not parameters.bag:
         raise UserError("parameter 'bag' is empty; set it to a bag, for example bag:=/data/episode_0")
     bag = open_bag(parameters.bag)
+    bags_in([Path(parameters.bag)])  # names what is not played with it
     if parameters.wait_for_subscriber:
         bag.topic(parameters.wait_for_subscriber)
     return bag

@@ -254,11 +254,14 @@ class Rollout:
 
 def observe(robot: SimulatedRobot, policy: "PolicyFacts", instruction: str, stamp_ns: int) -> Observation:
     """The policy's input: an image of as many cameras as it has, in the robot's order, and the state."""
+    state = robot.feel() if policy.state_dims else None
+    if state is not None and policy.state_names:
+        state = state[[robot.state_names.index(name) for name in policy.state_names]]
     return Observation(
         images={name: robot.look(camera) for name, camera in zip(policy.cameras, robot.cameras, strict=False)},
         instruction=instruction,
         stamp_ns=stamp_ns,
-        state=robot.feel() if policy.state_dims else None,
+        state=state,
     )
 
 
@@ -270,9 +273,10 @@ def check_senses(policy: "PolicyFacts", robot: SimulatedRobot) -> None:
             f"and this robot has {len(robot.cameras)}: {', '.join(robot.cameras)}"
         )
     felt = len(robot.state_names)
-    if policy.state_dims not in (0, felt):
+    if policy.state_dims not in (0, felt) or not {*policy.state_names} <= {*robot.state_names}:
+        wanted = ", ".join(policy.state_names) or f"{policy.state_dims} numbers"
         raise UserError(
-            f"{policy.directory} reads a state of {policy.state_dims} numbers, and this robot's has {felt}"
+            f"{policy.directory} reads a state of {wanted}, and this robot's has {felt}"
             + (f": {', '.join(robot.state_names)}" if felt else "")
         )
 

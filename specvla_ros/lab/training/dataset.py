@@ -21,10 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import ACTION_TOPIC, HINDSIGHT_ACTION_TOPIC, HINDSIGHT_INSTRUCTION_TOPIC
-from specvla_ros.lab.bags.frames import STATE, BagFrame, Sensors, bag_frames, choose_topics
-from specvla_ros.lab.bags.reader import Bag, open_bag
+from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.reader import Bag, bag_files, open_bag
 from specvla_ros.lab.training.trainer import write_json
-from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import rgb_from_message
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
@@ -33,7 +32,7 @@ from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import normalise_instruction
 
 PADDING = -100  # after answers; PyTorch's cross-entropy leaves it out
-_VERSION = 3
+_VERSION = 4
 # Of an action's usual range, as digits are taught it; a millimetre at the table. Finer differences in demonstrations
 # come from how the arm happened to follow, and a policy can only learn them by heart.
 _DIGIT_STEPS = 100
@@ -61,6 +60,7 @@ class DemonstrationSet:
     episode_of: np.ndarray  # int64 [steps], counts the bags
     time_ns: np.ndarray  # int64 [steps], of the images
     instructions: tuple[str, ...]  # sorted, each once
+    state_names: tuple[str, ...] = ()  # of the state's numbers; empty: they have none
 
     @property
     def validation(self) -> np.ndarray:
@@ -72,7 +72,7 @@ def load_demonstrations(
     bags: Sequence[Path],
     cache: Path,
     size: int,
-    sensors: Sensors,
+    topics: TopicChoice,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DemonstrationSet:
     """Reads bags into `cache`, or maps what is there from an earlier call with the same bags.
@@ -85,15 +85,16 @@ def load_demonstrations(
     Raises:
         UserError: a bag lacks actions, or they are not seven finite numbers; or it has no such camera or state.
     """
-    names = "\n".join(f"{bag.resolve()} {(bag / 'metadata.yaml').stat().st_mtime_ns}" for bag in bags)
-    fingerprint = hashlib.sha256(f"{_VERSION} {size} {sensors}\n{names}".encode()).hexdigest()
+    names = "\n".join(f"{bag.resolve()} {max(each.stat().st_mtime_ns for each in bag_files(bag))}" for bag in bags)
+    fingerprint = hashlib.sha256(f"{_VERSION} {size} {topics}\n{names}".encode()).hexdigest()
     index = cache / "index.json"
     if not index.exists() or json.loads(index.read_text())["fingerprint"] != fingerprint:
-        _fill(bags, cache, size, sensors, fingerprint, on_progress)
+        _fill(bags, cache, size, topics, fingerprint, on_progress)
     described = json.loads(index.read_text())
     images = np.load(cache / "images.npy", mmap_mode="r")
     arrays = {name: np.load(cache / f"{name}.npy") for name in _ARRAYS}
-    return DemonstrationSet(images, **arrays, instructions=tuple(described["instructions"]))
+    instructions, state_names = (tuple(described[each]) for each in ("instructions", "state_names"))
+    return DemonstrationSet(images, **arrays, instructions=instructions, state_names=state_names)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class _Steps:
     actions: np.ndarray
     texts: tuple[tuple[str, ...], ...]
     time_ns: tuple[int, ...]
+    state_names: tuple[str, ...]
     left_out: str = ""  # why images are no steps, and how many
 
 
@@ -112,7 +114,7 @@ def _fill(
     bags: Sequence[Path],
     cache: Path,
     size: int,
-    sensors: Sensors,
+    topics: TopicChoice,
     fingerprint: str,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
@@ -123,8 +125,9 @@ def _fill(
     texts: list[tuple[str, ...]] = []
     episodes: list[int] = []
     times: list[int] = []
+    names: tuple[str, ...] = ()  # of the state's numbers
     with (cache / "images.raw").open("wb") as images:
-        for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size, sensors), strict=True)):
+        for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size, topics), strict=True)):
             if steps.left_out:
                 _log.warning("bag %s: %s", bag, steps.left_out)
             if any(len(asked) != len((texts or steps.texts)[0]) for asked in steps.texts):
@@ -132,11 +135,12 @@ def _fill(
                     f"bag {bag} has {len(steps.texts[0])} instructions per image, the bags before it {len(texts[0])}: "
                     "train on bags of one kind"
                 )
-            if states and len(steps.states) and steps.states.shape[1] != len(states[0]):
+            if states and len(steps.states) and (steps.state_names, steps.states.shape[1]) != (names, len(states[0])):
                 raise UserError(
-                    f"bag {bag}: a state on {sensors.state_topic} of {steps.states.shape[1]} numbers, in the bags "
-                    f"before it {len(states[0])}: name those to read with --state-names"
+                    f"bag {bag}: a state on {topics.state_topic} of {', '.join(steps.state_names)}, in the bags before "
+                    f"it of {', '.join(names)}: name those to read, in one order, with --state-names"
                 )
+            names = names or steps.state_names
             images.write(steps.images.tobytes())
             actions += list(steps.actions)
             states += list(steps.states)
@@ -149,7 +153,7 @@ def _fill(
         raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
     raw = cache / "images.raw"
     # NumPy's header before the pixels, so that they can be mapped.
-    shape = (len(actions), 1 + len(sensors.cameras), size, size, 3)
+    shape = (len(actions), 1 + len(topics.cameras), size, size, 3)
     np.save(cache / "images.npy", np.memmap(raw, dtype=np.uint8, mode="r", shape=shape))
     raw.unlink()
     instructions = sorted({text for asked in texts for text in asked})
@@ -158,19 +162,20 @@ def _fill(
     for name, rows in zip(_ARRAYS, (states, actions, instruction_of, episodes, times), strict=True):
         np.save(cache / f"{name}.npy", np.array(rows))
     described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
+    described["state_names"] = names
     write_json(cache / "index.json", described)
 
 
-def _read(bags: Sequence[Path], size: int, sensors: Sensors) -> Iterator[_Steps]:
+def _read(bags: Sequence[Path], size: int, topics: TopicChoice) -> Iterator[_Steps]:
     """The bags in their order, read on all cores where there are many."""
     if len(bags) < _MANY_BAGS:
-        yield from (_read_bag(bag, size, sensors) for bag in bags)
+        yield from (_read_bag(bag, size, topics) for bag in bags)
         return
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_read_bag, bags, [size] * len(bags), [sensors] * len(bags), chunksize=16)
+        yield from pool.map(_read_bag, bags, [size] * len(bags), [topics] * len(bags), chunksize=16)
 
 
-def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
+def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
     images: list[list[np.ndarray]] = []
     states: list[np.ndarray] = []
     missing: list[str] = []
@@ -178,11 +183,11 @@ def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
     texts: list[tuple[str, ...]] = []
     times: list[int] = []
     with open_bag(bag) as reader:
-        topics = choose_topics(reader, sensors.topics)
-        if topics.action is None:
-            raise UserError(f"bag {bag} has no recorded actions on {ACTION_TOPIC}: nothing to learn from")
+        chosen = choose_topics(reader, topics)
+        if chosen.action is None:
+            raise UserError(f"bag {bag} has no actions to learn from on {ACTION_TOPIC}; say where: --action-topic")
         hindsight = _hindsight(reader)
-        for frame in bag_frames(reader, topics):
+        for frame in bag_frames(reader, chosen, topics.instruction):
             if frame.missing:
                 missing.append(frame.missing)
                 continue
@@ -192,27 +197,19 @@ def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
             answers = [frame.recorded, *(other for other in others if other is not None)]
             if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
                 raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
-            messages = [frame.image, *(frame.others[name] for name in sensors.cameras)]
+            messages = [frame.image, *(frame.others[name] for name in topics.cameras)]
             seen = [Image.fromarray(rgb_from_message(message.message())) for message in messages]
             images.append([np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in seen])
-            states.append(_state(bag, frame, sensors))
+            states.append(frame.state if frame.state is not None else np.empty(0))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
             times.append(frame.image.time_ns)
         reader.warn_of_damage()
+    if missing and not images:
+        raise UserError(f"bag {bag}: not one image is whole: {missing[0]}")
     left_out = f"{len(missing)} images are left out, the first as {missing[0]}" if missing else ""
-    return _Steps(np.array(images, np.uint8), np.array(states), np.array(actions), tuple(texts), tuple(times), left_out)
-
-
-def _state(bag: Path, frame: BagFrame, sensors: Sensors) -> np.ndarray:
-    """The robot's state at a frame, float64 [state_dims]; empty where none is read."""
-    if not sensors.state_topic:
-        return np.empty(0)
-    message = frame.others[STATE].message()
-    try:
-        return read_state(message, sensors.state_names, len(sensors.state_names or message.position))
-    except UserError as error:
-        raise UserError(f"bag {bag}, image {frame.index}: its state cannot be read: {error}") from None
+    names, arrays = chosen.states.names, (np.array(images, np.uint8), np.array(states), np.array(actions))
+    return _Steps(*arrays, tuple(texts), tuple(times), names, left_out)
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:

@@ -20,7 +20,7 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
+from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice
 from specvla_ros.lab.evaluation.frame_sources import count_frames, frames_in
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.models.checkpoint import load_target
@@ -147,7 +147,7 @@ class FeatureStore:
                 job.path.unlink(missing_ok=True)
 
     def _jobs(self, asked: "Asked", frames: int) -> list["ShardJob"]:
-        ends = np.cumsum([count_frames(bag, asked.sensors) for bag in asked.bags])
+        ends = np.cumsum([count_frames(bag, asked.topics) for bag in asked.bags])
         total = min(frames, int(ends[-1]))
         jobs = []
         for number, start in enumerate(range(0, total, SHARD_SAMPLES)):
@@ -168,7 +168,7 @@ class Asked:
     policy: Path  # checkpoint directory
     model: ModelSettings
     bags: tuple[Path, ...]  # in the order in which their frames are taken
-    sensors: Sensors = CAMERA_ALONE  # read beside the first camera's images
+    topics: TopicChoice = DEFAULT_TOPICS  # of the bags
     max_text: int = 0  # tokens of text at most before its actions
 
 
@@ -186,7 +186,7 @@ def make_shard(job: ShardJob) -> int:
     """Makes a shard; returns how many frames were taken. The target is kept for the next one."""
     asked = job.asked
     policy = _target(asked.policy, asked.model)
-    frames = frames_in(policy, asked.bags, asked.sensors)
+    frames = frames_in(policy, asked.bags, asked.topics)
     return _fill_shard(job.path, policy, islice(frames, job.skip, job.skip + job.frames), asked.max_text)
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
+from specvla_ros.lab.bags.finder import find_bags
+from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice
 from specvla_ros.lab.evaluation.calibrate import PROFILE_FILE, calibrate
 from specvla_ros.lab.evaluation.certificate import certify
 from specvla_ros.lab.evaluation.compare import FrameRun, time_settings
-from specvla_ros.lab.evaluation.frame_sources import find_bags, frames_in, shuffled
+from specvla_ros.lab.evaluation.frame_sources import frames_in, shuffled
 from specvla_ros.lab.evaluation.page import provenance, table, verdict, write_page
-from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, file_hashes, head
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, bag_hashes, checkpoint_hashes, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import FleetPlan
 from specvla_ros.lab.training.train_draft import DraftValidation, check_frames, collect_features, train_draft
@@ -77,7 +78,7 @@ def fleet_draft(
     plan: FleetPlan,
     *,
     promote: Path | None = None,
-    sensors: Sensors = CAMERA_ALONE,
+    topics: TopicChoice = DEFAULT_TOPICS,
     workers: int = 0,
     ray: str = "",
     on_frame: Callable[[int], None] = lambda done: None,
@@ -94,8 +95,8 @@ def fleet_draft(
         promote: the head's place if it is taken, where it replaces another; None: it stays in `out` alone.
         workers, ray: of the training data, as of `run_jobs`.
     """
-    taught, judged = _split(find_bags(data), plan)
-    check_frames(taught, plan.frames)
+    taught, judged = _split(find_bags(data).bags, plan)
+    check_frames(taught, plan.frames, topics)
     directory = RunDirectory(out, "fleet-draft")
     bags = {"trained on": _hashes(taught), "judged by": _hashes(judged)}
     directory.begin({"plan": _plan_json(plan), "bags": bags} | checkpoint_hashes(policy.directory, engine))
@@ -111,7 +112,7 @@ def fleet_draft(
             frames=plan.frames,
             max_text=engine.max_reasoning_tokens,
             max_bytes=plan.max_bytes,
-            sensors=sensors,
+            topics=topics,
             model=model,
             workers=workers,
             ray=ray,
@@ -120,9 +121,9 @@ def fleet_draft(
         train_draft(policy, shards, new, plan.training, on_training)
     strict = replace(engine, mode="spec", acceptance=AcceptanceSettings())
     with_new = replace(strict, draft=replace(strict.draft, head=str(new.resolve())))
-    certificate = certify(policy, with_new, judged, sensors)
+    certificate = certify(policy, with_new, judged, topics)
     certificate.write(directory.path / CERTIFICATE_FILE)
-    frames = list(islice(frames_in(policy, judged, sensors), plan.judged_frames))
+    frames = list(islice(frames_in(policy, judged, topics), plan.judged_frames))
     settings = {_PLAIN: replace(strict, mode="ar"), _USED: strict, _NEW: with_new}
     used = strict.draft.head_directory(policy.directory)
     if strict.draft.head == NO_HEAD or used is None or not used.exists():
@@ -152,7 +153,7 @@ def _split(bags: Sequence[Path], plan: FleetPlan) -> tuple[tuple[Path, ...], tup
 
 
 def _hashes(bags: Sequence[Path]) -> dict[str, dict[str, str]]:
-    return {str(bag): file_hashes(sorted(path for path in bag.iterdir() if path.is_file())) for bag in sorted(bags)}
+    return {str(bag): bag_hashes(bag) for bag in sorted(bags)}
 
 
 def _plan_json(plan: FleetPlan) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
-from specvla_ros.lab.evaluation.frame_sources import SIMULATION, count_frames, find_bags, frame_source, shuffled
+from specvla_ros.lab.bags.finder import find_bags
+from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice
+from specvla_ros.lab.evaluation.frame_sources import SIMULATION, count_frames, frame_source, shuffled
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.run_directory import file_hashes
 from specvla_ros.lab.plans import DraftTraining
@@ -54,15 +55,15 @@ class DraftValidation:
     samples: int  # answers that were drafted
 
 
-def check_frames(data: Sequence[Path] | None, frames: int) -> None:
+def check_frames(data: Sequence[Path] | None, frames: int, topics: TopicChoice = DEFAULT_TOPICS) -> None:
     """Refuses too few frames before the target is loaded; `data` as of `collect_features`."""
     if frames < MIN_FRAMES:
         raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
     if data is None:
         return
     held = 0
-    for path in find_bags(data):
-        held += count_frames(path, CAMERA_ALONE)
+    for path in find_bags(data).bags:
+        held += count_frames(path, topics)
         if held >= MIN_FRAMES:
             return
     raise UserError(
@@ -80,7 +81,7 @@ def collect_features(
     frames: int,
     max_text: int = 0,
     max_bytes: float,
-    sensors: Sensors = CAMERA_ALONE,
+    topics: TopicChoice = DEFAULT_TOPICS,
     model: ModelSettings | None = None,
     workers: int = 0,
     ray: str = "",
@@ -101,19 +102,20 @@ def collect_features(
             "--workers and --ray are of bags: in simulation each image follows from the answer to the one before; "
             "`specvla collect --policy` records bags of what the target does"
         )
-    named = sorted(str(bag.resolve()) for bag in find_bags(data)) if data is not None else [SIMULATION]
+    named = sorted(str(bag.resolve()) for bag in find_bags(data).bags) if data is not None else [SIMULATION]
     weights = file_hashes(sorted(policy.directory.glob("*.safetensors")))
     described = {"target": weights, "data": named, "seed": seed, "max_text": max_text}
-    described |= {"sensors": str(sensors)} if sensors != CAMERA_ALONE else {}
+    described |= {"topics": str(topics)} if topics != DEFAULT_TOPICS else {}
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
     if data is not None and (workers or ray):
-        check_senses(policy, sensors.cameras, sensors.state_topic)
-        bags = tuple(shuffled(find_bags(data), seed))
-        by = Asked(policy.directory, model or ModelSettings(), bags, sensors, max_text)
+        check_senses(policy, topics.cameras, topics.state_topic)
+        topics = topics.of(policy)  # by which images are counted too
+        bags = tuple(shuffled(find_bags(data).bags, seed))
+        by = Asked(policy.directory, model or ModelSettings(), bags, topics, max_text)
         store.fill_by_workers(by, frames, limit_bytes=max_bytes, workers=workers, ray=ray, on_frame=on_frame)
     else:
         engine = EngineSettings(max_reasoning_tokens=max_text)
-        asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
+        asked = islice(frame_source(policy, data, seed, topics, engine=engine), frames)
         store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)
     return store.shards
 

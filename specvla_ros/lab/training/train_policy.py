@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from specvla_ros.control.convention import known_dataset
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import Sensors
-from specvla_ros.lab.evaluation.frame_sources import find_bags
+from specvla_ros.lab.bags.finder import find_bags
+from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.plans import NanoShape, PolicyTraining
 from specvla_ros.lab.training import dataset
 from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_weights
@@ -102,13 +102,13 @@ def train_policy(
     from accelerate import Accelerator
 
     init = init or (Path(training.init) if training.init else None)
-    bags = find_bags(data)
+    bags = find_bags(data).bags
     accelerator = Accelerator(mixed_precision=precision())
     size = read_config(init).towers[0].image_size if init is not None else training.shape.image_size
     report = on_reading if accelerator.is_main_process else None
     with accelerator.main_process_first():  # the others then find the cache filled
         cache = out / STATE_DIRECTORY / "demonstrations"
-        demonstrations = dataset.load_demonstrations(bags, cache, size, training.sensors, report)
+        demonstrations = dataset.load_demonstrations(bags, cache, size, training.topics, report)
     episodes = int(demonstrations.episode_of.max()) + 1
     if demonstrations.validation.all() or not demonstrations.validation.any():
         raise UserError(
@@ -129,19 +129,21 @@ def _write_untrained(out: Path, data: dataset.DemonstrationSet, training: Policy
     else:
         norm_stats = {training.unnorm_key: dataset.action_statistics(data.actions)}
         write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
-    if training.sensors != Sensors():
-        _choose_sensors(out, data, training.sensors)
+    if training.topics.cameras or training.topics.state_topic:
+        _choose_sensors(out, data, training.topics)
     if training.codec != "bins":
         _choose_codec(out, data, training)
 
 
-def _choose_sensors(out: Path, data: dataset.DemonstrationSet, sensors: Sensors) -> None:
+def _choose_sensors(out: Path, data: dataset.DemonstrationSet, topics: TopicChoice) -> None:
     """Makes an untrained checkpoint one of several cameras, or with a state."""
     fields = read_checkpoint_json(out / "config.json")
-    cameras = [*dict.fromkeys((ONLY_CAMERA, *sensors.cameras))]
+    cameras = [*dict.fromkeys((ONLY_CAMERA, *topics.cameras))]
     if len(cameras) != data.images.shape[1]:
         raise UserError(f"a further camera cannot be called {ONLY_CAMERA}, which is the first one's name")
     changed = fields.raw | {"cameras": cameras, "state_dims": data.states.shape[1]}
+    if data.state_names:
+        changed["state_names"] = list(data.state_names)
     if data.states.shape[1]:
         norm_stats = fields.inner("norm_stats").raw
         changed["norm_stats"] = {key: of | dataset.state_statistics(data.states) for key, of in norm_stats.items()}

@@ -127,7 +127,9 @@ class DriverNode(ManagedNode):
 
     def _listen(self) -> None:
         chosen = self._chosen
-        self._listening.callback(JointInput(self, self._on_joints, self._on_bad).destroy)
+        names = self._output_context.joints if self._output_context is not None else ()
+        self._joint_input = JointInput(self, names, self._on_joints, self._on_bad)
+        self._listening.callback(self._joint_input.destroy)
         self._pose_source: PoseSource | None = None
         if chosen.tool.pose_source == "topic":
             self._pose_source = PoseTopic(self, chosen.base_frame, self._on_pose, self._on_bad)
@@ -327,14 +329,15 @@ class DriverNode(ManagedNode):
         driver = self._driver
         if driver is None:
             return DiagnosticStatus.OK, self._introduction()
+        lacking = f"; {self._joint_input.lacking}" if self._joint_input.lacking and not driver.anchored else ""
         if driver.problem:
-            return DiagnosticStatus.ERROR, driver.problem
+            return DiagnosticStatus.ERROR, driver.problem + lacking
         if self._holding:
             return DiagnosticStatus.WARN, "holding, as ~/hold was told"
         if driver.guarded:
             return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
         if not driver.anchored:
-            return DiagnosticStatus.WARN, "waiting for the tool's pose"
+            return DiagnosticStatus.WARN, f"waiting for the tool's pose{lacking}"
         if self._order.pending:
             return DiagnosticStatus.WARN, _TRIES_ORDER
         clocks = self._clocks.best

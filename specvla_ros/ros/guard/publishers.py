@@ -7,6 +7,8 @@ from typing import Any
 
 from rclpy.node import Node
 
+from specvla_ros.ros import qos
+
 _RECENT_S = 0.5  # within which two publishers of a topic take turns
 
 
@@ -34,7 +36,7 @@ class Senders:
 
 def sources_problem(node: Node, inputs: Sequence[str], outputs: Sequence[str]) -> str:
     """What is wrong with who publishes, in words: inputs have one publisher at most, outputs the guard alone."""
-    publishers = {topic: _publishers(node, topic) for topic in (*inputs, *outputs)}
+    publishers = {topic: qos.publishers(node, topic) for topic in (*inputs, *outputs)}
     for topic in inputs:
         if len(publishers[topic]) > 1:
             return f"{topic} has {len(publishers[topic])} publishers: {', '.join(sorted(publishers[topic]))}"
@@ -47,7 +49,3 @@ def sources_problem(node: Node, inputs: Sequence[str], outputs: Sequence[str]) -
     matter = {me, *(name for topic in inputs for name in publishers[topic])}
     twins = sorted(name for name in matter if counts[name] > 1)
     return f"there are {counts[twins[0]]} nodes named {twins[0]}" if twins else ""
-
-
-def _publishers(node: Node, topic: str) -> list[str]:
-    return [f"{info.node_namespace.rstrip('/')}/{info.node_name}" for info in node.get_publishers_info_by_topic(topic)]

@@ -136,6 +136,7 @@ class InputHealth:
         self._stamps_ns: deque[int] = deque(maxlen=_STAMPS)
         self._last_image_s: float | None = None
         self._period_began_s = time.monotonic()
+        self.several = ""  # which camera has several publishers, in words; empty: none
 
     def add_image(self, transport: str) -> None:
         """Counts an image, whatever becomes of it; `transport`: after its camera's name where there are several."""
@@ -164,6 +165,8 @@ class InputHealth:
             return make_status(DiagnosticStatus.ERROR, message, values)
         if not active:
             return make_status(DiagnosticStatus.OK, "not active", values)
+        if self.several:
+            return make_status(DiagnosticStatus.ERROR, self.several, values)
         worst = drops.worst(_INPUT_FAULTS)
         if worst:
             lost_all = sum(drops.counts[reason] for reason in _INPUT_FAULTS) >= arrived

@@ -21,8 +21,8 @@ from std_msgs.msg import String
 
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
-from specvla_ros.messages.action_message import read_state
 from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.messages.state_message import StateReader
 from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.ros import qos
@@ -117,6 +117,12 @@ class ImageInput:
                 self._node.destroy_subscription(subscription)
                 self._subscribe(transport, wanted)
 
+    @property
+    def publishers(self) -> list[str]:
+        """The nodes that publish this camera's images, one for each publisher of a transport."""
+        found = (qos.publishers(self._node, each.topic_name) for each in self._subscriptions.values())
+        return max(found, key=len, default=[])
+
     def _wanted(self, transport: str, current: ReliabilityPolicy) -> ReliabilityPolicy:
         if self._reliability != "auto":
             return ReliabilityPolicy[self._reliability.upper()]
@@ -181,6 +187,7 @@ class Senses:
 
     cameras: tuple[str, ...] = (ONLY_CAMERA,)  # their names; the first leads
     state_dims: int = 0  # numbers of the robot's state; 0: none
+    state_names: tuple[str, ...] = ()  # of these, in the policy's order; empty: the checkpoint does not say
 
 
 @dataclass(frozen=True)
@@ -218,7 +225,8 @@ class ObservationInput:
         on_bad: Callable[[DropReason, str], None],
     ) -> None:
         self._node, self._senses = node, senses
-        self._names = () if chosen.state_names == ALL_NUMBERS else chosen.state_names
+        names = senses.state_names if chosen.state_names == ALL_NUMBERS else chosen.state_names
+        self._states = StateReader(names, senses.state_dims, chosen.sync_tolerance_s)
         self._on_frames, self._on_bad = on_frames, on_bad
         lead, *others = senses.cameras
         state = [STATE_TOPIC] if senses.state_dims else []
@@ -245,9 +253,18 @@ class ObservationInput:
             self._node.destroy_subscription(self._state)
         self._end(self._together.give_up())
 
-    def follow_publishers(self) -> None:
-        for camera in self._cameras.values():
+    def follow_publishers(self) -> str:
+        """Asks for what publishers offer; returns which camera has several publishers, in words, empty: none."""
+        problems = []
+        for name, camera in self._cameras.items():
             camera.follow_publishers()
+            nodes = camera.publishers
+            if len(nodes) > 1:
+                problems.append(
+                    f"the images of '{name}' have {len(nodes)} publishers, and actions answer each in turn: "
+                    f"{', '.join(sorted(nodes))}; leave one, or remap the others"
+                )
+        return "; ".join(problems)
 
     def _count(self, on_message: Callable[[str], None], camera: str, transport: str) -> None:
         on_message(transport if len(self._senses.cameras) == 1 else f"{camera}_{transport}")
@@ -260,18 +277,20 @@ class ObservationInput:
 
     def _add_state(self, message: JointState) -> None:
         try:
-            state = read_state(message, self._names, self._senses.state_dims)
             stamp = stamp_ns(message.header)
+            state = self._states.read(message, stamp)
         except UserError as error:
             self._node.get_logger().warning(f"a state was refused: {error}", throttle_duration_sec=_LOG_PERIOD_S)
             return
-        self._end(self._together.add(STATE_TOPIC, stamp, state))
+        if state is not None:
+            self._end(self._together.add(STATE_TOPIC, self._states.stamp_ns, state))
 
     def _end(self, ended: Sequence[Matched | Unmatched]) -> None:
         for each in ended:
             camera, lead = each.lead
             if isinstance(each, Unmatched):
-                self._on_bad(DropReason.INCOMPLETE, each.why)
+                lacking = self._states.lacking
+                self._on_bad(DropReason.INCOMPLETE, f"{each.why}; {lacking}" if lacking else each.why)
                 continue
             others: dict[str, Any] = dict(each.others)
             state = others.pop(STATE_TOPIC, None)

@@ -124,7 +124,7 @@ class PolicyNode(ManagedNode):
         description = self._wait_loaded(self._thread)
         target = self._target
         assert target is not None, "the policy was not loaded"
-        senses = Senses(target.cameras, target.state_dims)
+        senses = Senses(target.cameras, target.state_dims, target.state_names)
         self._policy = LoadedPolicy(self._thread, senses, target.tokenizer, target.unnorm_key, target.codec.dt_s)
         if self._own is not None:
             self._own.configure(self._policy, self._chosen.robot)

@@ -44,8 +44,8 @@ class RobotParameters:
     )
     state_names: tuple[str, ...] = parameter(
         ALL_NUMBERS,
-        "Names of the numbers of the topic `state` that the policy reads, in its order; all: every one, in the "
-        "message's.",
+        "Names of the numbers of the topic `state` that the policy reads, in its order; all: those that its checkpoint "
+        "names, or else every one, in the first message's order.",
     )
     instruction: str = parameter(
         "", "What the robot shall do until the topic `instruction` says otherwise.", basic=True

@@ -321,7 +321,10 @@ class RobotPart:
 
     def _follow_publishers(self) -> None:
         if self._inputs is not None:
-            self._inputs.follow_publishers()
+            several = self._inputs.follow_publishers()
+            if several and several != self._input_health.several:
+                self._node.get_logger().warning(several)
+            self._input_health.several = several
 
     # Called from the inference thread
 

@@ -95,3 +95,14 @@ def test_a_topic_of_the_wrong_type_is_refused(tmp_path: Path, argument: str, nee
 def test_a_named_topic_that_is_missing_is_refused(tmp_path: Path, argument: str) -> None:
     with pytest.raises(UserError, match="has no messages on topic '/nowhere'; it holds:"):
         choose(tmp_path, bags.episode(1), **{argument: "/nowhere"})
+
+
+def test_depth_is_no_camera_to_choose_among(tmp_path: Path) -> None:
+    """Both of a depth camera's topics are sensor_msgs/Image."""
+    depth = [
+        ("/head/depth/" + form, bags.IMAGE, bags.START_NS, bags.image(bags.START_NS, encoding=form))
+        for form in ("16UC1", "32FC1")
+    ]
+    packed = picture("/head/color/compressed", bags.COMPRESSED)
+    topics = choose(tmp_path, [words("/instruction"), *depth, picture("/head/color"), packed])
+    assert topics.image.name == "/head/color"

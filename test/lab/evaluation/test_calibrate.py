@@ -13,7 +13,7 @@ from support.gl import needs_gl
 
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import Sensors
+from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.calibrate import (
     PROFILE_FILE,
@@ -137,7 +137,7 @@ def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path
 @needs_gl
 def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
     policy, base, plan = _small_calibration()
-    frames = collect_frames(policy, base, None, plan, 20, Sensors())
+    frames = collect_frames(policy, base, None, plan, 20, TopicChoice())
     anything = calibrate(policy, base, frames, plan, tmp_path / "wide")
     assert anything.chosen.trial.tolerance == FAR and anything.chosen.speed_up > 1
     assert anything.candidates[0].trial.name == "ar" and anything.candidates[0].speed_up == 1.0
@@ -153,7 +153,7 @@ def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
 @pytest.mark.nightly
 def test_what_episodes_were_acted_with_is_chosen_and_written_as_a_profile(tmp_path: Path):
     policy, base, plan = _small_calibration()
-    frames = collect_frames(policy, base, None, plan, 30, Sensors())
+    frames = collect_frames(policy, base, None, plan, 30, TopicChoice())
     anything = calibrate(policy, base, frames, plan, tmp_path / "wide")
     off = {each.trial.tolerance: each.deviation.p95_mm for each in anything.candidates}  # of window mass, the last
     assert 0 < off[NEAR] < off[FAR]
@@ -184,4 +184,4 @@ def _small_calibration() -> tuple[Any, SimulateSettings, CalibratePlan]:
 
 def test_sim_and_bags_do_not_mix(tmp_path: Path):
     with pytest.raises(UserError, match="cannot be mixed"):
-        collect_frames(None, SimulateSettings(tmp_path), ["sim", "bag"], CalibratePlan((), ()), 1, Sensors())  # type: ignore[arg-type]
+        collect_frames(None, SimulateSettings(tmp_path), ["sim", "bag"], CalibratePlan((), ()), 1, TopicChoice())  # type: ignore[arg-type]

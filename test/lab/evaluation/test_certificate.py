@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from specvla_ros import Engine, EngineSettings, UserError
 from specvla_ros.cli.app import app
-from specvla_ros.lab.bags.frames import Sensors
+from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.evaluation import certificate
 from specvla_ros.lab.evaluation.certificate import certify, differences, read_certificate, settings_of
 from specvla_ros.models.families.openvla.target import OpenVLATarget
@@ -25,7 +25,7 @@ from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, 
 FRAMES = 6
 DRAFTS = adjusted(DraftSettings(nodes=8), temporal=True)
 RELAXED = AcceptanceSettings("bin_distance", bins=(254,))
-ALONE = Sensors()
+ALONE = TopicChoice()
 
 
 @pytest.fixture(scope="module")

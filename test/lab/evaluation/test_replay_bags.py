@@ -16,10 +16,11 @@ from support.paths import BAGS, needs
 from support.replays import read_frames, warm_engine
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.evaluation import replay_bags as many
 from specvla_ros.lab.evaluation.replay import replay
-from specvla_ros.lab.evaluation.replay_bags import ReplaySettings, find_bags, replay_bags
+from specvla_ros.lab.evaluation.replay_bags import ReplaySettings, named_bags, replay_bags
 from specvla_ros.lab.evaluation.replay_summary import BagsSummary
 from specvla_ros.lab.plans import Thresholds
 from specvla_ros.models.families.openvla.target import OpenVLATarget
@@ -54,7 +55,8 @@ def counts(summary: BagsSummary) -> dict[str, tuple[int, int]]:
 def test_a_folder_of_real_bags_gives_one_report(
     settings: ReplaySettings, policy: OpenVLATarget, tmp_path: Path
 ) -> None:
-    found, left_out = find_bags([BAGS])
+    finding = find_bags([BAGS])
+    found, left_out = named_bags(finding.bags), finding.left_out
     assert len(found) == 17 and left_out == (str(BAGS / "README.txt"),)
     summary = replay_bags(
         settings, found, tmp_path / "out", left_out=left_out, thresholds=Thresholds(max_drop_fraction=0)
@@ -91,7 +93,7 @@ def test_a_killed_worker_changes_nothing(
 ) -> None:
     if "ray" in where:
         request.getfixturevalue("cluster")
-    found, _ = find_bags([folder])
+    found = named_bags(find_bags([folder]).bags)
     here = replay_bags(settings, found, tmp_path / "here")
     monkeypatch.setattr(many, "replay_bag", replay_bag_dying_once)
     ended: list[str] = []
@@ -122,7 +124,7 @@ def test_workers_that_share_an_engine_answer_alike_though_it_is_killed(
 ) -> None:
     if "ray" in where:
         request.getfixturevalue("cluster")
-    found, _ = find_bags([folder])
+    found = named_bags(find_bags([folder]).bags)
     here = replay_bags(settings, found, tmp_path / "here")
     died = tmp_path / ".died"
     monkeypatch.setattr(many, "host_engine", partial(replaying_host_dying_once, died))
@@ -149,7 +151,7 @@ def test_a_bag_that_cannot_be_read_is_named_and_fails_the_replay(
             ("/instruction", bags.TEXT, bags.START_NS + 10**10, bags.text("go")),
         ],
     )
-    found, _ = find_bags([folder])
+    found = named_bags(find_bags([folder]).bags)
     summary = replay_bags(settings, found, tmp_path / "out")
     failures = [failure.partition(":")[0] for failure in summary.failures]
     assert failures == ["b", "mute", "early"]
@@ -163,7 +165,7 @@ def test_limits_are_over_the_frames_of_all_bags(settings: ReplaySettings, folder
     entries = bags.episode(5)
     entries[1] = (*entries[1][:3], bags.image(entries[1][2], height=0))
     bags.write_bag(folder / "d", entries)
-    found, _ = find_bags([folder])
+    found = named_bags(find_bags([folder]).bags)
     kept = replay_bags(settings, found, tmp_path / "out", thresholds=Thresholds(max_drop_fraction=0.1))
     assert kept.failures == ()
     (failure,) = replay_bags(settings, found, tmp_path / "out", thresholds=Thresholds(max_drop_fraction=0.05)).failures
@@ -172,7 +174,7 @@ def test_limits_are_over_the_frames_of_all_bags(settings: ReplaySettings, folder
 
 def test_called_again_it_replays_what_is_missing(settings: ReplaySettings, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    found, _ = find_bags([folder])
+    found = named_bags(find_bags([folder]).bags)
     replay_bags(settings, {name: found[name] for name in ("a", "b")}, out)
     lines = (out / "b" / "frames.jsonl").read_text().splitlines(keepends=True)
     (out / "b" / "frames.jsonl").write_text("".join(lines[:2]))  # as a process leaves it that was killed
@@ -193,7 +195,7 @@ def test_called_again_it_replays_what_is_missing(settings: ReplaySettings, folde
 def test_an_interruption_is_told_and_goes_on(
     settings: ReplaySettings, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, _ = find_bags([folder])
+    found = named_bags(find_bags([folder]).bags)
     real = many.replay_bag
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -211,23 +213,15 @@ def test_an_interruption_is_told_and_goes_on(
 def test_what_is_wrong_for_every_bag_is_the_users_error(
     settings: ReplaySettings, folder: Path, tmp_path: Path, workers: int
 ) -> None:
-    found, _ = find_bags([folder])
+    found = named_bags(find_bags([folder]).bags)
     asked = ReplaySettings(settings.policy, settings.model, topics=TopicChoice(instruction="word " * 2000))
     with pytest.raises(UserError, match="at most 1000 are taken"):
         replay_bags(asked, found, tmp_path / "out", workers=workers)
     assert not (tmp_path / "out").exists()
 
 
-def test_bags_are_found_as_they_are_given(folder: Path, tmp_path: Path) -> None:
-    (folder / "notes").mkdir()
-    file = next((folder / "c").glob("*.mcap")).rename(folder / "loose.mcap")
-    (folder / "c" / "metadata.yaml").unlink()
-    file.rename(tmp_path / "loose.mcap")
-    found, left_out = find_bags([folder, tmp_path / "loose.mcap", folder / "a"])
-    assert [*found] == ["a", "b", "loose"]
-    assert left_out == (str(folder / "c"), str(folder / "notes"))
-    with pytest.raises(UserError, match="nowhere does not exist"):
-        find_bags([folder, tmp_path / "nowhere"])
+def test_bags_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
     bags.write_bag(tmp_path / "others" / "a", bags.episode(1))
+    assert [*named_bags(find_bags([folder, folder / "a"]).bags)] == ["a", "b", "c"]
     with pytest.raises(UserError, match="two bags are called a, "):
-        find_bags([folder, tmp_path / "others"])
+        named_bags(find_bags([folder, tmp_path / "others"]).bags)

@@ -2,6 +2,7 @@
 """Bags of two cameras and a state, replayed with OpenVLA-OFT, whose every answer is an action."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.cli.app import app
 from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.outcome import Action
-from specvla_ros.lab.bags.frames import Sensors, TopicChoice
+from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.evaluation.frame_sources import frame_source
 from specvla_ros.lab.evaluation.replay import replay
-from specvla_ros.messages.action_message import JOINT_STATE
+from specvla_ros.messages.state_message import JOINT_STATE
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.target import Target
 
@@ -94,7 +95,7 @@ def test_frames_to_ask_about_are_those_of_a_replay(
     policy: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bag = bags.write_bag(tmp_path / "bag", episode())
-    sensors = Sensors(TOPICS.cameras, "/joint_states", tuple(f"joint_{i}" for i in range(8)))
+    sensors = replace(TOPICS, state_names=tuple(f"joint_{i}" for i in range(8)))
     frames = [*frame_source(policy, [bag], 0, sensors)]
     assert f"bag {bag}: 1 images are left out, the first as nothing of 'wrist'" in caplog.text
     for index, frame in zip((i for i in range(FRAMES) if i != MISSING), frames, strict=True):
@@ -104,7 +105,7 @@ def test_frames_to_ask_about_are_those_of_a_replay(
         np.testing.assert_array_equal(frame.images["wrist"], bags.pixels(100 + index))
         np.testing.assert_allclose(frame.state, state_of(taken + 4 * MS), atol=1e-12)
     with pytest.raises(UserError, match="reads the robot's state: say where it is"):
-        frame_source(policy, [bag], 0, Sensors(TOPICS.cameras))
+        frame_source(policy, [bag], 0, TopicChoice(cameras=TOPICS.cameras))
     with pytest.raises(UserError, match="with --data sim leave them out"):
         frame_source(policy, None, 0, sensors)
 
@@ -118,8 +119,7 @@ def test_the_state_is_read_by_its_names(policy: Target, tmp_path: Path) -> None:
             warm_engine(policy),
             bag,
             tmp_path / folder,
-            topics=TOPICS,
-            state_names=order,
+            topics=replace(TOPICS, state_names=tuple(order)),
             action=UNITS,
             progress=False,
         )

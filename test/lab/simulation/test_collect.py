@@ -12,7 +12,7 @@ from support.patience import wait_until
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags import demonstrations as demonstration_bag
-from specvla_ros.lab.bags.frames import Sensors, TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.plans import CollectPlan
@@ -118,7 +118,9 @@ def test_all_sensors_are_recorded_at_every_picture(tmp_path):
 
 def test_every_picture_is_labelled_for_every_instruction(tmp_path):
     collect(tmp_path, CollectPlan(tasks=("push_green",), episodes=1, noise=0.0))
-    data = load_demonstrations([tmp_path / f"push_green-{DEMONSTRATION_FIRST_SEED}"], tmp_path / "cache", 32, Sensors())
+    bag = tmp_path / f"push_green-{DEMONSTRATION_FIRST_SEED}"
+    assert sorted(path.name for path in bag.iterdir()) == ["metadata.yaml", f"{bag.name}.mcap"], "nothing is hidden"
+    data = load_demonstrations([bag], tmp_path / "cache", 32, TopicChoice())
     assert data.instructions == tuple(sorted(task.instruction for task in TASKS))
     assert data.actions.shape[1:] == (len(TASKS), 7)
     robot = TableRobot(image_size=32)

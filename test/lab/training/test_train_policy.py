@@ -18,8 +18,8 @@ from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
-from specvla_ros.lab.bags.frames import Sensors
-from specvla_ros.lab.evaluation.frame_sources import find_bags
+from specvla_ros.lab.bags.finder import find_bags
+from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.plans import NanoShape, PolicyTraining
 from specvla_ros.lab.training.dataset import action_chunks, action_statistics, load_demonstrations, shuffled
 from specvla_ros.lab.training.train_policy import action_loss, train_policy
@@ -61,7 +61,7 @@ def training(**changes) -> PolicyTraining:
 
 
 def test_bags_become_arrays_once(bags, tmp_path):
-    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, Sensors())
+    data = load_demonstrations(find_bags([bags]).bags, tmp_path / "cache", 28, TopicChoice())
     assert data.images.shape == (120, 1, 28, 28, 3) and data.actions.shape == (120, 2, 7)
     assert data.instructions == (LEFT, RIGHT)
     np.testing.assert_allclose(data.actions[:, 0, 0], -data.actions[:, 1, 0])
@@ -69,7 +69,7 @@ def test_bags_become_arrays_once(bags, tmp_path):
     np.testing.assert_allclose(brightness, data.actions[:, 0, 0] / 0.05, atol=0.01)
     assert data.validation.sum() == 6 and data.validation[-1]
     stamp = (tmp_path / "cache" / "images.npy").stat().st_mtime_ns
-    load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, Sensors())
+    load_demonstrations(find_bags([bags]).bags, tmp_path / "cache", 28, TopicChoice())
     assert (tmp_path / "cache" / "images.npy").stat().st_mtime_ns == stamp
 
 
@@ -87,7 +87,7 @@ def test_trained_policy_is_a_checkpoint_that_follows_image_and_instruction(bags,
     assert history[-1].accuracy[6] > 0.95  # the gripper hangs on the instruction alone
 
 
-BOTH = Sensors({"wrist": "/wrist/image_raw"}, "/joint_states", ("turn", "reach"))
+BOTH = TopicChoice(cameras={"wrist": "/wrist/image_raw"}, state_topic="/joint_states", state_names=("turn", "reach"))
 
 
 def write_bags_of_all_sensors(directory: Path, *, bags: int = 20, steps: int = 6) -> None:
@@ -107,7 +107,7 @@ def write_bags_of_all_sensors(directory: Path, *, bags: int = 20, steps: int = 6
 
 def test_bags_of_two_cameras_with_a_state_become_arrays_in_their_order(tmp_path):
     write_bags_of_all_sensors(tmp_path / "bags")
-    data = load_demonstrations(find_bags([tmp_path / "bags"]), tmp_path / "cache", 28, BOTH)
+    data = load_demonstrations(find_bags([tmp_path / "bags"]).bags, tmp_path / "cache", 28, BOTH)
     assert data.images.shape == (120, 2, 28, 28, 3) and data.states.shape == (120, 2)
     np.testing.assert_array_equal(data.states[:, 0], np.sign(data.actions[:, 0, 0]))  # `turn` first
     assert data.images[:, 0].max() == 0 < data.images[:, 1].min()
@@ -124,7 +124,7 @@ def test_a_policy_of_two_cameras_with_a_state_learns_from_both(tmp_path):
         if progress.step == 50:
             raise Stop
 
-    settings = training(steps=250, sensors=BOTH)
+    settings = training(steps=250, topics=BOTH)
     with pytest.raises(Stop):
         train_policy([tmp_path / "bags"], tmp_path / "policy", settings, on_progress=stop)
     train_policy([tmp_path / "bags"], tmp_path / "policy", settings)
@@ -146,11 +146,13 @@ def test_a_policy_of_two_cameras_with_a_state_learns_from_both(tmp_path):
 
 def test_a_bag_without_what_shall_be_read_is_refused_by_name(bags, tmp_path):
     with pytest.raises(UserError, match="no messages on topic '/wrist/image_raw'"):
-        load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, BOTH)
+        load_demonstrations(find_bags([bags]).bags, tmp_path / "cache", 28, BOTH)
     write_bags_of_all_sensors(tmp_path / "bags", bags=1)
     other = replace(BOTH, state_names=("lift",))
-    with pytest.raises(UserError, match=r"its state cannot be read: it has no 'lift'.* it has reach, turn"):
-        load_demonstrations(find_bags([tmp_path / "bags"]), tmp_path / "cache", 28, other)
+    with pytest.raises(
+        UserError, match=r"not one image is whole: nothing of 'state'.*it has no 'lift'.* it has reach, turn"
+    ):
+        load_demonstrations(find_bags([tmp_path / "bags"]).bags, tmp_path / "cache", 28, other)
 
 
 @pytest.mark.nightly
@@ -232,7 +234,7 @@ def test_data_that_is_not_there_or_not_enough_is_named(bags, tmp_path):
     write_bags(tmp_path / "mixed" / "b", bags=1, hindsight=False)
     with pytest.raises(UserError, match="train on bags of one kind"):
         load_demonstrations(
-            find_bags([tmp_path / "mixed" / "a", tmp_path / "mixed" / "b"]), tmp_path / "cache", 28, Sensors()
+            find_bags([tmp_path / "mixed" / "a", tmp_path / "mixed" / "b"]).bags, tmp_path / "cache", 28, TopicChoice()
         )
 
 
@@ -277,7 +279,7 @@ def test_settings_out_of_range_are_refused(change):
 
 
 def test_chunks_end_with_their_episode(bags, tmp_path):
-    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, Sensors())
+    data = load_demonstrations(find_bags([bags]).bags, tmp_path / "cache", 28, TopicChoice())
     everything = (np.full(7, -np.inf), np.full(7, np.inf))
     chunks = action_chunks(data, 4, everything, None)
     assert chunks.shape == (120, 4, 7)
@@ -289,7 +291,7 @@ def test_chunks_end_with_their_episode(bags, tmp_path):
 
 
 def test_a_chunks_actions_are_so_many_seconds_apart_whatever_the_pictures_rate(bags, tmp_path):
-    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, Sensors())
+    data = load_demonstrations(find_bags([bags]).bags, tmp_path / "cache", 28, TopicChoice())
     rng = np.random.default_rng(0)
     gaps = rng.choice([50_000_000, 100_000_000, 200_000_000], len(data.actions))
     data = replace(data, time_ns=np.cumsum(gaps))

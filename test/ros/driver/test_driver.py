@@ -4,6 +4,7 @@
 import math
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import mujoco
@@ -12,6 +13,7 @@ import pytest
 from rclpy.client import Client
 from rclpy.node import Node
 from rclpy.parameter import Parameter
+from sensor_msgs.msg import JointState
 from std_srvs.srv import SetBool
 from support.driving import LIMITS, MOVE, NAMES, START, arm
 
@@ -19,6 +21,7 @@ import specvla_ros.lab.simulation
 from specvla_ros.control.pose import Pose
 from specvla_ros.msg import GuardState
 from specvla_ros.ros.qos import LATCHED_STATE
+from specvla_ros.ros.tool_pose import JointInput
 
 ORDER = "specvla_ros.ros.driver.joint_order"
 TABLE = Path(specvla_ros.lab.simulation.__file__).parent / "assets" / "table.xml"
@@ -101,6 +104,20 @@ def test_joints_take_the_tool_there(output):
         if output == "joint_trajectory":
             assert all(message.joint_names == JOINTS for message in robot.trajectories)
             assert all(message.points[0].time_from_start.nanosec > 0 for message in robot.trajectories)
+
+
+def test_another_parts_joint_states_are_no_error():
+    """A gripper has a publisher of its own, and knows nothing of the arm; what is not commanded may be NaN."""
+    heard, bad = [], []
+    node = SimpleNamespace(create_subscription=lambda *_: None)
+    joints = JointInput(node, ("a", "b"), lambda _, positions: heard.append(positions), bad.append)
+    joints._on_message(JointState(name=["finger"], position=[0.04]))
+    assert joints.lacking == "joint_states has no 'a'; it has finger" and not heard and not bad
+    joints._on_message(JointState(name=["b", "finger", "a"], position=[2.0, math.nan, 1.0]))
+    assert heard == [{"a": 1.0, "b": 2.0}] and not joints.lacking and not bad
+    joints._on_message(JointState(name=["a", "b"], position=[1.0]))
+    joints._on_message(JointState(name=["a", "b"], position=[1.0, math.nan]))
+    assert len(heard) == 1 and len(bad) == 2
 
 
 def test_a_dry_run_sends_nothing_and_needs_no_limits():

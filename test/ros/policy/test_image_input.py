@@ -151,3 +151,17 @@ def test_losses_are_told_by_the_stamps_alone() -> None:
         for seed, (period_s, kept, jitter, pause_s) in enumerate(cases.tolist())
     ]
     assert np.mean(["the camera takes" in each for each in told]) > 0.97
+
+
+def test_two_publishers_of_a_camera_are_told_with_their_names(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with robot(checkpoint) as r:
+        r.start()
+        second = camera(r, ReliabilityPolicy.BEST_EFFORT)
+        words = "the images of 'image' have 2 publishers, and actions answer each in turn"
+        r.until(lambda: r.diagnostics and words in r.diagnosis("inputs").message)
+        assert r.user.get_fully_qualified_name() in r.diagnosis("inputs").message
+        r.user.destroy_publisher(second)
+        r.until(lambda: words not in r.diagnosis("inputs").message)
+    assert words in capfd.readouterr().err

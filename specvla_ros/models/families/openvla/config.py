@@ -25,7 +25,7 @@ from specvla_ros.settings.json_file import Fields, shown
 
 @dataclass(frozen=True)
 class OpenVLAConfig:
-    """The whole policy. `instructions` to `state_dims` are this package's additions to config.json."""
+    """The whole policy. `instructions` to `state_names` are this package's additions to config.json."""
 
     towers: tuple[VisionTowerConfig, ...]  # one, or two whose features are joined by channel (DINOv2 first)
     llama: DecoderShape  # the language model
@@ -37,6 +37,7 @@ class OpenVLAConfig:
     action_codec: str = "bins"  # name of its codec, see `specvla_ros.models.codecs`
     cameras: tuple[str, ...] = (ONLY_CAMERA,)  # in prompt order (not OFT's)
     state_dims: int = 0  # numbers of the robot's state in its prompt, as bins
+    state_names: tuple[str, ...] = ()  # of these, in their order; empty: not known
 
     @property
     def token_vocab_size(self) -> int:
@@ -83,9 +84,12 @@ def read_config(directory: Path) -> OpenVLAConfig:
         action_codec=raw.text("action_codec", "bins"),
         cameras=tuple(raw.list_of("cameras", str, "a list of names", (ONLY_CAMERA,))),
         state_dims=raw.whole("state_dims", 0, maximum=1024),
+        state_names=tuple(raw.list_of("state_names", str, "a list of names", ())),
     )
     if not config.cameras or len({*config.cameras} - {""}) != len(config.cameras):
         raise raw.wrong("cameras", "a list of different names")
+    if config.state_names and len({*config.state_names}) != config.state_dims:
+        raise raw.wrong("state_names", f"a list of {config.state_dims} different names, as state_dims says")
     if config.token_vocab_size <= config.action_bins:
         raise UserError(
             f"{raw.path}: text_config.vocab_size {config.llama.vocab_size} leaves no token for text beside "

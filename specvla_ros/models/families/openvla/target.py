@@ -140,6 +140,10 @@ class OpenVLATarget(VisionLanguageTarget):
         return 0 if self.state is None else self.state.dims
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        return self.model.config.state_names
+
+    @property
     def action_head(self) -> bool:
         return self.decoder.head_ids is not None
 

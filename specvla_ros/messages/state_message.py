@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The robot's state from JointStates, live or recorded, by the names of its numbers. Needs no ROS."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.errors import UserError
+from specvla_ros.messages.synchronizer import TOLERANCE_S
+
+JOINT_STATE = "sensor_msgs/msg/JointState"
+
+_log = logging.getLogger(__name__)
+
+
+def positions_by_name(message: Any) -> dict[str, float]:
+    """A JointState's positions; UserError where names and positions are not one each. They may be NaN."""
+    names, values = list(message.name), list(message.position)
+    if len(names) != len(values):
+        raise UserError(f"it has {len(names)} names and {len(values)} positions")
+    if len(set(names)) < len(names):
+        raise UserError(f"it has a name twice: {', '.join(names)}")
+    return dict(zip(names, values, strict=True))
+
+
+class StateReader:
+    """Reads states by name, whatever a message's order, and puts together those that several publishers send in parts.
+
+    Args:
+        names: of the numbers in the policy's order; empty: as the first message has them, by which later ones are read.
+        dims: how many the policy reads; 0: as many as there are.
+        tolerance_s: how far apart the stamps of parts may lie.
+    """
+
+    def __init__(self, names: Sequence[str], dims: int = 0, tolerance_s: float = TOLERANCE_S) -> None:
+        self.names, self._dims, self._tolerance_ns = tuple(names), dims, round(tolerance_s * 1e9)
+        self._newest: dict[str, tuple[int, float]] = {}  # stamp and value by name
+        self.stamp_ns = 0  # of the last whole state: of its oldest part
+        self.lacking = ""  # why the last message made no whole state, in words; empty: it did
+        if names and dims and len(names) != dims:
+            raise UserError(f"state_names has {len(names)} names, and the policy reads {dims} numbers")
+
+    def read(self, message: Any, stamp_ns: int) -> np.ndarray | None:
+        """The whole state, float64 [dims], as of a message; None: other parts are yet to come, see `lacking`.
+
+        UserError: names or numbers are missing or too many, or one that the policy reads is not finite.
+        """
+        self.stamp_ns = stamp_ns
+        if not message.name and not self.names:
+            return self._checked(list(message.position))
+        given = positions_by_name(message)
+        if not self.names:
+            self._checked([*given.values()])
+            self.names = tuple(given)
+            if self._dims:
+                order = ", ".join(self.names)
+                _log.warning("the state's numbers are read in the first message's order, %s: set state_names", order)
+        mine = {name: given[name] for name in self.names if name in given}
+        self._checked([*mine.values()], whole=False)
+        self._newest |= {name: (stamp_ns, value) for name, value in mine.items()}
+        past = (-(2**63), 0.0)
+        late = [n for n in self.names if abs(self._newest.get(n, past)[0] - stamp_ns) > self._tolerance_ns]
+        self.lacking = f"it has no '{late[0]}', which state_names asks for; it has {', '.join(given)}" if late else ""
+        if late or not mine:
+            return None
+        stamps, values = zip(*(self._newest[name] for name in self.names), strict=True)
+        self.stamp_ns = min(stamps)
+        return np.array(values)
+
+    def _checked(self, values: list[float], *, whole: bool = True) -> np.ndarray:
+        if whole and self._dims and len(values) != self._dims:
+            raise UserError(
+                f"it has {len(values)} numbers, and the policy reads {self._dims}; set state_names to those that it "
+                "reads, in its order"
+            )
+        state = np.array(values, dtype=np.float64)
+        if not np.isfinite(state).all():
+            raise UserError(f"it has a number that is not finite: {values}")
+        return state

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state is read by names, in whatever order or parts it comes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specvla_ros.errors import UserError
+from specvla_ros.messages.state_message import StateReader
+
+MS = 1_000_000
+
+
+def joints(names: str, *values: float) -> Any:
+    return SimpleNamespace(name=names.split(), position=list(values))
+
+
+def test_another_order_is_the_same_state() -> None:
+    reader = StateReader(("a", "b", "c"), 3)
+    for names, values in (("a b c", (1, 2, 3)), ("c b a", (3, 2, 1)), ("b x c a", (2, float("nan"), 3, 1))):
+        state = reader.read(joints(names, *values), 0)
+        assert state is not None and state.tolist() == [1, 2, 3]
+
+
+def test_the_first_message_gives_the_order_where_nobody_does(caplog: pytest.LogCaptureFixture) -> None:
+    reader = StateReader((), 2)
+    first, later = reader.read(joints("a b", 1, 2), 0), reader.read(joints("b a", 4, 3), MS)
+    assert first is not None and first.tolist() == [1, 2] and later is not None and later.tolist() == [3, 4]
+    assert caplog.text.count("in the first message's order, a, b: set state_names") == 1
+
+
+def test_parts_of_several_publishers_are_put_together_within_the_tolerance() -> None:
+    reader = StateReader(("a", "b", "grip"), 3, 0.05)
+    assert reader.read(joints("a b", 1, 2), 0) is None and "it has no 'grip'" in reader.lacking
+    state = reader.read(joints("grip", 3), 40 * MS)
+    assert state is not None and state.tolist() == [1, 2, 3] and not reader.lacking
+    state = reader.read(joints("b a", 5, 4), 60 * MS)
+    assert state is not None and state.tolist() == [4, 5, 3]
+    assert reader.read(joints("a b", 6, 7), 100 * MS) is None, "the gripper's is too old"
+    assert reader.read(joints("wheel", 1), 101 * MS) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (joints("a b c", 1, 2), "it has 3 names and 2 positions"),
+        (joints("a a", 1, 2), "it has a name twice: a, a"),
+        (joints("a b", 1, float("inf")), "a number that is not finite"),
+        (joints("", 1, 2), "it has 0 names and 2 positions"),
+    ],
+)
+def test_what_is_no_state_is_refused(message: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        StateReader(("a", "b"), 2).read(message, 0)
+
+
+def test_numbers_without_names_are_taken_where_none_are_asked_for() -> None:
+    state = StateReader((), 2).read(joints("", 1, 2), 0)
+    assert state is not None and state.tolist() == [1, 2]
+    with pytest.raises(UserError, match="it has 3 numbers, and the policy reads 2; set state_names"):
+        StateReader((), 2).read(joints("a b c", 1, 2, 3), 0)
+    with pytest.raises(UserError, match="state_names has 1 names, and the policy reads 2 numbers"):
+        StateReader(("a",), 2)
