@@ -82,6 +82,12 @@ def _too_fast(what: str, value: float, limit: float, unit: str, name: str) -> Re
     return Refusal(Cause.OVER_SPEED, f"{what} is {value:.4g} {unit}, and {name} is {limit:g}")
 
 
+def _answers(settings: GuardSettings, bounds: Bounds) -> np.ndarray:
+    """How far, metres and radians, a tool may be sent on without moving: what it makes up for when it is let go."""
+    lead = np.array([settings.max_lead_m, settings.max_lead_rad])
+    return np.minimum(lead, bounds.speed * ANSWERS_S + _APART / 2)
+
+
 class TwistGate(Gate):
     """Velocities of the tool. What goes out slews towards the command, and to zero when it must stop."""
 
@@ -90,6 +96,7 @@ class TwistGate(Gate):
         self._command: np.ndarray | None = None
         self._unmoved_from: Pose | None = None
         self._unmoved = np.zeros(2)
+        self._answers = _answers(settings, self._bounds)
 
     @property
     def wants_motion(self) -> bool:
@@ -111,9 +118,9 @@ class TwistGate(Gate):
             rest = tool.position + velocity[0] * AHEAD_S + stopping_way(velocity, self._bounds)[0]
             if not within(rest, box):
                 return [Refusal(Cause.OUTSIDE, f"the twist leads to {text(rest)} m, out of the workspace")]
-        unmoved_m, unmoved_rad = self._unmoved
-        if unmoved_m <= self._settings.max_lead_m and unmoved_rad <= self._settings.max_lead_rad:
+        if (self._unmoved <= self._answers).all():
             return []
+        unmoved_m, unmoved_rad = self._unmoved
         detail = f"{unmoved_m:.3f} m and {unmoved_rad:.3f} rad were commanded, and the tool did not move"
         return [Refusal(Cause.NOT_FOLLOWING, detail)]
 
@@ -172,7 +179,7 @@ class PoseGate(SmoothGate[Pose]):
         super().__init__(settings, bounds, _ZERO, lead, apart=np.minimum(lead, _APART))
         self._unmoved_from: Pose | None = None
         self._sent_then: Pose | None = None  # when the tool moved last
-        self._answers = np.minimum(lead, bounds.speed * ANSWERS_S + _APART / 2)
+        self._answers = _answers(settings, bounds)
 
     def conditions(self, measured: Measured) -> list[Refusal]:
         found = super().conditions(measured)

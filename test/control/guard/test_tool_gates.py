@@ -169,15 +169,15 @@ def driven(gate: TwistGate, seconds: float, velocity: tuple[float, ...], *, move
 @pytest.mark.parametrize(
     ("seconds", "velocity", "moves_m", "stuck"),
     [
-        (0.9, (0.1,), 0.0, False),  # 0.0875 m: max_lead_m is 0.1
-        (1.2, (0.1,), 0.0, True),
+        (0.55, (0.1,), 0.0, False),  # 0.0525 m: 0.2 s at 0.25 m/s, and 5 mm
+        (0.65, (0.1,), 0.0, True),
         (1.5, (0.1,), 0.0015, False),
         (1.2, (0.1,), 0.000005, True),  # a sensor's noise is no motion
-        (0.9, (0.0, 0.0, 0.0, 0.0, 0.0, 0.5), 0.0, False),  # 0.43 rad: max_lead_rad is 0.5
-        (1.2, (0.0, 0.0, 0.0, 0.0, 0.0, 0.5), 0.0, True),
+        (0.45, (0.0, 0.0, 0.0, 0.0, 0.0, 0.5), 0.0, False),  # 0.21 rad: 0.2 s at 1 rad/s, and 0.025
+        (0.6, (0.0, 0.0, 0.0, 0.0, 0.0, 0.5), 0.0, True),
     ],
 )
-def test_a_tool_that_does_not_move_is_noticed_after_the_lead(
+def test_a_tool_that_does_not_move_is_noticed_after_a_fifth_of_a_second_at_full_speed(
     seconds: float, velocity: tuple[float, ...], moves_m: float, stuck: bool
 ) -> None:
     found = driven(TwistGate(settings("twist")), seconds, velocity, moves_m=moves_m)
