@@ -37,7 +37,7 @@ class StateReader:
     def __init__(self, names: Sequence[str], dims: int = 0, tolerance_s: float = TOLERANCE_S) -> None:
         self.names, self._dims, self._tolerance_ns = tuple(names), dims, round(tolerance_s * 1e9)
         self._newest: dict[str, tuple[int, float]] = {}  # stamp and value by name
-        self.stamp_ns = 0  # of the last whole state: of its oldest part
+        self.stamp_ns = 0  # of the last whole state: of its newest part
         self.lacking = ""  # why the last message made no whole state, in words; empty: it did
         if names and dims and len(names) != dims:
             raise UserError(f"state_names has {len(names)} names, and the policy reads {dims} numbers")
@@ -66,7 +66,7 @@ class StateReader:
         if late or not mine:
             return None
         stamps, values = zip(*(self._newest[name] for name in self.names), strict=True)
-        self.stamp_ns = min(stamps)
+        self.stamp_ns = max(stamps)
         return np.array(values)
 
     def _checked(self, values: list[float], *, whole: bool = True) -> np.ndarray:

@@ -8,6 +8,7 @@ import pytest
 
 from specvla_ros.errors import UserError
 from specvla_ros.messages.state_message import StateReader
+from specvla_ros.messages.synchronizer import Matched, Synchronizer
 
 MS = 1_000_000
 
@@ -39,6 +40,18 @@ def test_parts_of_several_publishers_are_put_together_within_the_tolerance() -> 
     assert state is not None and state.tolist() == [4, 5, 3]
     assert reader.read(joints("a b", 6, 7), 100 * MS) is None, "the gripper's is too old"
     assert reader.read(joints("wheel", 1), 101 * MS) is None
+
+
+def test_parts_of_one_moment_belong_to_the_image_of_that_moment() -> None:
+    reader, together = StateReader(("a", "grip"), 2, 0.05), Synchronizer("image", ["state"], 0.05)
+    for at in range(0, 200, 20):
+        for part in (joints("a", at), joints("grip", at)):
+            state = reader.read(part, at * MS)
+            if state is not None:
+                together.add("state", reader.stamp_ns, state)
+    for at in (40, 100, 160):
+        (matched,) = together.add("image", at * MS, "pixels")
+        assert isinstance(matched, Matched) and matched.others["state"].tolist() == [at, at]
 
 
 @pytest.mark.parametrize(
