@@ -31,6 +31,7 @@ TOPICS = TopicChoice(
 )
 UNITS = ConventionSettings(translation_unit=1.0, rotation_unit=1.0)
 MS = 1_000_000
+NAMES = [f"joint_{i}" for i in range(8)]
 pytestmark = needs(CHECKPOINT)
 
 
@@ -43,20 +44,22 @@ def state_of(time_ns: int) -> list[float]:
     return [1e-9 * (time_ns - bags.START_NS) + 0.1 * i for i in range(8)]
 
 
-def state(time_ns: int) -> Any:
-    names = [f"joint_{i}" for i in range(8)]
+def state(time_ns: int, part: slice = slice(None)) -> Any:
     empty = np.empty(0)
     return bags.TYPES[JOINT_STATE](
         header=bags.header(time_ns, "base"),
-        name=names,
-        position=np.array(state_of(time_ns)),
+        name=NAMES[part],
+        position=np.array(state_of(time_ns)[part]),
         velocity=empty,
         effort=empty,
     )
 
 
-def episode() -> list[bags.Entry]:
-    """The wrist's picture, compressed, is taken 20 ms after the first camera's, and comes 40 ms later; one is lost."""
+def episode(parts: tuple[slice, ...] = (slice(None),)) -> list[bags.Entry]:
+    """The wrist's picture, compressed, is taken 20 ms after the first camera's, and comes 40 ms later; one is lost.
+
+    `parts`: of the state, each with a publisher of its own.
+    """
     entries = bags.episode(FRAMES, actions=False)
     for index in range(FRAMES):
         taken = bags.START_NS + index * bags.PERIOD_NS
@@ -64,7 +67,9 @@ def episode() -> list[bags.Entry]:
             picture = bags.compressed_image(taken + 20 * MS, seed=100 + index)
             entries.append(("/wrist/image_raw/compressed", bags.COMPRESSED, taken + 60 * MS, picture))
         entries += [
-            ("/joint_states", JOINT_STATE, taken + offset * MS, state(taken + offset * MS)) for offset in (-30, 4, 30)
+            ("/joint_states", JOINT_STATE, taken + offset * MS, state(taken + offset * MS, part))
+            for offset in (-30, 4, 30)
+            for part in parts
         ]
     return sorted(entries, key=lambda entry: entry[2])
 
@@ -125,6 +130,15 @@ def test_the_state_is_read_by_its_names(policy: Target, tmp_path: Path) -> None:
         )
         found.append(lines(tmp_path / folder)[0]["values"])
     assert found[0] != found[1]
+
+
+def test_a_state_in_parts_is_answered_as_the_whole_one(policy: Target, tmp_path: Path) -> None:
+    found = []
+    for folder, parts in (("whole", (slice(None),)), ("parts", (slice(6), slice(6, 8)))):
+        bag, topics = bags.write_bag(tmp_path / folder, episode(parts)), replace(TOPICS, state_names=tuple(NAMES))
+        replay(warm_engine(policy), bag, tmp_path / f"{folder}-out", topics=topics, action=UNITS, progress=False)
+        found.append([line.get("values") for line in lines(tmp_path / f"{folder}-out")])
+    assert found[0] == found[1] and found[0][0] is not None
 
 
 @pytest.mark.parametrize(

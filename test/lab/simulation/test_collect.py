@@ -100,14 +100,15 @@ def test_all_sensors_are_recorded_at_every_picture(tmp_path):
     bag = tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}"
     choice = TopicChoice(cameras={"wrist": "/wrist/image_raw"}, state_topic="/joint_states")
     with open_bag(bag) as reader:
-        recorded = list(bag_frames(reader, choose_topics(reader, choice)))
+        topics = choose_topics(reader, choice)
+        recorded = list(bag_frames(reader, topics))
     assert len(recorded) == len(frames(bag)) and not any(frame.missing for frame in recorded)
     robot = TableRobot()
     robot.reset("lift_red", DEMONSTRATION_FIRST_SEED)
+    assert topics.states.names == robot.state_names
     for frame, passed_ns in zip(recorded, np.diff([each.image.time_ns for each in recorded]), strict=False):
-        joints = frame.others["state"].message()
-        assert tuple(joints.name) == robot.state_names
-        np.testing.assert_allclose(joints.position, robot.feel())
+        assert frame.state is not None
+        np.testing.assert_allclose(frame.state, robot.feel())
         wrist = rgb_from_compressed(frame.others["wrist"].message()).astype(int)
         assert np.abs(wrist - robot.look("wrist")).mean() < 3 < np.abs(wrist - robot.look()).mean()
         robot.take(np.array(frame.recorded))

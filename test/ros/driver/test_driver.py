@@ -5,6 +5,7 @@ import math
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import mujoco
@@ -108,8 +109,9 @@ def test_joints_take_the_tool_there(output):
 
 def test_another_parts_joint_states_are_no_error():
     """A gripper has a publisher of its own, and knows nothing of the arm; what is not commanded may be NaN."""
-    heard, bad = [], []
-    node = SimpleNamespace(create_subscription=lambda *_: None)
+    heard: list[Any] = []
+    bad: list[str] = []
+    node: Any = SimpleNamespace(create_subscription=lambda *_: None)
     joints = JointInput(node, ("a", "b"), lambda _, positions: heard.append(positions), bad.append)
     joints._on_message(JointState(name=["finger"], position=[0.04]))
     assert joints.lacking == "joint_states has no 'a'; it has finger" and not heard and not bad
