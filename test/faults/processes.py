@@ -302,7 +302,7 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
         "beyond_then": then.beyond,
         "tool_share_then": then.tool_share,
         "in_contact": extremes.in_contact,
-        "servo_halt": settings.output == "twist" and seen.fault.halts and extremes.beyond == ["acceleration"],
+        "own_halt": extremes.beyond == ["acceleration"] and _halts_by_itself(seen.fault, settings.output),
         "promised": stands_s < until_s,
         "late": judge.moved_between(stands_s, until_s),
         "stop": stop.as_json() if stop is not None else None,
@@ -312,6 +312,10 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
         "self_latched": _self_latched(seen.fault, latched, seen.began_s),
         **seen.rest,
     }
+
+
+def _halts_by_itself(fault: RealFault, output: str) -> bool:
+    return fault.brakes or (fault.halts and output == "twist")
 
 
 def _self_latched(fault: RealFault, latched: list[tuple[float, str]], began_s: float) -> list[str]:

@@ -73,6 +73,7 @@ class RealFault:
         noticed: from when a stop is promised; None: it need not end motion, only stay within limits.
         latches: causes for which the guard may latch.
         halts: whether Servo gets no more twists, and halts the arm by itself.
+        brakes: whether the arm itself brakes, as hard as it can.
         of_joints: whether it is about joint outputs alone.
         stays: whether somebody stays away, so that motion does not go on.
         on_clock: whether the nodes have their time from the arm.
@@ -85,6 +86,7 @@ class RealFault:
     noticed: Notice | None = None
     latches: frozenset[Cause] = field(default_factory=frozenset)
     halts: bool = False
+    brakes: bool = False
     of_joints: bool = False
     stays: bool = False
     on_clock: bool = False
@@ -166,8 +168,8 @@ def _robot() -> dict[str, RealFault]:
     lost = _after(lambda settings: COMMAND_TIMEOUT_S)
     return found | {
         LINK_LOST: kind(LINK_LOST, lost, _HELD, halts=True),
-        PROTECTIVE_STOP: kind(PROTECTIVE_STOP, _AT_ONCE, _HELD),
-        STUCK: kind(STUCK, _AT_ONCE, _HELD),
+        PROTECTIVE_STOP: kind(PROTECTIVE_STOP, _AT_ONCE, _HELD, brakes=True),
+        STUCK: kind(STUCK, _AT_ONCE, _HELD, brakes=True),
     }
 
 

@@ -29,7 +29,7 @@ FOUND = {
     "stays": False,
     "beyond": [],
     "in_contact": False,
-    "servo_halt": False,
+    "own_halt": False,
     "promised": True,
     "late": False,
     "self_latched": [],
