@@ -39,7 +39,7 @@ from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import draw_layout
 from specvla_ros.ros import node
 from specvla_ros.ros.node import raise_priority, run_node
-from specvla_ros.ros.qos import ACTION, LATCHED_STATE, STATE
+from specvla_ros.ros.qos import ACTION, LATCHED_STATE, NEWEST_IMAGE, STATE
 
 FAULT_TOPIC, TIME_TOPIC, RUNNING_TOPIC, WORLD_TOPIC = "/arm/fault", "/arm/time", "/arm/running", "/arm/world"
 IMAGE_SIZE = 112
@@ -272,7 +272,7 @@ def show(robot: str, task: str, seed: int) -> None:
         mujoco.mj_forward(world.model, world.data)
         publisher.publish(_image(table.look(), message.header.stamp))
 
-    camera.create_subscription(JointState, WORLD_TOPIC, on_world, STATE)
+    camera.create_subscription(JointState, WORLD_TOPIC, on_world, NEWEST_IMAGE)  # it is never behind
     rclpy.spin(camera)
 
 
