@@ -19,6 +19,7 @@ from rich.markdown import Markdown
 from benchmarks.random_policy import SIZES
 from benchmarks.results_page import ROOT, section, weights_digest
 from specvla_kernels.graph_capture import capture_on
+from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.run_directory import cpu_name, git_revision
 from specvla_ros.lab.planning.cost import stage_times
 from specvla_ros.lab.planning.device import read_device
@@ -112,6 +113,22 @@ def finish(result: dict[str, Any], out: Path | None) -> None:
         os.replace(part, out)
     # Last: hours of measuring are not lost where it cannot be shown.
     Console(width=max(_WIDTH, Console().width)).print(Markdown(section(result)))
+
+
+def chosen_names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names that a comma-separated option lists, all where it is empty; UserError for one that is not known."""
+    names = text.split(",") if text else list(known)
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option}: there is no '{name}'; there are: {', '.join(known)}")
+    return names
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What a run that was cut off has written, a JSON object in each line; a line that was cut off is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
 def show_progress(name: str, _: object, done: int, wanted: int) -> None:

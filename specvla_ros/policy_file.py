@@ -23,10 +23,10 @@ _NEARLY = 0.8  # how alike a misspelt name is
 
 
 def read_policy_file(file: Path) -> dict[str, Any]:
-    """What a ROS parameter file says about a policy, by full name: loading, decode.*, draft.*, acceptance.*, action.*.
+    """What a ROS parameter file says to the policy's node, by full name.
 
-    Those of other nodes, and of what a node alone has, are left out. UserError: the file cannot be read, or a name is
-    nearly one of these, or in one of their groups and none.
+    UserError: the file cannot be read, or a name is nearly one of loading, decode.*, draft.*, acceptance.* and
+    action.*, or in one of their groups and none.
     """
     trees = (ModelSettings(), EngineSettings(), ConventionSettings())
     known = dict.fromkeys(declared.name for tree in trees for declared in walk(tree))
@@ -35,7 +35,7 @@ def read_policy_file(file: Path) -> dict[str, Any]:
         near = get_close_matches(name, known, n=1, cutoff=_NEARLY)
         if name not in known and (near or get_close_matches(name.partition(".")[0], _GROUPS, cutoff=_NEARLY)):
             raise UserError(f"parameter file {file}: there is no parameter '{name}'; {hint(name, known)}")
-    return {name: value for name, value in values.items() if name in known}
+    return values
 
 
 def model_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> ModelSettings:

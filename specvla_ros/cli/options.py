@@ -16,7 +16,7 @@ from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_f
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.policy_file import model_settings, read_policy_file
 from specvla_ros.settings.parameter import Parameter, check_names, parameter_of, values_of, walk, with_values
-from specvla_ros.settings.profiles import merge_parameters, read_assignments
+from specvla_ros.settings.profiles import read_assignments
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class PolicyOptions:
     model: ModelSettings
     engine: EngineSettings
     action: ConventionSettings
-    inputs: Mapping[str, Any] = field(default_factory=dict)  # all of its file, by name
+    in_file: Mapping[str, Any] = field(default_factory=dict)  # all that its file says, by name
 
     def load(self, progress: Callable[[str, float], None] | None = None) -> "Target":
         """Loads the checkpoint, and leaves a core to other processes."""
@@ -172,8 +172,7 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     )
     conventions = {name: value for name, value in in_file.items() if publishes and name.startswith(prefix)}
     action = with_values(ConventionSettings(), conventions | of_actions)
-    inputs = merge_parameters([file], {}, node="policy") if file is not None else {}
-    return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, inputs)
+    return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, in_file)
 
 
 def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **given: Any) -> inspect.Parameter:

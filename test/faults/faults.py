@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,9 +23,8 @@ from faults.kinds import FAULTS, NONE
 from faults.runs import Job, run_fault
 from faults.timing import Timing, record_timings
 
-from benchmarks.harness import Out, Seed, Work, Workers, finish, of_devices, result_head
+from benchmarks.harness import Out, Seed, Work, Workers, chosen_names, finish, of_devices, read_rows, result_head
 from benchmarks.results_page import RESULTS
-from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 
@@ -84,9 +83,9 @@ def main(
 ) -> None:
     """Runs what is missing."""
     chosen = {
-        "faults": _chosen("--faults", faults, FAULTS),
-        "modes": _chosen("--modes", modes, MODES),
-        "outputs": _chosen("--outputs", outputs, COMMANDS),
+        "faults": chosen_names("--faults", faults, FAULTS),
+        "modes": chosen_names("--modes", modes, MODES),
+        "outputs": chosen_names("--outputs", outputs, COMMANDS),
         "robots": robots.split(","),
     }
     work.mkdir(parents=True, exist_ok=True)
@@ -101,14 +100,6 @@ def main(
         | {"judge": describe(), "device": device, "modes": how, "limiter": limiter}
     )
     finish(head | summary(found) | {"found": found}, out)
-
-
-def _chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
-    names = text.split(",") if text else list(known)
-    for name in names:
-        if name not in known:
-            raise UserError(f"{option}: there is no '{name}'; there are: {', '.join(known)}")
-    return names
 
 
 def _timings(path: Path, device: str, modes: list[str]) -> dict[str, Timing]:
@@ -128,7 +119,7 @@ def _run(job: tuple[Job, Timing]) -> dict[str, Any]:
 
 
 def _run_missing(jobs: list[Job], timings: dict[str, Timing], path: Path, workers: int) -> Rows:
-    done = {_key(row): row for row in _read(path)}
+    done = {_key(row): row for row in read_rows(path)}
     missing = [(job, timings[job.mode]) for job in jobs if job.key not in done]
     with path.open("a", encoding="utf-8") as lines:
         for (job, _), row in run_jobs(_run, missing, workers=workers):
@@ -138,12 +129,6 @@ def _run_missing(jobs: list[Job], timings: dict[str, Timing], path: Path, worker
             if len(done) % _SAY_EVERY == 0:
                 print(f"{len(done)} of {len(jobs)}", file=sys.stderr, flush=True)
     return [done[job.key] for job in jobs]
-
-
-def _read(path: Path) -> Rows:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
 def _key(row: dict[str, Any]) -> str:

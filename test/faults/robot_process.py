@@ -218,11 +218,10 @@ class FaultyRobot(SimRobot):
             poses = draw_layout(seed).poses
             if all(np.linalg.norm(hand - pose[:2]) > _AWAY_M for pose in poses.values()):
                 break
-        for body, (x, y, z, yaw) in poses.items():
+        for body, pose in poses.items():
             if body != "block":  # which does not move
-                thing = world.data.joint(int(world.model.body(body).jntadr[0]))
-                thing.qpos[:] = x, y, z, np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)
-                thing.qvel[:] = 0.0
+                world._place(body, pose)
+                world.data.joint(int(world.model.body(body).jntadr[0])).qvel[:] = 0.0
         self._end(EpisodeState.FAILED)
 
     def _step(self) -> None:

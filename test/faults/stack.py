@@ -23,10 +23,9 @@ from faults.judge import describe
 from faults.processes import SPEED, RealJob, real_rounds
 from faults.real_kinds import REAL_FAULTS
 
-from benchmarks.harness import Out, Seed, Work, finish, result_head
+from benchmarks.harness import Out, Seed, Work, chosen_names, finish, read_rows, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.control.guard.settings import Output
-from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.simulation.arms import ARMS
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
@@ -79,8 +78,8 @@ def main(
     out: Out = RESULTS / "stack.json",
 ) -> None:
     """Does what is missing."""
-    robots = _chosen("--robot", robot, [arm.name for arm in ARMS])
-    outputs, faults = _chosen("--output", output, COMMANDS), _chosen("--fault", fault, REAL_FAULTS)
+    robots = chosen_names("--robot", robot, [arm.name for arm in ARMS])
+    outputs, faults = chosen_names("--output", output, COMMANDS), chosen_names("--fault", fault, REAL_FAULTS)
     jobs = plan(rounds, seed, faults, outputs, robots)
     work.mkdir(parents=True, exist_ok=True)
     found = _do_missing(jobs, work / _ROUNDS, workers)
@@ -88,16 +87,8 @@ def main(
     finish(head | summary(found) | {"found": found}, out)
 
 
-def _chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
-    names = text.split(",") if text else list(known)
-    for name in names:
-        if name not in known:
-            raise UserError(f"{option}: there is no '{name}'; there are: {', '.join(known)}")
-    return names
-
-
 def _do_missing(jobs: list[RealJob], path: Path, workers: int) -> Rows:
-    done = {_key(row): row for row in read_rounds(path)}
+    done = {_key(row): row for row in read_rows(path)}
     missing = [job for job in jobs if "problem" in done.get(job.key, {"problem": "not done"})]
     with path.open("a", encoding="utf-8") as lines:
         for stack, rows in run_jobs(real_rounds, stacks(missing), workers=workers, lost=_lost):
@@ -111,13 +102,6 @@ def _do_missing(jobs: list[RealJob], path: Path, workers: int) -> Rows:
 
 def _lost(stack: Sequence[RealJob], why: str) -> Rows:
     return [asdict(job) | {"problem": why} for job in stack]
-
-
-def read_rounds(path: Path) -> Rows:
-    """What was found so far; a line that was cut off is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
 def _key(row: dict[str, Any]) -> str:

@@ -90,12 +90,12 @@ class ActionBagOptions(BagOptions):
 
 def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
     """What is read of bags; what the options leave open about the state, the policy's parameter file may say."""
-    topics, inputs, usual = of_bags.topics, chosen.inputs, BagOptions()
-    names = inputs.get("state_names", ["all"])
+    topics, in_file, usual = of_bags.topics, chosen.in_file, BagOptions()
+    names = in_file.get("state_names", ["all"])
     if not topics.state_names and names != ["all"]:
         topics = replace(topics, state_names=tuple(names))
     if of_bags.sync_tolerance_s == usual.sync_tolerance_s:
-        topics = replace(topics, sync_tolerance_s=inputs.get("sync_tolerance_s", usual.sync_tolerance_s))
+        topics = replace(topics, sync_tolerance_s=in_file.get("sync_tolerance_s", usual.sync_tolerance_s))
     return topics
 
 
