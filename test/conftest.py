@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of every test, and what several rooms share."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ import specvla_ros.lab.simulation  # noqa: F401  MuJoCo chooses its OpenGL when 
 settings.register_profile(
     "night", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=ALL_EXAMPLES
 )
-settings.register_profile("day", settings.get_profile("night"), max_examples=3 * ALL_EXAMPLES // 10)
+settings.register_profile("day", settings.get_profile("night"), max_examples=ALL_EXAMPLES // 5)
 # A mutant is to be noticed, not to be explained: soon, and by the same examples in every run.
 settings.register_profile(
     "mutants",
@@ -38,6 +39,12 @@ settings.register_profile(
 settings.load_profile("day")
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def unharmed(tally: Tally, tried: int) -> None:
 @pytest.mark.parametrize("attack", [attack_json, attack_files])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_checkpoints(checkpoint: Path, tmp_path: Path, attack: Callable[..., Tally], seed: int) -> None:
-    unharmed(attack(checkpoint, tmp_path, limit=120, seed=seed), 120)
+    unharmed(attack(checkpoint, tmp_path, limit=80, seed=seed), 80)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def bags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bytes_of_bags(bags: dict[str, Path], tmp_path: Path, seed: int) -> None:
-    unharmed(attack_bytes(bags, tmp_path, limit=150, seed=seed), 150)
+    unharmed(attack_bytes(bags, tmp_path, limit=100, seed=seed), 100)
 
 
 def test_descriptions_of_bags(bags: dict[str, Path], tmp_path: Path) -> None:
-    tally = attack_descriptions(bags, tmp_path, limit=150, seed=1)
-    assert tally.tried == 150
+    tally = attack_descriptions(bags, tmp_path, limit=100, seed=1)
+    assert tally.tried == 100
     assert not tally.failures, "\n".join(tally.failures)
 
 

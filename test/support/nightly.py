@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs only in `make test-all`: cases of a parametrised test, and most examples of a property.
 
-`make test-all` chooses Hypothesis's profile "night"; without it a property is tried on three tenths of its examples.
+`make test-all` chooses Hypothesis's profile "night"; without it a property is tried on a fifth of its examples.
 """
 
 from collections.abc import Callable, Iterable

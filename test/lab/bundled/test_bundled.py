@@ -60,7 +60,7 @@ def test_a_bundled_policy_is_decoded_as_it_says_and_loses_nothing(name: str) -> 
     assert chosen.drafts and chosen.acceptance.rule == "strict"
     drafting, plain = Engine(policy, chosen), Engine(policy, alone)
     forwards = []
-    for stamp_ns, frame in enumerate(islice(simulation_source(policy, 4000, engine=chosen), 6), start=1):
+    for stamp_ns, frame in enumerate(islice(simulation_source(policy, 4000, engine=chosen), 4), start=1):
         seen = replace(frame, stamp_ns=stamp_ns * 10**8)
         ours, theirs = drafting.act(seen), plain.act(seen)
         assert isinstance(ours, Action) and isinstance(theirs, Action)

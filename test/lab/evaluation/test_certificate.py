@@ -22,7 +22,7 @@ from specvla_ros.lab.evaluation.certificate import certify, differences, read_ce
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
-FRAMES = 6
+FRAMES = 4
 DRAFTS = adjusted(DraftSettings(nodes=8), temporal=True)
 RELAXED = AcceptanceSettings("bin_distance", bins=(254,))
 ALONE = TopicChoice()

@@ -58,7 +58,7 @@ def test_what_is_better_is_found_and_the_wait_is_short() -> None:
 )
 def test_the_interval_holds_the_mean_at_all_times(chances: tuple[float, float, float]) -> None:
     mean = chances[2] - chances[0]
-    draws = np.random.default_rng(4).choice(PAIRS, (200, 120), p=chances)
+    draws = np.random.default_rng(4).choice(PAIRS, (100, 120), p=chances)
     missed = 0
     for values in draws:
         intervals = [confidence_interval(values[:n], -1.0, 1.0, ALPHA) for n in (5, 20, 60, 120)]

@@ -67,7 +67,7 @@ def test_a_wrong_verdict_is_rare_at_the_margin(both: float, reference_only: floa
     outcomes = [(True, True), (True, False), (False, False)]
     chances = [both, reference_only, 1 - both - reference_only]
     verdicts = []
-    for _ in range(300):
+    for _ in range(150):
         drawn = [outcomes[i] for i in generator.choice(3, 300, p=chances)]
         looks = (judged(drawn[:n]).verdict for n in range(20, 301, 20))
         verdicts.append(next((each for each in looks if each is not Verdict.UNDECIDED), Verdict.UNDECIDED))

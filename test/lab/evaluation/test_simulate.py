@@ -55,7 +55,7 @@ def policy(tmp_path_factory):
 def test_results_are_complete(policy, tmp_path):
     seen = []
     summary = simulate(
-        SimulateSettings(policy, emulate="rtx5090"),
+        SimulateSettings(policy, emulate="rtx5090", time_limit=SHORT),
         SimulatePlan(tasks=("lift_red", "put_red"), episodes=2, first_seed=5),
         tmp_path / "out",
         lambda result, done, wanted: seen.append((result.task, result.seed, done, wanted)),
@@ -71,12 +71,12 @@ def test_results_are_complete(policy, tmp_path):
     films = sorted((tmp_path / "out" / "films").iterdir())
     assert [film.name for film in films] == ["lift_red-5.mp4", "put_red-5.mp4"]
     with av.open(str(films[0])) as film:
-        assert sum(1 for _ in film.decode(video=0)) == TASKS[0].max_steps * 4
+        assert sum(1 for _ in film.decode(video=0)) == TASKS[0].max_steps * 4 * SHORT
 
 
 @needs_gl
 def test_what_is_finished_is_not_run_again(policy, tmp_path):
-    settings, out = SimulateSettings(policy), tmp_path / "out"
+    settings, out = SimulateSettings(policy, time_limit=SHORT), tmp_path / "out"
     simulate(settings, SimulatePlan(tasks=("lift_red",), episodes=2, films=0), out)
     lines = (out / EPISODES_FILE).read_text().splitlines(keepends=True)
     # As a killed process leaves it.
@@ -87,7 +87,7 @@ def test_what_is_finished_is_not_run_again(policy, tmp_path):
     assert seen == [1, 2] and summary.success.n == 3
     assert len(read_episodes(out)) == 3
     with pytest.raises(UserError, match="results of other settings"):
-        simulate(SimulateSettings(policy, clock=Clock.REALTIME), plan, out)
+        simulate(SimulateSettings(policy, clock=Clock.REALTIME, time_limit=SHORT), plan, out)
 
 
 @pytest.mark.nightly
@@ -184,7 +184,8 @@ def test_bad_input_is_refused_before_anything_runs(policy, tmp_path):
 
 @needs_gl
 def test_full_disk_keeps_what_is_finished(policy, tmp_path, monkeypatch):
-    settings, plan = SimulateSettings(policy), SimulatePlan(tasks=("lift_red",), episodes=3, films=0)
+    settings = SimulateSettings(policy, time_limit=SHORT)
+    plan = SimulatePlan(tasks=("lift_red",), episodes=3, films=0)
     simulate(settings, SimulatePlan(tasks=("lift_red",), episodes=1, films=0), tmp_path)
 
     def full(*_):

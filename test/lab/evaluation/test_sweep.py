@@ -18,7 +18,7 @@ from specvla_ros.speculation.settings import DraftSettings, adjusted
 @needs_gl
 def test_strict_is_plain_episode_by_episode_and_relaxed_takes_fewer_forwards(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "_TIMED_FRAMES", 6)
-    base = SimulateSettings(nano_policy())
+    base = SimulateSettings(nano_policy(), time_limit=0.15)
     spec = EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
     plan = SimulatePlan(tasks=("lift_red",), episodes=2, films=0)
     seen: list[str] = []

@@ -191,23 +191,23 @@ def test_training_goes_on_where_it_stopped_and_teaches(
     # Few pictures again and again, so that a few epochs must teach something.
     store = FeatureStore(tmp_path / "features", {})
     store.fill(policy, (frame for _ in range(8) for frame in frames(8)), max_text=0, limit_bytes=1e9)
-    chosen = DraftTraining(epochs=12, batch_size=8, learning_rate=4e-3, own_steps=3)
+    chosen = DraftTraining(epochs=8, batch_size=8, learning_rate=4e-3, own_steps=3)
     whole = train_draft.train_draft(policy, store.shards, tmp_path / "whole", chosen)
 
     def stop(progress: Progress) -> None:
-        if progress.validation is not None and progress.validation.epoch == 5:
+        if progress.validation is not None and progress.validation.epoch == 3:
             raise _Stop
 
     with pytest.raises(_Stop):
         train_draft.train_draft(policy, store.shards, tmp_path / "again", chosen, stop)
     resumed = train_draft.train_draft(policy, store.shards, tmp_path / "again", chosen)
-    assert [each.epoch for each in resumed] == list(range(1, 13))
+    assert [each.epoch for each in resumed] == list(range(1, 9))
     assert resumed == whole
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "again")]
     assert all(tensor.equal(weights[1][name]) for name, tensor in weights[0].items())
     assert whole[-1].tau > whole[0].tau and whole[-1].tau > 2
     described = json.loads((tmp_path / "again" / "training.json").read_text())
-    assert len(described["epochs_done"]) == 12
+    assert len(described["epochs_done"]) == 8
     assert not (tmp_path / "again" / STATE_DIRECTORY).exists()
 
     load_draft_head(tmp_path / "again", policy.decoder)
