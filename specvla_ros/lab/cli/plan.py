@@ -35,6 +35,10 @@ def plan(
     robots: Annotated[
         int, typer.Option(help="Robots whose frames share the forwards; rates are of each.", min=1, max=MAX_STREAMS)
     ] = 1,
+    tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of an answer, where the checkpoint does not say; 0: as it says.", min=0, max=1024),
+    ] = 0,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="File for everything that is shown, and more.", show_default=False)
     ] = None,
@@ -45,15 +49,19 @@ def plan(
     them by the device's bandwidth and matrix rate, and runs the engine's
     scheduler over that: action rate, observation-to-action latency and memory of
     every mode. These are limits, not measurements: a real engine is slower.
-    Neither a GPU nor weights are needed.
+    Neither a GPU nor weights are needed. Exit code 1 where it does not fit.
     """
     from specvla_ros.lab.planning.device import read_device
     from specvla_ros.lab.planning.plan import make_plan, print_plan
 
-    made = make_plan(read_device(device), weights, model, robots)
+    if tokens == 1:
+        raise UserError("--tokens 1: an answer of one token leaves nothing to draft; give 2 or more")
+    made = make_plan(read_device(device), weights, model, robots, tokens)
     if as_json is not None:
         _write(as_json, made.as_json())
     print_plan(made, Console())
+    if not made.fits:
+        raise typer.Exit(1)
 
 
 @app.command()
