@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters
 
