@@ -121,6 +121,18 @@ def test_replay_writes_its_results_and_keeps_limits(checkpoint: Path, tmp_path: 
     refused(specvla(*base, "--out", tmp_path / "x", "--image-topic", "/nope"), "/nope")
 
 
+@needs(ORACLES)
+def test_all_that_a_replay_lacks_is_said_at_once(tmp_path: Path) -> None:
+    """A checkpoint of two datasets that are not known here, without a tokenizer."""
+    bag = write_bag(tmp_path / "bag", episode(2))
+    base = ("replay", bag, "--checkpoint", ORACLES / "openvla_tiny_a" / "checkpoint", "--out", tmp_path / "out")
+    done = specvla(*base)
+    for words in ("tiny_nomask (--unnorm-key NAME)", "tokenizer.json is missing", "each as -p action.dt:=0.2"):
+        refused(done, words)
+    refused(specvla(*base, "--unnorm-key", "tiny_bridge", "-p", "action.dt:=0.2"), "missing; without it no instruction")
+    assert not (tmp_path / "out").exists()
+
+
 def test_replay_of_many_bags_gives_one_report_and_one_exit_code(checkpoint: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_bag(tmp_path / "bags" / name, episode(3))
@@ -267,7 +279,11 @@ def test_replay_pipelines_and_speculates(tmp_path: Path) -> None:
         *("-p", "draft.nodes:=16", "--device", "cpu", "--out", tmp_path / "out", "--no-progress"),
     )
     assert done.returncode == 0, done.stderr
-    settings = json.loads((tmp_path / "out" / "summary.json").read_text())["settings"]
+    assert "forwards per action, τ" in done.stdout
+    assert "<h2>Decoding</h2>" in (tmp_path / "out" / "report.html").read_text()
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    settings = summary["settings"]
+    assert summary["decode"]["actions"] == summary["actions"]
     assert (settings["mode"], settings["draft"]["nodes"]) == ("specpipe", 16)
     assert settings["acceptance"]["rule"] == "bin_distance" and settings["acceptance"]["tolerance_m"] == 0.005
 

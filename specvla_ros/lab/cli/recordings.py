@@ -75,7 +75,7 @@ def replay(
     if spread != EngineSpread():
         raise UserError("one bag is replayed by one process: --workers, --per-engine and --ray are of several bags")
     check_replay(bag[0], out, topics)
-    engine = Engine(chosen.load(), chosen.engine)
+    engine = Engine(chosen.load_to_publish(), chosen.engine)
     engine.warm_up()
     summary = replay(
         engine,
@@ -126,7 +126,8 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
     latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
     frames = max(summary.frames, summary.frames_in_bag)
     results = next(path for path in (out / "report.html", out / "summary.json") if path.exists())
-    typer.echo(f"{summary.actions} of {frames} frames{whose} answered{latency}; see {results}")
+    decoding = f", {summary.decode.words}" if summary.decode.words else ""
+    typer.echo(f"{summary.actions} of {frames} frames{whose} answered{latency}{decoding}; see {results}")
     for failure in failures:
         typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
     if failures:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -19,7 +19,7 @@ from rich.console import Console
 from specvla_ros.cli.terminal import progress_bar
 from specvla_ros.control.convention import ActionConvention, ConventionSettings
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
+from specvla_ros.engine.outcome import Action, DropReason, StageTimings
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.lab.bags.frames import (
     DEFAULT_TOPICS,
@@ -209,17 +209,15 @@ def _dropped(
 
 def _action(record: FrameRecord, observation: Observation, names: tuple[str, ...]) -> Action | None:
     """The action in a line of frames.jsonl; None: the frame was dropped."""
-    if record.values is None or record.tokens is None or record.timings is None or record.decode is None:
+    if record.values is None or record.tokens is None or record.timings is None or record.decoding is None:
         return None
-    decode: dict[str, Any] = {each.name: record.decode[each.name] for each in fields(DecodeRecord)}
-    decode = {name: tuple(value) if isinstance(value, list) else value for name, value in decode.items()}
     return Action(
         observation=observation,
         names=names,
         actions=np.array(record.values)[None],
         tokens=tuple(record.tokens),
         timings=StageTimings(**record.timings),
-        record=DecodeRecord(**decode),
+        record=record.decoding,
         finished_ns=observation.received_ns,
     )
 
