@@ -10,6 +10,7 @@ from rich.console import Console
 
 from specvla_ros.engine.settings import MAX_STREAMS
 from specvla_ros.errors import UserError
+from specvla_ros.lab.cli import options
 from specvla_ros.lab.files import replace_file
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.models.settings import WeightFormat
@@ -83,18 +84,22 @@ def bench(
             "`specvla plan --device FILE`; policies are timed by the scripts in benchmarks/"
         )
     from specvla_ros.lab.planning.cost import OPENVLA_7B
-    from specvla_ros.lab.planning.measure import measure_device
+    from specvla_ros.lab.planning.measure import CpuTimes, busy_machine, measure_device
     from specvla_ros.models.families.openvla.config import read_config
 
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} does not exist; make it before")
     config = OPENVLA_7B if model is None else read_config(model)
-    console = Console(stderr=True)
+    console, before = Console(stderr=True), CpuTimes.now()
     with console.status("measuring") as status:
         measured = measure_device(config.llama, lambda step: status.update(f"measuring {step}"))
     _write(out, measured.as_json())
     rates = ", ".join(f"{rows} rows {rate:.3g}" for rows, rate in measured.tflops_by_rows.items())
     typer.echo(f"{measured.name}: {measured.bandwidth_gb_s:.4g} GB/s; TFLOP/s in {measured.dtype}: {rates}")
+    if busy := busy_machine(before, CpuTimes.now()):
+        typer.echo(busy, err=True)
+    if not measured.capability:
+        typer.echo(options.ON_A_CPU, err=True)
     typer.echo(f"now: specvla plan --device {out}" + (f" --model {model}" if model else ""))
 
 

@@ -165,6 +165,11 @@ def emulation(device: Mapping[str, Any] | None) -> str:
     )
 
 
+def busy(machine: str | None) -> str:
+    """The box that says that others kept the machine busy, see `busy_machine`; empty: they did not."""
+    return verdict("emulated", machine[0].upper() + machine[1:] + ".") if machine else ""
+
+
 def recording(name: str | None) -> str:
     """The section that names the recording beside the page; empty without one."""
     if not name:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -44,6 +43,7 @@ from specvla_ros.lab.evaluation.run_directory import (
     write_line,
 )
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
+from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import Thresholds
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
@@ -267,7 +267,12 @@ def replay(
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
         pictures = Pictures(chosen.image.count, bag.start_ns)
         run = ReplayRun(engine, directory, pictures, meaning, shown)
-        finish = partial(run.finish, thresholds or Thresholds(), context)
+        before = CpuTimes.now()
+
+        def finish(incomplete: str) -> ReplaySummary:
+            context["busy"] = busy_machine(before, CpuTimes.now()) or None
+            return run.finish(thresholds or Thresholds(), context, incomplete)
+
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:

@@ -117,6 +117,7 @@ def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColum
     parts = [
         _checkpoint(summary),
         _verdict(summary.failures, summary.thresholds, "The whole bag was replayed"),
+        page.busy(summary.context.get("busy")),
         "<h2>Frames</h2>",
         page.table(("", "frames"), _frame_rows(summary)),
         _drop_plot(columns) if columns.dropped else "",

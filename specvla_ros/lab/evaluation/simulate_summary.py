@@ -152,6 +152,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
     success = f"Success {summary.success} over {summary.success.n} episodes, with the 95 % Wilson interval{listened}."
     parts = [
         page.emulation(summary.context.get("emulation")),
+        page.busy(summary.context.get("busy")),
         page.verdict("", success),
         "<h2>Tasks</h2>",
         page.table(

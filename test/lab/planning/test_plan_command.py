@@ -179,3 +179,19 @@ def test_help_says_what_it_is_for(command: str) -> None:
     done = specvla(command, "--help")
     assert done.exit_code == 0
     assert "Default: OpenVLA-7B's shapes" in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("busy", "own", "stolen", "words"),
+    [
+        (190.0, 180.0, 0.0, ""),
+        (190.0, 100.0, 0.0, "others took 45% of its CPU time meanwhile. What"),
+        (190.0, 100.0, 60.0, "others took 45% of its CPU time meanwhile (30% went to its host)"),
+    ],
+)
+def test_a_machine_that_others_keep_busy_is_named(busy: float, own: float, stolen: float, words: str) -> None:
+    before = measure.CpuTimes.now()
+    after = measure.CpuTimes(before.total + 200, before.busy + busy, before.stolen + stolen, before.own + own)
+    found = measure.busy_machine(before, after)
+    assert words in found and bool(found) is bool(words)
+    assert before.total >= before.busy > 0 and before.own > 0
