@@ -126,6 +126,7 @@ def simulate(
     from specvla_ros.lab.evaluation.simulate import simulate as run
     from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 
+    options.tell_of_cpu(chosen, emulate)
     driven = acting.follow != "simulator"
     if acting.interface is not None and not driven:
         raise UserError(
@@ -160,6 +161,8 @@ def simulate(
     console.print(f"success {summary.success}, {summary.action_rate_hz:.1f} actions/s{times}{emulated}")
     if tally.words:
         console.print(tally.words)
+    if busy := summary.context["busy"]:
+        console.print(busy)
     console.print(f"see {out / 'report.html'}")
 
 
@@ -245,6 +248,7 @@ def sweep(
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.models.checkpoint import leave_a_core
 
+    options.tell_of_cpu(chosen)
     base = SimulateSettings(policy=chosen.checkpoint, world=world, model=chosen.model)
     leave_a_core()
     settings = relaxation_settings(chosen.engine, bins or _BINS)
@@ -301,6 +305,7 @@ def calibrate(
     from specvla_ros.lab.evaluation.simulate import TABLE, policy_of
     from specvla_ros.speculation.settings import Tolerance
 
+    options.tell_of_cpu(chosen, emulate)
     simulated = world != "none"
     plan = CalibratePlan(
         tolerances=tuple(map(Tolerance.parse, tolerance or _TOLERANCES)),
