@@ -107,6 +107,10 @@ def test_predict_with_quantised_weights(checkpoint: Path, image: Path) -> None:
 
 
 def test_replay_writes_its_results_and_keeps_limits(checkpoint: Path, tmp_path: Path) -> None:
+    again = [(topic, kind, time_ns + 10**9, message) for topic, kind, time_ns, message in episode(2)]
+    looped = write_bag(tmp_path / "looped", [*episode(), *again])
+    done = specvla("replay", looped, "--checkpoint", checkpoint, "--no-progress", "--out", tmp_path / "once")
+    assert "5 of 7 frames answered" in done.stdout and "no action for 2 out_of_order" in done.stdout, done.stderr
     bag = write_bag(tmp_path / "bag", episode())
     base = ("replay", bag, "--checkpoint", checkpoint, "--no-progress")
     done = specvla(*base, "--out", tmp_path / "out", "--max-drop-fraction", "0")

@@ -138,6 +138,8 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
     results = next(path for path in (out / "report.html", out / "summary.json") if path.exists())
     decoding = f", {summary.decode.words}" if summary.decode.words else ""
     typer.echo(f"{summary.actions} of {frames} frames{whose} answered{latency}{decoding}; see {results}")
+    if summary.drops_in_words and not failures:
+        typer.echo(f"no action for {summary.drops_in_words}")
     if busy := summary.context.get("busy"):
         typer.echo(busy, err=True)
     for failure in failures:

@@ -172,6 +172,13 @@ class ReplaySummary:
         return self.frames > 0 and not self.actions
 
     @property
+    def drops_in_words(self) -> str:
+        """How many frames ended without an action, by reason, with an example; empty: none did."""
+        counts = [f"{count} {reason}" for reason, count in self.drops.items() if count]
+        details = [detail for detail in self.drop_examples.values() if detail]
+        return ", ".join(counts) + (f" (the first one: {details[0]})" if details else "")
+
+    @property
     def failures(self) -> tuple[str, ...]:
         """Why the replay counts as failed, in sentences; empty: it does not."""
         failures = [self.incomplete] if self.incomplete else []
@@ -180,7 +187,7 @@ class ReplaySummary:
             of_frames = f"{self.drops[fault]} of {self.frames} frames ended in a fault of the engine"
             failures.append(f"{of_frames}, the first one: {self.drop_examples[fault]}")
         if self.silent:
-            failures.append(f"not one of {self.frames} frames gave an action: {_drops_in_words(self)}")
+            failures.append(f"not one of {self.frames} frames gave an action: {self.drops_in_words}")
         return (*failures, *_exceeded(self))
 
     def as_json(self) -> dict[str, Any]:
@@ -280,7 +287,7 @@ def _exceeded(summary: ReplaySummary) -> list[str]:
     fraction = 1 - summary.actions / summary.frames if summary.frames else 0.0
     limit = limits.max_drop_fraction
     if limit is not None and fraction > limit:
-        drops = _drops_in_words(summary)
+        drops = summary.drops_in_words
         failures.append(f"{fraction:.1%} of the frames gave no action, the limit is {limit:.1%}: {drops}")
     limit, rate = limits.min_action_rate_hz, summary.action_rate_hz
     if limit is not None and rate < limit:
@@ -296,12 +303,6 @@ def _exceeded(summary: ReplaySummary) -> list[str]:
         if mean > limit:
             failures.append(f"the mean distance to the recorded action is {mean:.1f} bins, the limit is {limit:g}")
     return failures
-
-
-def _drops_in_words(summary: ReplaySummary) -> str:
-    counts = [f"{count} {reason}" for reason, count in summary.drops.items() if count]
-    details = [detail for detail in summary.drop_examples.values() if detail]
-    return ", ".join(counts) + (f" (the first one: {details[0]})" if details else "")
 
 
 @dataclass(frozen=True)
