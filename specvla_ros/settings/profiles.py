@@ -6,6 +6,7 @@ ROS prefers a file that names the node to one for all nodes (`/**`) whatever the
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,10 +117,19 @@ def _sections(file: Path, node: str, namespace: str) -> list[tuple[str, Mapping[
     return found
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as ROS reads it: 1e-3 is a number, which YAML 1.1 takes for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 def _parsed(text: str) -> Any:
     """The value of a YAML text; ValueError if it cannot be read, or holds an invalid date or number."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
