@@ -129,6 +129,8 @@ class Policy:
         received_ns = time.monotonic_ns()
         several = isinstance(image, Mapping)
         images = {name: as_pixels(each) for name, each in image.items()} if several else as_pixels(image)
+        if state is not None and not self.engine.target.state_dims:
+            raise UserError("the policy reads no state of the robot: leave state out")
         numbers = np.asarray(state) if isinstance(state, list | tuple) else state
         return Observation(images, instruction, self._stamp_ns, received_ns=received_ns, state=numbers)
 

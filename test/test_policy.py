@@ -44,6 +44,13 @@ def test_every_mode_acts_as_the_plain_decoder(directory: Path, mode: str) -> Non
     assert policy.describe()["decode.mode"] == mode
 
 
+def test_an_action_is_shown_without_its_picture_and_a_state_that_nobody_reads_is_refused(directory: Path) -> None:
+    policy = Policy.load(directory, device="cpu")
+    assert "array([[[" not in repr(policy.act(pictures(1)[0], ASKED))
+    with pytest.raises(UserError, match="reads no state of the robot: leave state out"):
+        policy.act(pictures(1)[0], ASKED, state=[0.1, 0.2])
+
+
 @pytest.mark.parametrize("mode", ["ar", "specpipe"])
 def test_a_stream_gives_each_frames_own_action_in_order(directory: Path, mode: str) -> None:
     policy = Policy.load(directory, mode=mode, device="cpu", draft_nodes=8, draft_top_k=3, draft_depth=3, in_order=True)
