@@ -124,7 +124,7 @@ def _torch() -> list[Check]:
                 "GPU",
                 "note",
                 "none",
-                "without a CUDA GPU policies run on the CPU in float32, where drafting does not pay",
+                "without a CUDA GPU policies run on the CPU in float32, where drafting seldom pays",
             )
         properties = torch.cuda.get_device_properties(0)
         memory = properties.total_memory / 2**30

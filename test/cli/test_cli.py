@@ -557,3 +557,13 @@ def test_doctor_says_what_a_gpu_lacks_for_kernels(monkeypatch: pytest.MonkeyPatc
     assert "older than 3.2" in checks["triton"].fix and "several times slower" in checks["triton"].fix
     assert "Python.h" in checks["triton's compiler"].fix
     assert checks["kernels"].found == "PyTorch references" and "older than 3.2" in checks["kernels"].fix
+
+
+def test_where_drafting_does_not_pay_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    bag = write_bag(tmp_path / "bag", episode(1))
+    base = ("replay", bag, "--checkpoint", checkpoint, "--device", "cpu", "--no-progress")
+    for mode, said in (("spec", True), ("ar", False)):
+        done = specvla(*base, "--mode", mode, "-p", "draft.temporal:=true", "--out", tmp_path / mode)
+        assert done.returncode == 0, done.stderr
+        assert ("slower than ar here" in done.stderr) is said
+    assert "1 pairs of the same frame; 0 were answered" in specvla("compare", tmp_path / "ar", tmp_path / "spec").stdout

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
 
 ON_A_CPU = (
-    "on a CPU every drafted token costs about as much as one that is decoded: expect spec, pipeline and specpipe to be "
-    "slower than ar here. `specvla simulate --emulate DEVICE` and `specvla plan --device DEVICE` show where they pay"
+    "on a CPU every drafted token costs about as much as one that is decoded: with answers of few tokens, as OpenVLA's "
+    "7, expect spec, pipeline and specpipe to be slower than ar here (`specvla compare` tells of two runs). Where they "
+    "pay, `specvla simulate --emulate DEVICE` and `specvla plan --device DEVICE` show"
 )
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
 Robot = Annotated[str, typer.Option(help=f"The arm at the table: {ROBOTS}.")]
