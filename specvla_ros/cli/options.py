@@ -209,6 +209,12 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     engine = engine_settings_from(
         mode=plain["mode"] or "", tolerance=plain.get("tolerance", ""), values=assigned, params_file=file
     )
+    if plain.get("tolerance") and not engine.drafts:
+        typer.echo(
+            f"--tolerance {plain['tolerance']} changes nothing: it is of drafted tokens, and {engine.mode} drafts "
+            "none; add --mode spec",
+            err=True,
+        )
     conventions = {name: value for name, value in in_file.items() if publishes and name.startswith(prefix)}
     action = with_values(ConventionSettings(), conventions | of_actions)
     return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, in_file)
@@ -247,8 +253,8 @@ _DECODING_IN_ANY_MODE = [
         "tolerance",
         str,
         "",
-        "How far an action may be from the policy's own, such as 2mm,1deg or 5bins; 0: not at all. Takes the rule "
-        "bin_distance, unless -p acceptance.rule:=… says otherwise.",
+        "How far each drafted token may be from the policy's own choice, such as 2mm,1deg or 5bins; 0: not at all. A "
+        "whole answer may differ by more. Takes the rule bin_distance, unless -p acceptance.rule:=… says otherwise.",
     ),
 ]
 _DECODING = [
