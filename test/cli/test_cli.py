@@ -310,6 +310,22 @@ def test_training_counts_its_images_before_it_asks_the_target(tmp_path: Path) ->
     assert not (tmp_path / "draft").exists()
 
 
+@needs(ORACLES)
+def test_another_familys_draft_head_is_refused_before_its_images_are_counted(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    bag = write_bag(tmp_path / "bag", episode(2))
+    command = (
+        "train-draft",
+        "--policy",
+        ORACLES / "nora_tiny_a" / "checkpoint",
+        "--data",
+        bag,
+        "--out",
+        tmp_path / "o",
+    )
+    refused(specvla(*command), "is no OpenVLA checkpoint, and draft heads are trained for no other here")
+
+
 def test_a_policy_is_asked_for_its_answers(tmp_path: Path) -> None:
     bag = write_bag(tmp_path / "bag", episode(instruction="lift the red cube"))
     out = tmp_path / "answers.npz"

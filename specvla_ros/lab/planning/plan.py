@@ -25,8 +25,9 @@ from specvla_ros.lab.planning.limits import (
     mode_limit,
     spec_vla_relaxed,
 )
-from specvla_ros.models.config import check_directory, read_checkpoint_json
-from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
+from specvla_ros.models.checkpoint import model_type_of
+from specvla_ros.models.config import check_directory
+from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import values_of
@@ -36,7 +37,6 @@ _TREES = (8, 16, 24, 32, 48, 64)
 _PACKED_NODES = 16
 _TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
-_FAMILIES = ("openvla", "prismatic")  # model_type of what is planned for
 _FIXED = "bins"  # the codec whose answers are all of one length
 _SUITE = "goal"  # whose accept lengths are planned with
 _PLANNED = (
@@ -246,9 +246,8 @@ def make_plan(
 
 def _read_planned(checkpoint: Path, tokens: int) -> OpenVLAConfig:
     check_directory(checkpoint)
-    raw = read_checkpoint_json(checkpoint / "config.json").raw
-    kind = raw.get("model_type", raw.get("type", "of Prismatic's own files" if "vla" in raw else "missing"))
-    if kind not in _FAMILIES:
+    kind = model_type_of(checkpoint)
+    if kind not in OPENVLA_TYPES:
         raise UserError(
             f"{checkpoint}: its model_type is {shown(kind)}, and only OpenVLA's architecture is planned for. Without "
             "--model, `--tokens N` plans OpenVLA-7B with an answer as long as this policy's; `specvla replay` times it"
