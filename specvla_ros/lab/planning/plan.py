@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.errors import UserError
 from specvla_ros.lab.files import format_parameters
 from specvla_ros.lab.planning import cost
 from specvla_ros.lab.planning.device import Device, Efficiency
@@ -25,11 +24,7 @@ from specvla_ros.lab.planning.limits import (
     mode_limit,
     spec_vla_relaxed,
 )
-from specvla_ros.models.checkpoint import model_type_of
-from specvla_ros.models.config import check_directory
-from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
 from specvla_ros.models.settings import WeightFormat
-from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings
 
@@ -37,7 +32,6 @@ _TREES = (8, 16, 24, 32, 48, 64)
 _PACKED_NODES = 16
 _TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
-_FIXED = "bins"  # the codec whose answers are all of one length
 _SUITE = "goal"  # whose accept lengths are planned with
 _PLANNED = (
     "decode.mode",
@@ -224,7 +218,7 @@ def make_plan(
 
     `tokens`: of an answer; 0: as the checkpoint says. UserError: it does not say, or is of another architecture.
     """
-    config = cost.OPENVLA_7B if checkpoint is None else _read_planned(checkpoint, tokens)
+    config = cost.OPENVLA_7B if checkpoint is None else cost.planned_config(checkpoint, tokens)
     model = cost.model_cost(config)
     model = replace(model, action_tokens=tokens) if tokens else model
     lengths = spec_vla_relaxed(_SUITE)
@@ -242,29 +236,6 @@ def make_plan(
         modes=limits,
         profile=choose(model, device, weights, limits, lengths),
     )
-
-
-def _read_planned(checkpoint: Path, tokens: int) -> OpenVLAConfig:
-    check_directory(checkpoint)
-    kind = model_type_of(checkpoint)
-    if kind not in OPENVLA_TYPES:
-        raise UserError(
-            f"{checkpoint}: its model_type is {shown(kind)}, and only OpenVLA's architecture is planned for. Without "
-            "--model, `--tokens N` plans OpenVLA-7B with an answer as long as this policy's; `specvla replay` times it"
-        )
-    if list(checkpoint.glob("action_head--*.pt")):
-        raise UserError(
-            f"{checkpoint} is an OpenVLA-OFT checkpoint: it answers in one forward, without tokens that could be "
-            "drafted, so that there is nothing to choose; `specvla replay` times it"
-        )
-    config = read_config(checkpoint)
-    if not tokens and (config.vicuna or config.action_codec != _FIXED):
-        what = "text before its actions, or none (ECoT 40 to 200 tokens, OpenVLA v0.1 7)"
-        raise UserError(
-            f"{checkpoint} may write {what if config.vicuna else f'answers of any length ({config.action_codec})'}: "
-            "say how long an answer is with --tokens N; `specvla predict --json` shows one"
-        )
-    return config
 
 
 def forward_limits(model: cost.ModelCost, device: Device, weights: WeightFormat) -> tuple[ForwardLimit, ...]:
