@@ -28,8 +28,8 @@ def reference() -> str:
     from specvla_ros.lab.ros.bag_player import BagPlayerParameters
     from specvla_ros.lab.ros.live_view import LiveViewParameters
     from specvla_ros.lab.ros.sim_robot.episodes import SimRobotParameters
+    from specvla_ros.policy_parameters import PolicyParameters, SharedParameters
     from specvla_ros.ros.driver.parameters import DriverParameters
-    from specvla_ros.ros.policy.parameters import PolicyParameters, SharedParameters
     from specvla_ros.ros.task import TaskParameters
 
     nodes = {

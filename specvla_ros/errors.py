@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that a user can fix."""
 
+from collections.abc import Callable
+from typing import Any
+
 _SHOWN_CHARACTERS = 80
 # The extras of setup.cfg that a robot does without, and their packages as they are imported.
 _EXTRAS = {
@@ -17,6 +20,19 @@ class UserError(Exception):
     The message says what is wrong, where, and what to do. Commands print it without a traceback and exit with 2; the
     policy node refuses the transition with it.
     """
+
+
+def together(*checks: Callable[[], Any]) -> tuple[Any, ...]:
+    """What independent checks return; one UserError says all that is wrong, so that a user need not start again."""
+    found, problems = [], []
+    for check in checks:
+        try:
+            found.append(check())
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; and ".join(dict.fromkeys(problems)))
+    return tuple(found)
 
 
 def missing_package(error: ModuleNotFoundError, requirements: str = "") -> UserError:

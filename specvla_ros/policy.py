@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -46,7 +47,8 @@ class Policy:
 
     def __init__(self, target: Target, settings: EngineSettings) -> None:
         self.engine = Engine(target, settings)
-        self.engine.warm_up()
+        with self._own_precision():
+            self.engine.warm_up()
         self._stream: Stream | None = None
         self._stamp_ns = 0
         self._turn = threading.Lock()
@@ -108,7 +110,8 @@ class Policy:
         """
         with self._turn:
             self._check_free()
-            outcome = self.engine.act(self._observation(image, instruction, state, stamp_ns))
+            with self._own_precision():
+                outcome = self.engine.act(self._observation(image, instruction, state, stamp_ns))
         if isinstance(outcome, Action):
             return outcome
         raise UserError(outcome.detail) if outcome.reason is DropReason.BAD_INSTRUCTION else NoActionError(outcome)
@@ -120,6 +123,10 @@ class Policy:
             self._stream = Stream(self)
             return self._stream
 
+    def _own_precision(self) -> torch.autocast:
+        """The checkpoint's dtype, also where the caller computes under torch.autocast."""
+        return torch.autocast(self.engine.target.decoder.device.type, enabled=False)
+
     def _check_free(self) -> None:
         if self._stream is not None and not self._stream.closed:
             raise UserError("a stream of this policy is open: close it first")
@@ -129,6 +136,8 @@ class Policy:
         received_ns = time.monotonic_ns()
         several = isinstance(image, Mapping)
         images = {name: as_pixels(each) for name, each in image.items()} if several else as_pixels(image)
+        if state is not None and not self.engine.target.state_dims:
+            raise UserError("the policy reads no state of the robot: leave state out")
         numbers = np.asarray(state) if isinstance(state, list | tuple) else state
         return Observation(images, instruction, self._stamp_ns, received_ns=received_ns, state=numbers)
 

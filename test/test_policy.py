@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.draft_heads import policy_with_random_head
 from support.pipelines import frame, plain_tokens
 
@@ -42,6 +43,21 @@ def test_every_mode_acts_as_the_plain_decoder(directory: Path, mode: str) -> Non
         assert action.actions.shape == (1, 7) and np.array_equal(action.actions[0], action.values)
     assert policy.action_names == ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
     assert policy.describe()["decode.mode"] == mode
+
+
+def test_an_action_is_shown_without_its_picture_and_a_state_that_nobody_reads_is_refused(directory: Path) -> None:
+    policy = Policy.load(directory, device="cpu")
+    assert "array([[[" not in repr(policy.act(pictures(1)[0], ASKED))
+    with pytest.raises(UserError, match="reads no state of the robot: leave state out"):
+        policy.act(pictures(1)[0], ASKED, state=[0.1, 0.2])
+
+
+def test_a_callers_autocast_changes_no_answer(directory: Path) -> None:
+    image = pictures(1)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        policy = Policy.load(directory, device="cpu")
+        tokens = policy.act(image, ASKED).tokens
+    assert policy.act(image, ASKED).tokens == tokens
 
 
 @pytest.mark.parametrize("mode", ["ar", "specpipe"])

@@ -120,7 +120,12 @@ def _torch() -> list[Check]:
         import torch
 
         if not torch.cuda.is_available():
-            return Check("GPU", "note", "none", "without a CUDA GPU policies run on the CPU in float32")
+            return Check(
+                "GPU",
+                "note",
+                "none",
+                "without a CUDA GPU policies run on the CPU in float32, where drafting seldom pays",
+            )
         properties = torch.cuda.get_device_properties(0)
         memory = properties.total_memory / 2**30
         capability = f"sm_{properties.major}{properties.minor}"

@@ -5,14 +5,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from specvla_ros.control.convention import ConventionSettings
+from specvla_ros.control.convention import ConventionSettings, known_dataset
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
+from specvla_ros.errors import UserError, together
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.policy_file import model_settings, read_policy_file
 from specvla_ros.settings.parameter import Parameter, check_names, parameter_of, values_of, walk, with_values
@@ -42,6 +43,44 @@ class PolicyOptions:
 
         leave_a_core()
         return load_target(self.checkpoint, **vars(self.model), progress=progress)
+
+    def load_to_publish(self) -> "Target":
+        """The same, for actions that are asked for in words and go out as messages.
+
+        UserError: says all that is missing for it at once, before weights are read.
+        """
+        missing = self._unsaid()
+
+        def begin(*_: object) -> None:
+            if missing:
+                raise UserError(missing)
+
+        try:
+            target = self.load(begin)
+            begin()
+        except UserError as error:
+            raise UserError("; and ".join(dict.fromkeys(filter(None, (str(error), missing))))) from None
+        return target
+
+    def _unsaid(self) -> str:
+        """What an OpenVLA checkpoint needs to be asked in words and to say what its numbers mean; empty: nothing."""
+        from specvla_ros.models.families.openvla.config import read_config
+        from specvla_ros.models.tokenizer import require_tokenizer
+
+        try:
+            config = read_config(self.checkpoint)
+        except UserError:  # another family's, or loading says it
+            return ""
+        datasets = [self.model.unnorm_key] if self.model.unnorm_key else [*config.norm_stats]
+        dt_s = None if config.action_codec == "bins" else 1.0  # another codec's files may say it
+        known = [key for key in datasets if known_dataset(key) is not None]
+        convention = partial(self.action.convention, (known or datasets or [""])[0], dt_s)
+        hint = "without it no instruction can be read: copy it from the released checkpoint"
+        try:
+            together(partial(require_tokenizer, self.checkpoint, hint), convention)
+        except UserError as error:
+            return str(error)
+        return ""
 
 
 def takes_policy(
@@ -170,6 +209,12 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     engine = engine_settings_from(
         mode=plain["mode"] or "", tolerance=plain.get("tolerance", ""), values=assigned, params_file=file
     )
+    if plain.get("tolerance") and not engine.drafts:
+        typer.echo(
+            f"--tolerance {plain['tolerance']} changes nothing: it is of drafted tokens, and {engine.mode} drafts "
+            "none; add --mode spec",
+            err=True,
+        )
     conventions = {name: value for name, value in in_file.items() if publishes and name.startswith(prefix)}
     action = with_values(ConventionSettings(), conventions | of_actions)
     return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, in_file)
@@ -208,8 +253,8 @@ _DECODING_IN_ANY_MODE = [
         "tolerance",
         str,
         "",
-        "How far an action may be from the policy's own, such as 2mm,1deg or 5bins; 0: not at all. Takes the rule "
-        "bin_distance, unless -p acceptance.rule:=… says otherwise.",
+        "How far each drafted token may be from the policy's own choice, such as 2mm,1deg or 5bins; 0: not at all. A "
+        "whole answer may differ by more. Takes the rule bin_distance, unless -p acceptance.rule:=… says otherwise.",
     ),
 ]
 _DECODING = [

@@ -144,7 +144,8 @@ class ConventionSettings:
         if missing:
             raise UserError(
                 f"how the actions of dataset '{unnorm_key}' are meant is not known here, and a wrong guess moves the "
-                f"robot wrongly; set {', '.join(_WHAT[name] for name in missing)}; see docs/reference/conventions.md"
+                f"robot wrongly; set {', '.join(_WHAT[name] for name in missing)}, each as -p action.dt:=0.2 or in a "
+                "parameter file; see docs/reference/conventions.md"
             )
         return ActionConvention(**found, source=dataset.source if dataset else "")
 

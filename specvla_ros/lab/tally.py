@@ -78,6 +78,17 @@ class DecodeTally:
             "why": {str(code): count for code, count in sorted(self.why.items())},
         }
 
+    def summary(self) -> dict[str, Any]:
+        """The same with the means, for a summary.json."""
+        return self.as_json() | {"tau": self.tau, "forwards_per_action": self.forwards_per_action}
+
+    @property
+    def words(self) -> str:
+        """The means in words; empty without a verification forward."""
+        if not self.accepted:
+            return ""
+        return f"{self.forwards_per_action:.2f} forwards per action, τ {self.tau:.2f} tokens per forward"
+
     @staticmethod
     def of_json(raw: dict[str, Any]) -> "DecodeTally":
         pairs = {

@@ -77,5 +77,5 @@ class StateReader:
             )
         state = np.array(values, dtype=np.float64)
         if not np.isfinite(state).all():
-            raise UserError(f"it has a number that is not finite: {values}")
+            raise UserError(f"it has a number that is not finite: {state.tolist()}")
         return state

@@ -82,7 +82,7 @@ def load_target(
 
 def _loader(directory: Path) -> Callable[..., Any]:
     check_directory(directory)
-    model_type = _model_type(directory)
+    model_type = model_type_of(directory)
     families = TARGETS.entries()
     if model_type not in families:
         known = ", ".join(f"'{name}'" for name in sorted(families))
@@ -93,7 +93,7 @@ def _loader(directory: Path) -> Callable[..., Any]:
     return families[model_type].make
 
 
-def _model_type(directory: Path) -> str:
+def model_type_of(directory: Path) -> str:
     """model_type of config.json; `type` in LeRobot's; native Prismatic files have `vla`, StarVLA runs a config.yaml."""
     run = directory / "config.yaml"
     if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):

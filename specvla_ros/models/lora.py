@@ -24,6 +24,7 @@ _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Parts of a tensor's name that are not the same in the files of a checkpoint and in the modules that PEFT has seen,
 # from one version of transformers to the next.
 _WRAPPERS = frozenset(("base_model", "model", "language_model", "modules_to_save", "base_layer"))
+_ROOT = "base_model.model."  # PEFT's own, before the name that its patterns are of
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.weight)?")
 # What would make W another sum than the one above, or W another matrix than the base model's, with the values that do
 # not.
@@ -151,15 +152,14 @@ def read_adapter(directory: Path) -> LoraAdapter | None:
     found: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        name = bare_name(name)
         factor = _FACTOR.fullmatch(name)
         if factor is None:
-            whole[name] = tensor
+            whole[bare_name(name)] = tensor
         else:
             found.setdefault(factor["module"], {})[factor["kind"]] = tensor
     if not found and not whole:
         raise UserError(f"{path} holds no tensors; copy it again")
-    factors = {f"{module}.weight": _factors(module, kinds, given, path) for module, kinds in found.items()}
+    factors = {f"{bare_name(module)}.weight": _factors(module, kinds, given, path) for module, kinds in found.items()}
     return LoraAdapter(path, factors, whole)
 
 
@@ -191,7 +191,8 @@ def _factors(module: str, kinds: Mapping[str, Tensor], config: Fields, path: Pat
 
 
 def _of_module(module: str, pattern: Mapping[str, object]) -> float | None:
-    """A module's own value, by PEFT's patterns: each is the end of a module's name."""
+    """A module's own value, by PEFT's patterns: each is the end of a module's name, or all of it from the root on."""
+    module = module.removeprefix(_ROOT)
     for key, value in pattern.items():
         if isinstance(value, int | float) and re.fullmatch(rf"(.*\.)?({key})", module):
             return float(value)

@@ -2,7 +2,7 @@
 """A policy's input: named camera images, the current instruction, and the robot's state."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class Observation:
     """
 
     # uint8 [height, width, 3], RGB, by camera name; a single array is the image of the only camera.
-    images: Mapping[str, np.ndarray] | np.ndarray
+    images: Mapping[str, np.ndarray] | np.ndarray = field(repr=False)
     instruction: str  # the task in words, as the user wrote it
     stamp_ns: int  # the images' own stamp, nanoseconds of ROS time, greater than 0
     frame_id: str = ""  # the camera's frame, travels with the stamp

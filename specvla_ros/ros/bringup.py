@@ -18,7 +18,7 @@ from launch_ros.events.lifecycle import ChangeState
 from launch_ros.parameter_descriptions import ParameterValue
 from lifecycle_msgs.msg import Transition
 
-from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.ros.wiring import Autostart, Step, image_remappings, sensor_remappings
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import Value, as_bool, as_number, merge_parameters

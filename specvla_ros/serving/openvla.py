@@ -53,7 +53,10 @@ async def _body(request: Request, limit: int) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise UserError(f"a message may have {limit} bytes")
+            raise UserError(
+                f"a message may have {limit} bytes: send smaller pictures, the policy makes them small anyway, or "
+                "start the server with a larger --max-message-mb"
+            )
         parts.append(part)
     return b"".join(parts)
 

@@ -6,6 +6,7 @@ ROS prefers a file that names the node to one for all nodes (`/**`) whatever the
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def merge_parameters(
     for file in files:
         merged |= _read(file, node, namespace.strip("/"))
     return merged | {name: text for name, text in arguments.items() if text}
+
+
+def names_for(file: Path, node: str) -> set[str]:
+    """The names in those sections of a parameter file that name the node, not in those of all nodes (`/**`)."""
+    sections = _sections(file, node, "")
+    return {name for key, parameters in sections if key != "**" for name in _flatten(parameters)}
 
 
 def read_assignments(assignments: Sequence[str]) -> dict[str, Value]:
@@ -71,6 +78,19 @@ def as_number(name: str, text: str) -> float:
 
 
 def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    for _, parameters in _sections(file, node, namespace):
+        values |= _flatten(parameters)
+    for name, value in values.items():
+        parts = value if isinstance(value, list) else [value]
+        if not all(isinstance(part, (str, bool, int, float)) for part in parts):
+            allowed = "a text, a number, true, false, or a list of them"
+            raise UserError(f"parameter file {file}: '{name}' is {shown(value)}; write {allowed}")
+    return values
+
+
+def _sections(file: Path, node: str, namespace: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """The parameters in a file's sections of a node, by section; those of all nodes (`**`) first, as ROS prefers."""
     try:
         with file.open("rb") as stream:
             text = stream.read(_MAX_BYTES + 1)
@@ -87,25 +107,29 @@ def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
     sections = [key for key in content if str(key).strip("/") in ("**", f"**/{node}", node, full_name)]
     if not sections:
         raise UserError(f"parameter file {file} has nothing for the node '{node}'; begin it with '/**:' or '{node}:'")
-    values: dict[str, Value] = {}
+    found: list[tuple[str, Mapping[str, Any]]] = []
     for key in sorted(sections, key=lambda each: str(each).strip("/") != "**"):
         section = content[key]
         parameters = section.get("ros__parameters") if isinstance(section, dict) else None
         if not isinstance(parameters, dict):
             raise UserError(f"parameter file {file}: '{key}' needs 'ros__parameters:' and the parameters under it")
-        values |= _flatten(parameters)
-    for name, value in values.items():
-        parts = value if isinstance(value, list) else [value]
-        if not all(isinstance(part, (str, bool, int, float)) for part in parts):
-            allowed = "a text, a number, true, false, or a list of them"
-            raise UserError(f"parameter file {file}: '{name}' is {shown(value)}; write {allowed}")
-    return values
+        found.append((str(key).strip("/"), parameters))
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as ROS reads it: 1e-3 is a number, which YAML 1.1 takes for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def _parsed(text: str) -> Any:
     """The value of a YAML text; ValueError if it cannot be read, or holds an invalid date or number."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:

@@ -107,6 +107,10 @@ def test_predict_with_quantised_weights(checkpoint: Path, image: Path) -> None:
 
 
 def test_replay_writes_its_results_and_keeps_limits(checkpoint: Path, tmp_path: Path) -> None:
+    again = [(topic, kind, time_ns + 10**9, message) for topic, kind, time_ns, message in episode(2)]
+    looped = write_bag(tmp_path / "looped", [*episode(), *again])
+    done = specvla("replay", looped, "--checkpoint", checkpoint, "--no-progress", "--out", tmp_path / "once")
+    assert "5 of 7 frames answered" in done.stdout and "no action for 2 out_of_order" in done.stdout, done.stderr
     bag = write_bag(tmp_path / "bag", episode())
     base = ("replay", bag, "--checkpoint", checkpoint, "--no-progress")
     done = specvla(*base, "--out", tmp_path / "out", "--max-drop-fraction", "0")
@@ -119,6 +123,18 @@ def test_replay_writes_its_results_and_keeps_limits(checkpoint: Path, tmp_path: 
     assert "p95" in done.stderr
     refused(specvla(*base, "--out", tmp_path / "out"), "holds the result of an earlier replay")
     refused(specvla(*base, "--out", tmp_path / "x", "--image-topic", "/nope"), "/nope")
+
+
+@needs(ORACLES)
+def test_all_that_a_replay_lacks_is_said_at_once(tmp_path: Path) -> None:
+    """A checkpoint of two datasets that are not known here, without a tokenizer."""
+    bag = write_bag(tmp_path / "bag", episode(2))
+    base = ("replay", bag, "--checkpoint", ORACLES / "openvla_tiny_a" / "checkpoint", "--out", tmp_path / "out")
+    done = specvla(*base)
+    for words in ("tiny_nomask (--unnorm-key NAME)", "tokenizer.json is missing", "each as -p action.dt:=0.2"):
+        refused(done, words)
+    refused(specvla(*base, "--unnorm-key", "tiny_bridge", "-p", "action.dt:=0.2"), "missing; without it no instruction")
+    assert not (tmp_path / "out").exists()
 
 
 def test_replay_of_many_bags_gives_one_report_and_one_exit_code(checkpoint: Path, tmp_path: Path) -> None:
@@ -254,6 +270,8 @@ def test_a_parameter_file_says_how_to_load_as_it_says_to_the_node(image: Path, t
 def test_what_is_no_option_is_otherbefore_anything_is_loaded(image: Path) -> None:
     command = ("predict", "--image", image, "--instruction", "lift the red cube")
     refused(specvla(*command, "--tolerance", "2"), "write it as 2mm,1.1deg")
+    unread = specvla(*command, "--tolerance", "5bins", "--unnorm-key", "none")
+    assert "--tolerance 5bins changes nothing: it is of drafted tokens, and ar drafts none" in unread.stderr
     refused(specvla(*command, "-p", "draft.node:=3"), "did you mean 'draft.nodes'?")
     refused(specvla(*command, "--mode", "fast"), "specpipe")
     refused(specvla(*command, "--params-file", "none.yaml"), "none.yaml does not exist")
@@ -267,7 +285,11 @@ def test_replay_pipelines_and_speculates(tmp_path: Path) -> None:
         *("-p", "draft.nodes:=16", "--device", "cpu", "--out", tmp_path / "out", "--no-progress"),
     )
     assert done.returncode == 0, done.stderr
-    settings = json.loads((tmp_path / "out" / "summary.json").read_text())["settings"]
+    assert "forwards per action, τ" in done.stdout
+    assert "<h2>Decoding</h2>" in (tmp_path / "out" / "report.html").read_text()
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    settings = summary["settings"]
+    assert summary["decode"]["actions"] == summary["actions"]
     assert (settings["mode"], settings["draft"]["nodes"]) == ("specpipe", 16)
     assert settings["acceptance"]["rule"] == "bin_distance" and settings["acceptance"]["tolerance_m"] == 0.005
 
@@ -286,6 +308,22 @@ def test_training_counts_its_images_before_it_asks_the_target(tmp_path: Path) ->
     refused(specvla(*command), "the data hold 5 images with an instruction")
     refused(specvla(*command, "--frames", "256"), "257 are the minimum")
     assert not (tmp_path / "draft").exists()
+
+
+@needs(ORACLES)
+def test_another_familys_draft_head_is_refused_before_its_images_are_counted(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    bag = write_bag(tmp_path / "bag", episode(2))
+    command = (
+        "train-draft",
+        "--policy",
+        ORACLES / "nora_tiny_a" / "checkpoint",
+        "--data",
+        bag,
+        "--out",
+        tmp_path / "o",
+    )
+    refused(specvla(*command), "is no OpenVLA checkpoint, and draft heads are trained for no other here")
 
 
 def test_a_policy_is_asked_for_its_answers(tmp_path: Path) -> None:
@@ -537,3 +575,13 @@ def test_doctor_says_what_a_gpu_lacks_for_kernels(monkeypatch: pytest.MonkeyPatc
     assert "older than 3.2" in checks["triton"].fix and "several times slower" in checks["triton"].fix
     assert "Python.h" in checks["triton's compiler"].fix
     assert checks["kernels"].found == "PyTorch references" and "older than 3.2" in checks["kernels"].fix
+
+
+def test_where_drafting_does_not_pay_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    bag = write_bag(tmp_path / "bag", episode(1))
+    base = ("replay", bag, "--checkpoint", checkpoint, "--device", "cpu", "--no-progress")
+    for mode, said in (("spec", True), ("ar", False)):
+        done = specvla(*base, "--mode", mode, "-p", "draft.temporal:=true", "--out", tmp_path / mode)
+        assert done.returncode == 0, done.stderr
+        assert ("slower than ar here" in done.stderr) is said
+    assert "1 pairs of the same frame; 0 were answered" in specvla("compare", tmp_path / "ar", tmp_path / "spec").stdout

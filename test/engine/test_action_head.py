@@ -21,7 +21,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 DRAFT = adjusted(DraftSettings(nodes=10, top_k=4, depth=4), temporal=True)

@@ -90,6 +90,7 @@ ROPE: list[tuple[str, Any]] = [
     ("rope_parameters", {"rope_theta": 300.0, "partial_rotary_factor": 0.5}),
     ("rope_parameters", {"type": "linear", "factor": 2.0}),
     ("rope_parameters", {"rope_type": "linear", "type": "default", "factor": 2.0}),
+    ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 300.0}}),
     ("rope_parameters", None),
 ]
 OTHERS: list[tuple[str, Any]] = [

@@ -32,6 +32,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         rank_pattern={"layers.1.self_attn.q_proj": 2},
         alpha_pattern={"down_proj": 1, r"layers\.1\.self_attn\.q_proj": 5},
     ),
+    "patterns that name a module from the root on, beside more general ones": dict(
+        r=3,
+        lora_alpha=6,
+        target_modules=["q_proj", "down_proj"],
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"^model.language_model.layers.1.self_attn.q_proj": 5, "model.language_model.layers.0.mlp.*": 1},
+        use_rslora=True,
+    ),
     "embeddings, and modules of their own": dict(
         r=4, lora_alpha=8, target_modules=["embed_tokens", "k_proj"], modules_to_save=["lm_head"]
     ),

@@ -76,6 +76,16 @@ def test_an_untaught_instruction_is_not_given_back_whole(tokenizer: Tokenizer) -
     assert len(str(refused.value)) < 2000
 
 
+def test_a_prompt_begins_with_bos_though_the_file_adds_none(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, hidden_size=32, layers=1)
+    read = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompt = prompt_of(read).ids("lift the cube")
+    read.post_processor = None
+    without = prompt_of(Tokenizer.from_str(read.to_str()))
+    assert without.tokenizer is not None and without.tokenizer.encode("lift").ids[0] != prompt[0]
+    assert without.ids("lift the cube") == prompt and prompt[0] == read.token_to_id("<s>")
+
+
 def test_truncation_and_padding_of_the_file_change_no_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
     changed = Tokenizer.from_str(tokenizer.to_str())
     changed.enable_truncation(12)

@@ -33,7 +33,7 @@ from specvla_ros.models.quantization import (
     check_memory,
     check_quantization,
 )
-from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")

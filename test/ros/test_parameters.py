@@ -19,6 +19,7 @@ from rclpy.parameter import Parameter  # noqa: E402
 from support.patience import wait_until  # noqa: E402
 
 from specvla_ros.errors import UserError  # noqa: E402
+from specvla_ros.policy_parameters import PolicyParameters  # noqa: E402
 from specvla_ros.ros.parameters import (  # noqa: E402
     check_values,
     declare_parameters,
@@ -26,7 +27,6 @@ from specvla_ros.ros.parameters import (  # noqa: E402
     refuse_fixed,
     unknown_parameters,
 )
-from specvla_ros.ros.policy.parameters import PolicyParameters  # noqa: E402
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from specvla_ros.control.guard.settings import GuardParameters
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
+from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.ros.driver.parameters import DriverParameters
-from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.settings.parameter import (
     Groups,
     check,

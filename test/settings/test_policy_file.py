@@ -13,8 +13,8 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.ros.sim_robot.episodes import SimRobotParameters
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.policy_file import model_settings, read_policy_file
+from specvla_ros.policy_parameters import PolicyParameters, SharedParameters
 from specvla_ros.ros.driver.parameters import DriverParameters
-from specvla_ros.ros.policy.parameters import PolicyParameters, SharedParameters
 from specvla_ros.ros.task import TaskParameters
 from specvla_ros.settings.parameter import values_of
 
@@ -46,6 +46,18 @@ def test_how_to_load_is_read_and_what_is_given_beside_the_file_wins(tmp_path: Pa
 def test_a_misspelt_name_is_refused(tmp_path: Path, name: str, meant: str) -> None:
     with pytest.raises(UserError, match=rf"p\.yaml: there is no parameter '{name}'; .*{meant}"):
         read_policy_file(write(tmp_path / "p.yaml", {name: 1}))
+
+
+def test_an_unknown_name_in_the_policys_own_section_is_refused_and_one_for_all_nodes_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "p.yaml", {"zoom": {"level": 3}, "use_sim_time": True, "image_transport": "raw"})
+    assert read_policy_file(path)["zoom.level"] == 3
+    assert "p.yaml: 1 names are none of the policy's, left to other nodes: zoom.level" in caplog.text
+    content = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({"policy": content["/**"], "other": {"ros__parameters": {"zoom": 1}}}))
+    with pytest.raises(UserError, match=r"p\.yaml: there is no parameter 'zoom\.level'; known: checkpoint"):
+        read_policy_file(path)
 
 
 @pytest.mark.parametrize(

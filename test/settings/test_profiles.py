@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
-from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters
+from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters, read_assignments
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
 
@@ -72,6 +72,14 @@ def test_numbers() -> None:
     for text in ("soon", "", "nan", "inf", "-1"):
         with pytest.raises(UserError, match=f"x:={text} must be a number from 0 on"):
             as_number("x", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("-1.5E2", -150.0), (".5e1", 5.0), ("[1e3, 2]", [1e3, 2]), ("1e", "1e"), ("1e-3m", "1e-3m")],
+)
+def test_numbers_with_an_exponent_are_numbers_as_for_ros(text: str, value: object) -> None:
+    assert read_assignments([f"a:={text}"]) == {"a": value}
 
 
 @pytest.mark.parametrize("profile", ["cpu", "desktop", "orin"])

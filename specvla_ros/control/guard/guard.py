@@ -64,6 +64,7 @@ class Guard:
         self._failing: list[Refusal] = []
         self._latched: Refusal | None = None
         self._first: Refusal | None = None  # of what failed since motion began to pass
+        self._last: Refusal | None = None
         self._latch_seen_s = self._failed_s = -np.inf
         self._failed = False  # since motion began to pass
         self._ticked: Instant | None = None
@@ -227,7 +228,10 @@ class Guard:
             return ""
         found = [*([self._latched] if self._latched else []), *self._failing]
         words = "; ".join(f"{each.cause.value}: {each.detail}" for each in found)
-        return words or "everything is well: about to resume"
+        if words or self._last is None:
+            return words or "everything is well: about to resume"
+        last = f"{self._last.cause.value}: {self._last.detail}"
+        return f"about to resume, after {_QUIET_S:g} s in which everything is well; the last cause was {last}"
 
     def _elapsed_s(self, now: Instant) -> float:
         """Since the last tick; a process that did not run begins anew."""
@@ -274,6 +278,7 @@ class Guard:
 
     def _fail(self, refusal: Refusal, now: Instant) -> None:
         self._first = self._first if self._failed else refusal
+        self._last = refusal
         self._failed_s, self._failed = now.steady_s, True
         if refusal.cause.latches:
             self._latched = self._latched or refusal

@@ -2,9 +2,10 @@
 """The commands that let a policy act in simulation: `demo` over ROS, `simulate` to `qualify` in process."""
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +18,9 @@ from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import CalibratePlan, Criterion, Limits, QualifyPlan, SimulatePlan
 from specvla_ros.settings.parameter import parameter, values_of
 
+if TYPE_CHECKING:
+    from specvla_ros.lab.evaluation.replay_summary import FrameRecord
+
 app = typer.Typer()
 
 _TOLERANCES = ("0.5mm,0.3deg", "1mm,0.6deg", "2mm,1.1deg", "3mm,1.7deg", "5mm,3deg")
@@ -24,6 +28,7 @@ _NODES = (8, 16, 32, 50)
 _ACTING_ALONE = {"films": 0, "per_engine": 0}  # of episodes that are compared
 _WATCHED = {"films": 0, "per_engine": 0, "workers": 0, "ray": ""}  # of the demo, in this process
 _BINS = (1, 3, 5, 9, 15)
+_SIGNIFICANT = 0.05  # a p-value below it shows a difference
 UNDECIDED = 4  # the exit code; 1 is refused, as of every result that breaks a limit
 
 
@@ -121,6 +126,7 @@ def simulate(
     from specvla_ros.lab.evaluation.simulate import simulate as run
     from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 
+    options.tell_of_cpu(chosen, emulate)
     driven = acting.follow != "simulator"
     if acting.interface is not None and not driven:
         raise UserError(
@@ -153,23 +159,32 @@ def simulate(
     times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
     emulated = f" (emulated: {emulate})" if emulate else ""
     console.print(f"success {summary.success}, {summary.action_rate_hz:.1f} actions/s{times}{emulated}")
-    if tally.accepted:
-        console.print(f"{tally.forwards_per_action:.2f} forwards per action, τ {tally.tau:.2f}")
+    if tally.words:
+        console.print(tally.words)
+    if busy := summary.context["busy"]:
+        console.print(busy)
     console.print(f"see {out / 'report.html'}")
 
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(help="Results of `specvla simulate`.", show_default=False)],
-    second: Annotated[Path, typer.Argument(help="Results with other settings, same tasks and seeds.")],
+    first: Annotated[Path, typer.Argument(help="Results of `simulate` or of `replay`.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="Results with other settings: same tasks and seeds, or bags.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare two simulations episode by episode (exact McNemar test)."""
+    """Compare two simulations episode by episode (exact McNemar test), or two replays frame by frame."""
+    from specvla_ros.lab.evaluation.replay_bags import read_frames
     from specvla_ros.lab.evaluation.simulate import read_episodes
     from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
 
+    frames = [read_frames(directory) for directory in (first, second)]
+    if all(frames):
+        _compare_replays((first, second), frames, as_json)
+        return
     results = [read_episodes(directory) for directory in (first, second)]
     for directory, episodes in zip((first, second), results, strict=True):
+        if any(frames):
+            raise UserError(f"one of {first} and {second} is a replay: compare it with a replay of the same bags")
         if not episodes:
             raise UserError(f"{directory} holds no episodes; `specvla simulate --out {directory}` makes some")
     comparison = compare_episodes(*results)
@@ -181,7 +196,25 @@ def compare(
     typer.echo(f"{comparison.first.n} pairs of the same task and seed")
     typer.echo(f"{first}: {comparison.first}; it alone succeeded in {comparison.only_first}")
     typer.echo(f"{second}: {comparison.second}; it alone succeeded in {comparison.only_second}")
-    typer.echo(f"both succeed alike: p = {comparison.p:.3g} (exact McNemar test, two-sided)")
+    shown = "a difference is shown" if comparison.p < _SIGNIFICANT else "no difference shown"
+    typer.echo(f"{shown} (p = {comparison.p:.3g}, {comparison.first.n} pairs; exact McNemar test, two-sided)")
+
+
+def _compare_replays(names: Sequence[Path], frames: Sequence[Mapping[Any, "FrameRecord"]], as_json: bool) -> None:
+    from specvla_ros.lab.evaluation.replay_summary import compare_frames
+
+    found = compare_frames(*frames)
+    if not found.frames:
+        raise UserError(f"{names[0]} and {names[1]} have no frame of the same bag: replay the same bags with both")
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+        return
+    typer.echo(f"{found.frames} pairs of the same frame; {found.differing} were answered with other tokens")
+    alone = (found.only_first, found.only_second)
+    for name, latency, forwards, only in zip(names, found.latency_ms, found.forwards_per_action, alone, strict=True):
+        figures = f"p50 {latency:.1f} ms, {forwards:.2f} forwards per action"
+        typer.echo(f"{name}: {figures}; it alone answered {only}")
+    typer.echo(f"{names[1]} is {found.speed_up:.2f} times as fast as {names[0]} (mean latency)")
 
 
 @app.command("robot-model")
@@ -215,6 +248,7 @@ def sweep(
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.models.checkpoint import leave_a_core
 
+    options.tell_of_cpu(chosen)
     base = SimulateSettings(policy=chosen.checkpoint, world=world, model=chosen.model)
     leave_a_core()
     settings = relaxation_settings(chosen.engine, bins or _BINS)
@@ -271,6 +305,7 @@ def calibrate(
     from specvla_ros.lab.evaluation.simulate import TABLE, policy_of
     from specvla_ros.speculation.settings import Tolerance
 
+    options.tell_of_cpu(chosen, emulate)
     simulated = world != "none"
     plan = CalibratePlan(
         tolerances=tuple(map(Tolerance.parse, tolerance or _TOLERANCES)),

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
 
+ON_A_CPU = (
+    "on a CPU every drafted token costs about as much as one that is decoded: with answers of few tokens, as OpenVLA's "
+    "7, expect spec, pipeline and specpipe to be slower than ar here (`specvla compare` tells of two runs). Where they "
+    "pay, `specvla simulate --emulate DEVICE` and `specvla plan --device DEVICE` show"
+)
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
 Robot = Annotated[str, typer.Option(help=f"The arm at the table: {ROBOTS}.")]
 Emulate = Annotated[
@@ -97,6 +102,15 @@ def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
     if of_bags.sync_tolerance_s == usual.sync_tolerance_s:
         topics = replace(topics, sync_tolerance_s=in_file.get("sync_tolerance_s", usual.sync_tolerance_s))
     return topics
+
+
+def tell_of_cpu(chosen: "PolicyOptions", emulate: str = "") -> None:
+    """Says that drafting does not pay on a CPU, where one is what computes and counts."""
+    import torch
+
+    on_cpu = chosen.model.device == "cpu" or (chosen.model.device == "auto" and not torch.cuda.is_available())
+    if on_cpu and not emulate and chosen.engine.mode != "ar":
+        typer.echo(ON_A_CPU, err=True)
 
 
 def simulation(chosen: "PolicyOptions", world: str, **settings: Any) -> "SimulateSettings":

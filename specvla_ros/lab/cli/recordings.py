@@ -11,7 +11,16 @@ import typer
 from specvla_ros.cli.options import PolicyOptions, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import ActionBagOptions, BagOptions, Bags, Rerun, Viewer, shown_in, topics_of
+from specvla_ros.lab.cli.options import (
+    ActionBagOptions,
+    BagOptions,
+    Bags,
+    Rerun,
+    Viewer,
+    shown_in,
+    tell_of_cpu,
+    topics_of,
+)
 from specvla_ros.lab.plans import EngineSpread, Thresholds
 
 if TYPE_CHECKING:
@@ -64,6 +73,7 @@ def replay(
     found, topics = find_bags(bag), topics_of(chosen, of_bags)
     for each in found.left_out:
         typer.echo(f"left out: {each}", err=True)
+    tell_of_cpu(chosen)
     settings = ReplaySettings(chosen.checkpoint, chosen.model, chosen.engine, chosen.action, topics)
     several = found.bags != (bag[0].expanduser(),)
     if several:
@@ -75,7 +85,7 @@ def replay(
     if spread != EngineSpread():
         raise UserError("one bag is replayed by one process: --workers, --per-engine and --ray are of several bags")
     check_replay(bag[0], out, topics)
-    engine = Engine(chosen.load(), chosen.engine)
+    engine = Engine(chosen.load_to_publish(), chosen.engine)
     engine.warm_up()
     summary = replay(
         engine,
@@ -126,7 +136,12 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
     latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
     frames = max(summary.frames, summary.frames_in_bag)
     results = next(path for path in (out / "report.html", out / "summary.json") if path.exists())
-    typer.echo(f"{summary.actions} of {frames} frames{whose} answered{latency}; see {results}")
+    decoding = f", {summary.decode.words}" if summary.decode.words else ""
+    typer.echo(f"{summary.actions} of {frames} frames{whose} answered{latency}{decoding}; see {results}")
+    if summary.drops_in_words and not failures:
+        typer.echo(f"no action for {summary.drops_in_words}")
+    if busy := summary.context.get("busy"):
+        typer.echo(busy, err=True)
     for failure in failures:
         typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
     if failures:

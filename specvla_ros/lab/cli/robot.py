@@ -306,7 +306,7 @@ def _max_image_age_s(profile: str) -> float:
     if not file.suffix:
         config = Path(get_package_share_directory("specvla_ros"), "config")
         files = [config / "common.yaml", config / f"{profile}.yaml"]
-    from specvla_ros.ros.policy.parameters import PolicyParameters
+    from specvla_ros.policy_parameters import PolicyParameters
 
     merged = merge_parameters(files, {}, node="policy")
     default = next(each.value for each in walk(PolicyParameters()) if each.name == "max_image_age_s")

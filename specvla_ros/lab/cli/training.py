@@ -10,6 +10,7 @@ import typer
 
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
+from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.options import (
     ActionBagOptions,
     BagOptions,
@@ -107,9 +108,14 @@ def train_draft(
     check_accelerate()
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation
     from specvla_ros.lab.training import train_draft as training
-    from specvla_ros.models.checkpoint import load_target
+    from specvla_ros.models.checkpoint import load_target, model_type_of
+    from specvla_ros.models.config import check_directory
+    from specvla_ros.models.families.openvla.config import OPENVLA_TYPES
     from specvla_ros.models.families.openvla.target import require_openvla
 
+    check_directory(chosen.checkpoint)
+    if model_type_of(chosen.checkpoint) not in OPENVLA_TYPES:
+        raise UserError(f"{chosen.checkpoint} is no OpenVLA checkpoint, and draft heads are trained for no other here")
     bags = bags_or_simulation(data)
     training.check_frames(bags, frames, topics_of(chosen, of_bags))
     policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))

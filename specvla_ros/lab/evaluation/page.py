@@ -7,8 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from specvla_ros.lab.evaluation.paired import Rate
 from specvla_ros.lab.files import replace_file
+from specvla_ros.lab.tally import DecodeTally
 
 if TYPE_CHECKING:  # a robot has no Plotly: what is not drawn does not need it
     import plotly.graph_objects as go
@@ -103,6 +106,48 @@ def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]
     return go.Figure(go.Heatmap(x=x, y=y, z=shares, text=text, texttemplate="%{text}", **shades))
 
 
+def decoding(tally: DecodeTally) -> str:
+    """Forwards, accept lengths, and the distance of relaxed tokens to the target's; empty for plain decoding."""
+    if not tally.accepted:
+        return ""
+    accepted = sum(length * count for (_, length), count in tally.accepted.items()) / tally.accepted.total()
+    row = (f"{tally.forwards_per_action:.2f}", f"{tally.tau:.2f}", f"{accepted:.2f}")
+    parts = [
+        "<h2>Decoding</h2>",
+        table(("forwards per action", "tokens per verification forward (τ)", "accept length, mean"), [row]),
+        _accept_lengths(tally) if any(length for _, length in tally.accepted) else "",
+    ]
+    if any(bins for _, bins in tally.bins_off):
+        parts.append("<p class=note>Tokens that are not the target's own choice, by their distance to it.</p>")
+        parts.append(plot(_distance(tally), 300))
+    return "".join(parts)
+
+
+def _accept_lengths(tally: DecodeTally) -> str:
+    positions = sorted({position for position, _ in tally.accepted})
+    lengths = range(1 + max(length for _, length in tally.accepted))
+    counts = np.array([[tally.accepted[position, length] for position in positions] for length in lengths])
+    drawn = heatmap(
+        [f"from token {position + 1}" for position in positions],
+        [f"{length} accepted" for length in lengths],
+        (counts / counts.sum(axis=0)).tolist(),
+        [[count or "" for count in row] for row in counts.tolist()],
+    )
+    drawn.update_yaxes(automargin=True)
+    return plot(drawn, 120 + 30 * len(lengths))
+
+
+def _distance(tally: DecodeTally) -> "go.Figure":
+    drawn = subplots()
+    for position in sorted({position for position, _ in tally.bins_off}):
+        counts = {bins: count for (at, bins), count in sorted(tally.bins_off.items()) if at == position}
+        total = sum(counts.values())
+        shares = [count / total for count in counts.values()]
+        drawn.add_bar(x=list(counts), y=shares, name=f"token {position + 1}")
+    drawn.update_xaxes(title_text="bins from the target's own choice")
+    return drawn.update_yaxes(title_text="share of tokens")
+
+
 def rate_trace(rates: Sequence[Rate]) -> dict[str, Any]:
     """The arguments of a Plotly trace for success rates with error bars."""
     above = [rate.interval[1] - rate.value for rate in rates]
@@ -118,6 +163,11 @@ def emulation(device: Mapping[str, Any] | None) -> str:
         f"<p class='verdict emulated'><b>Emulation</b> of {escape(device['name'])}: no such device ran. Each stage of "
         f"the engine counted for the time in its table ({escape(device['source'])}).</p>"
     )
+
+
+def busy(machine: str | None) -> str:
+    """The box that says that others kept the machine busy, see `busy_machine`; empty: they did not."""
+    return verdict("emulated", machine[0].upper() + machine[1:] + ".") if machine else ""
 
 
 def recording(name: str | None) -> str:

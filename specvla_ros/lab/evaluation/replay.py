@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from rich.console import Console
 from specvla_ros.cli.terminal import progress_bar
 from specvla_ros.control.convention import ActionConvention, ConventionSettings
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
+from specvla_ros.engine.outcome import Action, DropReason, StageTimings
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.lab.bags.frames import (
     DEFAULT_TOPICS,
@@ -44,6 +43,7 @@ from specvla_ros.lab.evaluation.run_directory import (
     write_line,
 )
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
+from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import Thresholds
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
@@ -209,17 +209,15 @@ def _dropped(
 
 def _action(record: FrameRecord, observation: Observation, names: tuple[str, ...]) -> Action | None:
     """The action in a line of frames.jsonl; None: the frame was dropped."""
-    if record.values is None or record.tokens is None or record.timings is None or record.decode is None:
+    if record.values is None or record.tokens is None or record.timings is None or record.decoding is None:
         return None
-    decode: dict[str, Any] = {each.name: record.decode[each.name] for each in fields(DecodeRecord)}
-    decode = {name: tuple(value) if isinstance(value, list) else value for name, value in decode.items()}
     return Action(
         observation=observation,
         names=names,
         actions=np.array(record.values)[None],
         tokens=tuple(record.tokens),
         timings=StageTimings(**record.timings),
-        record=DecodeRecord(**decode),
+        record=record.decoding,
         finished_ns=observation.received_ns,
     )
 
@@ -269,7 +267,12 @@ def replay(
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
         pictures = Pictures(chosen.image.count, bag.start_ns)
         run = ReplayRun(engine, directory, pictures, meaning, shown)
-        finish = partial(run.finish, thresholds or Thresholds(), context)
+        before = CpuTimes.now()
+
+        def finish(incomplete: str) -> ReplaySummary:
+            context["busy"] = busy_machine(before, CpuTimes.now()) or None
+            return run.finish(thresholds or Thresholds(), context, incomplete)
+
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:

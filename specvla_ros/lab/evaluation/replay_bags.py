@@ -241,3 +241,13 @@ def _summarise(
         tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
     directory.write_json(SUMMARY_FILE, summary.as_json())
     return summary
+
+
+def read_frames(out: Path) -> dict[tuple[str, int, int], FrameRecord]:
+    """The frames of a replay, of one bag or of many, by the bag's folder, index and time; empty: it is no replay."""
+    found = {}
+    for path in (out / FRAMES_FILE, *sorted(out.glob(f"*/{FRAMES_FILE}"))):
+        folder = "" if path.parent == out else path.parent.name
+        for record in read_lines(path, lambda line: FrameRecord(**line)):
+            found[folder, record.frame, record.time_ns] = record
+    return found

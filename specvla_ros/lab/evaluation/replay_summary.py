@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from specvla_ros.engine.outcome import Action, DropCounter, DropReason
+from specvla_ros.engine.outcome import Action, DecodeRecord, DropCounter, DropReason
 from specvla_ros.lab.bags.frames import BagFrame
 from specvla_ros.lab.plans import Thresholds
-from specvla_ros.lab.tally import percentiles
+from specvla_ros.lab.tally import DecodeTally, percentiles
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 
@@ -61,6 +61,15 @@ class FrameRecord:
         required = {each.name for each in fields(self) if each.default is MISSING}
         return {name: value for name, value in vars(self).items() if value is not None or name in required}
 
+    @property
+    def decoding(self) -> DecodeRecord | None:
+        """How the action was decoded; None: there is none."""
+        if self.decode is None:
+            return None
+        decode: dict[str, Any] = {each.name: self.decode[each.name] for each in fields(DecodeRecord)}
+        decode = {name: tuple(value) if isinstance(value, list) else value for name, value in decode.items()}
+        return DecodeRecord(**decode)
+
 
 def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
     """The fields `error` and, for a policy that writes bins, `bin_distance`: a chunk's first action, and the recorded.
@@ -103,6 +112,7 @@ class ReplayColumns:
     # the recorded action; NaN where there is none to compare
     recorded: list[Sequence[float | None]] = field(default_factory=list)
     bins: list[Sequence[float]] = field(default_factory=list)  # distance to it in bins; NaN where there is none
+    decode: DecodeTally = field(default_factory=DecodeTally)
 
     def add(self, record: FrameRecord) -> None:
         self.total_s.append(record.total_s)
@@ -113,6 +123,8 @@ class ReplayColumns:
             self.dropped.append((record.frame, reason))
         if record.values is None or record.timings is None:
             return
+        if record.decoding is not None:
+            self.decode.add(record.decoding)
         nothing = [math.nan] * len(self.names)
         self.frame.append(record.frame)
         self.time_s.append((record.time_ns - self.start_ns) * 1e-9)
@@ -149,6 +161,7 @@ class ReplaySummary:
     compared: int  # actions that had a recorded action beside them
     mean_abs_error: dict[str, float]  # per dimension, in the action's units; empty without recorded actions
     mean_bin_distance: dict[str, float]  # per dimension; empty without recorded actions
+    decode: DecodeTally
     thresholds: Thresholds
     incomplete: str  # why not the whole bag was replayed; empty: it was
     context: Mapping[str, Any]
@@ -159,6 +172,13 @@ class ReplaySummary:
         return self.frames > 0 and not self.actions
 
     @property
+    def drops_in_words(self) -> str:
+        """How many frames ended without an action, by reason, with an example; empty: none did."""
+        counts = [f"{count} {reason}" for reason, count in self.drops.items() if count]
+        details = [detail for detail in self.drop_examples.values() if detail]
+        return ", ".join(counts) + (f" (the first one: {details[0]})" if details else "")
+
+    @property
     def failures(self) -> tuple[str, ...]:
         """Why the replay counts as failed, in sentences; empty: it does not."""
         failures = [self.incomplete] if self.incomplete else []
@@ -167,11 +187,12 @@ class ReplaySummary:
             of_frames = f"{self.drops[fault]} of {self.frames} frames ended in a fault of the engine"
             failures.append(f"{of_frames}, the first one: {self.drop_examples[fault]}")
         if self.silent:
-            failures.append(f"not one of {self.frames} frames gave an action: {_drops_in_words(self)}")
+            failures.append(f"not one of {self.frames} frames gave an action: {self.drops_in_words}")
         return (*failures, *_exceeded(self))
 
     def as_json(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("thresholds", "context")}
+        own["decode"] = self.decode.summary()
         intervals = {"latency_interval": LATENCY_INTERVAL, "action_rate_interval": RATE_INTERVAL}
         return own | {"failures": self.failures, **intervals, "thresholds": asdict(self.thresholds), **self.context}
 
@@ -246,6 +267,7 @@ def summarise(
         compared=len(errors),
         mean_abs_error=_per_dimension(columns.names, errors),
         mean_bin_distance=_per_dimension(columns.names, bins),
+        decode=columns.decode,
         thresholds=thresholds,
         incomplete=incomplete,
         context=context,
@@ -265,7 +287,7 @@ def _exceeded(summary: ReplaySummary) -> list[str]:
     fraction = 1 - summary.actions / summary.frames if summary.frames else 0.0
     limit = limits.max_drop_fraction
     if limit is not None and fraction > limit:
-        drops = _drops_in_words(summary)
+        drops = summary.drops_in_words
         failures.append(f"{fraction:.1%} of the frames gave no action, the limit is {limit:.1%}: {drops}")
     limit, rate = limits.min_action_rate_hz, summary.action_rate_hz
     if limit is not None and rate < limit:
@@ -283,7 +305,36 @@ def _exceeded(summary: ReplaySummary) -> list[str]:
     return failures
 
 
-def _drops_in_words(summary: ReplaySummary) -> str:
-    counts = [f"{count} {reason}" for reason, count in summary.drops.items() if count]
-    details = [detail for detail in summary.drop_examples.values() if detail]
-    return ", ".join(counts) + (f" (the first one: {details[0]})" if details else "")
+@dataclass(frozen=True)
+class ReplayComparison:
+    """Two settings on the same frames; times are of the frames that both answered."""
+
+    frames: int
+    only_first: int  # frames that the first alone answered
+    only_second: int
+    differing: int  # frames that both answered, with other tokens
+    latency_ms: tuple[float, float]  # medians, from the image's bytes to the action
+    forwards_per_action: tuple[float, float]
+    speed_up: float  # the first's mean latency over the second's; 0: no frame was answered by both
+
+
+def compare_frames(first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameRecord]) -> ReplayComparison:
+    """Compares the frames that both have, by the same keys."""
+    pairs = [(first[key], second[key]) for key in first if key in second]
+    both = [pair for pair in pairs if all(each.tokens is not None for each in pair)]
+    seconds = np.array([[each.total_s for each in pair] for pair in both]).reshape(-1, 2)
+    tallies = [DecodeTally(), DecodeTally()]
+    for pair in both:
+        for tally, record in zip(tallies, pair, strict=True):
+            tally.add(record.decoding or DecodeRecord(mode=""))
+    means = seconds.mean(axis=0) if both else np.zeros(2)
+    medians = np.median(seconds, axis=0) * 1e3 if both else np.zeros(2)
+    return ReplayComparison(
+        frames=len(pairs),
+        only_first=sum(one.tokens is not None and other.tokens is None for one, other in pairs),
+        only_second=sum(one.tokens is None and other.tokens is not None for one, other in pairs),
+        differing=sum(one.tokens != other.tokens for one, other in both),
+        latency_ms=(float(medians[0]), float(medians[1])),
+        forwards_per_action=(tallies[0].forwards_per_action, tallies[1].forwards_per_action),
+        speed_up=float(means[0] / means[1]) if means[1] else 0.0,
+    )

@@ -27,6 +27,7 @@ from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, s
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, Shared, share
+from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
@@ -176,6 +177,7 @@ def simulate(
     for task, seed in (each for each in wanted if each not in done):
         film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
         jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
+    before = CpuTimes.now()
     with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
         (out / FILMS).mkdir(exist_ok=True)
         try:
@@ -186,7 +188,11 @@ def simulate(
             finished = [done[key] for key in wanted if key in done]
             emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
             described = {"settings": settings.as_json(), "adapter": adapter_of(settings.policy), "plan": asdict(plan)}
-            context = described | {"emulation": emulated, **head()}
+            context = described | {
+                "emulation": emulated,
+                "busy": busy_machine(before, CpuTimes.now()) or None,
+                **head(),
+            }
             summary = summarise_episodes(finished, context=context)
             directory.write_json(SUMMARY_FILE, summary.as_json())
             write_simulate_report(out / REPORT_FILE, summary, sorted((out / FILMS).glob("*.mp4")))

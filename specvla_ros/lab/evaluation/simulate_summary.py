@@ -56,12 +56,11 @@ class SimulateSummary:
         for name, task in self.tasks.items():
             listened = task.listened.as_json() if task.listened else None
             tasks[name] = asdict(task) | {"success": task.success.as_json(), "listened": listened}
-        tally = self.decode
         return vars(self) | {
             "tasks": tasks,
             "success": self.success.as_json(),
             "listened": self.listened.as_json() if self.listened else None,
-            "decode": tally.as_json() | {"tau": tally.tau, "forwards_per_action": tally.forwards_per_action},
+            "decode": self.decode.summary(),
         }
 
 
@@ -153,6 +152,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
     success = f"Success {summary.success} over {summary.success.n} episodes, with the 95 % Wilson interval{listened}."
     parts = [
         page.emulation(summary.context.get("emulation")),
+        page.busy(summary.context.get("busy")),
         page.verdict("", success),
         "<h2>Tasks</h2>",
         page.table(
@@ -164,7 +164,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
         "<h2>Latency</h2>",
         _latency(summary),
         _refused(summary.context.get("refused"), summary.context.get("refused_in_motion", {})),
-        _decoding(summary.decode),
+        page.decoding(summary.decode),
         _films(path, films),
         page.recording(summary.context.get("recording")),
         page.provenance(summary.context),
@@ -231,48 +231,6 @@ def _refused(refused: Mapping[str, Mapping[str, int]] | None, moving: Mapping[st
     )
     head = ("who", "refused", "times", "of these in motion")
     return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + page.table(head, rows)
-
-
-def _decoding(tally: DecodeTally) -> str:
-    """Forwards, accept lengths, and the distance of relaxed tokens to the target's; empty for plain decoding."""
-    if not any(length for _, length in tally.accepted):
-        return ""
-    accepted = sum(length * count for (_, length), count in tally.accepted.items()) / tally.accepted.total()
-    row = (f"{tally.forwards_per_action:.2f}", f"{tally.tau:.2f}", f"{accepted:.2f}")
-    parts = [
-        "<h2>Decoding</h2>",
-        page.table(("forwards per action", "tokens per verification forward (τ)", "accept length, mean"), [row]),
-        _accept_lengths(tally),
-    ]
-    if any(bins for _, bins in tally.bins_off):
-        parts.append("<p class=note>Tokens that are not the target's own choice, by their distance to it.</p>")
-        parts.append(page.plot(_distance(tally), 300))
-    return "".join(parts)
-
-
-def _accept_lengths(tally: DecodeTally) -> str:
-    positions = sorted({position for position, _ in tally.accepted})
-    lengths = range(1 + max(length for _, length in tally.accepted))
-    counts = np.array([[tally.accepted[position, length] for position in positions] for length in lengths])
-    drawn = page.heatmap(
-        [f"from token {position + 1}" for position in positions],
-        [f"{length} accepted" for length in lengths],
-        (counts / counts.sum(axis=0)).tolist(),
-        [[count or "" for count in row] for row in counts.tolist()],
-    )
-    drawn.update_yaxes(automargin=True)
-    return page.plot(drawn, 120 + 30 * len(lengths))
-
-
-def _distance(tally: DecodeTally) -> go.Figure:
-    drawn = go.Figure()
-    for position in sorted({position for position, _ in tally.bins_off}):
-        counts = {bins: count for (at, bins), count in sorted(tally.bins_off.items()) if at == position}
-        total = sum(counts.values())
-        shares = [count / total for count in counts.values()]
-        drawn.add_bar(x=list(counts), y=shares, name=f"token {position + 1}")
-    drawn.update_xaxes(title_text="bins from the target's own choice")
-    return drawn.update_yaxes(title_text="share of tokens")
 
 
 def _films(path: Path, films: Sequence[Path]) -> str:

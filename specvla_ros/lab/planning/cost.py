@@ -4,13 +4,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency
-from specvla_ros.models.config import DecoderShape, VisionTowerConfig
-from specvla_ros.models.families.openvla.config import OpenVLAConfig
+from specvla_ros.models.config import DecoderShape, VisionTowerConfig, check_directory
+from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
 from specvla_ros.models.settings import WeightFormat
+from specvla_ros.settings.json_file import shown
 
 if TYPE_CHECKING:  # the engine imports torch
     from specvla_ros.engine.batch import TickWork
@@ -32,6 +34,7 @@ OPENVLA_7B = OpenVLAConfig(
 # BOS, "In: What action should the robot take to …?\nOut:" with an instruction of about ten words, and the space token:
 # with OpenVLA-7B's 256 patches a prompt of 290 rows.
 _TEXT_TOKENS = 34
+_FIXED = "bins"  # the codec whose answers are all of one length
 _ACTION_TOKENS = 7  # where the checkpoint's statistics do not say
 _COMMITTED = 3  # tokens of an answer that are committed, in the mean
 _MAX_ROWS = 4096  # more than any forward has
@@ -75,6 +78,32 @@ class ModelCost:
         """Memory of all weights, with or without the draft head's [bytes]."""
         plain = self.head_values + self.embedding_values + self.vision_values + (self.draft_values if draft else 0)
         return self.decoder_values * weight_bytes(weights, dtype_bytes) + plain * dtype_bytes
+
+
+def planned_config(checkpoint: Path, tokens: int) -> OpenVLAConfig:
+    """A checkpoint's config.json. UserError: it is of another architecture, or no `tokens` are given and needed."""
+    from specvla_ros.models.checkpoint import model_type_of
+
+    check_directory(checkpoint)
+    kind = model_type_of(checkpoint)
+    if kind not in OPENVLA_TYPES:
+        raise UserError(
+            f"{checkpoint}: its model_type is {shown(kind)}, and only OpenVLA's architecture is planned for. Without "
+            "--model, `--tokens N` plans OpenVLA-7B with an answer as long as this policy's; `specvla replay` times it"
+        )
+    if list(checkpoint.glob("action_head--*.pt")):
+        raise UserError(
+            f"{checkpoint} is an OpenVLA-OFT checkpoint: it answers in one forward, without tokens that could be "
+            "drafted, so that there is nothing to choose; `specvla replay` times it"
+        )
+    config = read_config(checkpoint)
+    if not tokens and (config.vicuna or config.action_codec != _FIXED):
+        what = "text before its actions, or none (ECoT 40 to 200 tokens, OpenVLA v0.1 7)"
+        raise UserError(
+            f"{checkpoint} may write {what if config.vicuna else f'answers of any length ({config.action_codec})'}: "
+            "say how long an answer is with --tokens N; `specvla predict --json` shows one"
+        )
+    return config
 
 
 def model_cost(config: OpenVLAConfig) -> ModelCost:

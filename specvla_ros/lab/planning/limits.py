@@ -84,7 +84,8 @@ def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
     return AcceptanceLengths(f"Spec-VLA relaxed, LIBERO-{suite.title()}", probabilities, acceptance)
 
 
-_FRAMES = 2000
+_FRAMES, _USUAL_TOKENS = 2000, 7  # of longer answers fewer frames: as many ticks
+_FEWEST = 100
 _WARM_UP_TICKS = 50  # until the pipeline is full
 _SEED = 1
 _VOCABULARY = 32000  # of Llama 2; any will do
@@ -179,7 +180,7 @@ def _run_scheduler(
     actions: list[tuple[int, int]] = []
     admitted: dict[tuple[str, int], int] = {}  # tick by robot and stamp
     dropped = in_flight = frames = 0
-    while frames < _FRAMES:
+    while frames < max(_FEWEST, _FRAMES * _USUAL_TOKENS // action_tokens):
         number = len(ticks)
         for robot in robots:
             if mailbox.next(partial(eq, robot)) is None:
@@ -190,7 +191,7 @@ def _run_scheduler(
         begun = [_frame(share.request.observation) for share in batch.shares if share.begins]
         admitted |= dict.fromkeys(begun, number)
         in_flight = max(in_flight, len(batch.shares))
-        forward = _forward(batch, mode)
+        forward = _forward(batch, mode, (action_tokens - 1) // 2)
         chosen = [
             commits[1 + (lengths.accepted(draws.random()) if mode.drafts and not share.prompt_rows else 0)]
             for share in batch.verified
@@ -218,7 +219,7 @@ def _commit(tokens: int, codec: BinsCodec) -> Commit:
     return Commit(tuple(range(tokens)), ids, bins_off=zeros, why=zeros, tokens_on_device=none)
 
 
-def _forward(batch: Batch, mode: Mode) -> Forward:
+def _forward(batch: Batch, mode: Mode, committed: int) -> Forward:
     prefill = next((share for share in batch.shares if share.prompt_rows), None)
     trees = sum(not share.prompt_rows for share in batch.shares)
     return Forward(
@@ -229,8 +230,8 @@ def _forward(batch: Batch, mode: Mode) -> Forward:
         trees=trees,
         nodes=trees * mode.nodes,  # of static size, as a captured graph has them, however few tokens are missing
         # Rows of the prompt, and of the committed tokens but the last, whose row this forward writes. Their number is
-        # taken at its mean, for the forwards to be few different ones: at most 3 rows of 290 are off.
-        prefix_rows=sum(share.request.layout.rows + 3 for share in batch.shares if not share.prompt_rows),
+        # taken at its mean, for the forwards to be few different ones: with 7 tokens at most 3 rows of 290 are off.
+        prefix_rows=sum(share.request.layout.rows + committed for share in batch.shares if not share.prompt_rows),
     )
 
 

@@ -6,6 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from specvla_ros.models.config import DecoderShape
 ROWS = (1, 16, 64, 128, 192, 256, 320)
 _WARM_UPS = 2
 _TURNS = 7
+_BUSY = 0.25  # share of a machine's CPU time from which on others make a policy late
 
 
 def measure_device(
@@ -138,3 +140,38 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "hardware"))]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Seconds of CPU time since this machine started, over all of its cores."""
+
+    total: float
+    busy: float  # by whoever; what the machine's host took from it counts too
+    stolen: float  # by the host
+    own: float  # by this process and those of its children that ended
+
+    @staticmethod
+    def now() -> "CpuTimes":
+        """Zeros where Linux does not say."""
+        try:
+            line = Path("/proc/stat").read_text().partition("\n")[0]
+        except OSError:
+            return CpuTimes(0.0, 0.0, 0.0, 0.0)
+        ticks = [int(each) / os.sysconf("SC_CLK_TCK") for each in line.split()[1:9]]
+        idle, stolen = ticks[3] + ticks[4], ticks[7]
+        return CpuTimes(sum(ticks), sum(ticks) - idle, stolen, sum(os.times()[:4]))
+
+
+def busy_machine(before: CpuTimes, after: CpuTimes) -> str:
+    """That others kept this machine busy in between, in words; empty: they took little."""
+    total = after.total - before.total
+    others = after.busy - before.busy - (after.own - before.own)
+    if total <= 0 or others / total < _BUSY:
+        return ""
+    stolen = (after.stolen - before.stolen) / total
+    host = f" ({stolen:.0%} went to its host)" if stolen >= _BUSY / 5 else ""
+    return (
+        f"this machine was busy: others took {others / total:.0%} of its CPU time meanwhile{host}. What was late, held "
+        "or failed may be the machine's doing and not the policy's; do it again when the machine is idle"
+    )

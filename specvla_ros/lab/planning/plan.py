@@ -24,7 +24,6 @@ from specvla_ros.lab.planning.limits import (
     mode_limit,
     spec_vla_relaxed,
 )
-from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings
@@ -78,7 +77,8 @@ def choose(
     pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
     verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
     robots = best.mode.robots
-    in_flight = math.ceil((chunks + verifications) / chunks / robots) if pipelined else 1  # of each robot
+    wanted = math.ceil((chunks + verifications) / chunks / robots)
+    in_flight = min(wanted, best.mode.max_in_flight) if pipelined else 1  # of each robot
     packed = pipelined or robots > 1
     nodes = _nodes(ridge / (in_flight * robots), packed=packed) if drafts else 1
     # A tree is no deeper than the tokens that may be missing when it is drafted, the target's own one not counted.
@@ -177,6 +177,19 @@ class Plan:
     modes: tuple[ModeLimit, ...]
     profile: Profile
 
+    @property
+    def fits(self) -> bool:
+        """Whether what is chosen finds room in the device's memory."""
+        return self.profile.limit.fits(self.device)
+
+    @property
+    def verdict(self) -> str:
+        """What to expect, in a sentence."""
+        mode, reasons = self.profile.settings.mode, self.profile.reasons
+        if not self.fits:
+            return f"{self.checkpoint} does not fit on {self.device.name}: {reasons['memory']}"
+        return f"{self.checkpoint} on {self.device.name}: {mode} gives the freshest images, expect {reasons['expect']}"
+
     def as_json(self) -> dict[str, Any]:
         return {
             "note": note(self.device),
@@ -198,9 +211,16 @@ class Plan:
         }
 
 
-def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = None, robots: int = 1) -> Plan:
-    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second."""
-    model = cost.model_cost(cost.OPENVLA_7B if checkpoint is None else read_config(checkpoint))
+def make_plan(
+    device: Device, weights: WeightFormat, checkpoint: Path | None = None, robots: int = 1, tokens: int = 0
+) -> Plan:
+    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second.
+
+    `tokens`: of an answer; 0: as the checkpoint says. UserError: it does not say, or is of another architecture.
+    """
+    config = cost.OPENVLA_7B if checkpoint is None else cost.planned_config(checkpoint, tokens)
+    model = cost.model_cost(config)
+    model = replace(model, action_tokens=tokens) if tokens else model
     lengths = spec_vla_relaxed(_SUITE)
     modes = [replace(mode, robots=robots) for mode in MODES]
     ridge = cost.ridge_rows(model, device, weights)
@@ -232,7 +252,7 @@ def forward_limits(model: cost.ModelCost, device: Device, weights: WeightFormat)
 
 def _forwards(model: cost.ModelCost, device: Device, weights: WeightFormat) -> Mapping[str, tuple[cost.Part, ...]]:
     prompt = model.prompt_rows
-    prefix = prompt + 3  # rows that a request has on average after its prompt
+    prefix = prompt + (model.action_tokens - 1) // 2  # rows that a request has on average
 
     def packed(trees: int, nodes: int, prompt_rows: int = 0, before: int = 0) -> tuple[cost.Part, ...]:
         forward = cost.Forward(
@@ -275,8 +295,9 @@ _TABLE_WIDTH = 100  # on a narrower terminal lines wrap: a number that is cut is
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Prints forwards, modes and the chosen profile."""
-    console.print(note(plan.device), style="bold", highlight=False, soft_wrap=True)
+    """Prints the verdict, forwards, modes and the chosen profile."""
+    console.print(plan.verdict, style="bold", highlight=False, soft_wrap=True)
+    console.print(note(plan.device), highlight=False, soft_wrap=True)
     console.print(_summary(plan), highlight=False, soft_wrap=True)
     for table in (_forward_table(plan), _mode_table(plan)):
         console.print(table, width=_TABLE_WIDTH, crop=False)

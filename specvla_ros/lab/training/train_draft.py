@@ -159,7 +159,11 @@ class _DraftTask:
         self.batch_size = training.batch_size
         self.validate_every = self.samples // training.batch_size
         if not self.validate_every:
-            raise UserError(f"{self.samples} samples are fewer than --batch-size {training.batch_size}")
+            raise UserError(
+                f"{self.samples} samples are fewer than --batch-size {training.batch_size}: give more images, or a "
+                "smaller batch. Answers that are no action, or whose text is longer than --max-reasoning-tokens, are "
+                "no samples"
+            )
         self.steps = self.validate_every * training.epochs
         self.clip = _CLIP
 

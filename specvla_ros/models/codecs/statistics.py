@@ -50,7 +50,10 @@ def select_key(statistics: Mapping[str, Any], unnorm_key: str, where: str = "thi
     """The key of a dataset; an empty one means the only one."""
     known = ", ".join(sorted(statistics)) or "none"
     if not unnorm_key and len(statistics) != 1:
-        raise UserError(f"{where} has statistics of {len(statistics)} datasets; set unnorm_key to one of: {known}")
+        raise UserError(
+            f"{where} has statistics of {len(statistics)} datasets; set unnorm_key to one of: {known} "
+            "(--unnorm-key NAME)"
+        )
     key = unnorm_key or next(iter(statistics))
     if key not in statistics:
         raise UserError(f"unnorm_key '{key}' is not in {where}; it has: {known}")

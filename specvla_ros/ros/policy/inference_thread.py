@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.speculation.settings import AcceptanceSettings
 
 if TYPE_CHECKING:  # the engine imports torch, which a machine that only configures may lack

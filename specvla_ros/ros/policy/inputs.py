@@ -25,9 +25,9 @@ from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb
 from specvla_ros.messages.state_message import StateReader
 from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.models.observation import ONLY_CAMERA
+from specvla_ros.policy_parameters import ALL_NUMBERS, RobotParameters
 from specvla_ros.ros import qos
 from specvla_ros.ros.parameters import is_given
-from specvla_ros.ros.policy.parameters import ALL_NUMBERS, RobotParameters
 
 try:
     from rclpy.event_handler import SubscriptionEventCallbacks

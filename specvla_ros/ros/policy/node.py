@@ -16,12 +16,7 @@ from rclpy.parameter import Parameter
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.ros.node import DiagnosticsPublisher, ManagedNode, make_status, run_node
-from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
-from specvla_ros.ros.policy.diagnostics import loaded_status, not_loaded_status
-from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
-from specvla_ros.ros.policy.inputs import Senses, declared_overrides
-from specvla_ros.ros.policy.parameters import (
+from specvla_ros.policy_parameters import (
     ONE_ROBOT,
     READ_IN_ACTIVATE,
     PolicyParameters,
@@ -29,6 +24,11 @@ from specvla_ros.ros.policy.parameters import (
     SharedParameters,
     check_robots,
 )
+from specvla_ros.ros.node import DiagnosticsPublisher, ManagedNode, make_status, run_node
+from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
+from specvla_ros.ros.policy.diagnostics import loaded_status, not_loaded_status
+from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
+from specvla_ros.ros.policy.inputs import Senses, declared_overrides
 from specvla_ros.ros.policy.robot import LoadedPolicy, RobotPart
 from specvla_ros.settings.parameter import walk
 from specvla_ros.speculation.settings import AcceptanceSettings

@@ -24,11 +24,11 @@ from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fiel
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.tokenizer import text_of
 from specvla_ros.msg import DecodeStats, Reasoning, VlaAction
+from specvla_ros.policy_parameters import RobotParameters
 from specvla_ros.ros.node import STEADY
 from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
 from specvla_ros.ros.policy.inference_thread import InferenceThread
 from specvla_ros.ros.policy.inputs import Frames, Instruction, InstructionInput, ObservationInput, Senses
-from specvla_ros.ros.policy.parameters import RobotParameters
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 
 if TYPE_CHECKING:

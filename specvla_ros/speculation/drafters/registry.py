@@ -245,8 +245,8 @@ class Drafters:
             raise UserError(
                 f"decode.mode spec has nothing to draft with: {target.directory / DRAFT_FOLDER} is not there; set "
                 "draft.head to a draft head's directory (specvla train-draft makes one), or draft.model to that of a "
-                "smaller policy, or draft.temporal to true; a policy that writes text may also draft for itself "
-                "(draft.self_tokens)"
+                "smaller policy, or draft.temporal to true, or draft.chunk_shift where answers are chunks of digits or "
+                "FAST tokens; a policy that writes text may also draft for itself (draft.self_tokens)"
             )
 
     @property

@@ -960,7 +960,7 @@ def test_a_failure_counts_each_time_that_it_begins_and_is_told_to_the_log_once()
     assert each.guard.tally.take_new() == []
 
 
-def test_the_reason_is_empty_while_motion_passes_and_says_when_it_is_about_to() -> None:
+def test_the_reason_is_empty_while_motion_passes_and_says_the_last_cause_when_it_is_about_to() -> None:
     each = rig("twist")
     each.until_passing()
     assert each.guard.reason == ""
@@ -969,7 +969,8 @@ def test_the_reason_is_empty_while_motion_passes_and_says_when_it_is_about_to() 
     assert each.guard.reason == "two_sources: two of them"
     each.guard.sources("")
     each.run(0.1)
-    assert each.guard.reason == "everything is well: about to resume"
+    resumes = "about to resume, after 0.5 s in which everything is well; the last cause was "
+    assert each.guard.reason == resumes + "two_sources: two of them"
 
 
 def test_a_clock_that_jumps_stops_motion_and_forgets_what_was_heard() -> None:

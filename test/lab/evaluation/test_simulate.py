@@ -5,7 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import av
@@ -13,7 +13,10 @@ import pytest
 from support.dying import run_job_dying_once, simulating_host_dying_once
 from support.gl import needs_gl
 from support.patience import wait_until
+from typer.testing import CliRunner
 
+from specvla_ros.cli.app import app
+from specvla_ros.engine.outcome import DecodeRecord
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation import simulate as simulation
 from specvla_ros.lab.evaluation.paired import Rate, mcnemar_p, wilson_interval
@@ -231,6 +234,44 @@ def test_comparison_is_over_pairs():
     assert comparison.first == Rate(6, 8) and comparison.second == Rate(0, 8)
     assert (comparison.only_first, comparison.only_second) == (6, 0)
     assert comparison.p == pytest.approx(2 * 0.5**6)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"), [(5, "no difference shown (p = 0.0625, 5 pairs"), (6, "a difference is shown (p = 0.0312, 6")]
+)
+def test_too_few_pairs_are_not_said_to_be_alike(tmp_path, pairs, words):
+    for name, succeeded in (("first", True), ("second", False)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(asdict(episode("t", seed, succeeded))) + "\n" for seed in range(pairs)]
+        (tmp_path / name / EPISODES_FILE).write_text("".join(lines))
+    done = CliRunner().invoke(app, ["compare", str(tmp_path / "first"), str(tmp_path / "second")])
+    assert words in done.output and "alike" not in done.output
+
+
+def frame(index: int, seconds: float, forwards: int, tokens: list[int] | None) -> str:
+    drop = None if tokens else {"reason": "stale", "detail": ""}
+    record = {**asdict(DecodeRecord("spec", tokens_per_forward=(1,) * forwards)), "forwards": forwards}
+    answer = {"tokens": tokens, "decode": record} if tokens else {}
+    usual = {"stamp_ns": 0, "seq": None, "epoch": 1, "instruction": "", "recorded": None, "drop": drop}
+    return json.dumps({"frame": index, "time_ns": index, "total_s": seconds, **usual, **answer}) + "\n"
+
+
+def test_replays_are_compared_frame_by_frame(tmp_path):
+    for name, seconds, forwards in (("first", 0.2, 7), ("second", 0.1, 3)):
+        (tmp_path / name / "bag").mkdir(parents=True)
+        other = [7, 3] if name == "second" else None
+        lines = [frame(i, seconds, forwards, tokens) for i, tokens in enumerate([[1, 2], [7, forwards], other])]
+        (tmp_path / name / "bag" / "frames.jsonl").write_text("".join(lines))
+    (tmp_path / "empty").mkdir()
+
+    def compare(*names: str):
+        return CliRunner().invoke(app, ["compare", *(str(tmp_path / name) for name in names)])
+
+    shown = compare("first", "second").output
+    assert "3 pairs of the same frame; 1 were answered with other tokens" in shown
+    assert "second: p50 100.0 ms, 3.00 forwards per action; it alone answered 1" in shown
+    assert "is 2.00 times as fast as" in shown
+    assert "is a replay: compare it with a replay" in str(compare("first", "empty").exception)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 """`specvla plan` and `bench --measure` as a user types them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.checkpoints import load_openvla
+from support.paths import ORACLES, needs
 from typer.testing import CliRunner, Result
 
 from specvla_ros.cli.app import app
@@ -13,8 +15,9 @@ from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.planning import measure
-from specvla_ros.lab.planning.cost import model_cost
+from specvla_ros.lab.planning.cost import OPENVLA_7B, model_cost
 from specvla_ros.lab.planning.device import known_devices, read_device
+from specvla_ros.lab.planning.limits import MODES, mode_limit, spec_vla_relaxed
 from specvla_ros.lab.planning.plan import make_plan
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.parameter import values_of
@@ -117,6 +120,39 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     assert specvla("plan").exit_code == 2
 
 
+@needs(ORACLES)
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("ecot_tiny_a", "say how long an answer is with --tokens N"),
+        ("oft_tiny_a", "it answers in one forward"),
+        ("nora_tiny_a", "its model_type is 'qwen2_5_vl', and only OpenVLA's architecture is planned for"),
+        ("pi0fast_tiny_a", "only OpenVLA's architecture is planned for"),
+        ("minivla_tiny_a", "only OpenVLA's architecture is planned for"),
+    ],
+)
+def test_policies_that_answer_otherwise_are_not_planned_as_seven_tokens(policy: str, words: str) -> None:
+    directory = ORACLES / policy
+    found = next(path for path in (directory / "checkpoint", directory) if (path / "config.json").exists())
+    assert words in refusal("plan", "--device", "orin", "--model", found)
+
+
+def test_the_length_of_an_answer_is_planned_for() -> None:
+    device, lengths = read_device("orin"), spec_vla_relaxed("goal")
+    rates = []
+    for tokens in (7, 43):
+        model = replace(model_cost(OPENVLA_7B), action_tokens=tokens)
+        rates.append(mode_limit(MODES[0], model, device, WeightFormat.NONE, lengths).derated_rate_hz)
+    assert rates[1] < rates[0] / 4
+    assert make_plan(device, WeightFormat.NONE, tokens=7) == make_plan(device, WeightFormat.NONE)
+    assert "an answer of one token" in refusal("plan", "--device", "orin", "--tokens", "1")
+
+
+def test_what_does_not_fit_is_said_first_and_by_the_exit_code() -> None:
+    done = specvla("plan", "--device", "orin_nano")
+    assert done.exit_code == 1 and "does not fit on" in done.output.splitlines()[0]
+
+
 def test_this_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ROWS", (1, 64))
     monkeypatch.setattr(measure, "_TURNS", 1)
@@ -143,3 +179,19 @@ def test_help_says_what_it_is_for(command: str) -> None:
     done = specvla(command, "--help")
     assert done.exit_code == 0
     assert "Default: OpenVLA-7B's shapes" in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("busy", "own", "stolen", "words"),
+    [
+        (190.0, 180.0, 0.0, ""),
+        (190.0, 100.0, 0.0, "others took 45% of its CPU time meanwhile. What"),
+        (190.0, 100.0, 60.0, "others took 45% of its CPU time meanwhile (30% went to its host)"),
+    ],
+)
+def test_a_machine_that_others_keep_busy_is_named(busy: float, own: float, stolen: float, words: str) -> None:
+    before = measure.CpuTimes.now()
+    after = measure.CpuTimes(before.total + 200, before.busy + busy, before.stolen + stolen, before.own + own)
+    found = measure.busy_machine(before, after)
+    assert words in found and bool(found) is bool(words)
+    assert before.total >= before.busy > 0 and before.own > 0

@@ -29,13 +29,13 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
+from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.ros.parameters import read_parameters
 from specvla_ros.ros.policy import inputs
 from specvla_ros.ros.policy import node as node_module
 from specvla_ros.ros.policy.diagnostics import DropLedger
 from specvla_ros.ros.policy.inputs import InstructionInput
 from specvla_ros.ros.policy.node import PolicyNode
-from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.ros.policy.robot import ActionPublisher
 from specvla_ros.ros.qos import DIAGNOSTICS
 from specvla_ros.settings.parameter import values_of

@@ -20,6 +20,7 @@ from specvla_ros.lab.evaluation.paired import Rate
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings
 from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary
 from specvla_ros.lab.files import write_parameters
+from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.ros.demo.operator import CLEAR_KEY, STOP_KEY, Operator, TypedLine, picture
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.ros.demo.record import DemoRecord
@@ -119,7 +120,7 @@ def run_demo(
     nodes_between = f"sim_robot ({robot.arm.name}) ⇄ ROS 2 topics ⇄ {between}an OpenVLA policy"
     console.print(f"[bold]specvla demo[/bold]: {nodes_between}, trained for this table")
     rclpy.init(args=[])
-    operator = Operator(record, robot.commanded)
+    operator, before = Operator(record, robot.commanded), CpuTimes.now()
     finished = False
     try:
         with NodeProcesses() as nodes:
@@ -137,7 +138,8 @@ def run_demo(
     finally:
         operator.destroy_node()
         rclpy.try_shutdown()
-    summary = record.finish(_context(robot, parameters, operator, shown))
+    busy = {"busy": busy_machine(before, CpuTimes.now()) or None}
+    summary = record.finish(_context(robot, parameters, operator, shown) | busy)
     _print_results(console, summary, operator, out, shown)
     return 0 if finished and summary.success.successes else 1
 
@@ -276,6 +278,8 @@ def _print_results(
         console.print(f"observation-to-action latency: p50 {p50:.1f} ms, p95 {p95:.1f} ms; {rate}")
     for sentence in operator.motion.sentences():
         console.print(sentence, markup=False, highlight=False)
+    if busy := summary.context["busy"]:
+        console.print(busy, markup=False, highlight=False)
     console.print(f"report with films: {out / 'report.html'}")
     if shown is not None and shown.out:
         console.print(f"recording: rerun {out / RECORDING_FILE}")

@@ -59,6 +59,7 @@ _SIGLIP = {
     "vit_so400m_patch14_siglip_224": (1152, 27, 16, 4304, 14),
     "vit_so400m_patch14_siglip_384": (1152, 27, 16, 4304, 14),
 }
+OPENVLA_TYPES = ("openvla", "prismatic")  # model_type of its config.json
 _MAX_PIXELS = 4096  # more than any model has, see config.py
 
 
@@ -69,7 +70,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
     """
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
-    raw.text("model_type", choices=("openvla", "prismatic"))
+    raw.text("model_type", choices=OPENVLA_TYPES)
     check_not_quantised(raw)
     statistics = directory / "dataset_statistics.json"
     fine_tuned = read_checkpoint_json(statistics).raw if statistics.exists() else None

@@ -24,6 +24,8 @@ from specvla_ros.models.tokenizer import (
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
 LLAMA_SPACE_ID = 29871
+# Llama's tokenizer, as OpenVLA runs it, begins every prompt with it, whether tokenizer.json says so or not.
+_BOS = "<s>"
 _SHOWN_TAUGHT = 20
 _VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -63,7 +65,8 @@ class PromptTokenizer:
                 "checkpoint, or give the prompt as token ids"
             )
         refuse_special_tokens(instruction.lower(), self.tokenizer)
-        return self.complete(self.tokenizer.encode(self.text(instruction)).ids)
+        encoded, bos = self.tokenizer.encode(self.text(instruction)).ids, self.tokenizer.token_to_id(_BOS)
+        return self.complete(encoded if bos is None or encoded[:1] == [bos] else [bos, *encoded])
 
     def ids_of(self, observation: Observation) -> tuple[int, ...]:
         """Prompt ids of an observation's instruction, or those given in its place."""

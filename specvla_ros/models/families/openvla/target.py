@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, together
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
 from specvla_ros.models.codecs.statistics import ActionStatistics
@@ -54,11 +54,16 @@ def load_openvla(
     """
     refuse_options(directory, options)
     config = read_config(directory)
-    generation = read_generation(directory)
-    oft = read_oft(directory, config, unnorm_key, cameras)
-    prompts = _prompts(directory, config, prompt)
-    image_processor = _image_processor(directory, config, center_crop=center_crop and oft is None)
-    check_quantization(quantization, device, dtype)
+    style = PromptStyle.OPENVLA if prompt == "auto" else PromptStyle(prompt)
+    is_oft = any(directory.glob("action_head--*.pt"))
+    generation, oft, prompts, image_processor, codec, _ = together(
+        partial(read_generation, directory),
+        partial(read_oft, directory, config, unnorm_key, cameras),
+        partial(_prompts, directory, config, prompt),
+        partial(_image_processor, directory, config, center_crop=center_crop and not is_oft),
+        lambda: None if is_oft else _codec(directory, config, unnorm_key, style),
+        partial(check_quantization, quantization, device, dtype),
+    )
     load = partial(load_model, directory, config, device, dtype, quantization=quantization, progress=progress)
     if oft is not None:
         return oft.target(directory, load(), image_processor, prompts, cropped=center_crop)
@@ -67,7 +72,6 @@ def load_openvla(
             f"{directory}: this policy is asked with {', '.join(config.cameras)}, neither more nor fewer; leave "
             "model.cameras out"
         )
-    codec = _codec(directory, config, unnorm_key, prompts.style)
     state = read_state_tokens(config, directory, unnorm_key)
     head_ids = _head_ids(codec, directory) if action_head else None
     model = load()
