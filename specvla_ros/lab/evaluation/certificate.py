@@ -278,8 +278,9 @@ _FOUND = ("bags", "result", "settings")
 def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str]) -> None:
     result = content["result"]
     verdict = (
-        f"{result['differing']} of {result['actions']} answers differ from plain decoding's, over {result['tokens']} "
-        f"tokens. The setting is {'strict' if content['strict'] else 'relaxed: its answers may differ'}."
+        f"{result['differing']} of {result['actions']} answers differ from plain decoding's in "
+        f"{content['policy']['dtype']}, {result['ties']} of them first at a near tie, over {result['tokens']} tokens. "
+        f"The setting is {'strict' if content['strict'] else 'relaxed: its answers may differ'}."
     )
     kind = "failed" if failures else "passed" if content["strict"] else ""
     rows = [_row(name, each) for name, each in (*content["bags"].items(), ("all", result))]
