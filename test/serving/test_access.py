@@ -56,8 +56,9 @@ def test_neither_counts_nor_actions_are_given_without_it(
     made.settings, made.metrics = ServeSettings(token=TOKEN), SimpleNamespace(refused=0, text=lambda _: "counts")
     made.sessions = None
     monkeypatch.setattr(app, "Server", lambda *_: made)
-    endpoint: Any = next(each for each in app.make_app(made, made.settings).routes if each.path == path)
-    answer = asyncio.run(endpoint.endpoint(SimpleNamespace(headers={"authorization": shown})))
+    routes: list[Any] = app.make_app(made, made.settings).routes
+    (endpoint,) = (each.endpoint for each in routes if each.path == path)
+    answer = asyncio.run(endpoint(SimpleNamespace(headers={"authorization": shown})))
     assert answer.status_code == status and made.metrics.refused == (status == 401)
     assert (b"counts" in answer.body) == (status == 200)
 
