@@ -38,6 +38,7 @@ NEAR = {
     f"{GUARD}black_box.py": _of("ros/guard", "black_box"),
     GUARD: _of("ros/guard", "node"),
     DRIVER: ("test/ros/driver",),
+    f"{ENGINE}kv_cache.py": _of("engine", "segment", "engine"),
     f"{ENGINE}mailbox.py": _of("engine", "staleness", "streams", "pictures"),
     f"{ENGINE}outcome.py": _of("engine", "ensemble", "engine"),
     f"{ENGINE}verifier.py": _of("engine", "speculation", "changing_rules"),
@@ -53,7 +54,7 @@ NEAR = {
     CODECS: (*_of("models", "codecs"), *_of("speculation", "tolerances")),
     f"{EVALUATION}certificate.py": _of("lab/evaluation", "certificate"),
     f"{EVALUATION}compare.py": _of("lab/evaluation", "calibrate", "sweep"),
-    f"{EVALUATION}qualify.py": _of("lab/evaluation", "qualify", "e_process"),
+    f"{EVALUATION}qualify.py": _of("lab/evaluation", "e_process", "qualify"),
     f"{MODELS}generation.py": _of("models", "generation"),
 }
 WIDER = ("test/control", "test/ros/driver", "test/ros/guard")  # of what moves a robot
