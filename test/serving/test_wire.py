@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specvla_ros.errors import UserError
-from specvla_ros.serving import wire
+from specvla_ros.serving import vla_eval, wire
 
 PICTURE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 
@@ -111,3 +111,34 @@ def test_what_is_missing_or_of_another_kind_is_named() -> None:
     for key in ("bridge", "", None):
         wire.read_observation(whole | {"unnorm_key": key}, policy())
     wire.read_observation(whole | {"unnorm_key": "libero_goal"}, policy(key="libero_goal_no_noops"))
+
+
+@pytest.mark.parametrize(
+    ("cameras", "state", "wanted"),
+    [
+        (("image",), 0, set()),
+        (("image", "wrist"), 0, {"send_wrist_image"}),
+        (("image",), 8, {"send_state"}),
+        (("image", "wrist"), 8, {"send_wrist_image", "send_state"}),
+    ],
+)
+def test_a_benchmark_is_asked_for_what_the_policy_reads(cameras: tuple[str, ...], state: int, wanted: set[str]) -> None:
+    hello = vla_eval._hello(policy(*cameras, state=state))
+    assert hello["observation_params"] == dict.fromkeys(wanted, True) and hello["protocol_version"] == 1
+
+
+def test_a_benchmarks_cameras_by_name_or_in_order() -> None:
+    both = policy("image", "wrist")
+
+    def names(**payload: Any) -> dict[str, Any]:
+        return vla_eval._observation({"task_description": "lift", **payload}, both)
+
+    assert names(images={"wrist": 1, "image": 2}) == {"wrist": 1, "image": 2, "prompt": "lift"}
+    assert names(images={"agentview": 1, "eye": 2, "third": 3}) == {
+        "image": 1,
+        "wrist": 2,
+        "third": 3,
+        "prompt": "lift",
+    }
+    assert names(images=PICTURE[0, 0, 0], states=[1]) == {"image": 0, "state": [1], "prompt": "lift"}
+    assert names() == {"prompt": "lift"}
