@@ -55,10 +55,10 @@ faults: build $(TESTING)  ## Kill, freeze, silence and load everything (hours; w
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.soak --out benchmarks/results/soak_cpu.json
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.serving_under_load
 
-# SAMPLE=300 draws so many; a run that was stopped goes on where it was.
-mutants: build $(TESTING) $(MUTANTS)  ## Change control, driver and guard in one place at a time (hours; writes benchmarks/results)
+# SAMPLE=300 draws so many, ONLY=specvla_ros/serving/ those of a room, with a file of its own; a run that was stopped goes on where it was.
+mutants: build $(TESTING) $(MUTANTS)  ## Change the package in one place at a time, room by room (hours; writes benchmarks/results)
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m mutants.mutants $(if $(SAMPLE),--sample $(SAMPLE)) \
-	    --out benchmarks/results/mutants.json
+	    $(if $(ONLY),--only $(ONLY)) --out benchmarks/results/mutants$(if $(ONLY),_$(notdir $(ONLY:/=))).json
 
 lint: build $(TESTING) mypy  ## Run ruff and mypy, and look for licence headers
 	@$(BIN)/ruff check .

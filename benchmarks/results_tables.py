@@ -497,13 +497,13 @@ def _mutants(result: Result) -> Result:
     sums = {key: sum(row[key] for row in rows) for key in ("mutants", "noticed", "timeouts", "equivalent")}
     matter = sums["mutants"] - sums["equivalent"]
     all_of_them = result["drawn"] == result["of"]
-    of_control = all(row["name"].startswith("specvla_ros/control/") for row in rows)
+    rooms = dict.fromkeys(row["name"].rpartition("/")[0].replace("/guard", "") for row in rows)
     left_out = ", ".join(f"{count} × {reason}" for reason, count in result["left_out"].items())
     live = [f"`{each['module']}:{each['line']}` ({each['operator']})" for each in result["survivors"]]
     return {
         **sums,
         "which": "mutants, all that there are," if all_of_them else f"mutants, a sample of {result['of']},",
-        "rooms": "`specvla_ros/control`" if of_control else "control and the nodes of driver and guard",
+        "rooms": ", ".join(f"`{room}`" for room in rooms),
         "that_matter": matter,
         "score": sums["noticed"] / max(1, matter),
         "survivors_count": len(live),

@@ -9,6 +9,7 @@ _SHOWN_CHARACTERS = 80
 _EXTRAS = {
     "lab": ("rosbags", "mujoco", "plotly", "av", "rich", "typer"),
     "serve": ("starlette", "uvicorn", "websockets", "msgpack"),
+    "oft": ("simplejpeg",),
     "ray": ("ray",),
     "train": ("accelerate",),
 }

@@ -32,6 +32,7 @@ _WITHOUT = {
     "plotly": "only reports need it: pip install -r requirements/lab.txt",
     "av": "only the simulator's films need it: pip install -r requirements/lab.txt",
     "transformers": "only NORA, VLA-0 and pi0-FAST need it: pip install -r requirements/robot-transformers.txt",
+    "simplejpeg": "only OpenVLA-OFT needs it: pip install -r requirements/robot-oft.txt",
     "accelerate": "only training needs it: pip install -r requirements/train.txt",
     "torchao": "only int4 on a GPU needs it: pip install torchao (0.18 goes with torch 2.13)",
 }

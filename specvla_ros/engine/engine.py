@@ -218,12 +218,23 @@ class Engine:
         optional = {
             "decode.preset": self.settings.followed_preset,
             "decode.fallback": self._fallback,
+            "tokens": self._condition,
             "kernels": operators_on(self.target.decoder.device, self.target.decoder.dtype),
             "cuda_graphs": self.runner.graphs.status,
             "attention": self.runner.forwards.attention,
             "fault": self._lost,
         }
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}
+
+    @property
+    def _condition(self) -> str:
+        """Under what its tokens are plain decoding's; empty: they are, or nobody said that they would be."""
+        dtype, settings = self.target.decoder.dtype, self.settings
+        promised = settings.acceptance.rule == "strict" or not settings.drafts
+        if dtype.itemsize > 2 or not promised or not (settings.drafts or settings.slots > 1) or self.target.head:
+            return ""
+        name = str(dtype).removeprefix("torch.")
+        return f"plain decoding's but for near ties, which {name} may decide otherwise: specvla certify counts them"
 
     def _prepare_next(self) -> None:
         """Prepares the pictures of the frame that is begun next, if that may be soon: until then a newer may come."""

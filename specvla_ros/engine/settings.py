@@ -30,7 +30,8 @@ class EngineSettings:
         "ar",
         "How tokens are decoded. ar: one frame at a time, a token per forward. spec: one frame, a draft tree per "
         "forward. pipeline (ActionFlow): a forward carries the newest frame's prefill and one token of every frame in "
-        "flight. specpipe: the same with a draft tree of every frame.",
+        "flight. specpipe: the same with a draft tree of every frame. With a strict rule all give ar's tokens, but for "
+        "near ties of two tokens in bfloat16 and float16: specvla certify counts them.",
         choices=MODES,
         writable=True,
         basic=True,

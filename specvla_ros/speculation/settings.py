@@ -93,8 +93,8 @@ class AcceptanceSettings:
 
     rule: str = parameter(
         "strict",
-        "Which drafted tokens are accepted; composite: bin_distance for actions, strict for numbers in text, fly for "
-        "other text.",
+        "Which drafted tokens are accepted; strict: the policy's own choice alone, so that only rounding may change an "
+        "answer (decode.mode); composite: bin_distance for actions, strict for numbers in text, fly for other text.",
         choices=RULES.names,
         writable=True,
         basic=True,

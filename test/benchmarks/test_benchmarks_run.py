@@ -166,6 +166,16 @@ def test_robots_that_share_a_forward_wait_less_than_those_that_take_turns(tmp_pa
         assert rows["ar, packed"][1] > 1.5 * rows["ar, in turns"][1]
 
 
+def test_published_strict_answers_differ_first_at_a_near_tie_and_in_float32_nowhere():
+    """What the explanation of rounding says of them."""
+    rows = json.loads((RESULTS / "near_ties.json").read_text())["rows"]
+    assert {row["mode"] for row in rows} == {"spec", "specpipe"}
+    assert {row["dtype"] for row in rows} == {"float32", "float16", "bfloat16"}
+    assert all(row["differing"] == row["ties"] for row in rows)
+    assert not any(row["differing"] or row["near_ties"] for row in rows if row["dtype"] == "float32")
+    assert any(row["differing"] for row in rows if row["dtype"] == "bfloat16")
+
+
 def test_a_contestant_that_fails_says_why():
     def fail() -> None:
         raise RuntimeError("no such instruction\nat line 3")

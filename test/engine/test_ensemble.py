@@ -67,6 +67,15 @@ def test_every_action_is_the_mean_of_the_answers_that_speak_of_its_time(answers:
         np.testing.assert_allclose(out.actions, plain_average(given_[-answers:]), atol=1e-12)
 
 
+@pytest.mark.parametrize(("gap", "steps"), [(0.4, 0), (0.6, 1), (1.4, 1), (1.6, 2)])
+def test_steps_between_pictures_are_rounded(gap: float, steps: int) -> None:
+    first, second = action(1, 10 * STEP_NS), action(2, round((10 + gap) * STEP_NS))
+    *_, out = ensemble(2).averaged([first, second])
+    assert isinstance(out, Action)
+    expected = plain_average([(0, first.actions), (steps, second.actions)])
+    np.testing.assert_allclose(out.actions, expected, atol=1e-12)
+
+
 def test_without_a_step_an_action_passes_from_answer_to_answer() -> None:
     made = ensemble(8, step_s=0.0)
     raw = [action(seed, stamp) for seed, stamp in enumerate((5, 700, 701), start=1)]

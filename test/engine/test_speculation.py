@@ -196,6 +196,17 @@ def test_a_preset_relaxes_every_token_the_grippers_too_and_is_described(policy: 
     assert described.startswith("spec-vla-paper, except acceptance.rule strict, acceptance.bins (0,)")
 
 
+def test_half_precision_names_the_condition_of_the_same_tokens(policy: OpenVLATarget) -> None:
+    half = load_target(policy.directory, device="cpu", dtype="bfloat16")
+    condition = "plain decoding's but for near ties, which bfloat16 may decide otherwise: specvla certify counts them"
+    relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=(3,)))
+    several = EngineSettings("pipeline", max_in_flight=2)
+    for chosen in (STRICT, several, EngineSettings(streams=2)):
+        assert Engine(half, chosen).describe()["tokens"] == condition
+    for target, chosen in ((policy, STRICT), (half, EngineSettings()), (half, relaxed)):
+        assert "tokens" not in Engine(target, chosen).describe()
+
+
 def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, hidden_size=64, layers=1)
     bare = load_target(tmp_path, device="cpu")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes control, driver and guard in one place at a time, and counts how often a test notices.
+"""Changes the package in one place at a time, room by room, and counts how often a test notices.
 
     PYTHONPATH=test python -m mutants.mutants --out benchmarks/results/mutants.json
+    PYTHONPATH=test python -m mutants.mutants --only specvla_ros/serving/ --out benchmarks/results/mutants_serving.json
 
 cosmic-ray makes the mutants; by_hand.json adds some that it does not make. Each is tried in a copy of the tree, against
 the tests that are about its module first, and, while it lives, against wider ones. What was found is kept in the
@@ -31,39 +32,11 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 from mutants.operators import Skips
+from mutants.rooms import CONTROL, ROOT, modules, stages
 
 from benchmarks.harness import Out, finish, result_head
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-CONTROL, DRIVER, GUARD = "specvla_ros/control/", "specvla_ros/ros/driver/", "specvla_ros/ros/guard/"
-
-
-def _guard(*quick: str) -> tuple[str, ...]:
-    """Tests of the guard; those of all of it, which take longest, come last."""
-    return tuple(f"test/control/guard/{name}.py" for name in (*quick, "test_guard"))
-
-
-# The tests that are about a module, by the beginning of its name: the first that fits.
-NEAR = {
-    f"{CONTROL}guard/watch.py": _guard("test_watch", "test_tool_gates", "test_gate", "test_joint_gate"),
-    f"{CONTROL}guard/joint_gate.py": _guard("test_joint_gate", "test_tool_gates", "test_gate", "test_watch"),
-    f"{CONTROL}guard/tool_gates.py": _guard("test_tool_gates", "test_gate", "test_watch", "test_joint_gate"),
-    f"{CONTROL}guard/guard.py": ("test/control/guard/test_guard.py",),
-    f"{CONTROL}guard/": _guard("test_gate", "test_tool_gates", "test_joint_gate", "test_watch"),
-    f"{CONTROL}driver.py": ("test/control/test_driver.py", "test/control/test_clock_offset.py"),
-    f"{CONTROL}follower.py": ("test/control/test_follower.py",),
-    f"{CONTROL}gripper.py": ("test/control/test_gripper.py", "test/control/test_follower.py"),
-    f"{CONTROL}bounded_motion.py": ("test/control/test_bounded_motion.py",),
-    f"{CONTROL}limits.py": ("test/control/test_limits.py", "test/control/test_bounded_motion.py"),
-    f"{CONTROL}pose.py": ("test/control/test_pose.py", "test/control/test_follower.py"),
-    f"{CONTROL}inverse_kinematics.py": ("test/control/test_inverse_kinematics.py",),
-    f"{CONTROL}convention.py": ("test/control/test_convention_settings.py",),
-    f"{GUARD}black_box.py": ("test/ros/guard/test_black_box.py",),
-    GUARD: ("test/ros/guard/test_node.py",),
-    DRIVER: ("test/ros/driver",),
-}
-WIDER = ("test/control", "test/ros/driver", "test/ros/guard")
 # How much more often than another a module's mutants are drawn.
 _WEIGHTS = {f"{CONTROL}{name}": 4 for name in ("guard/", "driver.py", "follower.py", "bounded_motion.py")}
 _OPTIONS = ("--hypothesis-profile=mutants",)
@@ -186,12 +159,6 @@ def main(
         print("stopped; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(130) from None
     finish(head | summary(drawn, of, verdicts, dict(left_out.most_common())), out)
-
-
-def modules() -> list[str]:
-    """The modules of which mutants are made."""
-    files = [file for room in (CONTROL, DRIVER, GUARD) for file in sorted((ROOT / room).rglob("*.py"))]
-    return [str(file.relative_to(ROOT)) for file in files if file.name != "__init__.py"]
 
 
 def _session(work: Path) -> WorkDB:
@@ -330,12 +297,6 @@ def _verdict(mutant: Mutant, tree: Tree, *, wider: bool) -> str:
         if noticed != "passed":
             return noticed
     return "passed" if wider else "lives"
-
-
-def stages(module: str) -> list[tuple[str, ...]]:
-    """Tests to try one after the other, until some notice."""
-    near = next(tests for name, tests in NEAR.items() if module.startswith(name))
-    return [near, *((tests,) for tests in WIDER if (tests,) != near)]
 
 
 def equivalent() -> list[dict[str, str]]:

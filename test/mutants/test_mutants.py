@@ -12,8 +12,9 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_item import MutationSpec
-from mutants.mutants import NEAR, WIDER, by_hand, draw, equivalent, modules, reason_of, stages
+from mutants.mutants import by_hand, draw, equivalent, reason_of
 from mutants.operators import CHOSEN, RemoveStatement, Skips
+from mutants.rooms import NEAR, WIDER, modules, stages
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = """

@@ -321,12 +321,13 @@ def test_a_text_is_told_what_is_read_here(server: Server, plain: list[np.ndarray
 
 
 def test_who_has_no_token_or_sends_too_much_is_shown_out(server: Server, plain: list[np.ndarray]) -> None:
-    for token in ("", "wrong"):
+    for token in ("", "wrong", TOKEN[::-1]):
         with server.open(token) as client, pytest.raises(ConnectionClosed) as closed:
             client.recv()
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 4401
     body = json.dumps({"image": dump(pictures(1)[0]), "instruction": INSTRUCTION}).encode()
-    assert server.post(body, token="wrong")[0] == 401
+    for token in ("wrong", TOKEN[::-1]):
+        assert server.post(body, token=token)[0] == 401
     status, answer = server.post(b" " * (LIMIT + 1))
     assert status == 400 and f"a message may have {LIMIT} bytes" in answer["error"]
     with server.open() as client:

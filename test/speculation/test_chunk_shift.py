@@ -93,6 +93,32 @@ def test_the_newest_of_several_in_flight_stays() -> None:
     assert drafter.answer(1, SECOND) == answer_of(DIGITS, second)
 
 
+def test_steps_are_rounded_and_a_clock_that_goes_back_passes_none() -> None:
+    (chunk,) = chunks(3, 1)
+    drafter, _ = drafter_after(DIGITS, chunk)
+    after = [drafter.answer(1, SECOND + step * SECOND // 10) for step in range(3)]
+    for passed_s, steps in ((-0.3, 0), (0.04, 0), (0.06, 1), (0.14, 1), (0.16, 2)):
+        assert drafter.answer(1, SECOND + round(passed_s * SECOND)) == after[steps]
+
+
+def test_each_robot_is_drafted_its_own_chunk() -> None:
+    left, right = chunks(4, 2)
+    drafter = ChunkShiftDrafter(DIGITS, 0.1)
+    for stream, chunk in (("left", left), ("right", right)):
+        answer = answer_of(DIGITS, chunk)
+        drafter.observe(FinishedAnswer(1, answer, DIGITS.action_tokens(answer), stream=stream, stamp_ns=SECOND))
+    for stream, chunk in (("right", right), ("left", left)):
+        answer = answer_of(DIGITS, chunk)
+        assert drafter.answer(1, SECOND, stream) == answer
+        alone, _ = drafter_after(DIGITS, chunk)
+        begun = "".join({10: " "}.get(token, str(token)) for token in answer[:6])
+        assert drafted(drafter, begun, stream=stream) == drafted(alone, begun)
+    assert drafter.answer(1, SECOND, "third") == ()
+    assert drafted(drafter, begun, stream="third") == drafted(ChunkShiftDrafter(DIGITS, 0.1), begun)
+    drafter.forget("left")
+    assert not drafter.answer(1, SECOND, "left") and drafter.answer(1, SECOND, "right")
+
+
 @pytest.mark.parametrize("name", CODECS)
 @given(seed=st.integers(0, 1000), cut=st.integers(0, 200))
 def test_a_committed_beginning_of_its_own_goes_on_where_it_ends(name: str, seed: int, cut: int) -> None:
@@ -140,7 +166,7 @@ def test_digits_go_on_in_the_same_number_behind_a_difference(answer: str, rest: 
     assert draft[DIGITS.resume(draft, tokens(answer)) :] == tokens(rest)
 
 
-def drafted(drafter: ChunkShiftDrafter, text: str, nodes: int = 64, *, epoch: int = 1) -> set[str]:
+def drafted(drafter: ChunkShiftDrafter, text: str, nodes: int = 64, *, epoch: int = 1, stream: str = "") -> set[str]:
     """The branches that go on from a beginning, in words."""
     begun = numbers(text)
     request = DraftInput(
@@ -153,6 +179,7 @@ def drafted(drafter: ChunkShiftDrafter, text: str, nodes: int = 64, *, epoch: in
         epoch=epoch,
         answer=begun,
         observation=Observation(np.zeros((2, 2, 3), np.uint8), "lift", SECOND),
+        stream=stream,
     )
     (tree,) = drafter.draft([request], [nodes], last=True)
     tokens, parents = tree.tokens.tolist(), tree.ancestry.parents.tolist()

@@ -184,7 +184,8 @@ def certify(
     result = found.content["result"]
     typer.echo(
         f"{result['actions']} of {result['frames']} pictures of {len(bags)} bags answered, {result['tokens']} tokens: "
-        f"{result['differing']} answers differ from plain decoding's"
+        f"{result['differing']} answers differ from plain decoding's in {found.content['policy']['dtype']}, "
+        f"{result['ties']} of them first at a near tie"
     )
     for what, reasons in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
         for reason, number in reasons.items():

@@ -144,7 +144,7 @@ def certify(
     """
     if len({bag.name for bag in bags}) < len(bags):
         raise UserError("the bags must have different names: a certificate says by their names which they were")
-    comparison, total, of_bags = _Comparison(policy), Finding(), {}
+    comparison, total, of_bags = Comparison(policy), Finding(), {}
     digest = hashlib.sha256()
     asked = replace(settings, max_image_age_s=0.0, in_order=True)
     plainly = replace(asked, mode="ar", acceptance=AcceptanceSettings())
@@ -194,7 +194,7 @@ def _exact(value: Any) -> Any:
     return [_exact(each) for each in value] if isinstance(value, list) else value
 
 
-class _Comparison:
+class Comparison:
     """Compares answers one by one; keeps the actions in the robot's units, side by side, and the first differences."""
 
     def __init__(self, policy: Target) -> None:
@@ -278,8 +278,9 @@ _FOUND = ("bags", "result", "settings")
 def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str]) -> None:
     result = content["result"]
     verdict = (
-        f"{result['differing']} of {result['actions']} answers differ from plain decoding's, over {result['tokens']} "
-        f"tokens. The setting is {'strict' if content['strict'] else 'relaxed: its answers may differ'}."
+        f"{result['differing']} of {result['actions']} answers differ from plain decoding's in "
+        f"{content['policy']['dtype']}, {result['ties']} of them first at a near tie, over {result['tokens']} tokens. "
+        f"The setting is {'strict' if content['strict'] else 'relaxed: its answers may differ'}."
     )
     kind = "failed" if failures else "passed" if content["strict"] else ""
     rows = [_row(name, each) for name, each in (*content["bags"].items(), ("all", result))]

@@ -122,7 +122,10 @@ def simulation_source(
 
 
 def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
-    """Settings that give plain decoding's tokens; for long answers they draft, without training, to be faster."""
+    """Settings that give plain decoding's tokens, but for near ties in half precision.
+
+    For long answers they draft, without training, to be faster.
+    """
     codec = policy.codec.with_text(engine.max_reasoning_tokens)
     if codec.max_tokens <= _LONG_ANSWER:
         return replace(engine, mode="ar")

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict acceptance: a drafted token is committed only if it is the target's own choice, so nothing is lost."""
+"""Strict acceptance: a drafted token is committed only if it is the target's own choice, so nothing is lost.
+
+That choice is of a forward with other rows than plain decoding's, which half precision may round otherwise: see
+docs/explanation/speculative-decoding.md.
+"""
 
 from __future__ import annotations
 

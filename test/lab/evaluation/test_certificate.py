@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import bags
 from support.checkpoints import load_openvla, write_checkpoint
 from support.draft_heads import write_random_head
@@ -103,6 +104,31 @@ def test_a_setting_made_bad_on_purpose_is_found(
     assert f"of {2 * FRAMES} strict answers are others than plain decoding's" in failure
 
 
+class _Lax(Engine):
+    """Answers what a policy of other weights answers, in the mode that is certified."""
+
+    other: OpenVLATarget
+
+    def __init__(self, target: OpenVLATarget, settings: EngineSettings) -> None:
+        super().__init__(self.other if settings.drafts else target, settings)
+
+
+def test_only_what_differs_first_at_a_near_tie_is_excused(
+    policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bag = bags.write_bag(tmp_path / "bag", bags.episode(2))
+    _Lax.other = load_openvla(write_checkpoint(tmp_path / "other", seed=5), device="cpu")
+    monkeypatch.setattr(certificate, "Engine", _Lax)
+    settings = EngineSettings("spec", draft=replace(DRAFTS, head="none"))
+    for tie, failures in ((1e-9, 1), (1e9, 0)):
+        monkeypatch.setitem(certificate._TIES, torch.float32, tie)
+        found = certify(policy, settings, [bag], ALONE)
+        result = found.content["result"]
+        assert (result["differing"], result["ties"]) == (2, 2 - 2 * failures)
+        assert len(found.failures) == failures
+        assert result["near_ties"] == (0 if failures else 14)
+
+
 def test_a_certificate_holds_for_the_same_and_for_nothing_else(
     policy: OpenVLATarget, recorded: list[Path], tmp_path: Path
 ) -> None:
@@ -123,12 +149,21 @@ def test_a_certificate_holds_for_the_same_and_for_nothing_else(
 
 
 def test_what_plain_decoding_does_not_answer_the_setting_must_not_either(
-    policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, recorded: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bag = bags.write_bag(tmp_path / "bag", bags.episode(FRAMES, instruction="x" * 4000))
     found = certify(policy, EngineSettings("spec", draft=DRAFTS), [bag], ALONE)
     assert found.content["result"]["unanswered"] == {"bad_instruction": FRAMES}
     assert found.failures == ("not one picture was answered with an action",)
+
+    def lenient(target: OpenVLATarget, settings: EngineSettings) -> Engine:
+        return Engine(target, replace(settings, max_text_tokens=1024) if settings.drafts else settings)
+
+    bag = bags.write_bag(tmp_path / "both", bags.episode(2, instruction="x" * 600))
+    monkeypatch.setattr(certificate, "Engine", lenient)
+    found = certify(policy, EngineSettings("spec", draft=DRAFTS), [bag, *recorded[:1]], ALONE)
+    assert found.content["result"]["gained"] == 2
+    assert found.failures == ("2 pictures were answered by one alone",)
 
 
 def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """E-processes: against a plain reading of the product, and wrong no more often than they promise."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from support.nightly import nightly_but
 
 from specvla_ros.lab.evaluation.paired import confidence_interval, log_e_values, lower_bound
+from specvla_ros.lab.evaluation.qualify import Judgement, Pair, Verdict
+from specvla_ros.lab.plans import Criterion
 
 ALPHA = 0.05
 PAIRS = (-1.0, 0.0, 1.0)  # the second alone fails, both alike, the second alone succeeds
@@ -65,6 +69,28 @@ def test_the_interval_holds_the_mean_at_all_times(chances: tuple[float, float, f
         missed += not all(low <= mean <= high for low, high in intervals)
     assert missed / len(draws) <= ALPHA
     assert intervals[-1][1] - intervals[-1][0] < intervals[0][1] - intervals[0][0]
+
+
+def after(starts: int, *, candidate: bool) -> Judgement:
+    """What is judged after so many starts, all of which the reference does."""
+    return Judgement("x", tuple(Pair("lift", n, True, candidate) for n in range(starts)), Criterion())
+
+
+@pytest.mark.parametrize(
+    ("candidate", "verdict", "shown", "share"),
+    [(False, Verdict.REFUSED, max, 0.5), (True, Verdict.QUALIFIED, min, 1.0)],
+    ids=["refused with half of alpha", "qualified with all of it"],
+)
+def test_a_verdict_is_given_at_its_share_of_alpha_and_not_before(
+    candidate: bool, verdict: Verdict, shown: Callable[..., float], share: float
+) -> None:
+    judgements = [after(n, candidate=candidate) for n in range(1, 60)]
+    names = ("not worse", "works") if candidate else ("worse", "does not work")
+    worth = [np.exp(shown(each.evidence[name].max() for name in names)) for each in judgements]
+    enough = [float(value) >= 1 / (share * ALPHA) for value in worth]
+    assert [each.verdict is verdict for each in judgements] == enough and any(enough) and not enough[0]
+    if not candidate:
+        assert any(1 / ALPHA <= value < 2 / ALPHA for value in worth), "no start at which the whole alpha would do"
 
 
 def test_without_values_nothing_is_known() -> None:

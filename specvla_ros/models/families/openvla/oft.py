@@ -6,7 +6,7 @@ prismatic/models/action_heads.py and projectors.py, prismatic/vla/constants.py; 
 every row of the sequence sees every other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
 from specvla_ros.models.codecs.codec import ChunkCodec
 from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics, select_statistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
@@ -166,6 +166,7 @@ class OFTParts:
         *,
         cropped: bool,
     ) -> "OFTTarget":
+        _jpeg_decoder()  # told now, and not when a camera with other pictures sends the first
         for module in (self.head, self.proprio):
             if module is not None:
                 module.to(model.decoder.device, model.decoder.dtype).eval().requires_grad_(False)
@@ -236,6 +237,33 @@ def _step(file: Path) -> str:
     return file.name.partition("--")[2]
 
 
+def _jpeg_decoder() -> Callable[..., np.ndarray]:
+    try:
+        from simplejpeg import decode_jpeg
+    except ModuleNotFoundError as error:
+        raise missing_package(error, "requirements/robot-oft.txt") from None
+    decode: Callable[..., np.ndarray] = decode_jpeg
+    return decode
+
+
+def through_jpeg(image: np.ndarray) -> np.ndarray:
+    """What TensorFlow makes of uint8 RGB that it encodes and decodes, to the shade.
+
+    Its decoder takes libjpeg's fast integer cosine transform, which Pillow cannot: up to 10 shades lie between them.
+    """
+    compressed = BytesIO()
+    Image.fromarray(image).save(compressed, "JPEG", quality=_JPEG_QUALITY, subsampling="4:2:0")
+    pixels: np.ndarray = _jpeg_decoder()(compressed.getvalue(), "RGB", fastdct=True)
+    return pixels
+
+
+def resized(image: np.ndarray, size: int) -> np.ndarray:
+    """As TensorFlow's Lanczos filter with antialias, in float up to its one rounding: Pillow rounds uint8 twice."""
+    channels = (Image.fromarray(each) for each in image.astype(np.float32).transpose(2, 0, 1))
+    fitted = np.stack([np.asarray(each.resize((size, size), Image.Resampling.LANCZOS)) for each in channels], axis=2)
+    return np.clip(np.rint(fitted), 0, 255).astype(np.uint8)
+
+
 @dataclass(frozen=True)
 class OFTTarget(VisionLanguageTarget):
     """A checkpoint, ready to act.
@@ -303,15 +331,10 @@ class OFTTarget(VisionLanguageTarget):
         return torch.cat((text[:1], *rows, text[1:-1], nothing, text[-1:]))
 
     def picture(self, image: np.ndarray) -> np.ndarray:
-        """Uint8 RGB at the towers' size: an image of another size goes through JPEG first, as in training.
-
-        TensorFlow's decoder and resampling, which the original uses, differ from Pillow's by a few shades.
-        """
+        """Uint8 RGB at the towers' size: an image of another size goes through JPEG first, as in training."""
         size = self.model.config.towers[0].image_size
         if image.shape[:2] != (size, size):
-            compressed = BytesIO()
-            Image.fromarray(image).save(compressed, "JPEG", quality=_JPEG_QUALITY)
-            image = np.asarray(Image.open(compressed).resize((size, size), Image.Resampling.LANCZOS))
+            image = resized(through_jpeg(image), size)
         return center_crop(image, size) if self.cropped else image
 
     def head(self, hidden: Tensor) -> Tensor:

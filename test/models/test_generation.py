@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repetition penalty over a tree: the ids of prompt, answer and the node's own path, and no others."""
+
+import torch
+
+from specvla_ros.models.generation import GreedyRules, seen_ids
+from specvla_ros.speculation.tree import Branches
+
+VOCAB = 12
+
+
+def penalised(before: list[int], root: int, chains: list[tuple[int, ...]]) -> dict[tuple[int, ...], set[int]]:
+    """The ids whose logits the penalty changes after each node, by the node's path."""
+    tree = Branches.from_chains(chains, max_depth=4, max_nodes=8).tree(torch.tensor(root), relaxable=False)
+    logits = torch.ones(len(tree), VOCAB)
+    seen = seen_ids([before], VOCAB, logits.device)
+    changed = GreedyRules(repetition_penalty=2.0).apply(logits, [(tree.tokens, tree.ancestry)], seen) != 1
+    tokens, parents = tree.tokens.tolist(), tree.ancestry.parents.tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree)):
+        paths.append((*paths[parents[node]], tokens[node]))
+    return {path: set(row.nonzero().flatten().tolist()) for path, row in zip(paths, changed, strict=True)}
+
+
+def test_each_node_counts_its_own_path() -> None:
+    found = penalised([1, 2], 2, [(3, 4), (5,)])
+    assert found == {(): {1, 2}, (3,): {1, 2, 3}, (3, 4): {1, 2, 3, 4}, (5,): {1, 2, 5}}
+
+
+def test_the_root_behind_a_prompt_stands_for_no_id() -> None:
+    """Nothing is committed yet: the ids before are the prompt's, and the root's token is none of them."""
+    assert penalised([1, 2], 9, [(3, 4)]) == {(): {1, 2}, (3,): {1, 2, 3}, (3, 4): {1, 2, 3, 4}}
+
+
+def test_what_is_positive_is_divided_and_what_is_negative_multiplied() -> None:
+    logits = torch.tensor([[4.0, -4.0, 0.0, 4.0]])
+    tree = Branches.from_chains([], max_depth=1, max_nodes=1).tree(torch.tensor(0), relaxable=False)
+    seen = seen_ids([[0, 1, 2]], 4, logits.device)
+    changed = GreedyRules(repetition_penalty=2.0).apply(logits, [(tree.tokens, tree.ancestry)], seen)
+    assert changed.tolist() == [[2.0, -8.0, 0.0, 4.0]]

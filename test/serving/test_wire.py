@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients send, read or refused part by part; what is sent is read back."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from specvla_ros.errors import UserError
+from specvla_ros.serving import vla_eval, wire
+
+PICTURE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+
+
+def policy(*cameras: str, state: int = 0, key: str = "bridge") -> Any:
+    return SimpleNamespace(cameras=cameras or ("image",), state_dims=state, unnorm_key=key)
+
+
+def sent(**fields: Any) -> Any:
+    """What is read of an array in openpi's form, with some fields changed."""
+    array = {b"__ndarray__": True, b"data": b"\1\2\3\4", b"dtype": "|u1", b"shape": [2, 2]}
+    packed = msgpack.packb({"a": array | {name.encode(): value for name, value in fields.items()}})
+    return wire.unpack(packed)["a"]
+
+
+@pytest.mark.parametrize("text_names", [False, True])
+@pytest.mark.parametrize(
+    "array", [PICTURE, np.linspace(0, 1, 3), np.array([[1], [2]], np.float32), np.array(3), PICTURE[:, ::2]]
+)
+def test_arrays_come_back_as_they_were_sent(array: np.ndarray, text_names: bool) -> None:
+    read = [
+        wire.unpack(wire.pack({"a": array, "b": 1}, text_names=text_names))["a"],
+        wire._array_of_text(wire.dump(array)),
+    ]
+    for each in read:
+        assert each.dtype == array.dtype and each.shape == array.shape and np.array_equal(each, array)
+
+
+def test_shapes_and_kinds_at_their_limits() -> None:
+    assert sent().tolist() == [[1, 2], [3, 4]]
+    assert sent(shape=[4] + [1] * (wire._MAX_DIMS - 1)).ndim == wire._MAX_DIMS
+    assert sent(shape=[0, 5], data=b"").shape == (0, 5) and sent(dtype="<u2", shape=[2]).tolist() == [513, 1027]
+    assert sent(dtype="longlong", shape=[1], data=b"\5" + 7 * b"\0").tolist() == [5], "a name of eight letters"
+    for fields, why in (
+        (dict(shape=[4] + [1] * wire._MAX_DIMS), "at most"),
+        (dict(shape=[-2, -2]), "whole numbers"),
+        (dict(shape=[2.0, 2]), "whole numbers"),
+        (dict(shape=4), "whole numbers"),
+        (dict(shape=[5]), "has other bytes than that: 4"),
+        (dict(data="abcd"), "has other bytes than that: 0"),
+        (dict(dtype="|O"), "numbers such as"),
+        (dict(dtype="<U1"), "numbers such as"),
+        (dict(dtype="no such"), "numbers such as"),
+        (dict(dtype="ulonglong"), "numbers such as"),
+        (dict(dtype=3), "numbers such as"),
+    ):
+        with pytest.raises(UserError, match=why):
+            sent(**fields)
+
+
+@pytest.mark.parametrize("read", [wire.parse, wire.unpack])
+def test_a_message_is_an_object_with_names(read: Any) -> None:
+    for message in (b"\xc1", b"[1]", b"\x91\x01", b"\x81\x01\x02", b"{"):
+        with pytest.raises(UserError):
+            read(message)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"image": PICTURE},
+        {"image_image": PICTURE},
+        {"observation/image": PICTURE},
+        {"images": {"image": PICTURE}},
+    ],
+)
+def test_the_first_camera_by_any_of_its_names(names: dict[str, Any]) -> None:
+    asked = wire.read_observation({"prompt": "lift", **names}, policy())
+    assert np.array_equal(asked.images["image"], PICTURE) and asked.instruction == "lift"
+    assert asked.state is None and asked.ignored == ""
+
+
+def test_each_camera_gets_its_own_picture_and_the_state_its_numbers() -> None:
+    message = {"instruction": "lift", "image": PICTURE, "wrist_image": 255 - PICTURE, "state": [[1, 2]], "z": 1, "a": 2}
+    asked = wire.read_observation(message, policy("base", "wrist", state=2))
+    assert np.array_equal(asked.images["base"], PICTURE) and np.array_equal(asked.images["wrist"], 255 - PICTURE)
+    assert asked.state is not None and asked.state.dtype == np.float64 and asked.state.tolist() == [1, 2]
+    assert asked.ignored == "a, z"
+    assert wire.read_observation(message, policy("base")).ignored == "a, state, wrist_image, z"
+
+
+def test_what_is_missing_or_of_another_kind_is_named() -> None:
+    whole: dict[str, Any] = {"prompt": "lift", "image": PICTURE, "state": [1.0]}
+    for given, of, why in (
+        (whole | {"prompt": 3}, policy(), "needs the task in words"),
+        ({"image": PICTURE}, policy(), "needs the task in words"),
+        (whole, policy("base", "wrist"), "no picture of the camera 'wrist'; the policy looks at base, wrist"),
+        ({"prompt": "lift"}, policy(), "the message has none"),
+        (whole | {"image": PICTURE[0]}, policy(), r"must be uint8 RGB .* it is uint8 \[4, 3\]"),
+        (whole | {"image": PICTURE[..., :2]}, policy(), r"it is uint8 \[4, 4, 2\]"),
+        (whole | {"image": PICTURE.astype(float)}, policy(), "it is float64"),
+        (whole | {"image": [1]}, policy(), "it is list"),
+        ({"prompt": "lift", "image": PICTURE}, policy(state=3), "'state' must be 3 numbers"),
+        (whole | {"state": "ab"}, policy(state=1), "must be a list of numbers"),
+        (whole | {"unnorm_key": "other"}, policy(), "other is asked for, and the policy was loaded with bridge"),
+    ):
+        with pytest.raises(UserError, match=why):
+            wire.read_observation(given, of)
+    for key in ("bridge", "", None):
+        wire.read_observation(whole | {"unnorm_key": key}, policy())
+    wire.read_observation(whole | {"unnorm_key": "libero_goal"}, policy(key="libero_goal_no_noops"))
+
+
+@pytest.mark.parametrize(
+    ("cameras", "state", "wanted"),
+    [
+        (("image",), 0, set()),
+        (("image", "wrist"), 0, {"send_wrist_image"}),
+        (("image",), 8, {"send_state"}),
+        (("image", "wrist"), 8, {"send_wrist_image", "send_state"}),
+    ],
+)
+def test_a_benchmark_is_asked_for_what_the_policy_reads(cameras: tuple[str, ...], state: int, wanted: set[str]) -> None:
+    hello = vla_eval._hello(policy(*cameras, state=state))
+    assert hello["observation_params"] == dict.fromkeys(wanted, True) and hello["protocol_version"] == 1
+
+
+def test_a_benchmarks_cameras_by_name_or_in_order() -> None:
+    both = policy("image", "wrist")
+
+    def names(**payload: Any) -> dict[str, Any]:
+        return vla_eval._observation({"task_description": "lift", **payload}, both)
+
+    assert names(images={"wrist": 1, "image": 2}) == {"wrist": 1, "image": 2, "prompt": "lift"}
+    assert names(images={"agentview": 1, "eye": 2, "third": 3}) == {
+        "image": 1,
+        "wrist": 2,
+        "third": 3,
+        "prompt": "lift",
+    }
+    assert names(images=PICTURE[0, 0, 0], states=[1]) == {"image": 0, "state": [1], "prompt": "lift"}
+    assert names() == {"prompt": "lift"}
