@@ -271,7 +271,8 @@ class BlackBoxFile:
     def _poses(self) -> Iterator[tuple[float, float, Pose]]:
         """Sound poses with new stamps."""
         kind, newest = "geometry_msgs/msg/PoseStamped", -1
-        name = next((each.topic for each in self._connections[1:] if each.msgtype == kind), None)
+        poses = [each.topic for each in self._connections[1:] if each.msgtype == kind]
+        name = next((topic for topic in poses if not topic.endswith("/override/pose")), None)
         for _, time_ns, raw in self._storage.messages(frozenset({name} if name else ())):
             message = self._read(raw, kind)
             if message is None or _stamp_ns(raw) <= newest:
