@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.plans import DraftTraining
 from specvla_ros.lab.training import draft_features, train_draft
 from specvla_ros.lab.training.draft_features import FeatureStore, answer, read_shard, shuffled_samples
@@ -282,6 +284,8 @@ def test_the_loss_is_one_of_the_features_and_a_tenth_of_the_tokens() -> None:
 
 def test_too_few_frames_are_refused_before_the_target_is_asked(tmp_path: Path) -> None:
     write_bag(tmp_path / "bags" / "one", episode(150, actions=False))
+    (tmp_path / "none").mkdir()  # of the target there is nothing but what it is
+    shutil.copy(nano_policy() / "config.json", tmp_path / "none")
     data = ["--data", str(tmp_path / "bags"), "--out", str(tmp_path / "out")]
     command = [sys.executable, "-m", "specvla_ros.cli.app", "train-draft", "--target", str(tmp_path / "none"), *data]
     result = subprocess.run(command, capture_output=True, text=True)
