@@ -267,6 +267,7 @@ class Batch:
     # The frame that begins with this tick, until `Scheduler.begin` makes a request of it.
     admitted: Waiting | None = None
     finished: list[FinishedAnswer] = field(default_factory=list)  # completed answers that stand for an action
+    answered: list[Request] = field(default_factory=list)  # the requests that gave them
     # `time.monotonic_ns()` when the tick began; a frame that begins with it has waited until then.
     started_ns: int = field(default_factory=time.monotonic_ns)
     vision_s: float = 0.0  # seconds of the vision tower in this tick, known after the read-back

@@ -47,14 +47,15 @@ class ForwardSizes:
     slots: int  # maximum of requests in flight; at most one of them has rows of its prompt in a forward
     nodes: int  # maximum in a tree, the root included; also of what is verified after a prompt
     prompts: tuple[int, ...]  # lengths that a prompt may have, in rows; at least one
-    forwards: int = 1  # that a prompt is spread over
+    spreads: tuple[int, ...] = (1,)  # numbers of forwards that a prompt may be spread over
     measured: tuple[int, ...] = ()  # sizes that were found on the device, see `measured_on`; empty: they go by a rule
 
     @staticmethod
     def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
         """Those of a policy whose prompts may have any length that a slot has rows for."""
         prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
-        return ForwardSizes(settings.slots, settings.tree_nodes, tuple(prompts), settings.chunks)
+        spreads = settings.spreads if policy.causal_prompt else (1,)
+        return ForwardSizes(settings.slots, settings.tree_nodes, tuple(prompts), spreads)
 
     def measured_on(self, decoder: Decoder) -> "ForwardSizes":
         """With the sizes where a tile of the device's products ends; unchanged on a CPU.
@@ -85,17 +86,18 @@ class ForwardSizes:
         """Rows of a prompt that a forward may carry, ascending."""
         found = set()
         for length in self.prompts:
-            rows = self.chunk_rows(length)
-            found |= {rows, length % rows or rows}
+            for spread in self.spreads:
+                rows = self.chunk_rows(length, spread)
+                found |= {rows, length % rows or rows}
         return tuple(sorted(found))
 
-    def chunk_rows(self, length: int) -> int:
-        """Rows of each chunk of a prompt but the last.
+    def chunk_rows(self, length: int, spread: int) -> int:
+        """Rows of each chunk but the last of a prompt that is spread over so many forwards.
 
         With measured sizes, a chunk takes the rows that its forward would be padded with beside the trees of the
         others.
         """
-        rows = even_rows(length, self.forwards)
+        rows = even_rows(length, spread)
         if self.measured:
             rows = min(length, padded_rows(rows + self._others, self.measured) - self._others)
         return rows

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +15,21 @@ from specvla_ros.engine.batch import Batch, TickWork
 from specvla_ros.engine.kv_cache import allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
 from specvla_ros.engine.outcome import ChunkEnsemble, Drop, DropReason, Outcome
+from specvla_ros.engine.pace import Chooser
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit, Verifier
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
-from specvla_ros.speculation.drafters.registry import Drafters, DraftPrompt
+from specvla_ros.speculation.drafters.registry import DraftPrompt, make_drafters
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
 
 _log = logging.getLogger(__name__)
+_TICKS_OF_A_PACE = 16  # in which each kind of its ticks comes more than once
 
 
 class Engine:
@@ -46,6 +46,7 @@ class Engine:
         scheduler: the requests in flight.
         mailbox: the newest observation of each robot.
         last_work: the work of the last tick.
+        tick_time: from a tick's work and seconds to the seconds that mode auto counts: these, or an emulation's.
     """
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
@@ -54,6 +55,7 @@ class Engine:
         self.target = target
         self.mailbox = Mailbox(now_ns)
         self.last_work = TickWork()
+        self.tick_time: Callable[[TickWork, float], float] = lambda _, measured_s: measured_s
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self._lost = ""  # why the device computes no more
         self._set_up(settings)
@@ -131,6 +133,7 @@ class Engine:
                 self.scheduler.commit(batch, commits)
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
+                self.scheduler.learn(batch, self.last_work, self.tick_time(self.last_work, batch.elapsed_s))
             return self._ensemble.averaged(self.scheduler.release())  # in the order of the stamps, each frame once
         except Exception as error:  # whatever it is, the robot's node must outlive it
             _log.exception("a tick failed")
@@ -192,17 +195,36 @@ class Engine:
 
         Raises UserError, with the reason, where the policy does not get through it.
         """
-        now_ns, self.mailbox.now_ns = self.mailbox.now_ns, None
-        try:
+        with self.mailbox.without_clock():
             outcome = self.act(self.target.blank_observation())
-        finally:
-            self.mailbox.now_ns = now_ns
         self.close("")
         if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
             raise UserError(
                 f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}{_remedy(outcome)}"
             )
         self.runner.graphs.warm_up()
+        self.measure_ticks()
+
+    def measure_ticks(self) -> None:
+        """In mode auto: measures every kind of tick that a pace may need, on black images, and forgets their answers.
+
+        What is in flight or waits is dropped.
+        """
+        chooser = self.scheduler.chooser
+        if chooser is None:
+            return
+        blank = self.target.blank_observation()
+        self.reset("")
+        with self.mailbox.without_clock():
+            for pace in chooser.every_kind():
+                with chooser.pinned(pace):
+                    for number in range(1, _TICKS_OF_A_PACE + 1):
+                        if self.has_room:
+                            self.submit(replace(blank, stamp_ns=number))
+                        self.tick()
+                self.reset("")
+        chooser.measured = True
+        self.close("")
 
     def check_instruction(self, instruction: str) -> None:
         """Raises UserError for an instruction that is empty, or whose prompt is longer than a slot holds."""
@@ -218,23 +240,14 @@ class Engine:
         optional = {
             "decode.preset": self.settings.followed_preset,
             "decode.fallback": self._fallback,
-            "tokens": self._condition,
+            "decode.pace": str(self.scheduler.chooser or ""),
+            "tokens": "" if self.target.head else self.settings.tokens_in(self.target.decoder.dtype),
             "kernels": operators_on(self.target.decoder.device, self.target.decoder.dtype),
             "cuda_graphs": self.runner.graphs.status,
             "attention": self.runner.forwards.attention,
             "fault": self._lost,
         }
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}
-
-    @property
-    def _condition(self) -> str:
-        """Under what its tokens are plain decoding's; empty: they are, or nobody said that they would be."""
-        dtype, settings = self.target.decoder.dtype, self.settings
-        promised = settings.acceptance.rule == "strict" or not settings.drafts
-        if dtype.itemsize > 2 or not promised or not (settings.drafts or settings.slots > 1) or self.target.head:
-            return ""
-        name = str(dtype).removeprefix("torch.")
-        return f"plain decoding's but for near ties, which {name} may decide otherwise: specvla certify counts them"
 
     def _prepare_next(self) -> None:
         """Prepares the pictures of the frame that is begun next, if that may be soon: until then a newer may come."""
@@ -262,9 +275,11 @@ class Engine:
                 _log.exception("a prompt could not be laid out")
                 self.scheduler.refuse(batch, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}")
             else:
-                self.scheduler.begin(batch, layout, self.runner.forwards.chunk_rows(layout.rows))
+                self.scheduler.begin(batch, layout, self.runner.forwards.chunk_rows(layout.rows, self.scheduler.spread))
         for share in batch.shares:
-            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
+            if (
+                share.ends_prompt and share.request.drafts
+            ):  # not earlier: what is known of earlier answers grows meanwhile
                 seen = share.request.observation
                 share.request.tree = self.drafter.draft_prompt(
                     DraftPrompt(seen.epoch, self._codec.max_tokens, self._codec.in_text(()), seen.stamp_ns, seen.stream)
@@ -300,14 +315,14 @@ class Engine:
         for answer in batch.finished:
             self.drafter.observe(answer)
         going_on = self.scheduler.requests
-        if not self.drafter.sources:
-            for share, commit in zip(batch.verified, commits, strict=True):
+        drafting = [request for request in going_on if request.drafts and self.drafter.sources]
+        for share, commit in zip(batch.verified, commits, strict=True):
+            if share.request not in drafting:
                 share.request.tree = Tree.from_root(commit.tokens_on_device[-1])
-            return
-        committed = [each for each in zip(batch.verified, commits, strict=True) if each[0].request in going_on]
+        committed = [each for each in zip(batch.verified, commits, strict=True) if each[0].request in drafting]
         embed = self.target.decoder.embed_tokens
         inputs = [share.draft_input(commit, embed) for share, commit in committed]
-        inputs += [share.chunk_input() for share in batch.shares if not share.verifies and share.request in going_on]
+        inputs += [share.chunk_input() for share in batch.shares if not share.verifies and share.request in drafting]
         if not inputs:
             return
         before = self.drafter.work
@@ -332,7 +347,7 @@ class Engine:
         target = self.target
         if target.action_head:
             settings.check_action_head()
-        if settings.chunks > 1 and not target.causal_prompt:
+        if settings.spreads[0] > 1 and not target.causal_prompt:
             raise UserError("this policy's prompt sees itself both ways, so it cannot be cut: set prefill_chunks to 1")
         codec = target.codec.with_text(settings.max_reasoning_tokens)
         rule = make_rule(settings.acceptance, target)
@@ -340,9 +355,10 @@ class Engine:
         step_s = settings.chunk_step_s or codec.dt_s or 0.0
         ensemble = ChunkEnsemble(codec, settings.ensemble, step_s)
         cache = allocate_cache(target, settings, codec.max_tokens)
-        drafter, fallback = _make_drafter(target, settings, codec, cache.slot_rows, step_s)
+        draft, rows = settings.draft if settings.drafts else None, (settings.slots, cache.slot_rows)
+        drafter, fallback = make_drafters(target, draft, codec, *rows, step_s, needed=not settings.chooses)
         if fallback:
-            settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
+            settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}.get(settings.mode, settings.mode))
         drafter.set_tolerance(bins_of(settings.acceptance, target))
         verifier = Verifier(
             rule,
@@ -355,7 +371,11 @@ class Engine:
             distances=codec.distances,
         )
         runner = Runner(target, cache, settings, (verifier, drafter))
-        scheduler = Scheduler(settings, self.mailbox, cache, codec, root)
+        chooser = None
+        if settings.chooses:
+            spreads = settings.spreads if target.causal_prompt else (1,)
+            chooser = Chooser(settings.slots_per_stream, spreads, drafts=bool(drafter.sources))
+        scheduler = Scheduler(settings, self.mailbox, cache, codec, root, chooser)
         self.mailbox.limit = settings.streams
         self._codec, self._fallback = codec, fallback
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
@@ -374,19 +394,3 @@ def _remedy(drop: Drop) -> str:
         ". Lower decode.max_in_flight, decode.max_text_tokens or draft.nodes, choose a smaller model.quantization, or "
         "close what else uses the GPU"
     )
-
-
-def _make_drafter(
-    target: Target, settings: EngineSettings, codec: Codec, slot_rows: int, step_s: float
-) -> tuple[Drafters, str]:
-    """The drafters; none, with the reason, where none can be had and the user allowed to go on without."""
-    make = partial(Drafters, target, codec=codec, slots=settings.slots, slot_rows=slot_rows, chunk_step_s=step_s)
-    if not settings.drafts:
-        return make(None), ""
-    try:
-        return make(settings.draft), ""
-    except UserError as error:
-        if not settings.draft.fallback_to_ar:
-            raise
-        _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
-        return make(None), str(error)

@@ -9,7 +9,8 @@ make room for it, since a newer one may replace it. What is not ready when a tic
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +120,15 @@ class Mailbox:
     @property
     def last_stamp_ns(self) -> int:
         return max((stream.last_stamp_ns for stream in [*self._streams.values()]), default=0)
+
+    @contextmanager
+    def without_clock(self) -> Iterator[None]:
+        """Meanwhile no observation is too old."""
+        now_ns, self.now_ns = self.now_ns, None
+        try:
+            yield
+        finally:
+            self.now_ns = now_ns
 
     def open(self, name: str, *, budget_s: float, priority: int) -> bool:
         """Makes a place for a stream, or changes one's; False: there are as many as may be."""

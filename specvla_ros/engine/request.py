@@ -31,6 +31,9 @@ class Request:
     tree: Tree
     codec: Codec
     acceptance: str = "strict"
+    spread: int = 1  # forwards that its prompt is spread over
+    others: int = 0  # requests of its robot in flight when it was begun
+    drafts: bool = True  # whether its answer is drafted
     # Its acceptance rule to its end; set by the engine in the tick that begins the prompt.
     rule: AcceptanceRule = field(default_factory=Strict)
     # Its images as the policy reads them, until the prompt is computed; None: they come with it.
@@ -57,6 +60,11 @@ class Request:
     @property
     def prefilling(self) -> bool:
         return self.prefix_len < self.layout.rows
+
+    @property
+    def verified(self) -> int:
+        """Forwards that verified its answer."""
+        return sum(tokens > 0 for tokens in self.tokens_per_forward)
 
     @property
     def root_row(self) -> int:

@@ -139,9 +139,9 @@ class Forwards:
         static = self._captured.get(bucket) if bucket else None
         return static(segments) if static else packed_forward(self._decoder, segments, self._cache)
 
-    def chunk_rows(self, length: int) -> int:
-        """Rows of each chunk but the last of a prompt with so many."""
-        return self._sizes.chunk_rows(length)
+    def chunk_rows(self, length: int, spread: int) -> int:
+        """Rows of each chunk but the last of a prompt with so many, spread over so many forwards."""
+        return self._sizes.chunk_rows(length, spread)
 
     def capture(self, captures: Captures) -> None:
         """See Capturable: a forward of every size. Every slot is written to."""

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specvla_ros.engine.batch import Batch, ScheduledRequest
+from specvla_ros.engine.batch import Batch, ScheduledRequest, TickWork
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.pace import Chooser, Kind, may_begin
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
@@ -31,11 +32,19 @@ class Scheduler:
     """Keeps requests in the order in which their frames were begun: of one robot, the order of their stamps.
 
     Robots share the forwards and nothing else: instructions, overtaking, flushes and faults are per robot. `root` is
-    the tree of a request that has committed nothing, one node.
+    the tree of a request that has committed nothing, one node. `chooser`: of the pace, in mode auto.
     """
 
-    def __init__(self, settings: EngineSettings, mailbox: Mailbox, slots: SlotPool, codec: Codec, root: Tree) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: EngineSettings,
+        mailbox: Mailbox,
+        slots: SlotPool,
+        codec: Codec,
+        root: Tree,
+        chooser: Chooser | None = None,
+    ) -> None:
+        self.settings, self.chooser = settings, chooser
         self.requests: list[Request] = []
         self._mailbox, self._slots, self._codec, self._root = mailbox, slots, codec, root
         self._forwards = 0.0  # per finished request, mean; 0: none yet
@@ -51,14 +60,24 @@ class Scheduler:
         turns to begin their prompts.
         """
         most = self.settings.slots_per_stream
-        prompts = self.settings.chunks * max(1, len(self._mailbox.streams))
+        if self.chooser is not None:
+            return min(most, self.chooser.pace.in_flight)
+        prompts = self.settings.spreads[0] * max(1, len(self._mailbox.streams))
         needed = math.ceil(self._forwards / prompts - 1e-9) if self._forwards else most
         return max(1, min(most, needed))
 
     def room_for(self, stream: str) -> bool:
         """Whether the next tick may begin a prompt of a robot: one prompt at a time."""
-        prefilling = any(request.prefilling for request in self.requests)
-        return bool(self._slots.free_slots) and len(self._of(stream)) < self.target_in_flight and not prefilling
+        own = self._of(stream)
+        if not self._slots.free_slots or any(request.prefilling for request in self.requests):
+            return False
+        if self.chooser is None:
+            return len(own) < self.target_in_flight
+        return may_begin(
+            self.chooser.pace,
+            self.chooser.answers,
+            [(request.others, request.verified, request.prefilling) for request in own],
+        )
 
     def room_soon(self, stream: str) -> bool:
         """Estimates, for any thread, whether the tick after the one under way may begin a prompt of a robot.
@@ -80,6 +99,13 @@ class Scheduler:
         admitted = self._admit()
         return Batch([ScheduledRequest.next_share(request) for request in self.requests], admitted)
 
+    @property
+    def spread(self) -> int:
+        """Forwards over which the prompt of a frame that begins now is spread."""
+        if self.chooser is None:
+            return self.settings.spreads[0]
+        return self.chooser.pace.spread if self.requests else 1
+
     def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int) -> None:
         """Makes the frame that a batch admitted a request, with a share of the forward."""
         assert batch.admitted is not None
@@ -95,6 +121,9 @@ class Scheduler:
             tree=self._root,
             codec=self._codec,
             acceptance=self.settings.acceptance.rule,
+            spread=self.spread,
+            others=len(self._of(observation.stream)),
+            drafts=self.settings.drafts if self.chooser is None else self.chooser.pace.drafts,
             pictures=batch.admitted.pictures,
         )
         self.requests.append(request)
@@ -120,6 +149,18 @@ class Scheduler:
             if not share.verifies:
                 share.request.advance(share.prompt_rows)
         self._drop_overtaken()
+
+    def learn(self, batch: Batch, work: TickWork, seconds: float) -> None:
+        """Lets the choice of the pace learn from a tick that took so long."""
+        if self.chooser is None or not batch.shares:
+            return
+        prompts = [share.request.spread for share in batch.shares if share.prompt_rows]
+        drafts = any(share.request.drafts for share in batch.shares)
+        trees = len(batch.shares) - len(prompts)
+        self.chooser.times.add(Kind(work.images > 0, max(prompts, default=0), trees, drafts), seconds)
+        for request in batch.answered:
+            forwards, tokens = request.verified, len(request.tokens)
+            self.chooser.answered(forwards, tokens, others=request.others, drafted=request.drafts)
 
     def book_time(self, batch: Batch) -> None:
         """Books a tick to the requests that go on."""
@@ -207,6 +248,7 @@ class Scheduler:
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
         self._fewest_forwards = min(forwards, self._fewest_forwards + 1)
         self._held.append(action)
+        batch.answered.append(request)
         seen = request.observation
         batch.finished.append(FinishedAnswer(seen.epoch, tuple(request.tokens), tokens, seen.stamp_ns, seen.stream))
         if not self.settings.in_order:

@@ -4,17 +4,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, hint, parameter, section, values_of, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
 from specvla_ros.speculation.settings import PRESETS, AcceptanceSettings, DraftSettings, Tolerance
 
-_SLOTS = {"ar": 1, "spec": 1, "pipeline": 7, "specpipe": 4}
+if TYPE_CHECKING:  # settings are read where there is no torch
+    import torch
+
+_SLOTS = {"ar": 1, "spec": 1, "pipeline": 7, "specpipe": 4, "auto": 3}
 MODES = tuple(_SLOTS)
-_DRAFTING = ("spec", "specpipe")
-_PIPELINED = ("pipeline", "specpipe")
+_DRAFTING = ("spec", "specpipe", "auto")
+_PIPELINED = ("pipeline", "specpipe", "auto")
+_SPREADS = (1, 2, 4)  # forwards over which mode auto may spread a prompt
 _NO_PRESET = "none"
 
 MAX_STREAMS = 256
@@ -30,16 +34,17 @@ class EngineSettings:
         "ar",
         "How tokens are decoded. ar: one frame at a time, a token per forward. spec: one frame, a draft tree per "
         "forward. pipeline (ActionFlow): a forward carries the newest frame's prefill and one token of every frame in "
-        "flight. specpipe: the same with a draft tree of every frame. With a strict rule all give ar's tokens, but for "
-        "near ties of two tokens in bfloat16 and float16: specvla certify counts them.",
+        "flight. specpipe: the same with a draft tree of every frame. auto: of these, for each frame, what makes the "
+        "image that the robot acts on youngest, by the ticks and answers so far. With a strict rule all give ar's "
+        "tokens, but for near ties of two tokens in bfloat16 and float16: specvla certify counts them.",
         choices=MODES,
         writable=True,
         basic=True,
     )
     max_in_flight: int = parameter(
         0,
-        "Maximum of requests in flight of a robot in pipeline and specpipe; 0: "
-        f"{_SLOTS['pipeline']} and {_SLOTS['specpipe']}.",
+        "Maximum of requests in flight of a robot in pipeline, specpipe and auto; 0: "
+        f"{_SLOTS['pipeline']}, {_SLOTS['specpipe']} and {_SLOTS['auto']}.",
         minimum=0,
         maximum=64,
         writable=True,
@@ -132,6 +137,14 @@ class EngineSettings:
     def drafts(self) -> bool:
         return self.mode in _DRAFTING
 
+    def tokens_in(self, dtype: "torch.dtype") -> str:
+        """Under what a dtype's tokens are plain decoding's; empty: they are, or nobody said that they would be."""
+        promised = self.acceptance.rule == "strict" or not self.drafts
+        if dtype.itemsize > 2 or not promised or not (self.drafts or self.slots > 1):
+            return ""
+        name = str(dtype).removeprefix("torch.")
+        return f"plain decoding's but for near ties, which {name} may decide otherwise: specvla certify counts them"
+
     @property
     def tree_nodes(self) -> int:
         """Maximum of nodes in a request's tree, the root included."""
@@ -139,15 +152,25 @@ class EngineSettings:
 
     @property
     def slots_per_stream(self) -> int:
-        return self.max_in_flight or _SLOTS[self.mode] if self.mode in _PIPELINED else 1
+        if self.mode not in _PIPELINED or (self.chooses and self.streams > 1):
+            return 1  # several robots share forwards as it is
+        return self.max_in_flight or _SLOTS[self.mode]
 
     @property
     def slots(self) -> int:
         return self.streams * self.slots_per_stream
 
     @property
-    def chunks(self) -> int:
-        return self.prefill_chunks if self.mode in _PIPELINED else 1
+    def chooses(self) -> bool:
+        """Whether it is decided while decoding when the next frame is begun, and how."""
+        return self.mode == "auto"
+
+    @property
+    def spreads(self) -> tuple[int, ...]:
+        """Numbers of forwards over which a prompt may be spread."""
+        if self.chooses:
+            return _SPREADS
+        return (self.prefill_chunks if self.mode in _PIPELINED else 1,)
 
 
 _FILE_PREFIXES = tuple(each.ROS_PREFIX for each in (EngineSettings, DraftSettings, AcceptanceSettings))

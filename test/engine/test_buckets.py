@@ -21,11 +21,11 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.settings import DraftSettings
 
-OPENVLA: Any = SimpleNamespace(image_tokens=256)
+OPENVLA: Any = SimpleNamespace(image_tokens=256, causal_prompt=True)
 
 
 def sizes(chosen: EngineSettings, *, image_tokens: int = 256) -> ForwardSizes:
-    policy: Any = SimpleNamespace(image_tokens=image_tokens)
+    policy: Any = SimpleNamespace(image_tokens=image_tokens, causal_prompt=True)
     return ForwardSizes.from_settings(policy, chosen)
 
 
@@ -41,7 +41,7 @@ def shares(length: int, chunk_rows: int) -> list[int]:
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(data=st.data(), mode=st.sampled_from(["ar", "spec", "pipeline", "specpipe"]))
+@given(data=st.data(), mode=st.sampled_from(["ar", "spec", "pipeline", "specpipe", "auto"]))
 def test_a_forward_has_a_captured_bucket_that_is_little_larger(data: st.DataObject, mode: str) -> None:
     nodes = data.draw(st.integers(1, 64))
     chosen = EngineSettings(
@@ -61,7 +61,11 @@ def test_a_forward_has_a_captured_bucket_that_is_little_larger(data: st.DataObje
     begins = data.draw(st.booleans())
     lengths = data.draw(st.lists(st.integers(1, most), max_size=chosen.slots - begins, min_size=not begins))
     if begins:
-        lengths.append(data.draw(st.sampled_from(shares(prompt, known.chunk_rows(prompt)))))
+        lengths.append(
+            data.draw(
+                st.sampled_from(shares(prompt, known.chunk_rows(prompt, data.draw(st.sampled_from(known.spreads)))))
+            )
+        )
         if most > 1 and data.draw(st.booleans()):
             lengths.append(data.draw(st.integers(1, most - 1)))
 
@@ -87,16 +91,16 @@ def test_a_forward_has_a_captured_bucket_that_is_little_larger(data: st.DataObje
 def test_a_prompt_comes_whole_and_in_no_more_forwards_than_it_may(
     length: int, forwards: int, slots: int, measured: set[int]
 ) -> None:
-    known = ForwardSizes(slots, 16, prompts=(length,), forwards=forwards, measured=tuple(sorted(measured)))
-    cut = shares(length, known.chunk_rows(length))
+    known = ForwardSizes(slots, 16, prompts=(length,), spreads=(forwards,), measured=tuple(sorted(measured)))
+    cut = shares(length, known.chunk_rows(length, forwards))
     assert sum(cut) == length and len(cut) <= forwards
     assert set(cut) <= set(known.chunks)
 
 
 def test_a_chunk_takes_what_its_forward_would_be_padded_with() -> None:
     """290 rows in two forwards beside three trees of 16 nodes, on a device whose tiles end at 192 and 256 rows."""
-    known = ForwardSizes(4, 16, prompts=(290,), forwards=2, measured=(192, 256))
-    assert shares(290, known.chunk_rows(290)) == [208, 82]
+    known = ForwardSizes(4, 16, prompts=(290,), spreads=(2,), measured=(192, 256))
+    assert shares(290, known.chunk_rows(290, 2)) == [208, 82]
     assert known.bucket([208, 16, 16, 16]) == Bucket(256, 208)
 
 

@@ -170,7 +170,7 @@ def test_a_frame_always_waiting_gives_an_action_every_so_many_ticks(
     assert {action.record.forwards for action in actions} == {forwards}
     assert len(actions) == pytest.approx(ticks / every, abs=1)
     if chosen.mode == "pipeline" and not chosen.max_in_flight:
-        assert engine.scheduler.target_in_flight == -(-forwards // chosen.chunks)
+        assert engine.scheduler.target_in_flight == -(-forwards // chosen.spreads[0])
 
 
 def test_without_a_new_frame_a_tick_verifies_alone(policy: OpenVLATarget) -> None:

@@ -53,6 +53,9 @@ class ExpertEngine:
     def check_instruction(self, instruction: str) -> None:
         self._task(instruction)
 
+    def measure_ticks(self) -> None:
+        """There is no pace to choose."""
+
     @property
     def has_room(self) -> bool:
         return not self.busy

@@ -187,7 +187,7 @@ def _run_scheduler(
                 mailbox.submit(Observation(picture, "", stamp_ns=number + 1, stream=robot))
         batch = scheduler.schedule()
         if batch.admitted is not None:
-            scheduler.begin(batch, layout, even_rows(prompt_rows, settings.chunks))
+            scheduler.begin(batch, layout, even_rows(prompt_rows, scheduler.spread))
         begun = [_frame(share.request.observation) for share in batch.shares if share.begins]
         admitted |= dict.fromkeys(begun, number)
         in_flight = max(in_flight, len(batch.shares))

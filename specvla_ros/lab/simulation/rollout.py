@@ -149,6 +149,8 @@ class Rollout:
             raise UserError("an engine that is shared decides in lockstep only: in real time each robot has its own")
         else:
             self._step = partial(self._realtime, engine)
+            engine.tick_time = tick_time
+            engine.measure_ticks()
         self._tick_time = tick_time
         self._on_step = on_step
         self._on_look = on_look

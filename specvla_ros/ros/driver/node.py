@@ -36,7 +36,7 @@ from specvla_ros.ros.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTo
 _NS = 1e-9
 _WATCH_S = 0.2
 _STANDS = 0.001  # metres and radians that a measured tool that stands may move meanwhile
-_SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
+_SEVERAL_IN_FLIGHT = ("pipeline", "specpipe", "auto")
 _LOG_PERIOD_S = 5.0
 _TRIES_ORDER = "each joint is moved a little first, to see that joints.names is in the controller's order"
 _CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are synchronised over a network

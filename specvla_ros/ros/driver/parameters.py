@@ -47,7 +47,7 @@ class DriverParameters:
     compensate: str = parameter(
         Compensation.IMAGE_GOAL.value,
         "What an action counts from: where the tool was measured at the picture's stamp (image_goal), or where it is "
-        "being sent on arrival (none), which is refused for actions of pipeline and specpipe.",
+        "being sent on arrival (none), which is refused for actions of pipeline, specpipe and auto.",
         choices=tuple(each.value for each in Compensation),
     )
     max_action_age_s: float = parameter(

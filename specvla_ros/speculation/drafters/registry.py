@@ -8,9 +8,10 @@ point of the group `specvla_ros.drafters`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specvla_ros.errors import UserError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from specvla_ros.speculation.settings import DraftSettings
 
 drafter = DRAFTERS.register
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,31 @@ class Drafter(Protocol):
         return
 
 
+def make_drafters(
+    target: Target,
+    settings: DraftSettings | None,
+    codec: Codec,
+    slots: int,
+    slot_rows: int,
+    chunk_step_s: float,
+    *,
+    needed: bool,
+) -> tuple[Drafters, str]:
+    """The drafters; none, with the reason, where none can be had and the user allowed to go on without.
+
+    Arguments as in DraftContext; without settings nothing is drafted. `needed`: it is an error that there is nothing to
+    draft with.
+    """
+    make = partial(Drafters, codec=codec, slots=slots, slot_rows=slot_rows, chunk_step_s=chunk_step_s)
+    try:
+        return make(target, settings, needed=needed), ""
+    except UserError as error:
+        if settings is None or not settings.fallback_to_ar:
+            raise
+        _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
+        return make(target, None, needed=False), str(error)
+
+
 class Drafters:
     """Grows the tree that a request's next forward verifies, with all drafters; without settings, none.
 
@@ -230,6 +257,7 @@ class Drafters:
         slots: int,
         slot_rows: int,
         chunk_step_s: float,
+        needed: bool,
     ) -> None:
         import torch
 
@@ -241,7 +269,7 @@ class Drafters:
         context = DraftContext(settings, target, slots, slot_rows, chunk_step_s, codec)
         made = {name: entry.make(context) for name, entry in DRAFTERS.entries().items()}
         self.by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
-        if not self.by_name:
+        if needed and not self.by_name:
             raise UserError(
                 f"decode.mode spec has nothing to draft with: {target.directory / DRAFT_FOLDER} is not there; set "
                 "draft.head to a draft head's directory (specvla train-draft makes one), or draft.model to that of a "

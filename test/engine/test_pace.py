@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mode auto: the age that a pace is expected to have, the choice of a pace, and tokens that no pace changes."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.draft_heads import policy_with_random_head
+from support.nightly import examples, nightly_but
+
+from specvla_ros.engine.batch import TickWork
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.pace import Answers, Chooser, Kind, Pace, TickTimes, expected_age, expected_left
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.observation import Observation
+from specvla_ros.speculation.drafters.registry import DraftWork
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What ticks take, in milliseconds."""
+
+    reading: float  # of every forward
+    vision: float
+    prompt: float  # of all its rows; the forward's reading overlaps with it
+    tree: float
+
+    def seconds(self, kind: Kind) -> float:
+        rows = self.prompt / kind.spread if kind.spread else 0.0
+        return 1e-3 * (kind.begins * self.vision + max(self.reading, rows + self.tree * kind.trees))
+
+
+SHARED_FOR_NOTHING = Costs(reading=10, vision=1, prompt=6, tree=0.5)
+SHARED_AT_FULL_PRICE = Costs(reading=1, vision=5, prompt=40, tree=5)
+COSTS = [SHARED_FOR_NOTHING, SHARED_AT_FULL_PRICE, Costs(8, 4, 20, 1), Costs(10, 0, 10, 2)]
+
+
+def always(forwards: int) -> Answers:
+    answers = Answers()
+    for _ in range(20):
+        for others in range(3):
+            answers.add(forwards, 4 * forwards, others=others, drafted=True)
+    return answers
+
+
+def test_one_frame_at_a_time_has_an_age_of_one_and_a_half_latencies() -> None:
+    latency_s = SHARED_AT_FULL_PRICE.seconds(Kind(True, 1, 0, True)) + 4 * SHARED_AT_FULL_PRICE.seconds(
+        Kind(False, 0, 1, True)
+    )
+    assert expected_age(Pace(), always(5), SHARED_AT_FULL_PRICE.seconds) == pytest.approx(1.5 * latency_s)
+
+
+def test_two_frames_have_an_age_of_a_latency_and_half_a_period() -> None:
+    """Each begins when the one before has two forwards left, the first of which carries the prompt as well."""
+    cost = Costs(10, 0, 10, 0)  # every tick takes 10 ms
+    latency_s, period_s = 0.05, 0.03
+    assert expected_age(Pace(2, 2.0), always(5), cost.seconds) == pytest.approx(latency_s + period_s / 2)
+
+
+def searched(costs: Costs, forwards: int, most: int, ticks: int) -> float:
+    """The least age of any schedule that repeats itself after at most so many ticks, whole prompts: every one is tried.
+
+    A schedule says of each tick whether a frame is begun in it.
+    """
+    least = math.inf
+    for length in range(1, ticks + 1):
+        for begins in itertools.product((False, True), repeat=length):
+            if begins[0]:  # elsewhere it is the same schedule, later
+                least = min(least, repeated(costs, forwards, most, begins))
+    return least
+
+
+def repeated(costs: Costs, forwards: int, most: int, begins: tuple[bool, ...]) -> float:
+    """The age of a schedule in its second half of many repetitions; infinite where too many frames are in flight."""
+    now_s, flights, out = 0.0, list[tuple[float, int]](), list[tuple[float, float]]()  # when begun, forwards done
+    for begin in begins * (6 * forwards // len(begins) + 6):
+        trees = len(flights)
+        if trees + begin > most:
+            return math.inf
+        if not trees and not begin:
+            return math.inf
+        flights += [(now_s, 0)] * begin
+        now_s += costs.seconds(Kind(begin, int(begin), trees, True))
+        flights = [(begun_s, done + 1) for begun_s, done in flights]
+        out += [(now_s, begun_s) for begun_s, done in flights if done == forwards]
+        flights = [each for each in flights if each[1] < forwards]
+    out = out[len(out) // 2 :]
+    spans = [(t, after, b) for (t, b), (after, _) in itertools.pairwise(out)]
+    return sum((after - t) * ((t + after) / 2 - b) for t, after, b in spans) / (out[-1][0] - out[0][0])
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("forwards", [2, 5])
+def test_the_best_pace_is_as_young_as_the_best_of_all_schedules(costs: Costs, forwards: int) -> None:
+    chooser = Chooser(3, (1,), drafts=True)
+    chooser.answers = always(forwards)
+    paces = [each for each in chooser.candidates() if each.drafts]
+    best = min(expected_age(pace, chooser.answers, costs.seconds) for pace in paces)
+    assert best <= 1.02 * searched(costs, forwards, most=3, ticks=7)
+
+
+def chosen_after(answers: int, costs: Callable[[Kind], float], *, forwards: int, tokens: int) -> Pace:
+    """A chooser's pace after so many answers."""
+    return chosen(answers, costs, forwards=forwards, tokens=tokens)[-1]
+
+
+def chosen(answers: int, costs: Callable[[Kind], float], *, forwards: int, tokens: int) -> list[Pace]:
+    """A chooser's paces after each answer, begun as the pace says, where every kind of tick was measured."""
+    chooser = Chooser(3, (1, 2, 4), drafts=True)
+    kinds = itertools.product((True, False), (0, 1, 2, 4), range(4), (True, False))
+    for kind in itertools.starmap(Kind, kinds):
+        chooser.times.add(kind, costs(kind))
+    paces = []
+    for _ in range(answers):
+        pace = chooser.pace
+        taken = forwards if pace.drafts else tokens
+        chooser.answered(taken, tokens, others=pace.in_flight - 1, drafted=pace.drafts)
+        paces.append(chooser.pace)
+    return paces
+
+
+def test_frames_overlap_where_sharing_costs_nothing_and_do_not_where_it_costs_all() -> None:
+    assert chosen_after(110, SHARED_FOR_NOTHING.seconds, forwards=6, tokens=7).in_flight > 1
+    assert chosen_after(110, SHARED_AT_FULL_PRICE.seconds, forwards=6, tokens=7) == Pace()
+
+
+@pytest.mark.parametrize(("drafting", "drafts"), [(3.0, False), (1.1, True)])
+def test_nothing_is_drafted_where_drafting_costs_more_than_it_saves(drafting: float, drafts: bool) -> None:
+    def seconds(kind: Kind) -> float:
+        return SHARED_AT_FULL_PRICE.seconds(kind) * (drafting if kind.drafts and not kind.spread else 1.0)
+
+    assert chosen_after(110, seconds, forwards=4, tokens=7).drafts is drafts
+
+
+def test_what_is_not_drafted_is_tried_again() -> None:
+    def seconds(kind: Kind) -> float:
+        return 0.001 * (5 if kind.drafts else 1)
+
+    drafted = [pace.drafts for pace in chosen(700, seconds, forwards=4, tokens=7)]
+    first = drafted.index(False)
+    again = drafted.index(True, first)
+    assert 400 <= again - first < 450 and False in drafted[again:]
+
+
+def test_a_kind_of_tick_that_never_was_is_in_no_pace() -> None:
+    chooser = Chooser(3, (1,), drafts=False)
+    for kind in (Kind(True, 1, 0, False), Kind(False, 0, 1, False)):
+        chooser.times.add(kind, 0.01)
+    for _ in range(60):
+        chooser.answered(7, 7, others=0, drafted=False)
+    assert chooser.pace == Pace(drafts=False)
+    assert expected_age(Pace(2, drafts=False), chooser.answers, chooser.times.seconds) == math.inf
+
+
+def test_a_device_that_grows_hot_is_noticed() -> None:
+    times, kind = TickTimes(), Kind(False, 0, 1, True)
+    for _ in range(100):
+        times.add(kind, 0.01)
+    for _ in range(30):
+        times.add(kind, 0.02)
+    assert times.seconds(kind) == pytest.approx(0.02, rel=0.03)
+
+
+def test_what_is_left_is_the_mean_of_answers_that_took_more() -> None:
+    assert [expected_left([2, 4, 6], done) for done in (0, 2, 5, 9)] == [4.0, 3.0, 1.0, 1.0]
+
+
+# The engine
+
+DRAFTS = adjusted(DraftSettings(nodes=4, top_k=2, depth=1), temporal=True)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
+    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
+
+
+def frame(number: int) -> Observation:
+    image = np.random.default_rng(number % 3).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return Observation(image, "put carrot on plate", number)
+
+
+def sharing_for_nothing(work: TickWork, _: float) -> float:
+    return 0.01 + 0.001 * work.images
+
+
+def at_full_price(work: TickWork, _: float) -> float:
+    return 0.001 * (40 * work.prompts + 5 * work.images + 10 * work.trees)
+
+
+def drafting_is_dear(work: TickWork, _: float) -> float:
+    return 0.01 + 0.05 * (work.drafting != DraftWork())
+
+
+def decoded(engine: Engine, frames: int) -> list[Action]:
+    found: list[Action] = []
+    number = 0
+    while number < frames or engine.busy:
+        if number < frames and engine.has_room:
+            number += 1
+            engine.submit(frame(number))
+        found += [each for each in engine.tick() if isinstance(each, Action)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tick_time", "wanted"),
+    nightly_but(
+        lambda case: case[0] is not at_full_price,
+        [(sharing_for_nothing, "up to "), (at_full_price, "one frame at a time"), (drafting_is_dear, "plain")],
+        of_several=True,
+    ),
+)
+def test_whatever_pace_is_chosen_the_tokens_are_the_plain_decoders(
+    policy: OpenVLATarget, tick_time: Callable[[TickWork, float], float], wanted: str
+) -> None:
+    plain = Engine(policy, EngineSettings())
+    expected = {number % 3: action.tokens for number, action in enumerate(decoded(plain, 3), start=1)}
+    engine = Engine(policy, EngineSettings("auto", max_in_flight=2, draft=DRAFTS))
+    engine.tick_time = tick_time
+    engine.warm_up()
+    actions = decoded(engine, 75)
+    assert len(actions) > 50
+    assert all(each.tokens == expected[each.observation.stamp_ns % 3] for each in actions)
+    assert max(each.record.in_flight for each in actions) > 1 or tick_time is not sharing_for_nothing
+    pace = engine.describe()["decode.pace"]
+    assert wanted in pace, pace
+
+
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    paces=st.lists(
+        st.builds(
+            Pace,
+            in_flight=st.integers(1, 3),
+            left=st.sampled_from([1.0, 3.0, math.inf]),
+            spread=st.sampled_from([1, 2, 4]),
+            drafts=st.booleans(),
+        ),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_a_pace_that_changes_under_way_changes_no_token(policy: OpenVLATarget, paces: list[Pace]) -> None:
+    expected = {number: action.tokens for number, action in enumerate(decoded(Engine(policy, EngineSettings()), 3), 1)}
+    engine = Engine(policy, EngineSettings("auto", draft=DRAFTS))
+    chooser = engine.scheduler.chooser
+    assert chooser is not None
+    number = 0
+    for pace in itertools.islice(itertools.cycle(paces), 6):
+        with chooser.pinned(pace):
+            for _ in range(5):
+                if engine.has_room:
+                    number += 1
+                    engine.submit(frame(number))
+                for each in engine.tick():
+                    if isinstance(each, Action):
+                        assert each.tokens == expected[(each.observation.stamp_ns - 1) % 3 + 1]
+
+
+def test_an_engine_in_use_is_measured_again_and_a_live_switch_says_that_it_was_not(policy: OpenVLATarget) -> None:
+    engine = Engine(policy, EngineSettings())
+    engine.warm_up()
+    decoded(engine, 2)
+    engine.switch(EngineSettings("auto", draft=DRAFTS))
+    assert decoded(engine, 2) == [], "older stamps than the last one's"
+    assert "measured at the next configure" in engine.describe()["decode.pace"]
+    engine.measure_ticks()
+    chooser = engine.scheduler.chooser
+    assert chooser is not None and chooser.times.seconds(Kind(True, 1, 1, True))
+    assert engine.describe()["decode.pace"] == "one frame at a time, drafting"
+    assert len(decoded(engine, 2)) == 2
+
+
+def test_with_nothing_to_draft_it_decodes_plainly(tmp_path: Path) -> None:
+    policy = policy_with_random_head(tmp_path, seed=5, hidden_size=64, layers=2)
+    nothing = replace(DRAFTS, head="none")
+    engine = Engine(policy, EngineSettings("auto", draft=adjusted(nothing, temporal=False)))
+    assert decoded(engine, 3) and engine.describe()["decode.pace"].startswith("one frame at a time, plain")
+    assert engine.describe()["drafts"] == ""
+
+
+def test_several_robots_share_forwards_one_frame_each(policy: OpenVLATarget) -> None:
+    assert EngineSettings("auto", streams=5).slots == 5
+    assert EngineSettings("auto").slots == 3
+    assert EngineSettings("auto", max_in_flight=2).slots == 2
