@@ -26,11 +26,11 @@ print(json.dumps({"peak": rss()["VmHWM"] - before, "model": model}))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
 def test_peak_memory(tmp_path: Path) -> None:
-    # Half a gigabyte in float32 in one file, loaded as bfloat16: the file mapped whole would be twice the model.
+    # A quarter of a gigabyte in float32, loaded as bfloat16: the file mapped whole would be twice the model.
     large, small = tmp_path / "large", tmp_path / "small"
-    write_random_checkpoint(large, hidden_size=1024, layers=9)
+    write_random_checkpoint(large, hidden_size=1024, layers=5)
     write_random_checkpoint(small, hidden_size=64, layers=2)
-    assert (large / "model.safetensors").stat().st_size > 450e6
+    assert (large / "model.safetensors").stat().st_size > 250e6
 
     command = [sys.executable, "-c", _LOAD, str(large), str(small)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 from support.checkpoints import load_openvla, write_checkpoint
 from support.gl import needs_gl
+from support.nightly import nightly_but
 from support.patience import PATIENCE_S, wait_until
 from support.typed import specvla
 from websockets.exceptions import ConnectionClosed
@@ -204,11 +205,12 @@ def test_vla_evals_libero_is_driven_by_the_plain_decoders_actions(
     np.testing.assert_array_equal(found["done"], np.array(expected)[:, 0])
 
 
-def test_a_hundred_sessions_at_once_get_their_own_answers(checkpoint: Path, plain: list[np.ndarray]) -> None:
-    server = Server(checkpoint, "--robots", 100)
+@pytest.mark.parametrize("sessions", nightly_but(lambda sessions: sessions == 30, [30, 100]))
+def test_many_sessions_at_once_get_their_own_answers(checkpoint: Path, plain: list[np.ndarray], sessions: int) -> None:
+    server = Server(checkpoint, "--robots", sessions)
     try:
         server.wait()
-        clients = [server.open() for _ in range(100)]
+        clients = [server.open() for _ in range(sessions)]
         for client in clients:
             client.recv(PATIENCE_S)
         for turn in range(2):
@@ -218,7 +220,7 @@ def test_a_hundred_sessions_at_once_get_their_own_answers(checkpoint: Path, plai
                 answer = client.recv(PATIENCE_S)
                 assert isinstance(answer, bytes), answer
                 np.testing.assert_array_equal(unpack(answer)["actions"], plain[(place + turn) % 6])
-        assert server.metrics()["specvla_sessions"] == 100
+        assert server.metrics()["specvla_sessions"] == sessions
         for client in clients:
             client.close()
     finally:

@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 from support.gl import needs_gl
+from support.nightly import nightly_but
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import bundled_policy
@@ -18,7 +19,7 @@ from specvla_ros.speculation.settings import AcceptanceSettings
 pytestmark = needs_gl
 
 
-@pytest.mark.parametrize("name", ["nano", "fast"])
+@pytest.mark.parametrize("name", nightly_but(lambda name: name == "nano", ["nano", "fast"]))
 def test_what_a_policy_does_is_decoded_without_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = load_target(bundled_policy(name), device="cpu")
     relaxed = EngineSettings("spec", acceptance=AcceptanceSettings("bin_distance", bins=(3,)))
