@@ -138,11 +138,9 @@ class Server:
         started_s = time.perf_counter()
         if message.pop("reset", False) is True:
             session.begin_episode()
-        asked = await asyncio.to_thread(read_observation, message, self.policy)  # a picture may have to be decoded
-        if asked.ignored and asked.ignored not in self._ignored and len(self._ignored) < _MAX_WARNINGS:
-            self._ignored.add(asked.ignored)
-            _log.warning("the policy has no use for %s, which a client sends", asked.ignored)
         try:
+            asked = await asyncio.to_thread(read_observation, message, self.policy)  # a picture may have to be decoded
+            self._warn_of(asked.ignored)
             outcome = await session.act(asked.images, asked.instruction, asked.state)
         except asyncio.CancelledError:
             self.metrics.abandoned += 1
@@ -151,6 +149,11 @@ class Server:
         if isinstance(outcome, Action):
             self.metrics.took(time.perf_counter() - started_s)
         return outcome
+
+    def _warn_of(self, ignored: str) -> None:
+        if ignored and ignored not in self._ignored and len(self._ignored) < _MAX_WARNINGS:
+            self._ignored.add(ignored)
+            _log.warning("the policy has no use for %s, which a client sends", ignored)
 
 
 async def unless_gone(answer: Coroutine[Any, Any, _T], coming: "asyncio.Future[Any]") -> _T:

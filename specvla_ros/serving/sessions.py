@@ -22,7 +22,7 @@ class ServeSettings:
     sessions: int = 4  # at once; the engine has slots for as many
     token: str = ""  # that clients must show; empty: none
     budget_s: float = 0.5  # in which a request should be answered
-    max_message_bytes: int = 32 << 20  # of one request
+    max_message_bytes: int = 32_000_000  # of one request
     max_rate_hz: float = 0.0  # of one session's requests; 0: no limit
     idle_s: float = 60.0  # after which a session over HTTP, which has no goodbye, is closed
     message_s: float = 10.0  # in which the body of a request over HTTP must arrive

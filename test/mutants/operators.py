@@ -28,6 +28,7 @@ CHOSEN = {
     "RemoveStatement",
 }
 _TELLS = re.compile(r"^(self\.)?(get_logger\(\)\.\w+|_say|print)\(")
+_DOTTED = re.compile(r"\w*\.")
 _OF_INTEGERS = re.compile(r"\blen\(|_ns\b|(?<![\w.])\d+(?![\w.])")
 
 
@@ -98,6 +99,8 @@ class Skips:
         statement = self._lines[line - 1]
         if statement[column:].startswith(("*,", "*\n")):
             return "a mark in a list of arguments"
+        if mutation.operator_name.endswith("ExceptionReplacer") and _DOTTED.match(statement[column:]):
+            return "an exception's name with a dot, of which cosmic-ray makes no Python"
         if mutation.operator_name.endswith(_BOUNDARY) and not _OF_INTEGERS.search(statement):
             return "a comparison that differs on one float only"
         return ""

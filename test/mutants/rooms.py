@@ -47,7 +47,7 @@ NEAR = {
     f"{SPECULATION}drafters/chunk_shift.py": _of("speculation", "chunk_shift", "earlier_answers"),
     f"{SPECULATION}rules/": _of("speculation", "rules", "fly", "lvspec", "tolerances"),
     SPECULATION: _of("speculation", "sources", "seams", "reference", "tree_oracles"),
-    SERVING: _of("serving", "access", "counts", "wire", "episodes"),
+    SERVING: _of("serving", "access", "counts", "wire", "episodes", "protocols"),
     f"{CODECS}fast": (*_of("speculation", "chunk_shift"), *_of("models", "fast")),
     f"{CODECS}digits.py": (*_of("speculation", "chunk_shift"), *_of("models", "qwen_vl")),
     f"{CODECS}vq.py": _of("models", "minivla"),

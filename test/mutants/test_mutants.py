@@ -67,6 +67,23 @@ def test_what_cannot_matter_is_left_out_with_its_reason(operator: str, mutants: 
     assert {reason for _, reason in made(operator)} == mutants
 
 
+@pytest.mark.parametrize(
+    ("caught", "left_out"),
+    [("OSError", [False]), ("asyncio.TimeoutError", [True]), ("(OSError, asyncio.TimeoutError)", [False, True])],
+)
+def test_an_exception_whose_name_has_a_dot_is_left_out(caught: str, left_out: list[bool]) -> None:
+    source = f"try:\n    brake()\nexcept {caught}:\n    stop()\n"
+    skips, operator = Skips(source), get_operator("chosen/ExceptionReplacer")()
+    for occurrence, expected in enumerate(left_out):
+        (start, end), *_ = [each for node in ast_nodes(get_ast(source)) for each in operator.mutation_positions(node)][
+            occurrence:
+        ]
+        reason = skips.reason(MutationSpec("arm.py", "chosen/ExceptionReplacer", occurrence, start, end))
+        assert ("with a dot" in reason) == expected
+        if not reason:
+            assert "CosmicRayTestingException" in mutate_code(source, operator, occurrence)
+
+
 def test_calls_and_assignments_to_fields_are_left_out_one_at_a_time() -> None:
     kept = [line for line, reason in made("RemoveStatement") if not reason]
     assert kept == ["pass", "pass"]

@@ -2,41 +2,13 @@
 """An episode ends by silence, by word and by client: what one robot did does not reach another's actions."""
 
 import asyncio
-import json
-from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
-from starlette.requests import Request
+from support.serving import PICTURE, Served, Thread
 
-from specvla_ros.engine.outcome import Drop, DropReason
-from specvla_ros.models.observation import Observation
-from specvla_ros.serving import openvla, sessions
-from specvla_ros.serving.server import Server
-from specvla_ros.serving.sessions import ServeSettings, Session, Sessions
-from specvla_ros.serving.wire import dump
-
-PICTURE = np.zeros((4, 4, 3), np.uint8)
-
-
-class Thread:
-    """The engine's, which answers nothing."""
-
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def prepared(self, observation: Observation) -> None:
-        self.epochs.append(observation.epoch)
-
-    def decode(self, observation: Observation, pictures: None) -> "Future[Any]":
-        done: Future[Any] = Future()
-        done.set_result(SimpleNamespace(outcome=Drop(observation, DropReason.NOT_AN_ACTION)))
-        return done
-
-    def call(self, _: Any) -> None:
-        pass
+from specvla_ros.serving import sessions
+from specvla_ros.serving.sessions import Session
 
 
 def test_silence_ends_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,39 +22,19 @@ def test_silence_ends_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert thread.epochs == [1, 1, 1, 2, 2]
 
 
-def server(thread: Thread, ensemble: int) -> Any:
-    made = Server.__new__(Server)
-    made.settings, made._ignored = ServeSettings(), set()
-    made.sessions = Sessions(thread, made.settings, 2.0)  # type: ignore[arg-type]
-    made.metrics, made.thread = SimpleNamespace(refused=0), thread  # type: ignore[assignment]
-    made.engine = SimpleNamespace(settings=SimpleNamespace(ensemble=ensemble))  # type: ignore[assignment]
-    made.policy = SimpleNamespace(cameras=("image",), state_dims=0, unnorm_key="")  # type: ignore[assignment]
-    return made
-
-
-def post(made: Any, robot: str = "", **fields: Any) -> int:
-    body = json.dumps({"image": dump(PICTURE), "instruction": "go", **fields}).encode()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        return messages.pop() if messages else await asyncio.sleep(60)
-
-    headers = [(b"x-robot", robot.encode())] if robot else []
-    scope = {"type": "http", "method": "POST", "path": "/act", "headers": headers, "client": ("127.0.0.1", 1)}
-    return asyncio.run(openvla.act(made, Request(scope, receive))).status_code
-
-
-@pytest.mark.parametrize(("ensemble", "epochs"), [(8, [2, 3, 1, 1]), (0, [1, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("ensemble", "epochs"), [(8, [2, 3, 1, 1]), (2, [2, 3, 1, 1]), (1, [1, 1, 1, 1]), (0, [1, 1, 1, 1])]
+)
 def test_answers_are_averaged_only_with_those_of_a_robot_that_says_its_name(ensemble: int, epochs: list[int]) -> None:
     thread = Thread()
-    made = server(thread, ensemble)
-    assert {post(made, robot) for robot in ("", "", "left", "left")} == {422}
+    served = Served(thread, ensemble=ensemble)
+    assert {served.post(robot)[0] for robot in ("", "", "left", "left")} == {422}
     assert thread.epochs == epochs
 
 
 def test_a_client_may_say_that_an_episode_begins() -> None:
     thread = Thread()
-    made = server(thread, 0)
-    for fields in ({}, {"reset": True}, {"reset": False}):
-        post(made, "left", **fields)
+    served = Served(thread)
+    for reset in (None, True, False):
+        served.post("left", reset=reset)
     assert thread.epochs == [1, 2, 2]

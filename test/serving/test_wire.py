@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients send, read or refused part by part; what is sent is read back."""
 
+import io
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+from PIL import Image
 
 from specvla_ros.errors import UserError
 from specvla_ros.serving import vla_eval, wire
@@ -39,13 +42,14 @@ def test_arrays_come_back_as_they_were_sent(array: np.ndarray, text_names: bool)
 
 
 def test_shapes_and_kinds_at_their_limits() -> None:
-    assert sent().tolist() == [[1, 2], [3, 4]]
+    assert sent().tolist() == [[1, 2], [3, 4]] and wire._MAX_DIMS == 8
     assert sent(shape=[4] + [1] * (wire._MAX_DIMS - 1)).ndim == wire._MAX_DIMS
     assert sent(shape=[0, 5], data=b"").shape == (0, 5) and sent(dtype="<u2", shape=[2]).tolist() == [513, 1027]
     assert sent(dtype="longlong", shape=[1], data=b"\5" + 7 * b"\0").tolist() == [5], "a name of eight letters"
     for fields, why in (
         (dict(shape=[4] + [1] * wire._MAX_DIMS), "at most"),
         (dict(shape=[-2, -2]), "whole numbers"),
+        (dict(shape=[-1, 0], data=b""), "whole numbers"),
         (dict(shape=[2.0, 2]), "whole numbers"),
         (dict(shape=4), "whole numbers"),
         (dict(shape=[5]), "has other bytes than that: 4"),
@@ -58,6 +62,64 @@ def test_shapes_and_kinds_at_their_limits() -> None:
     ):
         with pytest.raises(UserError, match=why):
             sent(**fields)
+
+
+def encoded(size: tuple[int, int], kind: str = "PNG", mode: str = "RGB") -> bytes:
+    Image.new(mode, size, 7 if mode == "1" else (1, 2, 3)).save(file := io.BytesIO(), format=kind)
+    return file.getvalue()
+
+
+def test_pictures_as_files_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 4000 * 4000 < wire._MAX_PIXELS == 4096 * 4096, "any camera's, and no more memory than 48 MB"
+    monkeypatch.setattr(wire, "_MAX_PIXELS", 6)
+    sent = {"__image__": True, "format": "png", "data": encoded((3, 2))}
+    (picture,) = wire.unpack(msgpack.packb({"a": sent})).values()
+    asked = wire.read_observation({"prompt": "lift", "image": picture}, policy())
+    assert asked.images["image"].shape == (2, 3, 3) and asked.images["image"][1, 2].tolist() == [1, 2, 3]
+    assert wire.EncodedPicture(encoded((2, 2), "JPEG")).decode().shape == (2, 2, 3)
+    for data, why in (
+        (encoded((7, 1)), r"may have 6 pixels, this one has \(7, 1\)"),
+        (encoded((2, 2), "BMP"), "no PNG and no JPEG"),
+        (encoded((2, 2))[:50], "cut off"),
+        (3, "no PNG and no JPEG"),
+    ):
+        (picture,) = wire.unpack(msgpack.packb({"a": {"__image__": True, "data": data}})).values()
+        with pytest.raises(UserError, match=why):
+            picture.decode()
+
+
+def test_a_raw_picture_is_an_array_and_a_word_of_its_fields_alone_is_none() -> None:
+    raw = {"__image__": True, "format": "raw", "data": b"\1\2", "dtype": "|u1", "shape": [2]}
+    assert wire.unpack(msgpack.packb({"a": raw}))["a"].tolist() == [1, 2]
+    for other in ({"format": "raw", "data": b"\1\2"}, {"shape": [2]}):
+        assert wire.unpack(msgpack.packb({"a": other})) == {"a": other}
+    assert wire.unpack(msgpack.packb({"a": {b"__npgeneric__": True, b"data": 3}})) == {"a": 3}
+    assert wire.unpack(msgpack.packb({"a": {1: 2}})) == {"a": {1: 2}}
+
+
+def test_an_array_is_sent_under_the_names_that_its_reader_knows() -> None:
+    array = np.array([[1, 2]], np.int8)
+    fields = {"__ndarray__": True, "data": b"\1\2", "dtype": "|i1", "shape": [1, 2]}
+    assert msgpack.unpackb(wire.pack({"a": array}, text_names=True)) == {"a": fields}
+    for packed in (wire.pack({"a": array}), wire.pack({"a": array}, text_names=False)):
+        assert msgpack.unpackb(packed) == {"a": {name.encode(): field for name, field in fields.items()}}
+    with pytest.raises(TypeError, match="object cannot be sent"):
+        wire.pack({"a": object()})
+
+
+def test_a_message_has_no_more_items_than_the_limit() -> None:
+    most = 4096
+    assert len(wire.unpack(msgpack.packb({"a": [0] * most}))["a"]) == most
+    assert len(wire.unpack(msgpack.packb({"a": {str(n): 0 for n in range(most)}}))["a"]) == most
+    for value in ([0] * (most + 1), {str(n): 0 for n in range(most + 1)}):
+        with pytest.raises(UserError, match="no msgpack"):
+            wire.unpack(msgpack.packb({"a": value}))
+
+
+@pytest.mark.parametrize("text", ["AA", "A!AA", 3, None])
+def test_what_is_no_base64_is_said(text: object) -> None:
+    with pytest.raises(UserError, match="bytes are no base64"):
+        wire.parse(json.dumps({"a": {"__numpy__": text, "dtype": "|u1", "shape": [0]}}).encode())
 
 
 @pytest.mark.parametrize("read", [wire.parse, wire.unpack])
