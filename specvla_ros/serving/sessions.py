@@ -2,6 +2,7 @@
 """One engine for many clients: each session is a stream of the engine, and has one request under way at a time."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class Session:
         self._instruction = ""
         self._epoch = 0
         self._stamp_ns = 0
-        self._asked_s = 0.0
+        self._asked_s = -math.inf
 
     @property
     def busy(self) -> bool:

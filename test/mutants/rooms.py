@@ -17,6 +17,7 @@ def _of(folder: str, *names: str) -> tuple[str, ...]:
     return tuple(f"test/{folder}/test_{name}.py" for name in names)
 
 
+_CHUNKS = (*_of("speculation", "chunk_shift"), *_of("engine", "relaxed_chunks"))
 # The tests that are about a module, by the beginning of its name: the first that fits. Of the guard those of all of it,
 # which take longest, come last.
 NEAR = {
@@ -47,10 +48,10 @@ NEAR = {
     f"{SPECULATION}drafters/chunk_shift.py": _of("speculation", "chunk_shift", "earlier_answers"),
     f"{SPECULATION}rules/": _of("speculation", "rules", "fly", "lvspec", "tolerances"),
     SPECULATION: _of("speculation", "sources", "seams", "reference", "tree_oracles"),
-    SERVING: _of("serving", "access", "counts", "wire", "episodes", "protocols"),
-    f"{CODECS}fast": (*_of("speculation", "chunk_shift"), *_of("models", "fast")),
-    f"{CODECS}digits.py": (*_of("speculation", "chunk_shift"), *_of("models", "qwen_vl")),
-    f"{CODECS}vq.py": _of("models", "minivla"),
+    SERVING: _of("serving", "access", "counts", "wire", "sessions", "episodes", "protocols"),
+    f"{CODECS}fast": (*_of("models", "chunk_codecs", "fast"), *_CHUNKS),
+    f"{CODECS}digits.py": (*_of("models", "chunk_codecs"), *_CHUNKS, *_of("models", "qwen_vl")),
+    f"{CODECS}vq.py": _of("models", "chunk_codecs", "minivla"),
     CODECS: (*_of("models", "codecs"), *_of("speculation", "tolerances")),
     f"{EVALUATION}certificate.py": _of("lab/evaluation", "certificate"),
     f"{EVALUATION}compare.py": _of("lab/evaluation", "calibrate", "sweep"),

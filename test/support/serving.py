@@ -132,6 +132,7 @@ class Served:
             sent.append(message)
 
         await asyncio.wait_for(self.app({**scope, "client": ("10.0.0.7", 1)}, receive, send), _HANGS_S)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "something is still waited for"
         body = b"".join(each.get("body", b"") for each in sent)
         is_json = (b"content-type", b"application/json") in sent[0]["headers"]
         return sent[0]["status"], json.loads(body) if is_json else body.decode()
