@@ -17,6 +17,7 @@ from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.codecs.vq import VqCodec, VqVae, read_vq_vae
+from specvla_ros.models.config import MAX_WIDTH
 
 STATISTICS = ActionStatistics("here", np.array([-1.0, 0.0]), np.array([1.0, 4.0]), np.array([True, True]))
 ARM = ActionStatistics("arm", np.full(7, -0.1), np.full(7, 0.1), np.array([True] * 6 + [False]), switches=(6,))
@@ -266,6 +267,33 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path, part: str, name: str
         saved[part][name] = torch.zeros(shape)
     torch.save(saved, tmp_path / "checkpoints" / "model.pt")
     with pytest.raises(UserError, match=f"model.pt: .*{wanted}, as config.json beside it says"):
+        read_vq_vae(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [
+        ("input_dim_h", 1024),
+        ("input_dim_w", 1024),
+        ("n_latent_dims", MAX_WIDTH),
+        ("vqvae_n_embed", 65536),
+        ("vqvae_groups", 65536),
+    ],
+)
+def test_sizes_that_no_vq_vae_has_are_refused_before_tensors_are_looked_at(
+    tmp_path: Path, field: str, most: int
+) -> None:
+    for size, why in ((0, f"{field} is 0"), (1, "model.pt"), (most, "model.pt"), (most + 1, f"{field} is {most + 1}")):
+        write_vae(tmp_path, vae(), **{field: size})
+        if (field, size) == ("vqvae_groups", 1):
+            assert len(read_vq_vae(tmp_path).codebooks) == 1
+            continue
+        with pytest.raises(UserError, match=why):
+            read_vq_vae(tmp_path)
+    write_vae(tmp_path, vae(), act_scale=0.5)
+    assert read_vq_vae(tmp_path).scale == 0.5
+    write_vae(tmp_path, vae(), act_scale=0.0)
+    with pytest.raises(UserError, match="act_scale is 0"):
         read_vq_vae(tmp_path)
 
 

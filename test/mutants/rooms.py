@@ -40,7 +40,7 @@ NEAR = {
     GUARD: _of("ros/guard", "node"),
     DRIVER: ("test/ros/driver",),
     f"{ENGINE}kv_cache.py": _of("engine", "segment", "engine"),
-    f"{ENGINE}mailbox.py": _of("engine", "staleness", "streams", "pictures"),
+    f"{ENGINE}mailbox.py": _of("engine", "mailbox", "staleness", "streams", "pictures"),
     f"{ENGINE}outcome.py": _of("engine", "ensemble", "engine"),
     f"{ENGINE}verifier.py": _of("engine", "speculation", "changing_rules"),
     f"{ENGINE}scheduler.py": _of("engine", "pipelining", "streams"),

@@ -162,7 +162,14 @@ def test_what_is_of_no_use_is_warned_of_once_and_not_without_end(caplog: pytest.
 
 @pytest.mark.parametrize(
     ("horizon", "dt_s", "step_s", "silence_s"),
-    [(1, None, 0.0, 2.0), (1, 0.2, 0.0, 2.0), (10, 0.2, 0.0, 4.0), (10, 0.2, 0.5, 10.0), (10, None, 0.5, 10.0)],
+    [
+        (1, None, 0.0, 2.0),
+        (10, None, 0.0, 2.0),
+        (1, 0.2, 0.0, 2.0),
+        (10, 0.2, 0.0, 4.0),
+        (10, 0.2, 0.5, 10.0),
+        (10, None, 0.5, 10.0),
+    ],
 )
 def test_an_episode_ends_by_two_seconds_of_silence_or_two_chunks(
     horizon: int, dt_s: float | None, step_s: float, silence_s: float
