@@ -53,8 +53,8 @@ NEAR = {
     f"{CODECS}digits.py": (*_of("models", "chunk_codecs"), *_CHUNKS, *_of("models", "qwen_vl")),
     f"{CODECS}vq.py": _of("models", "chunk_codecs", "minivla"),
     CODECS: (*_of("models", "codecs"), *_of("speculation", "tolerances")),
-    f"{EVALUATION}certificate.py": _of("lab/evaluation", "certificate"),
-    f"{EVALUATION}compare.py": _of("lab/evaluation", "calibrate", "sweep"),
+    f"{EVALUATION}certificate.py": _of("lab/evaluation", "verdicts", "certificate"),
+    f"{EVALUATION}compare.py": _of("lab/evaluation", "verdicts", "calibrate", "sweep"),
     f"{EVALUATION}qualify.py": _of("lab/evaluation", "e_process", "qualify"),
     f"{MODELS}generation.py": _of("models", "generation"),
 }

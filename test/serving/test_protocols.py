@@ -144,6 +144,19 @@ def test_who_leaves_before_the_answer_is_counted_and_let_go(path: str) -> None:
     assert counts(served) == {"requests_abandoned_total": 1}
 
 
+def test_a_socket_that_is_ended_from_here_leaves_nothing_behind() -> None:
+    thread = Thread()
+    served = Served(thread)
+
+    async def client() -> None:
+        socket = await Socket(served).__aenter__()
+        await socket.hear()
+        await socket.end()
+        assert asyncio.all_tasks() == {asyncio.current_task()} and thread.closed == ["socket 1"]
+
+    asyncio.run(client())
+
+
 def test_what_is_of_no_use_is_warned_of_once_and_not_without_end(caplog: pytest.LogCaptureFixture) -> None:
     served = Served(Thread())
 

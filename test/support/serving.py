@@ -164,6 +164,11 @@ class Socket:
         self._sent.put_nowait({"type": "websocket.disconnect", "code": 1006})
         await asyncio.wait_for(self._ends, _HANGS_S)
 
+    async def end(self) -> None:
+        """The server stops, as it does on SIGTERM."""
+        self._ends.cancel()
+        await asyncio.gather(self._ends, return_exceptions=True)
+
     def say(self, message: bytes | str) -> None:
         name = "bytes" if isinstance(message, bytes) else "text"
         self._sent.put_nowait({"type": "websocket.receive", name: message})
