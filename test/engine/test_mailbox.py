@@ -74,6 +74,26 @@ def test_the_earliest_deadline_is_begun_first_and_a_newer_frame_keeps_its_turn(c
     assert taken(of) == ("third", 6), "a new turn after the old one was taken"
 
 
+@pytest.mark.parametrize(
+    ("budget_s", "then_ns", "order"),
+    [
+        (0.0, 300_000_000, ("opened", "other")),
+        (0.5, 300_000_000, ("other", "opened")),
+        (1.0, SECOND - 1, ("other", "opened")),
+        (1.0, SECOND, ("opened", "other")),
+    ],
+)
+def test_a_robot_that_told_nothing_has_no_budget_and_no_priority(
+    clock: Clock, budget_s: float, then_ns: int, order: tuple[str, str]
+) -> None:
+    of = box()
+    of.open("opened", budget_s=budget_s, priority=0)
+    of.submit(frame("opened", 1))
+    clock.now_s = then_ns / 1e9
+    of.submit(frame("other", 1))
+    assert tuple(taken(of)[0] for _ in order) == order
+
+
 def test_a_higher_priority_goes_before_every_deadline(clock: Clock) -> None:
     of = box("first", "second")
     of.open("second", budget_s=9.0, priority=1)
@@ -104,6 +124,7 @@ def test_frames_out_of_order_and_of_unknown_robots_are_dropped() -> None:
     of.take_any_stamp("left")
     assert of.submit(frame("left", 1))[0].reason is DropReason.SUPERSEDED and of.submit(frame("right", 1))
     of.take_any_stamp()
+    assert of.last_stamp_ns == Mailbox(None).last_stamp_ns == 0
     assert of.submit(frame("right", 1))[0].reason is DropReason.SUPERSEDED
 
 

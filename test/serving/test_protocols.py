@@ -7,6 +7,7 @@ import json
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,34 +128,25 @@ def test_each_socket_is_a_session_that_ends_with_it() -> None:
     assert [each.kwargs for each in thread.engine.open.call_args_list] == 2 * [{"budget_s": 0.25}]
 
 
+@pytest.mark.parametrize("ended_here", [False, True])
 @pytest.mark.parametrize("path", ["/", "/vla-eval"])
-def test_who_leaves_before_the_answer_is_counted_and_let_go(path: str) -> None:
+def test_who_leaves_before_the_answer_is_counted_and_then_let_go(path: str, ended_here: bool) -> None:
     thread = Thread(None)
     served = Served(thread)
     message = ASKED if path == "/" else vla_eval("observation", {"images": PICTURE, "task_description": "go"})
+    closed: list[tuple[str, int]] = []
 
     async def client() -> None:
-        async with Socket(served, path) as socket:
-            socket.say(pack(message))
-            while not thread.asked:
-                await asyncio.sleep(0.001)
+        socket = await Socket(served, path).__aenter__()
+        socket.say(pack(message))
+        while not thread.asked:
+            await asyncio.sleep(0.001)
+        await (socket.end() if ended_here else socket.leave())
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "something is still waited for"
 
-    asyncio.run(client())
-    assert thread.closed == ["socket 1"]
-    assert counts(served) == {"requests_abandoned_total": 1}
-
-
-def test_a_socket_that_is_ended_from_here_leaves_nothing_behind() -> None:
-    thread = Thread()
-    served = Served(thread)
-
-    async def client() -> None:
-        socket = await Socket(served).__aenter__()
-        await socket.hear()
-        await socket.end()
-        assert asyncio.all_tasks() == {asyncio.current_task()} and thread.closed == ["socket 1"]
-
-    asyncio.run(client())
+    with mock.patch.object(thread, "close", lambda name: closed.append((name, served.server.metrics.abandoned))):
+        asyncio.run(client())
+    assert closed == [("socket 1", 1)] and counts(served) == {"requests_abandoned_total": 1}
 
 
 def test_what_is_of_no_use_is_warned_of_once_and_not_without_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -104,8 +104,11 @@ def test_a_first_difference_at_a_near_tie_is_told_from_others(monkeypatch: pytes
 
 def test_findings_are_added_up() -> None:
     names = ("frames", "actions", "tokens", "gained", "differing", "ties", "near_ties")
-    first = Finding(**{name: number for number, name in enumerate(names, 1)}, lost=Counter(a=1), closest=0.5)
-    second = Finding(**dict.fromkeys(names, 10), lost=Counter(a=2, b=1), unanswered=Counter(c=4))
+    first = Finding(lost=Counter(a=1), closest=0.5)
+    second = Finding(lost=Counter(a=2, b=1), unanswered=Counter(c=4))
+    for number, name in enumerate(names, 1):
+        setattr(first, name, number)
+        setattr(second, name, 10)
     first.add(second)
     assert [getattr(first, name) for name in names] == [11, 12, 13, 14, 15, 16, 17]
     assert first.lost == {"a": 3, "b": 1} and first.unanswered == {"c": 4} and first.closest == 0.5
