@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rule: the tensor code equals the loops, and what it commits is what the rule promises."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +157,24 @@ def test_the_lowest_id_wins_a_tie_and_nan_is_told() -> None:
 def test_without_ties_the_choice_is_argmax(seed: int, rows: int) -> None:
     logits = torch.randn(rows, 50, generator=torch.Generator().manual_seed(seed))
     assert greedy_choice(logits).equal(logits.argmax(dim=-1))
+
+
+def test_the_messages_codes_are_the_reasons() -> None:
+    message = Path(__file__).resolve().parents[2] / "msg" / "DecodeStats.msg"
+    codes = re.findall(r"^uint8 (\w+)=(\d+)", message.read_text(), flags=re.MULTILINE)
+    assert {name: int(code) for name, code in codes} == {
+        each.name: int(each) for each in AcceptReason if each is not AcceptReason.REJECTED
+    }
+    assert max(AcceptReason) == AcceptReason.REJECTED and len(set(AcceptReason)) == 7
+
+
+def test_only_who_looks_at_the_image_asks_for_its_states() -> None:
+    lvspec, others = LVSpec(), (Strict(), BinDistance((1,)), Fly())
+    assert (lvspec.needs_hidden, lvspec.needs_visual) == (True, True)
+    assert not any(rule.needs_hidden or rule.needs_visual for rule in others)
+    for parts, needs in (((Strict(), lvspec), True), ((lvspec, Fly()), True), ((Strict(), Fly()), False)):
+        made = Composite(*parts, NUMBERS)
+        assert made.needs_hidden == made.needs_visual == needs
 
 
 def test_lvspec_without_the_image_is_refused() -> None:

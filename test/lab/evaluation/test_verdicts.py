@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a certificate and a comparison of settings say of answers that a test makes up: no policy is run."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,18 @@ def test_a_first_difference_at_a_near_tie_is_told_from_others(monkeypatch: pytes
         assert not compared((one, one), margins=1, **other)[1].has_margins
 
 
+def test_a_tie_is_a_few_roundings_and_how_far_actions_are_apart_is_told() -> None:
+    ties = certificate._TIES
+    for half in (torch.bfloat16, torch.float16):
+        assert ties[half] == 8 * torch.finfo(half).eps
+    assert (ties[torch.float32], ties[torch.float64]) == (1e-4, 1e-10)
+    _, made = compared((action(1), action(1, values=(0.003, 0.004, *[0.0] * 5))), (action(1), drop()))
+    found = made.deviation()
+    assert found is not None and found["largest_mm"] == pytest.approx(5.0) and found["lost_share"] == 0
+    assert compared((drop(), drop()))[1].deviation() is None
+    assert compared((action(1, values=(1.0,)), action(1, values=(1.0,))))[1].deviation() is None, "no such units"
+
+
 def test_findings_are_added_up() -> None:
     names = ("frames", "actions", "tokens", "gained", "differing", "ties", "near_ties")
     first = Finding(lost=Counter(a=1), closest=0.5)
@@ -163,6 +176,16 @@ def test_what_is_no_certificate_is_refused(tmp_path: Path, text: str | None) -> 
         path.write_text(text)
     with pytest.raises(UserError, match="does not exist" if text is None else r"no certificate of this version \(2\)"):
         read_certificate(path)
+
+
+def test_a_certificate_of_this_version_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, whole = tmp_path / "certificate.json", content()
+    path.write_text(json.dumps(whole))
+    assert read_certificate(path) == Certificate(whole)
+    for other in (whole | {"certificate": 1}, {name: each for name, each in whole.items() if name != "bags"}):
+        path.write_text(json.dumps(other))
+        with pytest.raises(UserError, match=r"no certificate of this version \(2\)"):
+            read_certificate(path)
 
 
 class Turns:
