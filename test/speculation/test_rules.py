@@ -172,8 +172,13 @@ def test_only_who_looks_at_the_image_asks_for_its_states() -> None:
     lvspec, others = LVSpec(), (Strict(), BinDistance((1,)), Fly())
     assert (lvspec.needs_hidden, lvspec.needs_visual) == (True, True)
     assert not any(rule.needs_hidden or rule.needs_visual for rule in others)
-    for parts, needs in (((Strict(), lvspec), True), ((lvspec, Fly()), True), ((Strict(), Fly()), False)):
-        made = Composite(*parts, NUMBERS)
+    pairs: list[tuple[AcceptanceRule, AcceptanceRule, bool]] = [
+        (Strict(), lvspec, True),
+        (lvspec, Fly(), True),
+        (Strict(), Fly(), False),
+    ]
+    for action, text, needs in pairs:
+        made = Composite(action, text, NUMBERS)
         assert made.needs_hidden == made.needs_visual == needs
 
 
