@@ -200,6 +200,7 @@ class SmoothGate(Gate, Generic[Place]):
         self._held = True  # at rest by stop, not by command
         self._recalling = False
         self._recall: Place | None = None  # where a robot is that did not move, to which its target returns
+        self._recalled = False  # it has returned, since motion passed last
         self._window: Window[Place] = Window()
 
     # The space in which it moves
@@ -286,7 +287,7 @@ class SmoothGate(Gate, Generic[Place]):
         if self._sent is None or self._left_behind(measured):
             self._sent = self._where(measured)
         super().begin(measured)
-        self._joined = self._held = False
+        self._joined = self._held = self._recalled = False
         self._recall = None
 
     def go(self, now: Instant, dt_s: float) -> Sent | None:
@@ -329,13 +330,14 @@ class SmoothGate(Gate, Generic[Place]):
         way = self._way(self._recall, sent)
         self._recalling = bool(np.abs(way).max() > _REACHED)
         if not self._recalling:
-            self._recall = None
+            self._recall, self._recalled = None, True
             return braked(self._velocity, self._bounds, dt_s)
         # As soon as the limits allow: a robot that hears again meanwhile follows what is left of the way.
         return toward(self._velocity, way, self._zero, self._bounds, dt_s, gain=math.inf)
 
     def recall(self, measured: Measured) -> None:
-        if self._recall is None:
+        # Once: a robot that hears again moves late. To return to where it is by then, again and again, is to swing it.
+        if self._recall is None and not self._recalled:
             self._recall, self._recalling = self._where(measured), False
 
     def _not_moved(self, measured: Measured, detail: str) -> list[Refusal]:

@@ -65,6 +65,25 @@ def test_what_was_sent_is_back_at_a_robot_that_does_not_move_as_soon_as_limits_a
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
+def test_a_robot_that_hears_again_and_moves_late_is_not_swung(output: str) -> None:
+    """A target returns to where the robot stood, and not to where it is by then, again and again."""
+    each = rig(output)
+    each.until_passing()
+    stuck = each.joints.copy()
+    push(each, SLOW, 2.0)
+    gate = each.guard._gate
+    for _ in range(50):
+        each.joints = each.joints + 1e-3  # as `push` left it, it follows nothing
+        each.advance(0.01)
+        each.hear({"command"})
+        gate.recall(each.guard._watch.measured(each.now))  # as it is while the robot is still found not to have moved
+        each.tick()
+    sent = [sent for _, sent in each.sent if isinstance(sent, SentJoints)]
+    np.testing.assert_allclose(sent[-1].positions, stuck, atol=2e-4)
+    assert each.guard.clear_stop(each.now) == ""
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
 def test_one_stuck_joint_is_noticed_beside_others_that_move(output: str) -> None:
     each = rig(output)
     each.until_passing()
