@@ -31,6 +31,7 @@ from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 MODES = ("ar", "spec", "pipeline", "specpipe")
 _TIMINGS, _RUNS = "timings.json", "runs.jsonl"
 _SAY_EVERY = 20
+_SERVO_HEARS_NOTHING = ("lose guard/command", "kill guard", "freeze guard")
 
 Rows = list[dict[str, Any]]
 
@@ -148,6 +149,7 @@ def summary(found: Rows) -> dict[str, Any]:
         "beyond": sum(bool(row["beyond"]) for row in guarded),
         "caused": sum(bool(row["caused"]) for row in guarded),
         "in_contact": sum(row["in_contact"] for row in guarded),
+        "own_halts": sum(map(_is_servos_halt, guarded)),
         "late": sum(row["late"] for row in guarded),
         "promised": sum(row["promised"] for row in guarded),
         "recovered": sum(row["recovered_s"] is not None for row in guarded),
@@ -169,6 +171,11 @@ def summary(found: Rows) -> dict[str, Any]:
         "with_faults": _extremes([row for row in guarded if row["fault"] != NONE.name]),
         "without_guard_extremes": _extremes(bare),
     }
+
+
+def _is_servos_halt(row: dict[str, Any]) -> bool:
+    """MoveIt Servo hears nothing, and brakes harder than the limits."""
+    return row["output"] == "twist" and row["beyond"] == ["acceleration"] and row["fault"] in _SERVO_HEARS_NOTHING
 
 
 def _of(rows: Rows, **values: Any) -> Rows:

@@ -104,6 +104,9 @@ def test_what_is_counted_is_what_was_found():
     (pressed,) = [row for row in counted["faults"] if row["fault"] == "press stop"]
     assert pressed["late"] == 0 and pressed["cleared"] == 1
     assert pressed["time_s_max"] == right["stop"]["time_s"]
+    braked = right | {"beyond": ["acceleration"]}
+    assert summary([braked])["own_halts"] == 0
+    assert summary([braked | {"fault": "lose guard/command"}])["own_halts"] == 1
 
 
 def test_the_page_on_safety_has_the_figures_of_the_result():
