@@ -524,6 +524,8 @@ _KINDS = {
     "tool": "measured poses of NaN, still, jumping",
     "commands": "a driver that sends NaN, leaps, runs away",
     "twin": "two publishers of commands, of actions",
+    "late": "driver or guard late by 10 to 99 ms",
+    "busy": "a machine too busy: driver and guard late again and again",
     "press": "stop pressed",
     "release": "the dead-man's switch released",
     "flood": "a flood of instructions",
@@ -543,6 +545,7 @@ def _faults(result: Result) -> Result:
         "modes_and_outputs": [_counted(row) for row in result["modes_and_outputs"]],
         "stops": [{**row, **_stop(row)} for row in result["stops"]],
         "extremes": [{"name": words, **result[key]} for key, words in extremes.items()],
+        "arms": "that keep the limits by themselves too" if result["limiter"] else "that follow whatever they are sent",
         "speed_percent": f"{100 * judge['speed_share'] - 100:.0f}",
         "outside_mm": f"{1e3 * judge['outside_m']:g}",
         "stands_mm_s": f"{1e3 * judge['stands_m_s']:g}",
@@ -558,7 +561,7 @@ def _beyond_and_late(row: Result) -> dict[str, str]:
     """How many runs went beyond their limits, how many of these by a contact alone; how many moved too late."""
     by_contact = f", {row['in_contact']} in contact" if row["in_contact"] else ""
     late = f"{row['late']} of {row['promised']}" if row["promised"] else ""
-    return {"beyond_limits": f"{row['beyond']}{by_contact}", "late_of": late}
+    return {"beyond_limits": f"{row['beyond']}{by_contact}", "caused": str(row["caused"]), "late_of": late}
 
 
 def _stop(row: Result) -> dict[str, str]:
@@ -571,10 +574,12 @@ def _stop(row: Result) -> dict[str, str]:
 
 def faults_by_kind(result: Result) -> str:
     """A table with a row for each kind of fault, whatever it befell."""
-    cells = [["what was tried", "runs", "beyond limits", "moved after its time", "longest stop, s", "longest way, mm"]]
+    head = ["what was tried", "runs", "beyond limits", "by the fault", "moved after its time"]
+    cells = [[*head, "longest stop, s", "longest way, mm"]]
     for kind, words in _KINDS.items():
         rows = [row for row in result["faults"] if row["fault"].split()[0] == kind]
-        counts = {name: sum(row[name] for row in rows) for name in ("runs", "beyond", "in_contact", "late", "promised")}
+        names = ("runs", "beyond", "caused", "in_contact", "late", "promised")
+        counts = {name: sum(row[name] for row in rows) for name in names}
         stops = [(row["time_s_max"], row["distance_m_max"]) for row in rows if row["stopped"]]
         longest_s, longest_m = (max(values) for values in zip(*stops, strict=True)) if stops else (0.0, 0.0)
         stop = [f"{longest_s:.2f}", f"{1e3 * longest_m:.0f}"] if stops else ["", ""]

@@ -68,7 +68,7 @@ def plan(
 
 def main(
     context: typer.Context,
-    runs: Annotated[int, typer.Option(help="In virtual time, with the guard.", min=0)] = 720,
+    runs: Annotated[int, typer.Option(help="In virtual time, with the guard.", min=0)] = 1000,
     without_guard: Annotated[int, typer.Option(help="Of these, once more without the guard.", min=0)] = 200,
     seed: Seed = 0,
     workers: Workers = 2,
@@ -77,7 +77,7 @@ def main(
     modes: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(MODES),
     faults: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
     speeds: Annotated[str, typer.Option(help="Limits of the tool's speed, m/s, comma-separated.")] = "0.25,0.1",
-    limiter: Annotated[bool, typer.Option(help="The arms keep the guard's limits by themselves.")] = False,
+    limiter: Annotated[bool, typer.Option(help="The arms keep the guard's limits by themselves.")] = True,
     device: Annotated[str, typer.Option(help="Whose stage times the modes have, emulated.")] = "orin",
     work: Work = Path("faults-benchmark"),
     out: Out = RESULTS / "faults_sim.json",
