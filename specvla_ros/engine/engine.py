@@ -277,9 +277,8 @@ class Engine:
             else:
                 self.scheduler.begin(batch, layout, self.runner.forwards.chunk_rows(layout.rows, self.scheduler.spread))
         for share in batch.shares:
-            if (
-                share.ends_prompt and share.request.drafts
-            ):  # not earlier: what is known of earlier answers grows meanwhile
+            # Not earlier: what is known of earlier answers grows meanwhile.
+            if share.ends_prompt and share.request.drafts:
                 seen = share.request.observation
                 share.request.tree = self.drafter.draft_prompt(
                     DraftPrompt(seen.epoch, self._codec.max_tokens, self._codec.in_text(()), seen.stamp_ns, seen.stream)
@@ -373,8 +372,7 @@ class Engine:
         runner = Runner(target, cache, settings, (verifier, drafter))
         chooser = None
         if settings.chooses:
-            spreads = settings.spreads if target.causal_prompt else (1,)
-            chooser = Chooser(settings.slots_per_stream, spreads, drafts=bool(drafter.sources))
+            chooser = Chooser(settings.slots_per_stream, runner.forwards.spreads, drafts=bool(drafter.sources))
         scheduler = Scheduler(settings, self.mailbox, cache, codec, root, chooser)
         self.mailbox.limit = settings.streams
         self._codec, self._fallback = codec, fallback

@@ -139,6 +139,11 @@ class Forwards:
         static = self._captured.get(bucket) if bucket else None
         return static(segments) if static else packed_forward(self._decoder, segments, self._cache)
 
+    @property
+    def spreads(self) -> tuple[int, ...]:
+        """Numbers of forwards that a prompt may be spread over."""
+        return self._sizes.spreads
+
     def chunk_rows(self, length: int, spread: int) -> int:
         """Rows of each chunk but the last of a prompt with so many, spread over so many forwards."""
         return self._sizes.chunk_rows(length, spread)
