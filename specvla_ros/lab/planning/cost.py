@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency
 from specvla_ros.models.config import DecoderShape, VisionTowerConfig, check_directory
-from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
+from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLAConfig, is_oft, read_config
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.json_file import shown
 
@@ -91,7 +91,7 @@ def planned_config(checkpoint: Path, tokens: int) -> OpenVLAConfig:
             f"{checkpoint}: its model_type is {shown(kind)}, and only OpenVLA's architecture is planned for. Without "
             "--model, `--tokens N` plans OpenVLA-7B with an answer as long as this policy's; `specvla replay` times it"
         )
-    if list(checkpoint.glob("action_head--*.pt")):
+    if is_oft(checkpoint):
         raise UserError(
             f"{checkpoint} is an OpenVLA-OFT checkpoint: it answers in one forward, without tokens that could be "
             "drafted, so that there is nothing to choose; `specvla replay` times it"

@@ -63,6 +63,11 @@ OPENVLA_TYPES = ("openvla", "prismatic")  # model_type of its config.json
 _MAX_PIXELS = 4096  # more than any model has, see config.py
 
 
+def is_oft(directory: Path) -> bool:
+    """Whether a checkpoint is OpenVLA-OFT's, whose head gives the actions in one forward."""
+    return any(directory.glob("action_head--*.pt"))
+
+
 def read_config(directory: Path) -> OpenVLAConfig:
     """Reads config.json, and dataset_statistics.json of a fine-tuned checkpoint in place of its norm_stats.
 

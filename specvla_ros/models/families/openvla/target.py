@@ -13,7 +13,7 @@ from specvla_ros.errors import UserError, together
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
 from specvla_ros.models.codecs.statistics import ActionStatistics
-from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
+from specvla_ros.models.families.openvla.config import OpenVLAConfig, is_oft, read_config
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.families.openvla.model import OpenVLA, load_model
 from specvla_ros.models.families.openvla.oft import OFTTarget, read_oft
@@ -55,13 +55,13 @@ def load_openvla(
     refuse_options(directory, options)
     config = read_config(directory)
     style = PromptStyle.OPENVLA if prompt == "auto" else PromptStyle(prompt)
-    is_oft = any(directory.glob("action_head--*.pt"))
+    with_head = is_oft(directory)
     generation, oft, prompts, image_processor, codec, _ = together(
         partial(read_generation, directory),
         partial(read_oft, directory, config, unnorm_key, cameras),
         partial(_prompts, directory, config, prompt),
-        partial(_image_processor, directory, config, center_crop=center_crop and not is_oft),
-        lambda: None if is_oft else _codec(directory, config, unnorm_key, style),
+        partial(_image_processor, directory, config, center_crop=center_crop and not with_head),
+        lambda: None if with_head else _codec(directory, config, unnorm_key, style),
         partial(check_quantization, quantization, device, dtype),
     )
     load = partial(load_model, directory, config, device, dtype, quantization=quantization, progress=progress)
