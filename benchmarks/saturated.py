@@ -135,6 +135,7 @@ class EngineTurns:
         self._latency_s: list[float] = []
         self._prepared_s: list[float] = []
         self._rates_hz: list[float] = []
+        self._ages_s: list[float] = []
         self._actions: list[Action] = []
         self._admitted = self._overtaken = self._peak_bytes = 0
         self._cuda_graphs = ""
@@ -159,14 +160,16 @@ class EngineTurns:
             done += sum(isinstance(outcome, Action) for outcome, _ in run.tick())
         admitted = len(run.admitted_s)
         synchronise(device)
-        started, done = time.perf_counter(), 0
-        while done < actions:
+        started, acted = time.perf_counter(), list[tuple[float, float]]()
+        while len(acted) < actions:
             for outcome, seconds in run.tick():
                 prepared_s = run.prepared_s[outcome.observation.stamp_ns]
                 self._prepared_s.append(prepared_s)
-                done += self._add(outcome, prepared_s + seconds)
+                if self._add(outcome, prepared_s + seconds):
+                    acted.append((time.perf_counter(), prepared_s + seconds))
         synchronise(device)
-        self._rates_hz.append(done / (time.perf_counter() - started))
+        self._rates_hz.append(len(acted) / (time.perf_counter() - started))
+        self._ages_s.append(mean_age(acted))
         self._admitted += len(run.admitted_s) - admitted
         self._cuda_graphs = str(engine.describe().get("cuda_graphs", ""))
         store = engine.cache.keys.nbytes + engine.cache.values.nbytes
@@ -190,6 +193,8 @@ class EngineTurns:
         records = [action.record for action in self._actions]
         accepted = [n for record in records if record.mode in ("spec", "specpipe") for n in record.accept_lengths]
         return rate_and_latency(self._latency_s, self._rates_hz, self._peak_bytes) | {
+            "image_age_s": statistics.median(self._ages_s),
+            "image_ages_s": self._ages_s,
             "pictures_s": statistics.fmean(self._prepared_s),
             "forwards_per_action": statistics.fmean(record.forwards for record in records),
             "in_flight": statistics.fmean(record.in_flight for record in records),
@@ -197,6 +202,18 @@ class EngineTurns:
             "overtaken": self._overtaken / max(1, self._admitted),
             "cuda_graphs": self._cuda_graphs,
         }
+
+
+def mean_age(acted: Sequence[tuple[float, float]]) -> float:
+    """Mean over time of the age of the image that a robot acts on, seconds, from the first action to the last.
+
+    Args:
+        acted: of each action, ascending, the second at which it came and how old its image was then; NaN for fewer than
+            two.
+    """
+    spans = [(until - since, age) for (since, age), (until, _) in itertools.pairwise(acted)]
+    whole = sum(span for span, _ in spans)
+    return sum(span * (age + span / 2) for span, age in spans) / whole if whole else float("nan")
 
 
 def rate_and_latency(latency_s: Sequence[float], rates_hz: Sequence[float], peak_bytes: int | None) -> dict[str, Any]:

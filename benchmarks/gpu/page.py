@@ -89,6 +89,7 @@ def _modes(found: Mapping[str, Any]) -> str:
                 _bar(rates[name], most),
                 *ratios,
                 *(f"{latency[key] * 1e3:.1f}" for key in ("mean", "p95")),
+                f"{row['image_age_s'] * 1e3:.1f}" if "image_age_s" in row else "",
                 f"{row['forwards_per_action']:.2f}" if "forwards_per_action" in row else "",
                 same,
                 memory,
@@ -103,6 +104,7 @@ def _modes(found: Mapping[str, Any]) -> str:
         "× transformers",
         "latency, ms",
         "p95",
+        "image age, ms",
         "forwards",
         "same tokens",
         "GiB",
@@ -192,6 +194,7 @@ def _soak(found: Mapping[str, Any]) -> str:
 
 _VIEWS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "modes": ("Decoding modes on 640 × 480 pictures", _modes),
+    "chunks": ("Answers of five actions", _modes),
     "ticks": ("Inside a tick", _ticks),
     "tests": ("Tests on the device", _tests),
     "formats": ("Quantised weights", _modes),

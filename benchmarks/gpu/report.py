@@ -52,6 +52,7 @@ class Step:
 STEPS = (
     Step("environment", 60),
     Step("modes", 300),
+    Step("chunks", 150),
     Step("ticks", 150),
     Step("tests", 500),
     Step("gemm", 90),

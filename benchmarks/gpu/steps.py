@@ -52,6 +52,8 @@ from specvla_ros.speculation.settings import DraftSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSED = 3  # exit code: figures of this machine would be of the references
+CHUNK = 35  # tokens of five actions
+_DRAFTED = ("spec", "specpipe", "auto")
 _GEMM_ROWS = (1, 8, 16, 64, 128, 192, 256, 320, 384)
 _TESTS = {
     "captured": ("engine/test_captured_decoding.py", "engine/test_captured_vision.py"),
@@ -283,6 +285,13 @@ def modes(job: Job) -> None:
         _compete(job, contestants)
 
 
+def chunks(job: Job) -> None:
+    """Answers of five actions, one after the other and beside each other."""
+    with _policy(job, CHUNK) as policy:
+        chosen = {name: settings for name, settings in _modes(job, CHUNK).items() if name in ("ar", *_DRAFTED)}
+        _compete(job, {name: _engine(job, policy, settings) for name, settings in chosen.items()})
+
+
 def graphs(job: Job) -> None:
     """Modes with CUDA graphs and without, taking turns."""
     with _policy(job) as policy:
@@ -425,7 +434,7 @@ def vllm(job: Job) -> None:
 
 STEPS: dict[str, Callable[[Job], None]] = {
     each.__name__: each
-    for each in (environment, tests, modes, ticks, gemm, attention, operators, graphs, formats, soak, vllm)
+    for each in (environment, tests, modes, chunks, ticks, gemm, attention, operators, graphs, formats, soak, vllm)
 }
 _PATH = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "test"))
 
@@ -437,28 +446,29 @@ def _decoder(job: Job, layers: int = 0) -> Any:
 
 
 @contextmanager
-def _policy(job: Job) -> Iterator[RandomPolicy]:
+def _policy(job: Job, tokens: int = TOKENS) -> Iterator[RandomPolicy]:
     """With vision, on pictures that its image processor resizes."""
     with tempfile.TemporaryDirectory() as directory:
         yield random_policy(
             Path(directory),
             SIZES[job.size],
             prompt_rows=PROMPT,
-            tokens=TOKENS,
+            tokens=tokens,
             vision=True,
             dtype=job.dtype,
             device=job.device,
         )
 
 
-def _modes(job: Job) -> dict[str, EngineSettings]:
+def _modes(job: Job, tokens: int = TOKENS) -> dict[str, EngineSettings]:
     lengths, draft = spec_vla_relaxed("goal"), DraftSettings(nodes=16)
     chosen: dict[str, EngineSettings] = {
-        "ar": mode_settings("ar", lengths, tokens=TOKENS, draft=draft),
-        "spec": mode_settings("spec", lengths, tokens=TOKENS, draft=draft),
-        "pipeline": mode_settings("pipeline", lengths, tokens=TOKENS, draft=draft),
-        "specpipe": mode_settings("specpipe", lengths, tokens=TOKENS, draft=draft),
-        "specpipe, 2 chunks": mode_settings("specpipe", lengths, tokens=TOKENS, draft=draft, chunks=2),
+        "ar": mode_settings("ar", lengths, tokens=tokens, draft=draft),
+        "spec": mode_settings("spec", lengths, tokens=tokens, draft=draft),
+        "pipeline": mode_settings("pipeline", lengths, tokens=tokens, draft=draft),
+        "specpipe": mode_settings("specpipe", lengths, tokens=tokens, draft=draft),
+        "specpipe, 2 chunks": mode_settings("specpipe", lengths, tokens=tokens, draft=draft, chunks=2),
+        "auto": mode_settings("auto", lengths, tokens=tokens, draft=draft),
     }
     spec = chosen["spec"]
     chosen["spec, window mass"] = replace(spec, draft=replace(spec.draft, children="window_mass"))

@@ -36,7 +36,7 @@ from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.lab.training.batched_forward import decoder_hidden, image_embeddings
-from specvla_ros.lab.training.train_policy import write_nano
+from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.lab.training.trainer import write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config

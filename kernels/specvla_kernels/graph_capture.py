@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of work on memory that stays in place, each compared with the eager run."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
@@ -120,9 +121,7 @@ class Capturable(Protocol):
 def capture_on(store: Tensor) -> Capture | None:
     """How work on a store of keys or values is captured; None on a CPU, where nothing is gained.
 
-    Graphs of one capture live as long as any of them: with a graph, torch drops the workspace of cuBLAS that all graphs
-    of the same stream use (pytorch/pytorch#193402). Raises RuntimeError where the operators run as references, which
-    read spans on the host.
+    Raises RuntimeError where the operators run as references, which read spans on the host.
     """
     if not store.is_cuda:
         return None
@@ -134,7 +133,6 @@ def capture_on(store: Tensor) -> Capture | None:
 def _cuda_graphs(device: torch.device) -> Capture:
     """Captures that share the memory of intermediate results: only one of them runs at a time."""
     memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-    kept: list[torch.cuda.CUDAGraph] = []  # also those that came out wrong: see capture_on
 
     def capture(run: Callable[[], Result]) -> Callable[[], Result]:
         nonlocal memory
@@ -143,37 +141,59 @@ def _cuda_graphs(device: torch.device) -> Capture:
         # The outer context brings the current stream back if the capture cannot be ended.
         with torch.cuda.stream(side):
             with timing():
-                run()  # compiles kernels and allocates workspaces, which a capture cannot
+                run()  # compiles kernels, which a capture cannot
             graph = torch.cuda.CUDAGraph()
-            kept.append(graph)
             try:
                 # Other threads of the process may use the GPU meanwhile.
-                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                with (
+                    _own_workspaces(),
+                    torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
+                ):
                     result = run()
             except Exception:
-                _end_allocation(device, pool)
+                _end_failed_capture(device, pool)
                 # Of a stream and a pool whose capture broke, nothing is known.
                 memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
                 raise
         current.wait_stream(side)
 
         def replay() -> Result:
-            kept[place].replay()  # so that each replay keeps all graphs
+            graph.replay()
             return result
 
-        place = len(kept) - 1
         return replay
 
     return capture
 
 
-def _end_allocation(device: torch.device, pool: Any) -> None:
-    """Tells the allocator that a failed capture is over.
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Work that is captured in here uses cuBLAS workspaces of the graphs' own memory, which lives as long as a graph.
 
-    Not every torch does so, and an assertion then fails the next time that memory is short (pytorch/pytorch#180395).
+    A graph holds a workspace's bare address, and torch frees the one that was there before the capture whenever any
+    graph of the same stream ends or a compiler clears them all (pytorch/pytorch#193402): replays would then write to
+    memory of somebody else, or to none. Nor may work outside use the graphs' own afterwards.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def _end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Tells torch's allocator and its random numbers that a failed capture is over, which not every torch does.
+
+    An assertion then fails the next time that memory is short (pytorch/pytorch#180395), and "Offset increment outside
+    graph capture" at the next random number. The latter ends with any capture that succeeds: one of nothing.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            pass
 
 
 def side_by_side(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:

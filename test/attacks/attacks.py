@@ -25,7 +25,7 @@ from support.checkpoints import shard
 
 from benchmarks.harness import Out, finish, result_head
 from specvla_ros.lab.plans import NanoShape
-from specvla_ros.lab.training.train_policy import write_nano
+from specvla_ros.lab.training.nano import write_nano
 
 _SHAPE = NanoShape(image_size=56, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=2, head_dim=32)
 _STATISTICS = {"attack": {"action": {"q01": [-1.0] * 7, "q99": [1.0] * 7, "mask": [True] * 6 + [False]}}}

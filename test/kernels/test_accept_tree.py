@@ -29,12 +29,12 @@ from specvla_ros.speculation.rules.lvspec import LVSpec
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
-TOLERANCES = (Strict(), *(BinDistance(bins) for bins in ((0,), (1, 1, 1), (3, 0, 2, 1, 5, 1, 0))))
+TOLERANCES = (Strict(), *(BinDistance(bins, DEVICE) for bins in ((0,), (1, 1, 1), (3, 0, 2, 1, 5, 1, 0))))
 LOOSE = (
     Fly(0.3, 2),
     Fly(0.005, 3, "code"),
     LVSpec(0.4, 3, 1),
-    Composite(BinDistance((2,) * 7), Fly(0.2, 2), (torch.arange(VOCAB) < 4).to(DEVICE)),
+    Composite(BinDistance((2,) * 7, DEVICE), Fly(0.2, 2), (torch.arange(VOCAB) < 4).to(DEVICE)),
 )
 
 
@@ -156,7 +156,7 @@ def test_large_trees_with_ties(n: int, reach: int, rule: AcceptanceRule, seed: i
     check([verify_tree(tree, logits, position=1 + draw(6))], rule)
 
 
-@pytest.mark.parametrize("rule", [Strict(), BinDistance((3,) * 7)], ids=repr)
+@pytest.mark.parametrize("rule", [Strict(), BinDistance((3,) * 7, DEVICE)], ids=repr)
 def test_two_ids_of_one_bin_are_near_but_not_the_same(rule: AcceptanceRule) -> None:
     tree = make_tree([12, ACTIONS.first + 1], [-1, 0])
     check([verify_tree(tree, one_hot([ACTIONS.first, ACTIONS.first], 24))], rule)

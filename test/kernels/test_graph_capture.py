@@ -28,6 +28,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name, call in vars(calls).items():
         monkeypatch.setattr(torch.cuda, name, call)
     calls.ended = MagicMock()
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", MagicMock(), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", calls.ended, raising=False)
     monkeypatch.setattr(graph_capture, "has_kernels", lambda store: store.dtype is not torch.float64)
     return calls
@@ -59,6 +60,40 @@ def test_a_capture_that_fails_is_over_for_the_allocator(cuda: SimpleNamespace) -
         capture(lambda: torch.zeros(1))
     cuda.ended.assert_called_once_with(0, (0, 1))
     cuda.stream.return_value.__exit__.assert_called_once()  # the current stream is as before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+def test_on_a_gpu_what_others_free_is_not_what_a_graph_works_on() -> None:
+    """Products that are split among programs, whose sums cuBLAS keeps in its workspace."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, *weights = (
+        torch.randn(n, 8192, dtype=torch.bfloat16, device="cuda", generator=generator) for n in (3, 64, 96, 128)
+    )
+    capture = capture_on(x)
+    assert capture is not None
+
+    def products() -> torch.Tensor:
+        return torch.cat([torch.mm(x, weight.T) for weight in weights], dim=1)
+
+    expected = products()
+    replay = capture(products)
+    capture(products)  # its graph ends at once, and with it what torch keeps for its stream
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(64)]
+    torch.testing.assert_close(replay(), expected, atol=2.0, rtol=0.02)
+    assert all(each.isnan().all() for each in others), "a replay wrote to memory of somebody else"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+def test_on_a_gpu_a_failed_capture_leaves_random_numbers_and_later_captures_alone() -> None:
+    x = torch.ones(4, device="cuda")
+    capture = capture_on(x)
+    assert capture is not None
+    with pytest.raises(RuntimeError):
+        capture(lambda: x.mul(x.sum().item()))
+    assert torch.randn(3, device="cuda").isfinite().all()
+    assert capture(lambda: x + 1)().tolist() == [2.0] * 4
 
 
 def test_without_kernels_nothing_can_be_captured(cuda: SimpleNamespace) -> None:

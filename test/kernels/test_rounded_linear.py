@@ -97,7 +97,11 @@ def test_the_product_is_the_reference(
     x, weight = (Rounded(each.values, each.steps.double()) for each in (x, weight))
     expected = rounded_linear_reference(x, weight, torch.float64, **wide)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, **TOLERANCES[dtype])
+    within = dict(TOLERANCES[dtype])
+    if DEVICE.type == "cuda" and to == torch.float8_e4m3fn:  # sums of Hopper's float8 keep 14 bits
+        sizes = (Rounded(each.values.double().abs(), each.steps) for each in (x, weight))
+        within["atol"] += float(rounded_linear_reference(*sizes, torch.float64).max()) * 2**-13
+    torch.testing.assert_close(found.double(), expected, **within)
 
 
 @pytest.mark.parametrize("to", FORMATS)

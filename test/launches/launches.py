@@ -73,7 +73,7 @@ CASES: dict[str, EngineSettings] = {
 }
 
 
-def fake_policy(size: Size) -> RandomPolicy:
+def fake_policy(size: Size, tokens: int = TOKENS) -> RandomPolicy:
     """A policy on fake memory."""
     with torch.device("meta"):
         model = OpenVLA(OpenVLAConfig(size.towers, size.llama, 64, 256, {}, vicuna=False))
@@ -84,7 +84,7 @@ def fake_policy(size: Size) -> RandomPolicy:
         model=model.eval().requires_grad_(False),
         image_processor=lambda _: pixels,  # type: ignore[arg-type]
         prompt=PromptTokenizer(None, style=PromptStyle.OPENVLA, trailing_id=None, vocab_size=size.llama.vocab_size),
-        codec=random_codec(model.config.token_vocab_size, TOKENS),
+        codec=random_codec(model.config.token_vocab_size, tokens),
         prompt_rows=PROMPT,
     )
 

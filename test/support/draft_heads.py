@@ -15,7 +15,7 @@ from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 
 def random_head(decoder: PackedDecoder, *, seed: int = 0, parallel_depth: int = 1) -> EagleHead:
-    head = EagleHead(decoder.config, parallel_depth).to(decoder.dtype).requires_grad_(False)
+    head = EagleHead(decoder.config, parallel_depth).to(decoder.device, decoder.dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -18,10 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks import harness, saturated
 from benchmarks.gpu import steps
-from benchmarks.random_policy import SIZES, RandomPolicy
+from benchmarks.random_policy import SIZES, TOKENS, RandomPolicy
 from benchmarks.speed import kernels
 from specvla_ros.engine import engine
 from specvla_ros.engine.settings import EngineSettings
+
+_Modes = Callable[..., dict[str, EngineSettings]]
 
 
 def _run_again(_: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -87,15 +89,15 @@ def _decoder(job: steps.Job, layers: int = 0) -> Any:
 
 
 @contextmanager
-def _policy(job: steps.Job) -> Iterator[RandomPolicy]:
-    yield launches.fake_policy(SIZES[job.size])
+def _policy(job: steps.Job, tokens: int = TOKENS) -> Iterator[RandomPolicy]:
+    yield launches.fake_policy(SIZES[job.size], tokens)
 
 
-def _modes(real: Callable[[steps.Job], dict[str, EngineSettings]]) -> Callable[[steps.Job], dict[str, EngineSettings]]:
+def _modes(real: _Modes) -> _Modes:
     """The head is not in a file, and the answers are of another rule."""
 
-    def modes(job: steps.Job) -> dict[str, EngineSettings]:
-        rule, small, chosen = launches.CASES["spec"].acceptance, job.size == "tiny", real(job)
+    def modes(job: steps.Job, tokens: int = TOKENS) -> dict[str, EngineSettings]:
+        rule, small, chosen = launches.CASES["spec"].acceptance, job.size == "tiny", real(job, tokens)
         depth = 2 if small else chosen["spec"].draft.depth  # a graph of each depth
         return {
             name: replace(each, acceptance=rule, draft=replace(each.draft, head="random", depth=depth))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behaviour cloning of a small policy; the nano policy that it begins with."""
+"""Behaviour cloning of a small policy."""
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
 from specvla_ros.control.convention import known_dataset
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice
-from specvla_ros.lab.plans import NanoShape, PolicyTraining
+from specvla_ros.lab.plans import PolicyTraining
 from specvla_ros.lab.training import dataset
 from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_weights
 from specvla_ros.lab.training.batched_forward import action_logits
+from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
@@ -30,7 +30,6 @@ from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
 from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.openvla.config import read_config
-from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import ONLY_CAMERA
 
@@ -47,8 +46,6 @@ _POSITIONS = 1024  # prompt, answer and draft of 8 actions in digits
 _FAST_IDS = 256  # as many as the nano policy has tokens for actions
 _FAST_SCALE = 20.0  # twice the paper's: half its rounding, a third more tokens
 _END_ID = 2  # `</s>`, with which an answer of chunks ends
-_PAD_ROWS = 64
-_BINS = 256
 
 
 def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> Tensor:
@@ -277,115 +274,3 @@ def precision() -> str:
     else:
         fast = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
     return "bf16" if fast else "no"
-
-
-def write_nano(
-    directory: Path, shape: NanoShape, instructions: Sequence[str], norm_stats: Mapping[str, Any], *, seed: int
-) -> None:
-    """Writes an untrained policy of OpenVLA's architecture and files, small enough to train on two CPU cores.
-
-    `instructions` are all that it will be taught, in lower case; their words are the vocabulary.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _word_tokenizer(instructions)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = _nano_config(shape, tokenizer.get_vocab_size() + _BINS + _PAD_ROWS, norm_stats)
-    write_json(directory / "config.json", config | {"instructions": list(instructions)})
-    write_json(directory / "preprocessor_config.json", _preprocessor_config(shape))
-    model = OpenVLA(read_config(directory))
-    _initialise(model, torch.Generator().manual_seed(seed))
-    save_weights(directory / "model.safetensors", model.checkpoint_tensors())
-
-
-def _word_tokenizer(instructions: Sequence[str]) -> Tokenizer:
-    """Whole words and marks are tokens: an instruction is a handful of rows."""
-    split = pre_tokenizers.Whitespace()
-    texts = ["In: What action should the robot take to ?\nOut:", *instructions]
-    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
-    vocab = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "▁", *sorted(words)])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = split
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return tokenizer
-
-
-def _nano_config(shape: NanoShape, vocab: int, norm_stats: Mapping[str, Any]) -> dict[str, Any]:
-    vision = {
-        "embed_dim": shape.vision_dim,
-        "depth": shape.vision_depth,
-        "num_heads": shape.vision_dim // shape.head_dim,
-        "patch_size": shape.patch_size,
-        "class_token": False,
-        "mlp_ratio": 3.0,
-    }
-    return {
-        "model_type": "openvla",
-        "architectures": ["OpenVLAForActionPrediction"],
-        "vision_backbone_id": "siglip-vit-so400m",
-        "llm_backbone_id": "llama2-7b-pure",
-        "use_fused_vision_backbone": False,
-        "timm_model_ids": ["vit_so400m_patch14_siglip_224"],
-        "timm_override_act_layers": [None],
-        "tiny_timm_model_kwargs": [vision],
-        "image_sizes": [shape.image_size],
-        "image_resize_strategy": "resize-naive",
-        "n_action_bins": _BINS,
-        "pad_to_multiple_of": _PAD_ROWS,
-        "text_config": {
-            "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": int(2.5 * shape.hidden_size),
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.hidden_size // shape.head_dim,
-            "vocab_size": vocab,
-            "max_position_embeddings": 512,
-        },
-        "norm_stats": dict(norm_stats),
-    }
-
-
-def _preprocessor_config(shape: NanoShape) -> dict[str, Any]:
-    return {
-        "image_processor_type": "PrismaticImageProcessor",
-        "image_resize_strategy": "resize-naive",
-        "use_fused_vision_backbone": False,
-        "input_sizes": [[3, shape.image_size, shape.image_size]],
-        "interpolations": ["bicubic"],
-        "means": [[0.5] * 3],
-        "stds": [[0.5] * 3],
-        "tvf_letterbox_fill": None,
-    }
-
-
-@torch.no_grad()
-def _initialise(model: nn.Module, generator: torch.Generator) -> None:
-    """Normal with the inverse root of the inputs, matrices that end a residual branch smaller, norms 1, biases 0.
-
-    Llama's 0.02 is that for its 4096 inputs; at a few hundred it would leave attention blind for thousands of steps.
-    Patches begin with sines of their position (Beyer et al. 2022, arXiv 2205.01580), so that it need not be learned.
-    """
-    blocks = sum(".qkv.weight" in name for name, _ in model.named_parameters())
-    for name, parameter in model.named_parameters():
-        if name.endswith("pos_embed"):
-            parameter.copy_(_positions_in_two_dimensions(parameter.shape[1], parameter.shape[2]))
-            continue
-        if parameter.ndim < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        scale = parameter[0].numel() ** -0.5
-        if "embed_tokens" in name:
-            scale = 0.5
-        elif any(part in name for part in (".out.", ".down.", "attn.proj.", "mlp.fc2.")):
-            scale /= (2 * blocks) ** 0.5
-        parameter.normal_(0.0, scale, generator=generator)
-
-
-def _positions_in_two_dimensions(patches: int, dim: int) -> Tensor:
-    """[1, patches, dim]: sines and cosines of row and column, a quarter of the channels each."""
-    side = round(patches**0.5)
-    frequencies = 1.0 / 100.0 ** (torch.arange(dim // 4) / (dim // 4))
-    angles = torch.arange(side)[:, None] * frequencies
-    waves = torch.cat((angles.sin(), angles.cos()), dim=1)  # [side, dim / 2]
-    rows, columns = waves.repeat_interleave(side, 0), waves.repeat(side, 1)
-    return torch.cat((rows, columns), dim=1)[None]

@@ -25,7 +25,7 @@ from specvla_ros.lab.evaluation.simulate_summary import compare_episodes, summar
 from specvla_ros.lab.plans import NanoShape, SimulatePlan
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.lab.simulation.tasks import TASKS
-from specvla_ros.lab.training.train_policy import write_nano
+from specvla_ros.lab.training.nano import write_nano
 
 SHAPE = NanoShape(image_size=28, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=1, head_dim=16)
 SHORT = 0.25  # of the time: an untrained policy takes all that it is given

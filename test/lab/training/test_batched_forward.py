@@ -12,7 +12,7 @@ from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.training.batched_forward import action_logits
 from specvla_ros.lab.training.dataset import Batches, DemonstrationSet
-from specvla_ros.lab.training.train_policy import write_nano
+from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 
