@@ -304,6 +304,8 @@ class Engine:
         trees = [share.verify_input() for share in verified]
         prepared = self.verifier.prepare(trees)
         result = self.runner.run(batch)
+        if (chooser := self.scheduler.chooser) is not None:
+            chooser.play()  # a GPU computes meanwhile
         commits = self.verifier.verify(result, [share.tree_hidden for share in verified], trees, prepared)
         if verified:
             batch.vision_s = self.runner.vision_s()  # after a read-back alone

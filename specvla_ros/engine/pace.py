@@ -20,6 +20,7 @@ _ANSWERS = 48  # of the last ones whose forwards are played
 _NEEDED = 8  # answers before they are relied on
 _MEMORY = 0.9  # of the mean time of a kind of tick: about the last ten
 _BETTER = 0.97  # an age below this share of the present pace's, twice in a row, changes the pace
+_UNSETTLED = 4  # candidates played per answer until a round of them changes nothing; then one
 _PLAIN = 400  # answers decoded plainly, after which drafting is tried again
 
 
@@ -178,7 +179,7 @@ def may_begin(pace: Pace, answers: Answers, in_flight: Sequence[tuple[int, int, 
 class Chooser:
     """Chooses a pace by its expected age, and keeps to it while no other is clearly better.
 
-    One candidate is played per answer, so that no tick waits for it long.
+    Candidates are played one by one, while the device computes a forward.
 
     Args:
         most: frames of the robot in flight.
@@ -198,6 +199,8 @@ class Chooser:
         self._ages: dict[Pace, float] = {}  # of this round
         self._round: list[Pace] = []  # candidates that are left in it
         self._better: Pace | None = None  # that was best in the round before
+        self._due = 0  # candidates to be played
+        self._settled = False  # whether the last round changed nothing
         self._plain = 0  # answers since something was drafted
         self._pinned = False
 
@@ -240,7 +243,7 @@ class Chooser:
         return found
 
     def answered(self, forwards: int, tokens: int, *, others: int, drafted: bool) -> None:
-        """Learns from an answer, plays the next candidate, and chooses when all of a round were played."""
+        """Learns from an answer, and has more candidates played."""
         if self._pinned:
             return
         self.answers.add(forwards, tokens, others=others, drafted=drafted)
@@ -248,14 +251,13 @@ class Chooser:
         if self._plain >= _PLAIN and self._can_draft:
             self._try_drafting()
         elif self.answers.known(drafted=self.pace.drafts):
-            self._play_next()
+            self._due = min(self._due + (1 if self._settled else _UNSETTLED), _UNSETTLED)
 
-    def _try_drafting(self) -> None:
-        """What drafts were worth may have changed since nothing is drafted."""
-        self.answers.forget_drafted()
-        self.pace, self._plain, self._ages, self._round, self._better = Pace(), 0, {}, [], None
-
-    def _play_next(self) -> None:
+    def play(self) -> None:
+        """Plays the next candidate if one is due, and chooses when all of a round were played."""
+        if not self._due or self._pinned:
+            return
+        self._due -= 1
         if not self._round:
             self._ages, self._round = {}, [pace for pace in self.candidates() if pace != self.pace]
         if self._round:
@@ -264,10 +266,17 @@ class Chooser:
         if not self._round:
             self._choose()
 
+    def _try_drafting(self) -> None:
+        """What drafts were worth may have changed since nothing is drafted."""
+        self.answers.forget_drafted()
+        self.pace, self._plain, self._ages, self._round, self._better = Pace(), 0, {}, [], None
+        self._due, self._settled = 0, False
+
     def _choose(self) -> None:
         best = min(self._ages, key=self._ages.__getitem__, default=self.pace)
         now = expected_age(self.pace, self.answers, self.times.seconds)
-        if best == self.pace or not self._ages[best] < _BETTER * now:
+        self._settled = best == self.pace or not self._ages[best] < _BETTER * now
+        if self._settled:
             self._better = None
         elif self._better is not None:
             self.pace, self._better = best, None

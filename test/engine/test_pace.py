@@ -124,6 +124,8 @@ def chosen(answers: int, costs: Callable[[Kind], float], *, forwards: int, token
         pace = chooser.pace
         taken = forwards if pace.drafts else tokens
         chooser.answered(taken, tokens, others=pace.in_flight - 1, drafted=pace.drafts)
+        for _ in range(taken):
+            chooser.play()
         paces.append(chooser.pace)
     return paces
 
@@ -157,6 +159,7 @@ def test_a_kind_of_tick_that_never_was_is_in_no_pace() -> None:
         chooser.times.add(kind, 0.01)
     for _ in range(60):
         chooser.answered(7, 7, others=0, drafted=False)
+        chooser.play()
     assert chooser.pace == Pace(drafts=False)
     assert expected_age(Pace(2, drafts=False), chooser.answers, chooser.times.seconds) == math.inf
 
