@@ -22,7 +22,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from benchmarks import results_readme
+from benchmarks import results_gpu, results_readme
 from benchmarks.results_tables import VIEWS, Result, faults_by_kind, interval, points, rate
 from specvla_ros.lab.planning.cost import stage_times
 from specvla_ros.lab.planning.device import read_device
@@ -58,7 +58,7 @@ _EMULATED = (
     "robots_per_device",
 )  # what the devices' tables decide
 _TEMPLATE, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("results.md.in", "readme.md.in"))
-_NO_GPU = "no_gpu"  # the one part of the template that is no benchmark's
+_VIEWS = {**VIEWS, "gpu": results_gpu.gpu}
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
 
@@ -72,10 +72,9 @@ def main() -> None:
 def page() -> str:
     """The page with all JSON files."""
     template, scope = _template(), dict[str, Any]()
-    for name in (block.name for block in template if isinstance(block, _Block) and block.name != _NO_GPU):
+    for name in (block.name for block in template if isinstance(block, _Block)):
         files = sorted({*RESULTS.glob(f"{name}.json"), *RESULTS.glob(f"{name}_*.json")})
         scope[name] = [_scope(name, json.loads(file.read_text(encoding="utf-8")), file.name) for file in files]
-    scope[_NO_GPU] = not any(result["on_gpu"] for results in scope.values() for result in results)
     return _text(template, scope)
 
 
@@ -87,7 +86,7 @@ def safety_page() -> str:
 
 def readme() -> str:
     """The README, with the figures of its headline."""
-    names = ("emulation", "pipelining_nano", "pipelining_of_chunks", "driving_nano")
+    names = ("emulation", "pipelining_nano", "pipelining_of_chunks", "driving_nano", "gpu_h100")
     results = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     text = _README_TEMPLATE.read_text(encoding="utf-8").strip("\n").format_map(results_readme.fields(results))
     return _HEADLINE.sub(lambda _: text, README.read_text(encoding="utf-8"))
@@ -108,7 +107,7 @@ def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
         own["other_weights"] = result.get("policy_weights") != weights_digest(_NANO)
     if benchmark in _EMULATED:
         own["other_emulation"] = not _of_these_tables(result)
-    return {**result, **own, **(VIEWS[benchmark](result) if benchmark in VIEWS else {})}
+    return {**result, **own, **(_VIEWS[benchmark](result) if benchmark in _VIEWS else {})}
 
 
 def _of_these_tables(result: Result) -> bool:

@@ -39,6 +39,12 @@ def fields(results: Mapping[str, Result]) -> dict[str, Any]:
         "paired": [_starts(result) for result in pipelining],
         "time_limit": f"{pipelining[0]['time_limit']:g}",
         "in_the_end": {mode: _in_the_end(policies, mode) for mode in ("ar", "spec, strict")},
+        "gpu": {name: _rate_and_age(row) for name, row in results["gpu_h100"]["steps"]["modes"]["found"].items()},
+        "auto": {
+            name.partition(",")[0]: _rate_and_age(row)
+            for name, row in results["gpu_h100"]["steps"]["auto"]["found"].items()
+            if " 35 " in name
+        },
         "starts": driving[0]["success"]["episodes"],
         **{mode: _percent(driving, "orin", mode, "driver, pose") for mode in ("ar", "spec", "pipeline", "specpipe")},
         "low": min(on_desktop),
@@ -57,6 +63,14 @@ def _what_gives_what(policies: list[Result]) -> str:
             ages = ["" if row["picture_age_s"] is None else f", {row['picture_age_s']:.2f} s" for row in rows]
             cells.append([f"{shown}, {name}", *(f"{share:.0%}{age}" for share, age in zip(shares, ages, strict=True))])
     return table(cells)
+
+
+def _rate_and_age(row: Result) -> dict[str, str]:
+    return {
+        "hz": f"{row['action_rate_hz']:.0f}",
+        "latency": f"{row['latency_s']['mean'] * 1e3:.0f}",
+        "age": f"{row['image_age_s'] * 1e3:.0f}" if "image_age_s" in row else "",
+    }
 
 
 def _in_the_end(policies: Mapping[str, Result], mode: str) -> str:

@@ -11,7 +11,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from statistics import fmean
 
@@ -21,6 +22,7 @@ _NEEDED = 8  # answers before they are relied on
 _MEMORY = 0.9  # of the mean time of a kind of tick: about the last ten
 _BETTER = 0.97  # an age below this share of the present pace's, twice in a row, changes the pace
 _UNSETTLED = 4  # candidates played per answer until a round of them changes nothing; then one
+_MOST_TREES = 8  # of a kind of tick
 _PLAIN = 400  # answers decoded plainly, after which drafting is tried again
 
 
@@ -65,8 +67,12 @@ class TickTimes:
         self._mean_s[kind] = (1 - share) * known_s + share * seconds
 
     def seconds(self, kind: Kind) -> float | None:
-        """None for a kind that never was: a pace that needs it is not chosen."""
-        return self._mean_s.get(kind)
+        """Of a kind that never was, those of one with more trees, which takes no less.
+
+        None where there is none: a pace that needs it is not chosen.
+        """
+        more = (replace(kind, trees=trees) for trees in range(kind.trees, _MOST_TREES + 1))
+        return next((self._mean_s[each] for each in more if each in self._mean_s), None)
 
 
 class Answers:
@@ -132,6 +138,7 @@ def expected_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float |
     Args:
         seconds: of a kind of tick.
     """
+    seconds = cache(seconds)
     now_s, begun, flights = 0.0, 0, list[_Played]()
     out: list[tuple[float, float]] = []  # t_i, b_i
     while len(out) <= _FRAMES:

@@ -153,6 +153,16 @@ def test_what_is_not_drafted_is_tried_again() -> None:
     assert 400 <= again - first < 450 and False in drafted[again:]
 
 
+def test_a_kind_of_tick_that_never_was_takes_no_longer_than_one_with_more_trees() -> None:
+    times = TickTimes()
+    times.add(Kind(False, 0, 3, True), 0.03)
+    assert times.seconds(Kind(False, 0, 2, True)) == 0.03
+    assert times.seconds(Kind(False, 0, 4, True)) is None
+    assert times.seconds(Kind(True, 0, 2, True)) is None
+    times.add(Kind(False, 0, 2, True), 0.02)
+    assert times.seconds(Kind(False, 0, 2, True)) == 0.02
+
+
 def test_a_kind_of_tick_that_never_was_is_in_no_pace() -> None:
     chooser = Chooser(3, (1,), drafts=False)
     for kind in (Kind(True, 1, 0, False), Kind(False, 0, 1, False)):

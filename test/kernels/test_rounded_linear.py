@@ -99,8 +99,8 @@ def test_the_product_is_the_reference(
     assert found.dtype == dtype
     within = dict(TOLERANCES[dtype])
     if DEVICE.type == "cuda" and to == torch.float8_e4m3fn:  # sums of Hopper's float8 keep 14 bits
-        sizes = (Rounded(each.values.double().abs(), each.steps) for each in (x, weight))
-        within["atol"] += float(rounded_linear_reference(*sizes, torch.float64).max()) * 2**-13
+        rows, columns = (Rounded(each.values.double().abs(), each.steps) for each in (x, weight))
+        within["atol"] += float(rounded_linear_reference(rows, columns, torch.float64).max()) * 2**-13
     torch.testing.assert_close(found.double(), expected, **within)
 
 
