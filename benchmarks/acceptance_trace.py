@@ -51,7 +51,7 @@ def trace_lengths(name: str, nodes: int) -> AcceptanceLengths:
 
 
 def _of_chunks(policy: str, nodes: int) -> AcceptanceLengths:
-    """Only forwards are recorded: two neighbouring lengths that take as many. Every one verifies, the prompt's too."""
+    """Only forwards are recorded."""
     policies = json.loads(_CHUNKS.read_text(encoding="utf-8"))["policies"]
     if policy not in policies:
         raise UserError(f"{_CHUNKS.name} has no policy '{policy}'; it has: {', '.join(policies)}")
@@ -59,13 +59,20 @@ def _of_chunks(policy: str, nodes: int) -> AcceptanceLengths:
     if str(nodes) not in rows:
         raise UserError(f"of '{policy}' {_CHUNKS.name} has trees of {', '.join(rows)} nodes, and none of {nodes}")
     tokens, forwards = (row["forwards_per_action"] for row in (found["plain"], rows[str(nodes)]))
-    name = f"recorded from the policy '{policy}', drafted by its answer before, strict"
+    return lengths_for(f"recorded from the policy '{policy}', drafted by its answer before, strict", tokens, forwards)
+
+
+def lengths_for(name: str, tokens: float, forwards: float) -> AcceptanceLengths:
+    """Two neighbouring accept lengths with which answers of so many tokens take so many forwards.
+
+    Every forward verifies, the prompt's too.
+    """
     for hundredths in itertools.count():
         shorter, rest = divmod(hundredths, 100)
         lengths = AcceptanceLengths(name, (0.0,) * shorter + (1 - rest / 100, rest / 100))
         if lengths.verifications(round(tokens)) <= forwards:
-            break
-    return lengths
+            return lengths
+    raise AssertionError("some length accepts everything")
 
 
 def trace_drafts(name: str, nodes: int) -> DraftSettings:

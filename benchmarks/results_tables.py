@@ -338,6 +338,37 @@ def _actionflow(result: Result) -> Result:
     }
 
 
+def _age(result: Result) -> Result:
+    """A table for each number format; the largest excess over the best fixed mode, and the cells where it is real."""
+    rows, modes = result["rows"], list(result["rows"][0]["modes"])
+    formats = dict.fromkeys(row["weights"] for row in rows)
+    beyond = [row for row in rows if row["over_best"]["low"] > 0]
+    return {
+        "formats": [
+            {"weights": name, "cells": _ages([row for row in rows if row["weights"] == name], modes)}
+            for name in formats
+        ],
+        "largest": max(row["over_best"]["share"] for row in rows),
+        "beyond": len(beyond),
+        "cells_in_all": len(rows),
+        "least": min(row["over_spec"]["share"] for row in rows),
+    }
+
+
+def _ages(rows: Sequence[Result], modes: Sequence[str]) -> str:
+    cells = [["device", "tokens", *(f"{mode}, s" for mode in modes), "auto, p95, s", "over the best", "over spec"]]
+    for row in rows:
+        found = row["modes"]
+        ages = [f"{found[mode]['age_s']:.3g}" for mode in modes]
+        over = [f"{each['share']:+.1%} ± {(each['high'] - each['low']) / 2:.1%}" for each in _overs(row)]
+        cells.append([row["device"], str(row["tokens"]), *ages, f"{found['auto']['p95_s']:.3g}", *over])
+    return table(cells)
+
+
+def _overs(row: Result) -> list[Result]:
+    return [row["over_best"], row["over_spec"]]
+
+
 def _share(times: Mapping[str, float], part: str) -> Result:
     return {"seconds": times[part], "share": times[part] / sum(times.values())}
 
@@ -635,7 +666,7 @@ def _serving_under_load(result: Result) -> Result:
 VIEWS: Mapping[str, Callable[[Result], Result]] = {
     view.__name__.removeprefix("_"): view
     for view in (
-        *(_tick_cost, _decode_modes, _sensitivity, _kernels, _launches),
+        *(_age, _tick_cost, _decode_modes, _sensitivity, _kernels, _launches),
         *(_emulation, _speculation, _spec_vla, _head_recipes, _acceptance_rules, _lvspec, _fly, _actionflow),
         *(_pipelining, _draft_nodes, _simulation, _formats, _driving, _live_driving),
         *(_soak, _attacks, _faults, _robots_per_device, _serving_under_load, _mutants),

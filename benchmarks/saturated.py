@@ -22,7 +22,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.mailbox import Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.planning.limits import AcceptanceLengths
+from specvla_ros.lab.planning.limits import AcceptanceLengths, mean_age
 from specvla_ros.lab.tally import percentiles
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import Int8Linear
@@ -202,18 +202,6 @@ class EngineTurns:
             "overtaken": self._overtaken / max(1, self._admitted),
             "cuda_graphs": self._cuda_graphs,
         }
-
-
-def mean_age(acted: Sequence[tuple[float, float]]) -> float:
-    """Mean over time of the age of the image that a robot acts on, seconds, from the first action to the last.
-
-    Args:
-        acted: of each action, ascending, the second at which it came and how old its image was then; NaN for fewer than
-            two.
-    """
-    spans = [(until - since, age) for (since, age), (until, _) in itertools.pairwise(acted)]
-    whole = sum(span for span, _ in spans)
-    return sum(span * (age + span / 2) for span, age in spans) / whole if whole else float("nan")
 
 
 def rate_and_latency(latency_s: Sequence[float], rates_hz: Sequence[float], peak_bytes: int | None) -> dict[str, Any]:

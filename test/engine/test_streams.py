@@ -12,14 +12,13 @@ from support.nightly import examples
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ROBOTS = ("left", "right", "third")
-MODES = ("ar", "spec", "pipeline", "specpipe")
 DRAFTS = adjusted(DraftSettings(nodes=8), temporal=True)
 OWN_DOING = {DropReason.SUPERSEDED, DropReason.OVERTAKEN}
 

@@ -18,6 +18,7 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.settings import MODES
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.vq import VqCodec
@@ -27,7 +28,6 @@ from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ORACLE = ORACLES / "minivla_tiny_a"
 pytestmark = needs(ORACLE)
-MODES = ("ar", "spec", "pipeline", "specpipe")
 Targets = dict[tuple[str, ...], MiniVLATarget]
 
 

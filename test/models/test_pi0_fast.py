@@ -21,6 +21,7 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.engine.settings import MODES
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
@@ -29,7 +30,6 @@ from specvla_ros.models.families.pi0_fast.target import PaliGemma, Pi0FastTarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ORACLE = ORACLES / "pi0fast_tiny_a"
-MODES = ("ar", "spec", "pipeline", "specpipe")
 pytestmark = needs(ORACLE)
 
 

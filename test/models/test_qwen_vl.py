@@ -30,12 +30,12 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.settings import MODES
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
-MODES = ("ar", "spec", "pipeline", "specpipe")
 # What a processor, a tokenizer and a model save.
 NEW = (
     "chat_template.json",

@@ -19,6 +19,7 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.engine.settings import MODES
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.families.qwen_vl.vla0 import vla0
@@ -26,7 +27,6 @@ from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 NORA, VLA0 = ORACLES / "nora_tiny_a", ORACLES / "vla0_tiny_a"
 SETS = {"nora": NORA, "vla0": VLA0}
-MODES = ("ar", "spec", "pipeline", "specpipe")
 CONFIG = """
 MODEL:
   QWEN: {{horizon: {horizon}, num_cam: {num_cam}, rgb_img_size: '{height},{width}', tiled_rgb_imgs: {tiled_rgb_imgs},

@@ -23,6 +23,7 @@ from support.paths import ORACLES, needs
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.engine.settings import MODES
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
@@ -31,7 +32,6 @@ from specvla_ros.speculation.settings import DraftSettings, adjusted
 NORA = ORACLES / "nora_tiny_a"
 ANSWERS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("starvla_answers.json").read_text())["answers"]
 ASKED = [case for case in ANSWERS if "horizon" not in case]
-MODES = ("ar", "spec", "pipeline", "specpipe")
 PREFIX = "qwen_vl_interface.model."
 pytestmark = needs(NORA)
 

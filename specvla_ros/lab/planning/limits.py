@@ -2,21 +2,23 @@
 """The limits of each mode: the engine's scheduler, driven with the costs of its forwards."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
 from operator import eq
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
-from specvla_ros.engine.batch import Batch
+from specvla_ros.engine.batch import Batch, ScheduledRequest
 from specvla_ros.engine.cuda_graphs import even_rows
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.pace import Chooser, Kind
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
@@ -87,6 +89,8 @@ def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
 _FRAMES, _USUAL_TOKENS = 2000, 7  # of longer answers fewer frames: as many ticks
 _FEWEST = 100
 _WARM_UP_TICKS = 50  # until the pipeline is full
+_LEARNING = 60  # answers, until mode auto has settled
+_AUTO_FRAMES = 200  # of mode auto, which is driven anew for each device
 _SEED = 1
 _VOCABULARY = 32000  # of Llama 2; any will do
 
@@ -102,6 +106,7 @@ class Mode:
     chunks: int = 1  # forwards over which a prompt is spread
     max_in_flight: int = 64  # requests of a robot; a new frame waits while there are so many
     robots: int = 1  # whose frames share the forwards
+    at_prompt: bool = False  # whether the prompt's own forward verifies a tree, as drafts from the answer before are
 
     @property
     def pipelined(self) -> bool:
@@ -111,6 +116,11 @@ class Mode:
     @property
     def drafts(self) -> bool:
         return self.nodes > 1
+
+    @property
+    def chooses(self) -> bool:
+        """Whether what it does hangs on what ticks cost."""
+        return self.decode_mode == "auto"
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,7 @@ class LoopResult:
 
     action_rate_hz: float  # actions per second of a robot
     latency_s: float  # mean, from a frame's admission to its action
+    image_age_s: float  # mean over time, of the image that a robot acts on, from its admission on
     ticks_per_action: float  # mean, of those that became an action
     dropped: float  # share of the admitted frames that a newer one overtook
     in_flight: int  # maximum of requests
@@ -142,26 +153,79 @@ def run_loop(
     mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
 ) -> LoopResult:
     """The rate and latency of actions; acceptance is drawn from a seed: the same arguments give the same result."""
-    ticks, actions, dropped, in_flight = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
-    ends = list(accumulate(map(seconds, ticks), initial=0.0))
+    run = _driven(mode, prompt_rows, action_tokens, lengths, seconds if mode.chooses else None)
+    ends = list(accumulate(map(seconds, run.ticks), initial=0.0))
+    actions, found = run.actions, len(run.actions)
     return LoopResult(
-        action_rate_hz=len(actions) / (ends[-1] - ends[_WARM_UP_TICKS]) / mode.robots,
-        latency_s=sum(ends[last + 1] - ends[first] for first, last in actions) / len(actions),
-        ticks_per_action=sum(last + 1 - first for first, last in actions) / len(actions),
-        dropped=dropped / (dropped + len(actions)),
-        in_flight=in_flight,
+        action_rate_hz=found / (ends[-1] - ends[run.warm_ticks]) / mode.robots,
+        latency_s=sum(ends[last + 1] - ends[first] for _, first, last in actions) / found,
+        image_age_s=fmean(
+            mean_age([(ends[last + 1], ends[last + 1] - ends[first]) for mine, first, last in actions if mine == robot])
+            for robot in {robot for robot, *_ in actions}
+        ),
+        ticks_per_action=sum(last + 1 - first for _, first, last in actions) / found,
+        dropped=run.dropped / (run.dropped + found),
+        in_flight=run.in_flight,
     )
 
 
-@lru_cache(maxsize=128)
-def _run_scheduler(
-    mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths
-) -> tuple[list[Tick], list[tuple[int, int]], int, int]:
-    """Drives the engine's scheduler with a runner that only counts; the result is the same on every device.
+def mean_age(acted: Sequence[tuple[float, float]]) -> float:
+    """Mean over time of the age of the image that a robot acts on, seconds, from the first action to the last.
 
-    Returns:
-        all ticks; after the warm-up the ticks of admission and last token of each action, and the number of requests
-        that a newer one overtook, or that finished in its tick; the maximum of requests in flight.
+    Args:
+        acted: of each action, ascending, the second at which it came and how old its image was then; NaN for fewer than
+            two.
+    """
+    spans = [(until - since, age) for (since, age), (until, _) in pairwise(acted)]
+    whole = sum(span for span, _ in spans)
+    return sum(span * (age + span / 2) for span, age in spans) / whole if whole else float("nan")
+
+
+@dataclass(frozen=True)
+class DrivenLoop:
+    """What the scheduler did."""
+
+    ticks: list[Tick]
+    warm_ticks: int  # of these the first, after which actions are counted
+    actions: list[tuple[str, int, int]]  # robot, and the ticks of its frame's admission and last token
+    dropped: int  # requests that a newer one overtook, or that finished in its tick
+    in_flight: int  # maximum of requests
+
+
+def _driven(
+    mode: Mode,
+    prompt_rows: int,
+    action_tokens: int,
+    lengths: AcceptanceLengths,
+    seconds: Callable[[Tick], float] | None,
+) -> DrivenLoop:
+    if seconds is None:
+        return _driven_alike(mode, prompt_rows, action_tokens, lengths)
+    return drive(mode, prompt_rows, action_tokens, lengths, seconds, frames=_AUTO_FRAMES)
+
+
+@lru_cache(maxsize=128)
+def _driven_alike(mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths) -> DrivenLoop:
+    """The same on every device."""
+    return drive(mode, prompt_rows, action_tokens, lengths)
+
+
+def drive(
+    mode: Mode,
+    prompt_rows: int,
+    action_tokens: int,
+    lengths: AcceptanceLengths,
+    seconds: Callable[[Tick], float] | None = None,
+    *,
+    stale: AcceptanceLengths | None = None,
+    frames: int = 0,
+) -> DrivenLoop:
+    """Drives the engine's scheduler with a runner that only counts.
+
+    Args:
+        seconds: of a tick; mode auto alone needs it.
+        stale: accept lengths of requests that were begun beside others; None: the same.
+        frames: that are counted; 0: a number that makes figures settle.
     """
     settings = EngineSettings(
         mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks, streams=mode.robots
@@ -172,15 +236,24 @@ def _run_scheduler(
     layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=())
     zeros = np.zeros(action_tokens)
     codec = BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
-    scheduler = Scheduler(settings, mailbox, SlotPool(settings.slots), codec, root)
+    chooser = _chooser(mode, settings, prompt_rows, seconds) if seconds is not None else None
+    scheduler = Scheduler(settings, mailbox, SlotPool(settings.slots), codec, root, chooser)
     draws = random.Random(_SEED)
+
+    def lengths_of(share: ScheduledRequest) -> AcceptanceLengths:
+        return stale if stale is not None and share.request.others else lengths
+
+    def verifies(share: ScheduledRequest) -> bool:
+        return mode.at_prompt or not share.prompt_rows
+
     commits = [_commit(tokens, codec) for tokens in range(len(lengths.probabilities) + 1)]
     picture = np.zeros((1, 1, 3), np.uint8)
     ticks: list[Tick] = []
-    actions: list[tuple[int, int]] = []
+    actions: list[tuple[str, int, int]] = []
     admitted: dict[tuple[str, int], int] = {}  # tick by robot and stamp
-    dropped = in_flight = frames = 0
-    while frames < max(_FEWEST, _FRAMES * _USUAL_TOKENS // action_tokens):
+    dropped = in_flight = counted = answers = warm_ticks = 0
+    wanted = frames or max(_FEWEST, _FRAMES * _USUAL_TOKENS // action_tokens)
+    while counted < wanted:
         number = len(ticks)
         for robot in robots:
             if mailbox.next(partial(eq, robot)) is None:
@@ -192,20 +265,54 @@ def _run_scheduler(
         admitted |= dict.fromkeys(begun, number)
         in_flight = max(in_flight, len(batch.shares))
         forward = _forward(batch, mode, (action_tokens - 1) // 2)
+        drafts = [mode.drafts and share.request.drafts for share in batch.verified]
         chosen = [
-            commits[1 + (lengths.accepted(draws.random()) if mode.drafts and not share.prompt_rows else 0)]
-            for share in batch.verified
+            commits[1 + (lengths_of(share).accepted(draws.random()) if drafted and verifies(share) else 0)]
+            for share, drafted in zip(batch.verified, drafts, strict=True)
         ]
+        ticks.append(Tick(forward, sum(drafts)))
+        work = batch.work
         scheduler.commit(batch, chosen)
-        ticks.append(Tick(forward, len(batch.verified) if mode.drafts else 0))
+        if chooser is not None and seconds is not None:
+            scheduler.learn(batch, work, seconds(ticks[-1]))
+            chooser.play()
         outcomes = scheduler.release()
-        if number >= _WARM_UP_TICKS:
-            frames += len(begun)
+        answers += len(outcomes)
+        if not warm_ticks and number >= _WARM_UP_TICKS and (chooser is None or answers >= _LEARNING):
+            warm_ticks = number
+        if warm_ticks:
+            counted += len(begun)
             answered = [_frame(outcome.observation) for outcome in outcomes if isinstance(outcome, Action)]
             followed = {robot: (robot, stamp) for robot, stamp in answered}  # of two at the same moment one
-            actions += [(admitted[frame], number) for frame in followed.values()]
+            actions += [(robot, admitted[frame], number) for robot, frame in followed.items()]
             dropped += len(outcomes) - len(followed)
-    return ticks, actions, dropped, in_flight
+    return DrivenLoop(ticks, warm_ticks, actions, dropped, in_flight)
+
+
+def _chooser(mode: Mode, settings: EngineSettings, rows: int, seconds: Callable[[Tick], float]) -> Chooser:
+    """Of mode auto, with the time of every kind of tick."""
+    chooser = Chooser(settings.slots_per_stream, settings.spreads, drafts=mode.drafts)
+    for begins, spread, trees, drafts in product(
+        (True, False), (0, *settings.spreads), range(settings.slots + 1), (True, False)
+    ):
+        chunk = even_rows(rows, spread) if spread else 0
+        if not chunk and (begins or not trees):
+            continue
+        ends = not begins or spread == 1
+        at_prompt = mode.nodes - 1 if mode.at_prompt and drafts and chunk and ends else 0
+        forward = Forward(
+            prompt_rows=chunk,
+            prompt_before=0 if begins else rows - chunk,
+            image=begins,
+            prompt_ends=ends,
+            trees=trees,
+            nodes=trees * (mode.nodes if drafts else 1) + at_prompt,
+            prefix_rows=trees * rows,
+        )
+        verified = trees + int(ends and chunk > 0)
+        chooser.times.add(Kind(begins, spread, trees, drafts), seconds(Tick(forward, verified if drafts else 0)))
+    chooser.measured = True
+    return chooser
 
 
 def _frame(observation: Observation) -> tuple[str, int]:
@@ -221,14 +328,17 @@ def _commit(tokens: int, codec: BinsCodec) -> Commit:
 
 def _forward(batch: Batch, mode: Mode, committed: int) -> Forward:
     prefill = next((share for share in batch.shares if share.prompt_rows), None)
-    trees = sum(not share.prompt_rows for share in batch.shares)
+    drafts = [mode.drafts and share.request.drafts for share in batch.shares if not share.prompt_rows]
+    trees = len(drafts)
+    at_prompt = mode.nodes - 1 if mode.at_prompt and prefill and prefill.ends_prompt and prefill.request.drafts else 0
     return Forward(
         prompt_rows=prefill.prompt_rows if prefill else 0,
         prompt_before=prefill.request.prefix_len if prefill else 0,
         image=prefill is not None and prefill.begins,
         prompt_ends=prefill is None or prefill.ends_prompt,
         trees=trees,
-        nodes=trees * mode.nodes,  # of static size, as a captured graph has them, however few tokens are missing
+        nodes=sum(mode.nodes if drafted else 1 for drafted in drafts)
+        + at_prompt,  # of static size, as a captured graph has them, however few tokens are missing
         # Rows of the prompt, and of the committed tokens but the last, whose row this forward writes. Their number is
         # taken at its mean, for the forwards to be few different ones: with 7 tokens at most 3 rows of 290 are off.
         prefix_rows=sum(share.request.layout.rows + committed for share in batch.shares if not share.prompt_rows),
@@ -248,6 +358,7 @@ MODES = (
     Mode("specpipe, 2 chunks", "specpipe", nodes=NODES, chunks=2),
     Mode("specpipe, 3 chunks", "specpipe", nodes=NODES, chunks=3),
 )
+AUTO = Mode("auto", "auto", nodes=NODES, max_in_flight=0)  # 0: as many as it has slots for by default
 
 
 @dataclass(frozen=True)
@@ -257,6 +368,7 @@ class ModeLimit(LoopResult):
     mode: Mode
     derated_rate_hz: float  # the same at the efficiency to expect
     derated_latency_s: float  # the same at the efficiency to expect
+    derated_image_age_s: float  # the same at the efficiency to expect
     kv_bytes: float  # memory of the slots for the requests in flight
     weight_bytes: float  # memory of all weights, with the draft head's where there is one
 
@@ -295,6 +407,7 @@ def mode_limit(
         mode=mode,
         derated_rate_hz=expected.action_rate_hz,
         derated_latency_s=expected.latency_s,
+        derated_image_age_s=expected.image_age_s,
         kv_bytes=float(best.in_flight * slot_rows * model.kv_values * device.value_bytes),
         weight_bytes=model.memory_bytes(weights, device.value_bytes, draft=mode.drafts),
         **vars(best),

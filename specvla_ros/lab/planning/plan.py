@@ -16,6 +16,7 @@ from specvla_ros.lab.files import format_parameters
 from specvla_ros.lab.planning import cost
 from specvla_ros.lab.planning.device import Device, Efficiency
 from specvla_ros.lab.planning.limits import (
+    AUTO,
     MODES,
     NODES,
     AcceptanceLengths,
@@ -72,8 +73,9 @@ def choose(
 ) -> Profile:
     """The profile whose actions answer the freshest images, of the modes that fit in memory (of all, if none does)."""
     ridge = cost.ridge_rows(model, device, weights, device.efficiency)
-    fitting = [limit for limit in limits if limit.fits(device)]
-    best = min(fitting or limits, key=lambda limit: limit.oldest_image_s)
+    fixed = [limit for limit in limits if not limit.mode.chooses]
+    fitting = [limit for limit in fixed if limit.fits(device)]
+    best = min(fitting or fixed, key=lambda limit: limit.oldest_image_s)
     pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
     verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
     robots = best.mode.robots
@@ -222,7 +224,7 @@ def make_plan(
     model = cost.model_cost(config)
     model = replace(model, action_tokens=tokens) if tokens else model
     lengths = spec_vla_relaxed(_SUITE)
-    modes = [replace(mode, robots=robots) for mode in MODES]
+    modes = [replace(mode, robots=robots) for mode in (*MODES, AUTO)]
     ridge = cost.ridge_rows(model, device, weights)
     limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in modes)
     return Plan(
@@ -340,7 +342,7 @@ def _forward_table(plan: Plan) -> Table:
 
 
 def _mode_table(plan: Plan) -> Table:
-    titles = ("actions/s", "latency ms", "forwards", "lost", "KV B", "weights")
+    titles = ("actions/s", "latency ms", "age ms", "ticks", "lost", "memory")
     robots = plan.modes[0].mode.robots
     of_each = f" of each of {robots} robots" if robots > 1 else ""
     table = _table(f"modes, a frame{of_each} always waiting ({plan.lengths.name})", "mode", titles)
@@ -349,10 +351,10 @@ def _mode_table(plan: Plan) -> Table:
             limit.mode.name,
             _both(limit.action_rate_hz, limit.derated_rate_hz),
             _both(limit.latency_s * 1e3, limit.derated_latency_s * 1e3),
+            _both(limit.image_age_s * 1e3, limit.derated_image_age_s * 1e3),
             f"{limit.ticks_per_action:.1f}",
             f"{limit.dropped:.0%}",
-            _scaled(limit.kv_bytes),
-            _scaled(limit.weight_bytes) + ("" if limit.fits(plan.device) else "!"),
+            _scaled(limit.kv_bytes + limit.weight_bytes) + ("" if limit.fits(plan.device) else "!"),
         )
     return table
 

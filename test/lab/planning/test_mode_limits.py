@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold of the modes' limits on any device."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,10 +21,13 @@ from specvla_ros.lab.planning.cost import (
 )
 from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency, read_device
 from specvla_ros.lab.planning.limits import (
+    AUTO,
     MODES,
     AcceptanceLengths,
     Mode,
     chunk_rows,
+    drive,
+    mean_age,
     mode_limit,
     run_loop,
     spec_vla_relaxed,
@@ -204,8 +208,35 @@ def test_one_frame_at_a_time_acts_on_the_freshest_images_at_what_was_published(d
     """A prompt beside which trees ride costs several times a forward without one, so that riding along is dear."""
     plan = make_plan(read_device(device), WeightFormat.NONE)
     assert plan.profile.settings.mode == "spec"
-    oldest = {limit.mode.name: limit.oldest_image_s for limit in plan.modes}
+    oldest = {limit.mode.name: limit.oldest_image_s for limit in plan.modes if not limit.mode.chooses}
     assert min(oldest, key=oldest.__getitem__) == "spec"
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("orin", 7), ("orin", 53), ("h100", 7), ("h100", 34)])
+def test_auto_acts_on_images_no_older_than_the_best_fixed_mode_does(device: str, tokens: int) -> None:
+    """The noise of 200 frames aside; with an answer of several actions on a fast device it does better."""
+    model, limits = replace(MODEL, action_tokens=tokens), read_device(device)
+    fixed = [MODES[0], MODES[1], MODES[3], MODES[6]]
+    ages = [mode_limit(mode, model, limits, WeightFormat.NONE, GOAL).derated_image_age_s for mode in (*fixed, AUTO)]
+    assert ages[-1] <= 1.03 * min(ages[:-1])
+    if (device, tokens) == ("h100", 34):
+        assert ages[-1] <= 0.95 * ages[1]
+
+
+def test_a_request_that_was_begun_beside_others_may_be_drafted_worse() -> None:
+    """Alone every answer takes 2 forwards; beside others 7, since nothing is accepted."""
+    all_of_it, nothing = AcceptanceLengths("all", (0.0,) * 6 + (1.0,)), AcceptanceLengths("nothing", (1.0,))
+    alone = drive(Mode("spec", "spec", nodes=8), 290, 7, all_of_it, stale=nothing, frames=50)
+    assert {last + 1 - first for _, first, last in alone.actions} == {2}
+    beside = drive(Mode("both", "specpipe", nodes=8, max_in_flight=2), 290, 7, all_of_it, stale=nothing, frames=50)
+    assert max(last + 1 - first for _, first, last in beside.actions) == 7
+    at_prompt = drive(Mode("spec", "spec", nodes=8, at_prompt=True), 290, 7, all_of_it, frames=50)
+    assert {last + 1 - first for _, first, last in at_prompt.actions} == {1}
+
+
+def test_the_age_of_an_image_grows_until_the_next_action_comes() -> None:
+    assert mean_age([(1.0, 0.5), (2.0, 0.5), (4.0, 1.0)]) == pytest.approx((1.0 * 1.0 + 2.0 * 1.5) / 3)
+    assert math.isnan(mean_age([(1.0, 0.5)]))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_plan_is_shown_and_written(tmp_path: Path) -> None:
     assert "specpipe, 3 chunks" in done.output
     written = json.loads(path.read_text())
     assert written["device"]["sources"]["bandwidth_gb_s"]
-    assert len(written["modes"]) == 8
+    assert len(written["modes"]) == 9
     assert written["model"]["prompt_rows"] == 290
     printed = values_of(read_back(done.output, tmp_path))
     for name, value in written["profile"]["parameters"].items():

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The age of the image that a robot acts on, by mode: the engine's own scheduler with the costs of a device's table.
+
+python -m benchmarks.speed.age
+
+Derived: nothing runs on these devices, and no policy is computed. How many forwards an answer takes was recorded from
+small policies (pipelining_nano.json, pipelining_of_chunks.json), apart for answers that were drafted from the image
+before and for those begun beside others. A frame is always waiting; how old an image is when it is begun adds to all.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.acceptance_trace import lengths_for
+from benchmarks.harness import Out, chosen_names, finish, result_head
+from benchmarks.results_page import RESULTS
+from specvla_ros.lab.planning.cost import OPENVLA_7B, draft_part, forward_parts, model_cost, roofline_seconds
+from specvla_ros.lab.planning.device import Device, read_device
+from specvla_ros.lab.planning.limits import AcceptanceLengths, DrivenLoop, Mode, Tick, drive, mean_age
+from specvla_ros.models.settings import WeightFormat
+from specvla_ros.speculation.settings import DraftSettings
+
+DEVICES = ("orin", "thor", "rtx5090", "h100")
+FORMATS = (WeightFormat.NONE, WeightFormat.W8A8)
+AUTO, ALONE = "auto", "spec"
+_WINDOWS = 50  # that a run is cut into, for intervals
+_SAMPLES = 4000  # moments at which an age is read for its quantile
+_MODEL = model_cost(OPENVLA_7B)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a policy writes, and how many forwards that takes.
+
+    Args:
+        policy: whose answers were recorded.
+        fresh: forwards of an answer that was begun alone, its prompt's included.
+        stale: the same of one that was begun beside others.
+        nodes: of a tree.
+        head: whether a draft head grows it; else it is the answer before.
+    """
+
+    policy: str
+    tokens: int
+    fresh: float
+    stale: float
+    nodes: int
+    head: bool
+
+
+def recorded() -> list[Answers]:
+    """Those of the recorded policies, short ones first."""
+    found = []
+    for file, nodes in (("pipelining_nano", {"nano": 16, "text": 48}), ("pipelining_of_chunks", {})):
+        policies = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["policies"]
+        for name, policy in policies.items():
+            rows = policy["devices"]["orin"]["frame_always_waiting"]
+            beside = rows.get("specpipe, strict, 2 chunks, in order") or rows["specpipe, strict, 2 chunks"]
+            stale = beside["forwards_per_action"] - 1  # one more carried the other half of the prompt
+            fresh = rows["spec, strict"]["forwards_per_action"]
+            tree = nodes.get(name, DraftSettings.nodes if name == "fast" else 64)
+            found.append(Answers(name, round(policy["tokens"]), fresh, max(fresh, stale), tree, name == "nano"))
+    return sorted(found, key=lambda each: each.tokens)
+
+
+def modes_of(answers: Answers) -> dict[str, Mode]:
+    """The fixed modes and the one that chooses."""
+    nodes = answers.nodes
+    return {
+        "ar": Mode("ar", "ar"),
+        ALONE: Mode("spec", "spec", nodes, at_prompt=True),
+        "pipeline": Mode("pipeline", "pipeline", chunks=2),
+        "specpipe": Mode("specpipe", "specpipe", nodes, chunks=2, at_prompt=True),
+        AUTO: Mode("auto", "auto", nodes, max_in_flight=0, at_prompt=True),
+    }
+
+
+def main(
+    context: typer.Context,
+    devices: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(DEVICES),
+    frames: Annotated[int, typer.Option(help="Answers of each cell.")] = 1000,
+    out: Out = RESULTS / "age.json",
+) -> None:
+    """Derives every cell."""
+    names, rows = chosen_names("--devices", devices, DEVICES), []
+    for answers in recorded():
+        runs: dict[str, DrivenLoop] = {}  # of the fixed modes: the same on every device
+        for name in names:
+            for weights in FORMATS:
+                rows.append(_row(answers, read_device(name), name, weights, frames, runs))
+                print(f"{answers.policy}, {name}, {weights.value}", flush=True)
+    finish(
+        result_head(context) | {"windows": _WINDOWS, "answers": [vars(each) for each in recorded()], "rows": rows}, out
+    )
+
+
+def _row(
+    answers: Answers, device: Device, name: str, weights: WeightFormat, frames: int, runs: dict[str, DrivenLoop]
+) -> dict[str, Any]:
+    found = {}
+    fresh, stale = (
+        lengths_for(f"{answers.policy}, {which}", answers.tokens, forwards)
+        for which, forwards in (("fresh", answers.fresh), ("stale", answers.stale))
+    )
+    for mode_name, mode in modes_of(answers).items():
+        seconds = _seconds(answers, mode, device, weights)
+        run = _run(mode, answers, fresh, stale, frames, seconds, runs if mode_name != AUTO else {})
+        found[mode_name] = _figures(run, seconds)
+    fixed = {each: figures for each, figures in found.items() if each != AUTO}
+    best = min(fixed, key=lambda each: float(fixed[each]["age_s"]))
+    return {
+        "device": name,
+        "weights": weights.value,
+        "policy": answers.policy,
+        "tokens": answers.tokens,
+        "modes": found,
+        "best": best,
+        "over_best": _over(found[AUTO], found[best]),
+        "over_spec": _over(found[AUTO], found[ALONE]),
+    }
+
+
+def _run(
+    mode: Mode,
+    answers: Answers,
+    fresh: AcceptanceLengths,
+    stale: AcceptanceLengths,
+    frames: int,
+    seconds: Callable[[Tick], float],
+    runs: dict[str, DrivenLoop],
+) -> DrivenLoop:
+    if mode.name not in runs:
+        timed = seconds if mode.chooses else None
+        runs[mode.name] = drive(mode, _MODEL.prompt_rows, answers.tokens, fresh, timed, stale=stale, frames=frames)
+    return runs[mode.name]
+
+
+def _seconds(answers: Answers, mode: Mode, device: Device, weights: WeightFormat) -> Callable[[Tick], float]:
+    model = replace(_MODEL, action_tokens=answers.tokens)
+    depth = min(mode.depth, max(1, answers.tokens - 2))
+
+    @cache
+    def seconds(tick: Tick) -> float:
+        parts = forward_parts(tick.forward, model, weights, device.value_bytes)
+        if tick.drafting and answers.head:
+            rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
+            parts += (draft_part(model, device.value_bytes, steps=depth, rows=rows, prefix_rows=prefix),)
+        return roofline_seconds(parts, device, device.efficiency)
+
+    return seconds
+
+
+def _figures(run: DrivenLoop, seconds: Callable[[Tick], float]) -> dict[str, Any]:
+    ends = list(accumulate(map(seconds, run.ticks), initial=0.0))
+    acted = [(ends[last + 1], ends[last + 1] - ends[first]) for _, first, last in run.actions]
+    step = max(2, len(acted) // _WINDOWS)
+    windows = [mean_age(acted[start : start + step + 1]) for start in range(0, len(acted) - step, step)]
+    return {
+        "age_s": mean_age(acted),
+        "error_s": statistics.stdev(windows) / len(windows) ** 0.5,
+        "p95_s": _quantile(acted, 0.95),
+        "rate_hz": (len(acted) - 1) / (acted[-1][0] - acted[0][0]),
+        "latency_s": statistics.fmean(age for _, age in acted),
+        "in_flight": run.in_flight,
+    }
+
+
+def _quantile(acted: list[tuple[float, float]], share: float) -> float:
+    """Of the age at evenly spaced moments."""
+    first, last = acted[0][0], acted[-1][0]
+    ages, place = [], 0
+    for sample in range(_SAMPLES):
+        now = first + (last - first) * sample / _SAMPLES
+        while place + 1 < len(acted) and acted[place + 1][0] <= now:
+            place += 1
+        since, age = acted[place]
+        ages.append(age + now - since)
+    return sorted(ages)[int(share * len(ages))]
+
+
+def _over(mine: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """By how much an age is larger, as a share, with its 95 % interval."""
+    ratio = mine["age_s"] / other["age_s"]
+    error = ratio * ((mine["error_s"] / mine["age_s"]) ** 2 + (other["error_s"] / other["age_s"]) ** 2) ** 0.5
+    return {"share": ratio - 1, "low": ratio - 1 - 1.96 * error, "high": ratio - 1 + 1.96 * error}
+
+
+if __name__ == "__main__":
+    typer.run(main)
