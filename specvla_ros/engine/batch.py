@@ -210,8 +210,8 @@ class ScheduledRequest:
         new = NewRows(self.hidden, request.prompt[start + 1 : stop + 1])
         return self._input(new, request.tree.tokens[0], max_depth=0, position=0, mid_prompt=True)
 
-    def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
-        """Input to a drafter for the rows that a commit has made final."""
+    def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor], ahead: tuple[int, ...] = ()) -> DraftInput:
+        """Input to a drafter for the rows that a commit has made final; `ahead`: see there."""
         request, codec = self.request, self.request.codec
         known = max(0, self.prompt_rows - 1)  # behind the prompt's last row comes the answer
         root = self.rows.stop - len(request.tree)
@@ -229,6 +229,7 @@ class ScheduledRequest:
             max_depth=codec.remaining(request.tokens) - 1,
             position=codec.position(request.tokens),
             answer=tuple(request.tokens),
+            ahead=ahead,
             in_text=codec.in_text(request.tokens),
         )
 

@@ -281,7 +281,14 @@ class Engine:
             if share.ends_prompt and share.request.drafts:
                 seen = share.request.observation
                 share.request.tree = self.drafter.draft_prompt(
-                    DraftPrompt(seen.epoch, self._codec.max_tokens, self._codec.in_text(()), seen.stamp_ns, seen.stream)
+                    DraftPrompt(
+                        seen.epoch,
+                        self._codec.max_tokens,
+                        self._codec.in_text(()),
+                        seen.stamp_ns,
+                        seen.stream,
+                        self.scheduler.ahead_of(seen),
+                    )
                 )
 
     def _embed(self, batch: Batch) -> None:
@@ -321,8 +328,8 @@ class Engine:
             if share.request not in drafting:
                 share.request.tree = Tree.from_root(commit.tokens_on_device[-1])
         committed = [each for each in zip(batch.verified, commits, strict=True) if each[0].request in drafting]
-        embed = self.target.decoder.embed_tokens
-        inputs = [share.draft_input(commit, embed) for share, commit in committed]
+        embed, ahead_of = self.target.decoder.embed_tokens, self.scheduler.ahead_of
+        inputs = [share.draft_input(commit, embed, ahead_of(share.request.observation)) for share, commit in committed]
         inputs += [share.chunk_input() for share in batch.shares if not share.verifies and share.request in drafting]
         if not inputs:
             return

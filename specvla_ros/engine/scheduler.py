@@ -162,6 +162,15 @@ class Scheduler:
             forwards, tokens = request.verified, len(request.tokens)
             self.chooser.answered(forwards, tokens, others=request.others, drafted=request.drafts)
 
+    def ahead_of(self, seen: Observation) -> tuple[int, ...]:
+        """What the answer to the image before has committed: of the same instruction, still in flight; or nothing."""
+        older = [
+            each
+            for each in self._of(seen.stream)
+            if each.observation.stamp_ns < seen.stamp_ns and each.observation.epoch == seen.epoch
+        ]
+        return tuple(older[-1].tokens) if older else ()
+
     def book_time(self, batch: Batch) -> None:
         """Books a tick to the requests that go on."""
         for share in batch.shares:

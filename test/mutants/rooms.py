@@ -44,6 +44,7 @@ NEAR = {
     f"{ENGINE}outcome.py": _of("engine", "ensemble", "engine"),
     f"{ENGINE}verifier.py": _of("engine", "speculation", "changing_rules"),
     f"{ENGINE}scheduler.py": _of("engine", "pipelining", "streams"),
+    f"{ENGINE}pace.py": _of("engine", "pace"),
     ENGINE: _of("engine", "engine", "staleness", "pipelining", "buckets"),
     f"{SPECULATION}drafters/chunk_shift.py": _of("speculation", "chunk_shift", "earlier_answers"),
     f"{SPECULATION}rules/": _of("speculation", "rules", "fly", "lvspec", "tolerances"),

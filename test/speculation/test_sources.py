@@ -281,6 +281,16 @@ def test_an_answer_that_repeats_the_one_before_is_drafted_whole_from_everywhere(
     assert drafter.text(other, 99) == tuple(before[changed + 1 :])
 
 
+def test_temporal_begins_as_the_answer_that_is_still_in_flight() -> None:
+    """It is of the image before, and so newer than the last one that was finished."""
+    drafter = TemporalDrafter(ACTIONS)
+    assert drafter.text((), 4, ahead=(8, 7)) == (8, 7), "no answer was finished yet"
+    drafter.observe(FinishedAnswer(3, (1, 2, 3, 4, 12, 20), (12, 20), stamp_ns=1))
+    assert drafter.text((), 9, ahead=(1, 9, 3)) == (1, 9, 3, 4, 12, 20), "and goes on as the last one"
+    assert drafter.text((1, 9), 9, ahead=(1, 9, 3, 4, 13)) == (3, 4, 13, 20)
+    assert drafter.text((1, 2), 2, ahead=()) == (3, 4)
+
+
 def random_tree(data: st.DataObject, nodes: int) -> Tree:
     parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))]
     branches = Branches(tuple(range(1, nodes)), tuple(parent - 1 for parent in parents[1:]))

@@ -136,6 +136,7 @@ class DraftInput:
     epoch: int = 0
     layout: PromptLayout | None = None  # the rows of the prompt; None: unknown, for drafters that do not read it
     answer: tuple[int, ...] = ()
+    ahead: tuple[int, ...] = ()  # what the answer to the image before, still in flight, has committed
     mid_prompt: bool = False  # these rows are a chunk of the prompt that does not end it; nothing is drafted yet
     in_text: bool = False  # the answer may still be text, which comes before the action
     observation: Observation | None = None  # what is answered, for drafters that look at it themselves
@@ -160,6 +161,7 @@ class DraftPrompt:
     in_text: bool
     stamp_ns: int
     stream: str = ""
+    ahead: tuple[int, ...] = ()  # as in DraftInput
 
 
 @dataclass(frozen=True)

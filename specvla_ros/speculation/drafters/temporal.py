@@ -51,7 +51,8 @@ class TemporalDrafter(Drafter):
 
     A robot's actions change little from frame to frame, so that the last one, held, or the line through the last two is
     often right, above all in the dimensions that rest; and most of what a policy writes before it acts, it wrote one
-    image ago.
+    image ago. Where the answer to the image before is still in flight, what it has committed takes the place of the
+    beginning of the last text.
 
     These drafts are never relaxed: the last action is near the next one by its nature, and accepted because it is near
     it would be repeated for ever.
@@ -75,7 +76,7 @@ class TemporalDrafter(Drafter):
             if request.in_text:
                 # After a prompt nothing else drafts; later, text leaves half of the nodes to the others.
                 tokens = limit if last or not request.answer else limit // 2
-                chains = [self.text(request.answer, tokens, request.stream)]
+                chains = [self.text(request.answer, tokens, request.stream, request.ahead)]
             else:
                 chains = self.chains(request.epoch, request.position, request.stream)
             branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1)
@@ -84,17 +85,20 @@ class TemporalDrafter(Drafter):
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
         """The whole of the last answer."""
-        stream = prompt.stream
-        chains = [self.text((), nodes, stream)] if prompt.in_text else self.chains(prompt.epoch, 0, stream)
+        stream, ahead = prompt.stream, prompt.ahead
+        chains = [self.text((), nodes, stream, ahead)] if prompt.in_text else self.chains(prompt.epoch, 0, stream)
         branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
         return branches.tree(root, relaxable=False) if len(branches) else None
 
-    def text(self, answer: Sequence[int], tokens: int, stream: str = "") -> tuple[int, ...]:
+    def text(
+        self, answer: Sequence[int], tokens: int, stream: str = "", ahead: tuple[int, ...] = ()
+    ) -> tuple[int, ...]:
         """What followed in the last answer from the place that this one has reached.
 
-        In whatever epoch that was: another instruction's text has the same form.
+        In whatever epoch that was: another instruction's text has the same form. `ahead`: see DraftInput.
         """
-        before = self._of.get(stream, _NOTHING).answer
+        last = self._of.get(stream, _NOTHING).answer
+        before = (*ahead, *last[resume(last, ahead) :]) if ahead else last
         at = resume(before, answer)
         return before[at : at + tokens]
 
