@@ -223,7 +223,7 @@ class Engine:
                             self.submit(replace(blank, stamp_ns=number))
                         self.tick()
                 self.reset("")
-        chooser.measured = True
+        chooser.settle()
         self.close("")
 
     def check_instruction(self, instruction: str) -> None:

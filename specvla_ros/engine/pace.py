@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 _FRAMES = 24  # that a pace is played for
 _ANSWERS = 48  # of the last ones whose forwards are played
@@ -23,6 +23,8 @@ _MEMORY = 0.9  # of the mean time of a kind of tick: about the last ten
 _BETTER = 0.97  # an age below this share of the present pace's, twice in a row, changes the pace
 _UNSETTLED = 4  # candidates played per answer until a round of them changes nothing; then one
 _MOST_TREES = 8  # of a kind of tick
+_OFTEN = 30  # ticks of a kind, after which its mean is told from the first
+_DRIFTED = 1.25  # a device whose ticks take so many times as long as in configure, or so many times less, is named
 _PLAIN = 400  # answers decoded plainly, after which drafting is tried again
 
 
@@ -60,11 +62,24 @@ class TickTimes:
     def __init__(self) -> None:
         self._mean_s: dict[Kind, float] = {}
         self._seen: dict[Kind, int] = {}
+        self._first_s: dict[Kind, float] = {}  # as measured in configure
 
     def add(self, kind: Kind, seconds: float) -> None:
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
-        known_s, share = self._mean_s.get(kind, 0.0), max(1 / seen, 1 - _MEMORY)
+        known_s = self._mean_s.get(kind, seconds)
+        share = 1 - _MEMORY if kind in self._first_s else max(1 / seen, 1 - _MEMORY)
         self._mean_s[kind] = (1 - share) * known_s + share * seconds
+
+    def keep_first(self) -> None:
+        """What is known now is what `drift` compares with."""
+        self._first_s, self._seen = dict(self._mean_s), {}
+
+    @property
+    def drift(self) -> float:
+        """How many times as long as at first ticks take by now: the median over the kinds that came often since."""
+        # A copy: diagnostics ask from another thread.
+        often = [kind for kind, seen in [*self._seen.items()] if seen >= _OFTEN and kind in self._first_s]
+        return median(self._mean_s[kind] / self._first_s[kind] for kind in often) if often else 1.0
 
     def seconds(self, kind: Kind) -> float | None:
         """Of a kind that never was, those of one with more trees, which takes no less.
@@ -218,7 +233,17 @@ class Chooser:
         return [Pace(drafts=each) for each in drafts] + (more if self._most > 1 else [])
 
     def __str__(self) -> str:
-        return str(self.pace) if self.measured else f"{self.pace}; times of others are measured at the next configure"
+        if not self.measured:
+            return f"{self.pace}; times of others are measured at the next configure"
+        drift = self.times.drift
+        if 1 / _DRIFTED < drift < _DRIFTED:
+            return str(self.pace)
+        return f"{self.pace}; ticks take {drift:.2g} times as long as in configure, and are chosen by as they are now"
+
+    def settle(self) -> None:
+        """Every kind of tick was timed."""
+        self.measured = True
+        self.times.keep_first()
 
     @contextmanager
     def pinned(self, pace: Pace) -> Iterator[None]:

@@ -163,6 +163,26 @@ def test_a_kind_of_tick_that_never_was_takes_no_longer_than_one_with_more_trees(
     assert times.seconds(Kind(False, 0, 2, True)) == 0.02
 
 
+def test_a_device_whose_ticks_have_become_slower_is_named_and_chosen_by_as_it_is() -> None:
+    chooser = Chooser(3, (1,), drafts=True)
+    kind, rare = Kind(False, 0, 1, True), Kind(True, 1, 0, True)
+    for each in (kind, rare):
+        chooser.times.add(each, 0.02)
+    chooser.settle()
+    assert str(chooser) == "one frame at a time, drafting"
+    chooser.times.add(rare, 9.0)
+    for _ in range(29):
+        chooser.times.add(kind, 0.04)
+    assert str(chooser) == "one frame at a time, drafting", "a few ticks are no sign"
+    chooser.times.add(kind, 0.04)
+    assert str(chooser).endswith("; ticks take 2 times as long as in configure, and are chosen by as they are now")
+    seconds = chooser.times.seconds(kind)
+    assert seconds is not None and abs(seconds - 0.04) < 0.002, "it is learnt anew from ticks"
+    for _ in range(100):
+        chooser.times.add(kind, 0.01)
+    assert "0.5 times as long" in str(chooser)
+
+
 def test_a_kind_of_tick_that_never_was_is_in_no_pace() -> None:
     chooser = Chooser(3, (1,), drafts=False)
     for kind in (Kind(True, 1, 0, False), Kind(False, 0, 1, False)):

@@ -311,7 +311,7 @@ def _chooser(mode: Mode, settings: EngineSettings, rows: int, seconds: Callable[
         )
         verified = trees + int(ends and chunk > 0)
         chooser.times.add(Kind(begins, spread, trees, drafts), seconds(Tick(forward, verified if drafts else 0)))
-    chooser.measured = True
+    chooser.settle()
     return chooser
 
 
