@@ -26,8 +26,11 @@ def gpu(result: Result) -> Result:
     return {
         "modes": _modes(found["modes"], "transformers, compiled"),
         "chunks": _modes(found["chunks"]),
+        "auto": "auto" in found,
         **{
-            f"auto_{tokens}": _modes({name: row for name, row in found["auto"].items() if f" {tokens} " in name})
+            f"auto_{tokens}": _modes(
+                {name: row for name, row in found.get("auto", {}).items() if f" {tokens} " in name}
+            )
             for tokens in (7, 35)
         },
         "ticks": _ticks(found["ticks"]),
@@ -36,7 +39,8 @@ def gpu(result: Result) -> Result:
         "products": _products(found["gemm"]),
         "attention": _attention(found["attention"]),
         "operators": _operators(found["operators"]),
-        "forwards": _forwards(found["operators"], result["emulated_as"]),
+        "forwards": _forwards(found["operators"], result.get("emulated_as", "")),
+        "runs": result.get("runs", "one report"),
         "limits": found["operators"]["limits"],
         "soak": "passed" if soak["passed"] else "failed",
         "soak_ticks": soak["ticks"],
@@ -47,6 +51,8 @@ def gpu(result: Result) -> Result:
 
 def _modes(rows: Mapping[str, Result], other: str = "") -> str:
     """`other`: the row that others are measured by, beside the first of this package's."""
+    if not rows:
+        return ""
     plain = next(row["action_rate_hz"] for name, row in rows.items() if not name.startswith("transformers"))
     bases = [plain] + ([rows[other]["action_rate_hz"]] if other else [])
     head = ["", "answers/s", "× first", *([f"× {other}"] if other else [])]
@@ -118,7 +124,9 @@ def _of_launches(rows: Iterable[Any]) -> list[Result]:
 
 
 def _forwards(rows: Mapping[str, Result], emulated_as: str) -> str:
-    """Whole forwards, measured, and as the planner's table of the device has them."""
+    """Whole forwards, measured, and as the planner's table of the device has them, if there is one."""
+    if not emulated_as:
+        return ""
     device, model = read_device(emulated_as), model_cost(OPENVLA_7B)
     cells: list[Sequence[str]] = [["", "measured, ms", "the limit allows, ms", "emulated, ms", "emulated is off by"]]
     for name, forward in _FORWARDS.items():

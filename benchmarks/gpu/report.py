@@ -142,12 +142,24 @@ class Report:
             entry["failures"] += 1
             entry["reason"] = self._log.read_text(encoding="utf-8", errors="replace")[-2000:].strip().splitlines()[-1:]
         part_of_it = self._file.with_name("report.json.part")
-        part_of_it.write_text(json.dumps(self._state, indent=1), encoding="utf-8")
+        part_of_it.write_text(json.dumps(self._state | self._head(), indent=1), encoding="utf-8")
         os.replace(part_of_it, self._file)
         part.unlink()
         part.with_name(f"{part.name}.part").unlink(missing_ok=True)
         (self._folder / "report.html").write_text(gpu_page.page(self._state), encoding="utf-8")
         return code or 0
+
+    def _head(self) -> dict[str, Any]:
+        """What the results page says of a report, see results_gpu.py."""
+        steps = self._state["steps"]
+        found = steps.get("environment", {}).get("found", {}).get("environment", {})
+        options = " ".join(f"--{name} {self._options[name]}" for name in ("device", "sizes"))
+        head = {
+            "benchmark": "gpu",
+            "command": f"python -m benchmarks.gpu.report {options} --out report",
+            "date": max((step.get("date", "") for step in steps.values()), default="")[:10],
+        }
+        return head | {name: found[name] for name in ("git_revision", "hardware", "dtype", "versions") if name in found}
 
     def _call(self, step: Step, part: Path, limit_s: float) -> int | None:
         """Its exit code; None where it was cut off."""
