@@ -53,7 +53,6 @@ from specvla_ros.speculation.settings import DraftSettings
 ROOT = Path(__file__).resolve().parents[2]
 REFUSED = 3  # exit code: figures of this machine would be of the references
 CHUNK = 35  # tokens of five actions
-_DRAFTED = ("spec", "specpipe", "auto")
 _GEMM_ROWS = (1, 8, 16, 64, 128, 192, 256, 320, 384)
 _TESTS = {
     "captured": ("engine/test_captured_decoding.py", "engine/test_captured_vision.py"),
@@ -288,7 +287,7 @@ def modes(job: Job) -> None:
 def chunks(job: Job) -> None:
     """Answers of five actions, one after the other and beside each other."""
     with _policy(job, CHUNK) as policy:
-        chosen = {name: settings for name, settings in _modes(job, CHUNK).items() if name in ("ar", *_DRAFTED)}
+        chosen = {name: each for name, each in _modes(job, CHUNK).items() if name in ("ar", "spec", "specpipe", "auto")}
         _compete(job, {name: _engine(job, policy, settings) for name, settings in chosen.items()})
 
 

@@ -21,9 +21,10 @@ import typer
 from benchmarks.acceptance_trace import lengths_for
 from benchmarks.harness import Out, chosen_names, finish, result_head
 from benchmarks.results_page import RESULTS
+from specvla_ros.engine.pace import mean_age
 from specvla_ros.lab.planning.cost import OPENVLA_7B, draft_part, forward_parts, model_cost, roofline_seconds
 from specvla_ros.lab.planning.device import Device, read_device
-from specvla_ros.lab.planning.limits import AcceptanceLengths, DrivenLoop, Mode, Tick, drive, mean_age
+from specvla_ros.lab.planning.limits import AcceptanceLengths, DrivenLoop, Mode, Tick, drive
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.speculation.settings import DraftSettings
 

@@ -177,8 +177,19 @@ def expected_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float |
         if ended:
             out.append((now_s, ended[-1].begun_s))
             flights = flights[flights.index(ended[-1]) + 1 :]
-    spans = [(t, after, b) for (t, b), (after, _) in pairwise(out)]
-    return sum((after - t) * ((t + after) / 2 - b) for t, after, b in spans) / (out[-1][0] - out[0][0])
+    return mean_age([(t, t - b) for t, b in out])
+
+
+def mean_age(acted: Sequence[tuple[float, float]]) -> float:
+    """Mean over time of the age of the image that a robot acts on, seconds, from the first action to the last.
+
+    Args:
+        acted: of each action, ascending, the second at which it came and how old its image was then; NaN for fewer than
+            two.
+    """
+    spans = [(until - since, age) for (since, age), (until, _) in pairwise(acted)]
+    whole = sum(span for span, _ in spans)
+    return sum(span * (age + span / 2) for span, age in spans) / whole if whole else float("nan")
 
 
 def may_begin(pace: Pace, answers: Answers, in_flight: Sequence[tuple[int, int, bool]]) -> bool:

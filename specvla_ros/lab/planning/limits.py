@@ -2,10 +2,10 @@
 """The limits of each mode: the engine's scheduler, driven with the costs of its forwards."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache, partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from operator import eq
 from statistics import fmean
 from typing import Any
@@ -18,7 +18,7 @@ from specvla_ros.engine.cuda_graphs import even_rows
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.pace import Chooser, Kind
+from specvla_ros.engine.pace import Chooser, Kind, mean_age
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
@@ -153,7 +153,10 @@ def run_loop(
     mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
 ) -> LoopResult:
     """The rate and latency of actions; acceptance is drawn from a seed: the same arguments give the same result."""
-    run = _driven(mode, prompt_rows, action_tokens, lengths, seconds if mode.chooses else None)
+    if mode.chooses:
+        run = drive(mode, prompt_rows, action_tokens, lengths, seconds, frames=_AUTO_FRAMES)
+    else:
+        run = _driven_alike(mode, prompt_rows, action_tokens, lengths)
     ends = list(accumulate(map(seconds, run.ticks), initial=0.0))
     actions, found = run.actions, len(run.actions)
     return LoopResult(
@@ -169,18 +172,6 @@ def run_loop(
     )
 
 
-def mean_age(acted: Sequence[tuple[float, float]]) -> float:
-    """Mean over time of the age of the image that a robot acts on, seconds, from the first action to the last.
-
-    Args:
-        acted: of each action, ascending, the second at which it came and how old its image was then; NaN for fewer than
-            two.
-    """
-    spans = [(until - since, age) for (since, age), (until, _) in pairwise(acted)]
-    whole = sum(span for span, _ in spans)
-    return sum(span * (age + span / 2) for span, age in spans) / whole if whole else float("nan")
-
-
 @dataclass(frozen=True)
 class DrivenLoop:
     """What the scheduler did."""
@@ -190,18 +181,6 @@ class DrivenLoop:
     actions: list[tuple[str, int, int]]  # robot, and the ticks of its frame's admission and last token
     dropped: int  # requests that a newer one overtook, or that finished in its tick
     in_flight: int  # maximum of requests
-
-
-def _driven(
-    mode: Mode,
-    prompt_rows: int,
-    action_tokens: int,
-    lengths: AcceptanceLengths,
-    seconds: Callable[[Tick], float] | None,
-) -> DrivenLoop:
-    if seconds is None:
-        return _driven_alike(mode, prompt_rows, action_tokens, lengths)
-    return drive(mode, prompt_rows, action_tokens, lengths, seconds, frames=_AUTO_FRAMES)
 
 
 @lru_cache(maxsize=128)
@@ -337,8 +316,8 @@ def _forward(batch: Batch, mode: Mode, committed: int) -> Forward:
         image=prefill is not None and prefill.begins,
         prompt_ends=prefill is None or prefill.ends_prompt,
         trees=trees,
-        nodes=sum(mode.nodes if drafted else 1 for drafted in drafts)
-        + at_prompt,  # of static size, as a captured graph has them, however few tokens are missing
+        # Of static size, as a captured graph has them, however few tokens are missing.
+        nodes=sum(mode.nodes if drafted else 1 for drafted in drafts) + at_prompt,
         # Rows of the prompt, and of the committed tokens but the last, whose row this forward writes. Their number is
         # taken at its mean, for the forwards to be few different ones: with 7 tokens at most 3 rows of 290 are off.
         prefix_rows=sum(share.request.layout.rows + committed for share in batch.shares if not share.prompt_rows),

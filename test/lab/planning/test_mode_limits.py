@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import examples, nightly_but
 
+from specvla_ros.engine.pace import mean_age
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.cost import (
     OPENVLA_7B,
@@ -27,7 +28,6 @@ from specvla_ros.lab.planning.limits import (
     Mode,
     chunk_rows,
     drive,
-    mean_age,
     mode_limit,
     run_loop,
     spec_vla_relaxed,
