@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import rclpy
-from faults.judge import Judge
+from faults.judge import Extremes, Judge
 from faults.real_kinds import REAL_FAULTS, Hands, RealFault
 from faults.robot_process import IMAGE_SIZE, RUNNING_TOPIC, TIDY
 from faults.watch import ACTIONS, COMMANDS, RAW_ACTION, Watch
@@ -41,6 +41,7 @@ from specvla_ros.settings.parameter import values_of
 SPEED = 0.25  # m/s, the tool's limit
 _UP_S, _MOVES_S, _GOES_ON_S, _END_S = 120.0, 60.0, 15.0, 15.0
 _BEGINS_S, _REST_S, _AFTER_S = 2.0, 1.0, 2.0
+_CATCHES_UP_S = 0.5  # an arm that is let go, up to where Servo was sent meanwhile
 _STATE_S = 0.15  # between two states of the guard, and a message on its way
 _SMALL_DISK = "64k"
 
@@ -302,7 +303,7 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
         "beyond_then": then.beyond,
         "tool_share_then": then.tool_share,
         "in_contact": extremes.in_contact,
-        "own_halt": extremes.beyond == ["acceleration"] and _halts_by_itself(seen.fault, settings.output),
+        "own_halt": _by_itself(judge, extremes, seen, settings.output),
         "promised": stands_s < until_s,
         "late": judge.moved_between(stands_s, until_s),
         "stop": stop.as_json() if stop is not None else None,
@@ -314,8 +315,19 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
     }
 
 
-def _halts_by_itself(fault: RealFault, output: str) -> bool:
-    return fault.brakes or (fault.halts and output == "twist")
+def _by_itself(judge: Judge, extremes: Extremes, seen: _Round, output: str) -> bool:
+    """Whether what is beyond the limits is none of the guard's: the arm's own brake, or Servo's halt or catching up.
+
+    Servo keeps what it was sent while an arm was held, and the arm makes up for it once it is let go.
+    """
+    fault = seen.fault
+    if extremes.beyond == ["acceleration"]:
+        return fault.brakes or (fault.halts and output == "twist")
+    if not (extremes.beyond and fault.brakes and output == "twist"):
+        return False
+    held = judge.extremes(seen.moved_s, seen.ended_s)
+    caught_up = judge.extremes(seen.ended_s + _CATCHES_UP_S, seen.over_s)
+    return held.beyond in ([], ["acceleration"]) and not caught_up.beyond
 
 
 def _self_latched(fault: RealFault, latched: list[tuple[float, str]], began_s: float) -> list[str]:

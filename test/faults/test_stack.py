@@ -5,8 +5,11 @@ import importlib.util
 from collections import Counter
 from dataclasses import asdict
 from random import Random
+from types import SimpleNamespace
 
 import pytest
+from faults.judge import Extremes
+from faults.processes import _by_itself
 from faults.real_kinds import REAL_FAULTS, Hands
 from faults.robot_process import LIES
 from faults.stack import _PER_STACK, _do_missing, plan, stacks, summary
@@ -108,6 +111,23 @@ def test_what_is_counted_is_what_was_found():
     assert len(found["not_run"]) == 1
     head = {"benchmark": "stack", "command": "", "date": "", "hardware": "", "speed_m_s": 0.25}
     assert "| press stop | 2 | 1 | 1 of 2 | 1 |" in section(head | found)
+
+
+@pytest.mark.parametrize(
+    "fault, output, since_s, until_s, own",
+    [
+        ("stuck", "twist", 12.0, 12.3, True),  # let go at 12 s: the arm makes up for what Servo was sent
+        ("stuck", "twist", 11.0, 11.3, False),
+        ("stuck", "twist", 13.0, 13.3, False),
+        ("stuck", "pose", 12.0, 12.3, False),
+        ("press stop", "twist", 12.0, 12.3, False),
+    ],
+)
+def test_only_an_arm_that_servo_sent_on_while_it_was_held_leaps_by_itself(fault, output, since_s, until_s, own):
+    fast, slow = Extremes(2.0, 5.0, 0.0, 2.0, 2.0), Extremes(0.5, 1.0, 0.0, 0.5, 0.5)
+    judge = SimpleNamespace(extremes=lambda begin_s, end_s: fast if begin_s < until_s and since_s < end_s else slow)
+    seen = SimpleNamespace(fault=REAL_FAULTS[fault], moved_s=5.0, ended_s=12.0, over_s=20.0)
+    assert _by_itself(judge, fast, seen, output) is own  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", LIES)
