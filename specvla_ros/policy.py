@@ -116,10 +116,15 @@ class Policy:
             return outcome
         raise UserError(outcome.detail) if outcome.reason is DropReason.BAD_INSTRUCTION else NoActionError(outcome)
 
-    def stream(self) -> "Stream":
-        """Frames in as they come, actions out as they finish; the pipelined modes overlap them. Use it with `with`."""
+    def stream(self, *, partial: bool = False) -> "Stream":
+        """Frames in as they come, actions out as they finish; the pipelined modes overlap them. Use it with `with`.
+
+        `partial`: also the first actions of an answer while the rest is decoded, of policies that write digits. Each
+        begins with those before it of the same observation; the last one's `Action.partial` is false.
+        """
         with self._turn:
             self._check_free()
+            self.engine.takes_partial = partial
             self._stream = Stream(self)
             return self._stream
 

@@ -66,6 +66,7 @@ class StampedAction:
     stamp_s: float  # of the image, seconds on the robot's clock
     values: np.ndarray  # float64 [horizon, 6 or 7]: translation in metres, rotation in radians, gripper
     convention: ActionConvention  # how to read them
+    partial: bool = False  # whether a longer chunk with this stamp follows, which begins with these
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

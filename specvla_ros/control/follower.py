@@ -69,6 +69,15 @@ class _Step:
     gripper: float | None  # the action's number; None: it has none
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """Where a chunk began that is not complete."""
+
+    pose: Pose
+    begin_s: float
+    rows: int  # that are known
+
+
 class ActionFollower:
     """Moves a tool as actions say; without one that is new it comes to rest at the last goal.
 
@@ -105,6 +114,7 @@ class ActionFollower:
         self._steps: deque[_Step] = deque()
         self._convention: ActionConvention | None = None
         self._last_stamp_s = -math.inf
+        self._begun: _Begun | None = None  # a chunk of which more may follow
         self._pace: deque[tuple[float, float, float]] = deque()  # time, m/s, rad/s
         self._stepped_s, self._motion_s = -math.inf, 0.0  # the last control step: its time, and the motion's own
         self._scale = 1.0  # of the motion's own time
@@ -115,7 +125,7 @@ class ActionFollower:
 
     def rest_at(self, pose: Pose) -> None:
         """Drops what is followed; the tool is here, and stays."""
-        self._steps.clear()
+        self._drop()
         self._sent.clear()
         self._motion.rest_at(pose)
 
@@ -130,23 +140,32 @@ class ActionFollower:
 
     def hold(self, now_s: float) -> None:
         """Drops what is followed, and comes to rest as soon as the limits allow."""
-        self._steps.clear()
+        self._drop()
         self._motion.brake(self._motion_time(now_s))
 
     def return_to(self, pose: Pose, now_s: float) -> None:
         """Drops what is followed, and goes to where the tool really is, within the limits: for it that is no motion."""
-        self._steps.clear()
+        self._drop()
         self._motion.aim(pose, self._motion_time(now_s), move_s=0.0, turn_s=0.0)
 
+    def _drop(self) -> None:
+        self._steps.clear()
+        self._begun = None
+
     def take(self, action: StampedAction, now_s: float) -> None:
-        """Follows an action instead of the one before; that one goes on if ActionRefusedError is raised."""
+        """Follows an action instead of the one before; that one goes on if ActionRefusedError is raised.
+
+        A longer chunk with the stamp of a partial one goes on from where that one began.
+        """
         self._check(action, now_s)
-        try:
-            begin = self._begin(action, now_s)
-        except PoseUnknownError as error:
-            raise ActionRefusedError(RefusalReason.NO_POSE, str(error)) from None
-        begin_s = now_s if self._compensation is Compensation.NONE else action.stamp_s
-        steps = _steps(action, begin, begin_s)
+        begun = self._begun if self._continues(action) else None
+        if begun is None:
+            try:
+                pose = self._begin(action, now_s)
+            except PoseUnknownError as error:
+                raise ActionRefusedError(RefusalReason.NO_POSE, str(error)) from None
+            begun = _Begun(pose, now_s if self._compensation is Compensation.NONE else action.stamp_s, 0)
+        steps = _steps(action, begun.pose, begun.begin_s)
         self._note_pace(action, now_s)
         self._last_stamp_s = action.stamp_s
         self._convention = action.convention
@@ -155,6 +174,11 @@ class ActionFollower:
         if not self._aim(remaining, now_s):
             raise ActionRefusedError(RefusalReason.BLOCKED, "no way to its goal stays within the workspace")
         self._steps = remaining
+        self._begun = replace(begun, rows=len(action.values)) if action.partial else None
+
+    def _continues(self, action: StampedAction) -> bool:
+        begun = self._begun
+        return begun is not None and action.stamp_s == self._last_stamp_s and len(action.values) > begun.rows
 
     def step(self, now_s: float, speed_scale: float = 1.0) -> Target:
         """One control step. With a share of the speed below 1 the motion's own time passes more slowly."""
@@ -194,7 +218,7 @@ class ActionFollower:
             raise ActionRefusedError(RefusalReason.TOO_OLD, detail)
         if age_s < -self._max_future_s:
             raise ActionRefusedError(RefusalReason.FROM_THE_FUTURE, f"its stamp lies {-age_s:.3f} s ahead of the clock")
-        if action.stamp_s <= self._last_stamp_s:
+        if action.stamp_s <= self._last_stamp_s and not self._continues(action):
             raise ActionRefusedError(RefusalReason.NOT_NEWER, "its picture is no newer than that of the last action")
         if action.convention.reference is Reference.DELTA:
             self._check_size(values)

@@ -14,7 +14,7 @@ from specvla_kernels.device import device_fault, operators_on
 from specvla_ros.engine.batch import Batch, TickWork
 from specvla_ros.engine.kv_cache import allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
-from specvla_ros.engine.outcome import ChunkEnsemble, Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import Action, ChunkEnsemble, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import Chooser
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
@@ -46,6 +46,8 @@ class Engine:
         scheduler: the requests in flight.
         mailbox: the newest observation of each robot.
         last_work: the work of the last tick.
+        takes_partial: whether `tick` also returns the first actions of answers that it goes on decoding; false unless
+            whoever drives it says so.
         tick_time: from a tick's work and seconds to the seconds that mode auto counts: these, or an emulation's.
     """
 
@@ -55,6 +57,7 @@ class Engine:
         self.target = target
         self.mailbox = Mailbox(now_ns)
         self.last_work = TickWork()
+        self.takes_partial = False
         self.tick_time: Callable[[TickWork, float], float] = lambda _, measured_s: measured_s
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self._lost = ""  # why the device computes no more
@@ -109,9 +112,11 @@ class Engine:
 
     def act(self, observation: Observation) -> Outcome:
         outcomes: list[Outcome] = list(self.submit(observation))
-        while not any(outcome.observation is observation for outcome in outcomes):
-            outcomes += self.tick()
-        return next(outcome for outcome in outcomes if outcome.observation is observation)
+        while True:
+            for outcome in outcomes:
+                if outcome.observation is observation and not (isinstance(outcome, Action) and outcome.partial):
+                    return outcome
+            outcomes = self.tick()
 
     @torch.inference_mode()
     def tick(self) -> list[Outcome]:
@@ -134,13 +139,18 @@ class Engine:
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
                 self.scheduler.learn(batch, self.last_work, self.tick_time(self.last_work, batch.elapsed_s))
-            return self._ensemble.averaged(self.scheduler.release())  # in the order of the stamps, each frame once
+            answers = self._ensemble.averaged(self.scheduler.release())  # in the order of the stamps, each frame once
+            return answers + self._partial_actions()
         except Exception as error:  # whatever it is, the robot's node must outlive it
             _log.exception("a tick failed")
             self._lost = device_fault(self.target.decoder.device)
             if self._lost:
                 _log.error("every frame is dropped from now on: %s", self._lost)
             return self._drop_all(self._lost or f"{type(error).__name__}: {error}")
+
+    def _partial_actions(self) -> list[Action]:
+        wanted = self.takes_partial and self.settings.partial_actions and self.settings.ensemble < 2
+        return self.scheduler.partial() if wanted else []
 
     def _drop_all(self, detail: str) -> list[Outcome]:
         drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]

@@ -39,6 +39,7 @@ class DropReason(str, Enum):
     EPOCH_CHANGED = "epoch_changed"  # new instruction, reset, deactivation or clock jump
     MODE_CHANGED = "mode_changed"  # in flight when the engine was told to decode otherwise
     NOT_AN_ACTION = "not_an_action"  # the policy emitted a token that is no action token
+    BROKEN_OFF = "broken_off"  # likewise, after the first actions of the answer were handed out
     NOT_FINITE = "not_finite"  # NaN or infinity in logits or action
     ENGINE_FAULT = "engine_fault"  # an exception inside a tick
 
@@ -111,7 +112,7 @@ class DecodeRecord:
 
 @dataclass(frozen=True)
 class Action:
-    """The answer to one observation, whose stamp travels with it."""
+    """The answer to one observation, whose stamp travels with it, or its first actions while the rest is decoded."""
 
     observation: Observation
     names: tuple[str, ...]  # one per dimension
@@ -122,6 +123,7 @@ class Action:
     finished_ns: int  # `time.monotonic_ns()` when the last token was committed
     dt_s: float | None = None  # seconds that one action takes; None where the checkpoint does not say
     text_tokens: tuple[int, ...] = ()  # the text that the policy wrote before its action
+    partial: bool = False  # whether more of the answer is to come, or nothing where its frame is dropped
 
     @property
     def values(self) -> np.ndarray:

@@ -46,6 +46,7 @@ class Request:
     visual: list[Tensor] = field(default_factory=list)
     # float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them.
     actions: Tensor | None = None
+    handed_out: int = 0  # of its actions, before its answer was complete
     # The record of its ticks, for DecodeStats.
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)

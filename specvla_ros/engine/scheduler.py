@@ -18,7 +18,7 @@ from specvla_ros.engine.pace import Chooser, Kind, may_begin
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
-from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.codecs.codec import Codec, SaysNumbers
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.accept import NOT_A_NUMBER
@@ -49,6 +49,7 @@ class Scheduler:
         self._mailbox, self._slots, self._codec, self._root = mailbox, slots, codec, root
         self._forwards = 0.0  # per finished request, mean; 0: none yet
         self._fewest_forwards = 0  # of the last finished requests, about
+        self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
         self._held: list[Action] = []
         self._drops: list[Drop] = []
 
@@ -196,6 +197,24 @@ class Scheduler:
                 ended.append(self._mailbox.dropped_for_age(seen, max_age_s, DropReason.TOO_OLD) or action)
         return ended
 
+    def partial(self) -> list[Action]:
+        """The first actions of each robot's oldest answer in flight, where more of them are known than were handed out.
+
+        Tokens are final once they are committed, so the whole answer begins with the same actions. An answer to a newer
+        image waits until it is the oldest: then nothing older can follow it.
+        """
+        if self._numbers is None:
+            return []
+        oldest = {request.observation.stream: request for request in reversed(self.requests)}
+        dims, found = len(self._codec.names), []
+        for request in oldest.values():
+            numbers = self._numbers.begun(request.tokens)
+            count = len(numbers) // dims
+            if request.handed_out < count < self._codec.horizon:
+                request.handed_out = count
+                found.append(self._action(request, numbers[: count * dims].reshape(count, dims), partial=True))
+        return found
+
     def flush(self, reason: DropReason, before_epoch: float = math.inf, stream: str | None = None) -> list[Drop]:
         """Drops everything of epochs before `before_epoch` in flight, actions that wait for older ones included.
 
@@ -233,7 +252,7 @@ class Scheduler:
     def _finish(self, request: Request, batch: Batch) -> None:
         problem = self._codec.problem(request.tokens)
         if problem:
-            self._drop(request, DropReason.NOT_AN_ACTION, problem)
+            self._drop(request, DropReason.BROKEN_OFF if request.handed_out else DropReason.NOT_AN_ACTION, problem)
             return
         tokens = self._codec.action_tokens(request.tokens)
         of_head = request.actions
@@ -241,17 +260,7 @@ class Scheduler:
         if not np.isfinite(actions).all():
             self._drop(request, DropReason.NOT_FINITE, f"the action is {actions.tolist()}")
             return
-        action = Action(
-            observation=request.observation,
-            names=self._codec.names,
-            actions=actions,
-            dt_s=self._codec.dt_s,
-            tokens=tokens,
-            text_tokens=self._codec.text_tokens(request.tokens),
-            timings=request.timings(),
-            record=request.record(self.settings.mode, len(self.requests)),
-            finished_ns=time.monotonic_ns(),
-        )
+        action = self._action(request, actions)
         self._remove(request)
         forwards = len(request.tokens_per_forward)
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
@@ -263,6 +272,21 @@ class Scheduler:
         if not self.settings.in_order:
             for older in [other for other in self._of(seen.stream) if other.observation.stamp_ns < seen.stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)
+
+    def _action(self, request: Request, actions: np.ndarray, *, partial: bool = False) -> Action:
+        tokens = tuple(request.tokens)
+        return Action(
+            observation=request.observation,
+            names=self._codec.names,
+            actions=actions,
+            dt_s=self._codec.dt_s,
+            tokens=tokens if partial else self._codec.action_tokens(tokens),
+            text_tokens=() if partial else self._codec.text_tokens(tokens),
+            timings=request.timings(),
+            record=request.record(self.settings.mode, len(self.requests)),
+            finished_ns=time.monotonic_ns(),
+            partial=partial,
+        )
 
     def _drop_overtaken(self) -> None:
         """Drops requests that a newer one has caught up with: they would finish in the same forward, or later."""

@@ -75,6 +75,12 @@ class EngineSettings:
         minimum=0,
         maximum=4096,
     )
+    partial_actions: bool = parameter(
+        True,
+        "Publish the first actions of an answer while the rest is decoded, as messages with the same stamp. Policies "
+        "that write digits only; never with decode.ensemble.",
+        writable=True,
+    )
     ensemble: int = parameter(
         0,
         "Answers whose chunks of actions are averaged where they overlap: the newest counts fully, each before it half "

@@ -49,6 +49,7 @@ def vla_action_fields(
         "names": list(action.names),
         "values": meaning.metric(action).ravel().tolist(),
         "horizon": len(action.actions),
+        "partial": action.partial,
         "action_dt": convention.dt_s,
         "tokens": list(action.tokens),
         "reference": convention.reference.value,
@@ -82,7 +83,8 @@ def stamped_action(message: Any, stamp_s: float) -> StampedAction:
         raise ValueError(f"it has {len(message.values)} values for {horizon} rows of {columns} names")
     if tuple(message.names) != ACTION_NAMES[:columns]:
         raise ValueError(f"its columns are {', '.join(message.names)[:80]}, not {', '.join(ACTION_NAMES)}")
-    return StampedAction(stamp_s, np.array(message.values).reshape(horizon, columns), convention)
+    values = np.array(message.values).reshape(horizon, columns)
+    return StampedAction(stamp_s, values, convention, partial=message.partial)
 
 
 def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, int]) -> dict[str, Any]:

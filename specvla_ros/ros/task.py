@@ -334,7 +334,8 @@ class TaskNode(Node):
         if message.instruction == run.instruction:
             if not run.progress.actions:
                 self._hold.want(False)
-            run.progress.add_action(message.latency_s, time.monotonic())
+            if not message.partial:
+                run.progress.add_action(message.latency_s, time.monotonic())
         elif run.progress.actions:  # before, it may have been on its way
             other = f"the policy follows '{message.instruction}', which somebody else has published"
             self._end(run, RunTask.Result.PREEMPTED, other)

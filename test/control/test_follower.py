@@ -166,6 +166,58 @@ def test_rows_of_a_late_chunk_that_have_passed_are_skipped_and_their_way_counts(
     assert_at(arm.target.pose, START.displaced(np.array([0.04, 0, 0, 0, 0, 0])))
 
 
+def begun(arm, rows, stamp_s, *, partial):
+    chunk = np.tile([0.01, 0, 0, 0, 0, 0.0], (rows, 1))
+    arm.follower.take(StampedAction(stamp_s, chunk, ActionConvention(0.05), partial=partial), arm.now_s)
+
+
+@pytest.mark.parametrize("compensation", Compensation)
+def test_a_chunk_that_comes_in_parts_ends_where_the_whole_would(compensation):
+    arm, whole = Arm(compensation), Arm(compensation)
+    stamp_s = arm.now_s - 0.04
+    for part in (1, 3, 6):
+        begun(arm, part, stamp_s, partial=part < 6)
+        if part == 1:
+            begun(whole, 6, stamp_s, partial=False)
+        arm.run(0.06)
+        whole.run(0.06)
+    arm.run(1.0)
+    whole.run(1.0)
+    assert_at(arm.target.pose, whole.target.pose)
+    assert_at(arm.target.pose, START.displaced(np.array([0.06, 0, 0, 0, 0, 0])))
+
+
+def test_only_more_of_the_same_chunk_goes_on_with_it():
+    arm = Arm()
+    stamp_s = arm.now_s
+    begun(arm, 2, stamp_s, partial=True)
+    arm.run(0.02)
+    for rows, stamp in ((2, stamp_s), (1, stamp_s), (4, stamp_s - 0.01)):
+        with pytest.raises(ActionRefusedError) as why:
+            begun(arm, rows, stamp, partial=True)
+        assert why.value.refusal is RefusalReason.NOT_NEWER
+    begun(arm, 4, stamp_s, partial=False)
+    with pytest.raises(ActionRefusedError):
+        begun(arm, 5, stamp_s, partial=False)
+
+
+@pytest.mark.parametrize("drop", ["hold", "return_to", "rest_at"])
+def test_what_follows_a_chunk_that_was_dropped_is_refused(drop):
+    arm = Arm()
+    stamp_s = arm.now_s
+    begun(arm, 1, stamp_s, partial=True)
+    arm.run(0.02)
+    {
+        "hold": lambda: arm.follower.hold(arm.now_s),
+        "return_to": lambda: arm.follower.return_to(START, arm.now_s),
+        "rest_at": lambda: arm.follower.rest_at(arm.target.pose),
+    }[drop]()
+    with pytest.raises(ActionRefusedError) as why:
+        begun(arm, 3, stamp_s, partial=False)
+    assert why.value.refusal is RefusalReason.NOT_NEWER
+    begun(arm, 3, arm.now_s, partial=False)
+
+
 def test_a_newer_chunk_replaces_what_is_left_of_the_one_before():
     arm = Arm()
     arm.take(np.tile([0.01, 0, 0, 0, 0, 0.0], (8, 1)), convention=ActionConvention(0.05))

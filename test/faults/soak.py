@@ -46,7 +46,13 @@ _TREE = adjusted(DraftSettings(nodes=16, top_k=4, depth=4), temporal=True)
 PICTURES = 8
 _FRAME, _NEW_PICTURE, _NEW_EPOCH, _SWITCH = 0.6, 0.2, 0.01, 0.02  # probabilities per tick
 _SAMPLES = 200
-_FAULTS = (DropReason.ENGINE_FAULT, DropReason.NOT_FINITE, DropReason.NOT_AN_ACTION, DropReason.BAD_INSTRUCTION)
+_FAULTS = (
+    DropReason.ENGINE_FAULT,
+    DropReason.NOT_FINITE,
+    DropReason.NOT_AN_ACTION,
+    DropReason.BROKEN_OFF,
+    DropReason.BAD_INSTRUCTION,
+)
 _PAGE = 4096
 INSTRUCTIONS = ("lift the red block", "push the green block", "put the blue block in the box")
 _SHAPE = NanoShape(image_size=56, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=2, head_dim=32)

@@ -64,7 +64,11 @@ class SaysNumbers(Protocol):
     """Optional: a codec whose answers say one number of an action after the other."""
 
     def begun(self, tokens: Sequence[int]) -> np.ndarray:
-        """The completed numbers at the beginning of an answer, float64 [n], action by action, in robot units."""
+        """The completed numbers at the beginning of an answer, float64 [n], action by action, in robot units.
+
+        Tokens that follow do not change them: `decode` gives the same numbers. None after a token that makes the answer
+        stand for no action.
+        """
 
     def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
         """How the number that an answer has begun may go on to its end; nothing where a draft begins it so."""

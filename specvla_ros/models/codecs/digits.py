@@ -155,23 +155,29 @@ class DigitsCodec(WrittenChunkCodec):
         if other is not None:
             return f"token {other} is neither a digit nor a space"
         words = self._words(tokens[:-1])
-        wrong = next((word for word in words if word != str(int(word or -1)) or int(word) > self.bins), None)
+        wrong = next((word for word in words if not self._is_number(word)), None)
         if wrong is not None:
             return f"'{wrong}' is no number from 0 to {self.bins}"
         dims = len(self.names)
         return "" if len(words) == self.horizon * dims else f"{len(words)} numbers in place of {self.horizon} x {dims}"
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
-        numbers = np.array([int(word) for word in self._words(tokens)], dtype=np.float64)
-        low, high = self.action_range
-        return low + (high - low) * (numbers / self.bins).reshape(self.horizon, len(self.names))
+        return self._values(self._words(tokens)).reshape(self.horizon, len(self.names))
 
     def begun(self, tokens: Sequence[int]) -> np.ndarray:
-        """See `SaysNumbers`; stops at the first word that is no number."""
-        words = [*takewhile(str.isdigit, self._words(tokens)[:-1])][: self.horizon * len(self.names)]
+        """See `SaysNumbers`."""
+        known = [*takewhile({*self.digit_ids, self.space_id}.__contains__, tokens)]
+        words = [*takewhile(self._is_number, self._words(known)[:-1])]
+        return self._values(words[: self.horizon * len(self.names)])
+
+    def _values(self, words: Sequence[str]) -> np.ndarray:
+        """Numbers to the robot's units, float64 [n], action by action."""
         low, high = self.action_range
         place = np.arange(len(words)) % len(self.names)
-        return low[place] + (high - low)[place] * np.array(words, dtype=np.float64) / self.bins
+        return low[place] + (high - low)[place] * (np.array(words, dtype=np.float64) / self.bins)
+
+    def _is_number(self, word: str) -> bool:
+        return word == str(int(word or -1)) and int(word) <= self.bins
 
     def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
         """See `SaysNumbers`: another next digit, the nearest first, continued as the first draft is."""

@@ -29,7 +29,13 @@ _INPUT_FAULTS = (
     DropReason.OUT_OF_ORDER,
     DropReason.STALE,
 )
-_INFERENCE_FAULTS = (DropReason.ENGINE_FAULT, DropReason.NOT_FINITE, DropReason.NOT_AN_ACTION, DropReason.TOO_OLD)
+_INFERENCE_FAULTS = (
+    DropReason.ENGINE_FAULT,
+    DropReason.NOT_FINITE,
+    DropReason.NOT_AN_ACTION,
+    DropReason.BROKEN_OFF,
+    DropReason.TOO_OLD,
+)
 
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
 _STAMPS = 51  # of the newest images, whose gaps show losses

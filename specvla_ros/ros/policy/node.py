@@ -135,6 +135,7 @@ class PolicyNode(ManagedNode):
 
     def _load(self, progress: Progress) -> Engine:
         engine = load_engine(self._chosen, self._now_ns, progress)
+        engine.takes_partial = True
         self._target = engine.target
         return engine
 

@@ -45,12 +45,13 @@ class Published:
     seq: int  # since activation
     latency_s: float  # image's stamp to publication, on the node's clock
     action_dt: float  # seconds over which the displacements are meant
+    continues: bool  # whether it goes on with an answer whose first actions went out before
 
 
 class ActionPublisher:
     """The only way out for actions, on `~/action` while the node is active: nothing void, late or reordered passes.
 
-    `~/decode_stats` has one message per action, `~/reasoning` one per action of a policy that writes before it acts.
+    `~/decode_stats` has one message per answer, `~/reasoning` one per answer of a policy that writes before it acts.
     The publishers are managed: rclpy keeps them silent in every other state. What rclpy cannot know is which action
     is void. The lock makes that promise: once `new_epoch` has returned, no action from before it goes out. What changes
     with the policy that is loaded is asked for at each action.
@@ -73,6 +74,7 @@ class ActionPublisher:
         self._epoch = 0
         self._next_seq = 0
         self._last_stamp_ns = 0
+        self._continues = False  # whether more actions with the last stamp may follow
 
     @property
     def epoch(self) -> int:
@@ -81,12 +83,13 @@ class ActionPublisher:
     def start_over(self) -> None:
         """Counts actions from 0, as on activation."""
         with self._lock:
-            self._next_seq, self._last_stamp_ns = 0, 0
+            self._next_seq, self._last_stamp_ns, self._continues = 0, 0, False
 
     def new_epoch(self, *, forget_stamps: bool = False) -> int:
         """Makes what is in flight void; `forget_stamps`: any stamp may come next, as after a clock jump."""
         with self._lock:
             self._epoch += 1
+            self._continues = False
             if forget_stamps:
                 self._last_stamp_ns = 0
             return self._epoch
@@ -102,7 +105,8 @@ class ActionPublisher:
             meaning = self._meaning()
             if meaning is None or not self._actions.is_activated or observation.epoch != self._epoch:
                 return Drop(observation, DropReason.EPOCH_CHANGED)
-            if observation.stamp_ns <= self._last_stamp_ns:
+            continues = self._continues and observation.stamp_ns == self._last_stamp_ns
+            if observation.stamp_ns <= self._last_stamp_ns and not continues:
                 return Drop(observation, DropReason.OVERTAKEN)
             # In this order, so that the stages never sum to more than the latency.
             publish_s = (time.monotonic_ns() - action.finished_ns) * _NS
@@ -120,10 +124,11 @@ class ActionPublisher:
             fields = vla_action_fields(action, meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
             self._actions.publish(VlaAction(header=Header(stamp=stamp, frame_id=meaning.base_frame), **fields))
             self._next_seq += 1
-            self._last_stamp_ns = observation.stamp_ns
-            stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
-            self._stats.publish(DecodeStats(header=seen, **stats))
-        return Published(seq, latency_s, fields["action_dt"])
+            self._last_stamp_ns, self._continues = observation.stamp_ns, action.partial
+            if not action.partial:
+                stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
+                self._stats.publish(DecodeStats(header=seen, **stats))
+        return Published(seq, latency_s, fields["action_dt"], continues)
 
 
 @dataclass(frozen=True)
@@ -338,10 +343,11 @@ class RobotPart:
             if self._node.context.ok():
                 raise
             return  # a signal ended the context: nothing can be published any more
-        if isinstance(published, Published):
+        if isinstance(published, Drop):
+            if not outcome.partial:  # else its answer's end is still to come, and counted
+                self._drop(published.reason, published.detail)
+        elif not published.continues:  # the robot moves by the first message of an answer
             self._inference_health.add_action(published.latency_s, published.action_dt)
-        else:
-            self._drop(published.reason, published.detail)
 
     def take_fault(self, what: str) -> None:
         """Has the diagnostics say once that the inference thread went on after an exception."""

@@ -198,6 +198,23 @@ def test_the_time_limit_ends_a_task_and_stops_the_robot(judge: str, status: int)
         assert s.policy.paused
 
 
+def test_the_parts_of_an_answer_are_one_action_and_the_first_lets_the_driver_go() -> None:
+    def say(partial: bool) -> None:
+        s.policy._actions.publish(VlaAction(instruction=INSTRUCTION, latency_s=0.125, partial=partial))
+
+    with scene() as s:
+        s.policy.answers = False
+        s.send()
+        s.until(lambda: s.policy.told and not s.policy.paused)
+        say(True)
+        s.until(lambda: s.holds[-1] is False)
+        assert s.actions == 0
+        say(True)
+        say(False)
+        s.until(lambda: s.actions)
+        assert s.actions == 1
+
+
 def test_a_task_in_which_the_policy_never_acted_is_failed() -> None:
     with scene() as s:
         s.policy.answers = False

@@ -65,7 +65,9 @@ class DemoRecord:
         self._filmed: set[str] = set()
 
     def on_action(self, action: VlaAction) -> None:
-        self.action = action
+        before, self.action = self.action, action
+        if before is not None and before.partial and before.header.stamp == action.header.stamp:
+            return  # the robot moves by the first message of an answer
         self.recent.append((action.header.stamp.sec + action.header.stamp.nanosec * 1e-9, thinking_s(action)))
         self._actions.append(action)
 

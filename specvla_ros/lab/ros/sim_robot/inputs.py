@@ -118,6 +118,7 @@ class ActionInput:
     ) -> None:
         self._logger, self._robot = node.get_logger(), robot
         self._expected, self._on_action, self._on_ignored = expected, on_action, on_ignored
+        self._begun_ns = 0  # stamp of an answer whose first action was taken while the rest was decoded
         self._subscription = node.create_subscription(VlaAction, "/policy/action", self._on_message, ACTION)
 
     @property
@@ -132,6 +133,9 @@ class ActionInput:
         stamp = 0
         try:
             stamp = _action_stamp(message)
+            if stamp == self._begun_ns:  # of a chunk the first action is followed
+                return
+            self._begun_ns = stamp if message.partial else 0
             check_relevance(stamp, message.instruction, expected)
             values = robot_values(
                 message.values[: len(message.values) // max(1, message.horizon)],  # of a chunk the first action

@@ -33,6 +33,15 @@ def test_a_chunk_is_shown_by_its_first_action_and_the_text_before_it(tmp_path: P
     assert "now reach the red cube :" in said
 
 
+def test_an_answer_that_comes_in_parts_counts_once_by_its_first_part(tmp_path: Path) -> None:
+    record = DemoRecord(tmp_path / "demo", nano_policy(), commanded=False)
+    for second, seconds, partial in ((1, 0.2, True), (1, 0.5, True), (1, 0.9, False), (2, 0.3, False)):
+        action = VlaAction(names=NAMES, values=[0.0] * 7, horizon=1, decode_s=seconds, partial=partial)
+        action.header.stamp.sec = second
+        record.on_action(action)
+    assert [*record.recent] == [(1.0, 0.2), (2.0, 0.3)]
+
+
 def test_nothing_is_said_of_what_has_not_come(tmp_path: Path) -> None:
     said = shown(DemoRecord(tmp_path / "demo", nano_policy(), commanded=False))
     assert "forwards" not in said and "it wrote" not in said

@@ -248,6 +248,22 @@ def test_the_same_action_again_is_stale() -> None:
         assert (s.sim.episode.actions, s.sim.episode.ignored) == (1, 1)
 
 
+def test_the_rest_of_an_answer_is_no_action_of_its_own() -> None:
+    def in_parts(stamp: int, told: str) -> VlaAction:
+        begun, whole = s.expert(stamp, told), s.expert(stamp, told)
+        begun.horizon, begun.partial = 1, True
+        whole.horizon, whole.values = 2, [*whole.values, *whole.values]
+        s.actions.publish(begun)
+        return whole
+
+    with scene(in_parts) as s:
+        s.until(lambda: s.sim.finished)
+        s.until(lambda: s.episodes and s.episodes[-1].finished_so_far == 1)
+        end = s.episodes[-1]
+        assert (end.state, end.stale_actions) == (SimEpisode.SUCCEEDED, 0)
+        assert (end.actions - 1) * 0.2 < end.time_s <= end.actions * 0.2 + 1e-9
+
+
 def test_an_instruction_in_mid_episode_changes_what_is_judged() -> None:
     with scene(seed=3) as s:
         s.until(lambda: s.sim.episode.actions == 2)

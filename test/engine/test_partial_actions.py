@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first actions of an answer, handed out while the rest is decoded: they are those of the whole answer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.nightly import nightly_but
+
+from specvla_ros import Engine, EngineSettings, Observation
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.settings import MODES, engine_settings_from
+from specvla_ros.lab.bundled.policies import bundled_policy
+from specvla_ros.lab.evaluation.simulate import make_robot, tasks_of
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.digits import DigitsCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics
+from specvla_ros.models.target import Target
+
+NAMED = ActionStatistics("", np.linspace(-0.05, -0.02, 7), np.linspace(0.01, 0.05, 7), np.array([True] * 6 + [False]))
+CODEC = DigitsCodec(tuple(range(20, 30)), 30, frozenset({40}), NAMED, 3, bins=1000, limit=999)
+
+
+@cache
+def policy(name: str = "digits") -> Target:
+    return load_target(bundled_policy(name), device="cpu")
+
+
+@cache
+def seen(seed: int) -> Observation:
+    robot = make_robot("table")
+    robot.reset(tasks_of("table", ())[0], seed)
+    return Observation(robot.look(), robot.instruction, 1)
+
+
+def frame(stamp_ns: int, *, stream: str = "", epoch: int = 0) -> Observation:
+    return replace(seen(stamp_ns), stamp_ns=stamp_ns, stream=stream, epoch=epoch)
+
+
+def engine_of(target: Target, **settings: Any) -> Engine:
+    engine = Engine(target, engine_settings_from(draft_chunk_shift=True, **settings))
+    engine.takes_partial = True
+    return engine
+
+
+def outcomes_of(engine: Engine, frames: Sequence[Observation], every: int = 9) -> Iterator[Outcome]:
+    """An image every few ticks, then what is in flight."""
+    for each in frames:
+        yield from engine.submit(each)
+        for _ in range(every):
+            yield from engine.tick()
+    while engine.busy:
+        yield from engine.tick()
+
+
+@dataclass(frozen=True)
+class BrokenDigits(DigitsCodec):
+    """Its answers are found to stand for no action at their end."""
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        return "12 numbers in place of 56"
+
+
+def broken(target: Target) -> Target:
+    own = target.codec
+    return replace(target, codec=BrokenDigits(**{field.name: getattr(own, field.name) for field in fields(own)}))
+
+
+@pytest.mark.parametrize("mode", nightly_but(lambda mode: mode in ("ar", "specpipe"), MODES))
+def test_first_actions_are_those_of_the_whole_answer(mode: str) -> None:
+    plain = Engine(policy(), EngineSettings(streams=2))
+    frames = [frame(n, stream=stream) for n in range(1, 3) for stream in ("", "other")]
+    begun: dict[tuple[str, int], list[Action]] = {}
+    answers = 0
+    for outcome in outcomes_of(engine_of(policy(), mode=mode, streams=2), frames):
+        of = outcome.observation
+        earlier = begun.setdefault((of.stream, of.stamp_ns), [])
+        if isinstance(outcome, Action) and outcome.partial:
+            assert len(outcome.actions) > (len(earlier[-1].actions) if earlier else 0)
+            earlier.append(outcome)
+            newest = max(stamp for stream, stamp in begun if stream == of.stream and begun[stream, stamp])
+            assert of.stamp_ns == newest, "an older image's actions went out after a newer one's"
+        elif isinstance(outcome, Action):
+            answers += 1
+            whole = plain.act(of)
+            assert isinstance(whole, Action) and outcome.tokens == whole.tokens
+            np.testing.assert_array_equal(outcome.actions, whole.actions)
+            assert earlier and len(earlier[-1].actions) < len(outcome.actions)
+            for each in earlier:
+                np.testing.assert_array_equal(each.actions, outcome.actions[: len(each.actions)])
+                assert each.tokens == outcome.tokens[: len(each.tokens)]
+                assert each.record.forwards < outcome.record.forwards
+    assert answers > 1
+
+
+@pytest.mark.parametrize(
+    "name, settings, takes",
+    [("digits", {"partial_actions": False}, True), ("digits", {"ensemble": 2}, True), ("digits", {}, False)]
+    + [(name, {}, True) for name in ("nano", "fast")],
+)
+def test_nothing_is_handed_out_early_where_it_is_not_asked_for_or_not_exact(name: str, settings, takes: bool) -> None:
+    engine = engine_of(policy(name), **settings)
+    engine.takes_partial = takes
+    found = [*outcomes_of(engine, [replace(policy(name).blank_observation(), stamp_ns=1)])]
+    assert len(found) == 1 and not (isinstance(found[0], Action) and found[0].partial)
+
+
+def test_an_answer_that_breaks_its_grammar_after_its_first_actions_is_dropped_as_such() -> None:
+    engine = engine_of(broken(policy()))
+    *begun, last = outcomes_of(engine, [frame(1)])
+    assert begun and all(isinstance(each, Action) and each.partial for each in begun)
+    assert isinstance(last, Drop) and (last.reason, last.detail) == (DropReason.BROKEN_OFF, "12 numbers in place of 56")
+    engine.takes_partial = False
+    (only,) = outcomes_of(engine, [frame(2)])
+    assert isinstance(only, Drop) and only.reason is DropReason.NOT_AN_ACTION
+
+
+def test_a_flush_ends_an_answer_whose_first_actions_are_out() -> None:
+    engine = engine_of(policy())
+    engine.submit(frame(1))
+    while not any(isinstance(each, Action) and each.partial for each in engine.tick()):
+        pass
+    (dropped,) = engine.flush()
+    assert dropped.reason is DropReason.EPOCH_CHANGED
+    found = [*outcomes_of(engine, [frame(2, epoch=1)])]
+    assert {each.observation.stamp_ns for each in found} == {2}
+
+
+@given(st.data())
+def test_numbers_that_are_begun_are_those_of_every_answer_that_may_follow(data: st.DataObject) -> None:
+    words = st.one_of(st.integers(0, 1000).map(str), st.sampled_from(["007", "1001", "", "99999"]))
+    text = " ".join(data.draw(st.lists(words, min_size=1, max_size=25)))
+    tokens = [30 if each == " " else 20 + int(each) for each in text]
+    if data.draw(st.booleans()):
+        tokens.insert(data.draw(st.integers(0, len(tokens))), data.draw(st.sampled_from([7, 40])))
+    begun = CODEC.begun(tokens)
+    before = next((i for i, token in enumerate(tokens) if token not in range(20, 31)), len(tokens))
+    read = "".join(" " if token == 30 else str(token - 20) for token in tokens[:before]).split(" ")[:-1]
+    right = [bool(word) and word == str(int(word)) and int(word) <= 1000 for word in read]
+    count = min([*right, False].index(False), 21)
+    assert len(begun) == count
+    rest = [n for word in [*read[:count], *["500"] * (21 - count)] for n in (*(20 + int(c) for c in word), 30)][:-1]
+    assert not CODEC.problem([*rest, 40])
+    np.testing.assert_array_equal(CODEC.decode(rest).ravel()[:count], begun)
