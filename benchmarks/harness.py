@@ -2,11 +2,12 @@
 """What every benchmark shares: options, the head of its result, contestants that take turns, and the JSON file."""
 
 import json
+import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from benchmarks.random_policy import SIZES
 from benchmarks.results_page import ROOT, section, weights_digest
 from specvla_kernels.graph_capture import capture_on
 from specvla_ros.errors import UserError
+from specvla_ros.lab.evaluation.paired import Z_95
 from specvla_ros.lab.evaluation.run_directory import cpu_name, git_revision
 from specvla_ros.lab.planning.cost import stage_times
 from specvla_ros.lab.planning.device import read_device
@@ -129,6 +131,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+def mean_ratio(ratios: Sequence[float]) -> dict[str, float]:
+    """The geometric mean of paired ratios, with its 95 % interval."""
+    logs = [math.log(ratio) for ratio in ratios]
+    middle, half = statistics.fmean(logs), Z_95 * statistics.stdev(logs) / math.sqrt(len(logs))
+    return {"ratio": math.exp(middle), "low": math.exp(middle - half), "high": math.exp(middle + half)}
 
 
 def show_progress(name: str, _: object, done: int, wanted: int) -> None:

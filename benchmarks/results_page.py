@@ -43,6 +43,7 @@ _OF_NANO = (
     "acceptance_rules",
     "lvspec",
     "pipelining",
+    "first_actions",
     "driving",
     "live_driving",
     "robots_per_device",
@@ -56,6 +57,7 @@ _EMULATED = (
     "faults",
     "actionflow",
     "robots_per_device",
+    "first_actions",
 )  # what the devices' tables decide
 _TEMPLATE, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("results.md.in", "readme.md.in"))
 _VIEWS = {**VIEWS, "gpu": results_gpu.gpu}

@@ -355,6 +355,16 @@ def _age(result: Result) -> Result:
     }
 
 
+def _first_actions(result: Result) -> Result:
+    cells = [["device", "age, whole answers", "age, first actions", "ratio", "success, whole", "first", "points"]]
+    for row in result["rows"]:
+        age, success = row["picture_age_s"], row["success"]
+        shares = [rate(success[name]) for name in ("first", "second")]
+        ages = [f"{age[name]:.2f} s" for name in ("whole", "first")]
+        cells.append([row["device"], *ages, interval(row["age_ratio"]), *shares, points(success)])
+    return {"cells": table(cells), "starts": min(row["starts"] for row in result["rows"])}
+
+
 def _ages(rows: Sequence[Result], modes: Sequence[str]) -> str:
     cells = [["device", "tokens", *(f"{mode}, s" for mode in modes), "auto, p95, s", "over the best", "over spec"]]
     for row in rows:
@@ -666,7 +676,7 @@ def _serving_under_load(result: Result) -> Result:
 VIEWS: Mapping[str, Callable[[Result], Result]] = {
     view.__name__.removeprefix("_"): view
     for view in (
-        *(_age, _tick_cost, _decode_modes, _sensitivity, _kernels, _launches),
+        *(_age, _first_actions, _tick_cost, _decode_modes, _sensitivity, _kernels, _launches),
         *(_emulation, _speculation, _spec_vla, _head_recipes, _acceptance_rules, _lvspec, _fly, _actionflow),
         *(_pipelining, _draft_nodes, _simulation, _formats, _driving, _live_driving),
         *(_soak, _attacks, _faults, _robots_per_device, _serving_under_load, _mutants),

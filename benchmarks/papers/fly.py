@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import transformers
 import typer
 
-from benchmarks.harness import Out, Work, finish, result_head, take_turns
+from benchmarks.harness import Out, Work, finish, mean_ratio, result_head, take_turns
 from benchmarks.papers.fly_contestants import (
     PLAIN,
     PRESET,
@@ -47,7 +46,6 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.errors import UserError
-from specvla_ros.lab.evaluation.paired import Z_95
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.rules.registry import make_rule
@@ -275,10 +273,7 @@ def _perplexity(answers: Iterable[Answered]) -> float:
 
 def time_ratio(answered: Sequence[Mapping[str, Answered]], first: str, second: str) -> dict[str, float]:
     """The first contestant's time per token over the second's: geometric mean over the prompts, 95 % interval."""
-    logs = np.log([_token_s(each[first]) / _token_s(each[second]) for each in answered])
-    half = Z_95 * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    middle = float(logs.mean())
-    return {"ratio": math.exp(middle), "low": math.exp(middle - half), "high": math.exp(middle + half)}
+    return mean_ratio([_token_s(each[first]) / _token_s(each[second]) for each in answered])
 
 
 def _token_s(answered: Answered) -> float:

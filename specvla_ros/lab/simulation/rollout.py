@@ -85,6 +85,7 @@ class _Episode:
     pictured: int = -1  # control step of the newest image that the engine was given
     thought_s: float = 0.0  # realtime: world time at which the engine is through with what it has begun
     succeeded: bool = False
+    begun_ns: int = 0  # realtime: stamp of the answer whose first action was taken while the rest was decoded
     actions: list[Action] = field(default_factory=list)  # that the robot took
     latency_s: list[float] = field(default_factory=list)  # of each of them
     acted_s: list[float] = field(default_factory=list)  # realtime: world time at which each was taken
@@ -103,7 +104,6 @@ class _Episode:
     def act(self, action: Action, latency_s: float) -> None:
         self.silent = 0
         self.actions.append(action)
-        self.tally.add(action.record)
         self.latency_s.append(latency_s)
 
     def picture_age_s(self, end_s: float) -> float | None:
@@ -149,7 +149,7 @@ class Rollout:
             raise UserError("an engine that is shared decides in lockstep only: in real time each robot has its own")
         else:
             self._step = partial(self._realtime, engine)
-            engine.tick_time = tick_time
+            engine.tick_time, engine.takes_partial = tick_time, True
             engine.measure_ticks()
         self._tick_time = tick_time
         self._on_step = on_step
@@ -239,6 +239,12 @@ class Rollout:
         for outcome in outcomes:
             if not isinstance(outcome, Action):
                 episode.drop(outcome.reason)
+                continue
+            if not outcome.partial:
+                episode.tally.add(outcome.record)
+            stamp_ns, begun_ns = outcome.observation.stamp_ns, episode.begun_ns
+            episode.begun_ns = stamp_ns if outcome.partial else 0
+            if stamp_ns == begun_ns:  # of an answer the first action is followed
                 continue
             looked_s = (outcome.observation.stamp_ns - _START_NS) * 1e-9
             if seconds is None:

@@ -10,8 +10,9 @@ from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
 from support.pace import invented_pace
 
+from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.engine.batch import TickWork
-from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.engine.outcome import Action, DecodeRecord, Drop, DropReason, StageTimings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.simulation.robot import TableRobot
@@ -122,6 +123,27 @@ def test_policy_without_actions_ends_the_episode_and_never_moves_the_robot(robot
         result = rollout.run("lift_red", 0)
         assert not result.succeeded and "no action for 10 images" in result.failure
         assert result.drops == {"engine_fault": 10} and result.acted_on is None
+
+
+def test_realtime_robot_acts_on_the_first_action_and_each_answer_counts_once(robot):
+    class InParts(ExpertEngine):
+        def tick(self):
+            waiting, parts = self._waiting, self._ticks in (2, 4)
+            outcomes = super().tick()
+            if not (parts and self.takes_partial):
+                return outcomes
+            observation, values = waiting
+            record = DecodeRecord("ar")
+            action = Action(observation, ACTION_NAMES, values[None], (0,), StageTimings(), record, 1, partial=True)
+            return [action]
+
+    whole, early = (
+        Rollout(as_engine(kind(robot)), robot, Clock.REALTIME, pace(0.5)) for kind in (ExpertEngine, InParts)
+    )
+    later, sooner = whole.run("lift_red", 0), early.run("lift_red", 0)
+    assert all(0.3 - 1e-6 <= seconds <= 0.35 + 1e-6 for seconds in sooner.latency_s)
+    assert sooner.picture_age_s < later.picture_age_s - 0.15
+    assert sooner.decode["actions"] in (sooner.steps, sooner.steps - 1)  # the last answer may be under way
 
 
 @pytest.mark.parametrize("clock", Clock)

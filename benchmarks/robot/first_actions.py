@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it gives to act on an answer's first action while the rest is decoded: the same starts with and without it.
+
+python -m benchmarks.robot.first_actions --episodes 10 --workers 2
+
+The digits policy, eight actions in digits, in closed loop at the stage times of devices that are emulated. The robot
+follows the first action of each answer, from the moment when it is published. An episode has its task's own time.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from benchmarks.harness import (
+    Episodes,
+    Out,
+    Seed,
+    Work,
+    Workers,
+    finish,
+    mean_ratio,
+    of_devices,
+    result_head,
+    show_progress,
+)
+from benchmarks.results_page import RESULTS, weights_digest
+from specvla_ros.engine.settings import engine_settings_from
+from specvla_ros.lab.bundled.policies import find_policy
+from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
+from specvla_ros.lab.simulation.rollout import Clock
+
+DEVICES = ("rtx5090", "orin")
+POLICY = "digits"
+
+
+def main(
+    context: typer.Context,
+    episodes: Episodes = 10,
+    seed: Seed = 0,
+    workers: Workers = 2,
+    work: Work = Path("first-actions-benchmark"),
+    out: Out = RESULTS / "first_actions.json",
+) -> None:
+    """Runs the episodes that are missing, on every device."""
+    directory, decoding = find_policy(Path(POLICY))
+    plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
+    early = engine_settings_from(params_file=decoding)
+    rows = []
+    for device in DEVICES:
+        base = SimulateSettings(directory, clock=Clock.REALTIME, emulate=device, engine=early)
+        runs = {}
+        for name, engine in (("whole", replace(early, partial_actions=False)), ("first", early)):
+            progress = partial(show_progress, f"{device}, {name}")
+            runs[name] = simulate(replace(base, engine=engine), plan, work / device / name, progress)
+        whole, first = (read_episodes(work / device / name) for name in runs)
+        pairs = [(whole[key].picture_age_s, first[key].picture_age_s) for key in whole]
+        ages = [(one, other) for one, other in pairs if one and other]
+        rows.append(
+            {
+                "device": device,
+                "picture_age_s": {name: run.picture_age_s for name, run in runs.items()},
+                "latency_s": {name: run.latency_s for name, run in runs.items()},
+                "drops": {name: run.drops for name, run in runs.items()},
+                "starts": len(ages),
+                "age_ratio": mean_ratio([other / one for one, other in ages]),
+                "success": compare_episodes(whole, first).as_json(),
+            }
+        )
+    head = result_head(context) | {"policy": POLICY, "policy_weights": weights_digest(directory)} | of_devices(DEVICES)
+    finish(head | {"mode": early.mode, "first_seed": seed, "episodes_per_task": episodes, "rows": rows}, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
