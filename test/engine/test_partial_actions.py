@@ -20,6 +20,7 @@ from specvla_ros.lab.evaluation.simulate import make_robot, tasks_of
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.statistics import ActionStatistics
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.target import Target
 
 NAMED = ActionStatistics("", np.linspace(-0.05, -0.02, 7), np.linspace(0.01, 0.05, 7), np.array([True] * 6 + [False]))
@@ -68,6 +69,7 @@ class BrokenDigits(DigitsCodec):
 
 def broken(target: Target) -> Target:
     own = target.codec
+    assert isinstance(target, OpenVLATarget) and isinstance(own, DigitsCodec)
     return replace(target, codec=BrokenDigits(**{field.name: getattr(own, field.name) for field in fields(own)}))
 
 

@@ -127,11 +127,14 @@ def test_policy_without_actions_ends_the_episode_and_never_moves_the_robot(robot
 
 def test_realtime_robot_acts_on_the_first_action_and_each_answer_counts_once(robot):
     class InParts(ExpertEngine):
+        takes_partial = False
+
         def tick(self):
             waiting, parts = self._waiting, self._ticks in (2, 4)
             outcomes = super().tick()
             if not (parts and self.takes_partial):
                 return outcomes
+            assert waiting is not None
             observation, values = waiting
             record = DecodeRecord("ar")
             action = Action(observation, ACTION_NAMES, values[None], (0,), StageTimings(), record, 1, partial=True)
@@ -142,6 +145,7 @@ def test_realtime_robot_acts_on_the_first_action_and_each_answer_counts_once(rob
     )
     later, sooner = whole.run("lift_red", 0), early.run("lift_red", 0)
     assert all(0.3 - 1e-6 <= seconds <= 0.35 + 1e-6 for seconds in sooner.latency_s)
+    assert sooner.picture_age_s and later.picture_age_s
     assert sooner.picture_age_s < later.picture_age_s - 0.15
     assert sooner.decode["actions"] in (sooner.steps, sooner.steps - 1)  # the last answer may be under way
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first actions of an answer on the topic, while the rest is decoded."""
 
+from typing import Any
+
 import numpy as np
 from sensor_msgs.msg import Image
 from support.ros import Robot, robot
@@ -61,7 +63,7 @@ def test_nothing_of_an_answer_goes_out_once_another_instruction_came() -> None:
 
 
 def test_an_answer_goes_out_whole_where_that_is_asked_for() -> None:
-    chosen = {"decode.partial_actions": False}
+    chosen: dict[str, Any] = {"decode.partial_actions": False}
     with robot(bundled_policy("digits"), instruction="lift the red cube", **chosen) as r:
         r.start()
         assert not r.act(seen(r)).partial and len(r.actions) == 1
