@@ -43,7 +43,6 @@ _OF_NANO = (
     "acceptance_rules",
     "lvspec",
     "pipelining",
-    "first_actions",
     "driving",
     "live_driving",
     "robots_per_device",

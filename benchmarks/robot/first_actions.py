@@ -22,10 +22,11 @@ from benchmarks.harness import (
     finish,
     mean_ratio,
     of_devices,
+    of_weights,
     result_head,
     show_progress,
 )
-from benchmarks.results_page import RESULTS, weights_digest
+from benchmarks.results_page import RESULTS
 from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.lab.bundled.policies import find_policy
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
@@ -69,7 +70,7 @@ def main(
                 "success": compare_episodes(whole, first).as_json(),
             }
         )
-    head = result_head(context) | {"policy": POLICY, "policy_weights": weights_digest(directory)} | of_devices(DEVICES)
+    head = result_head(context) | of_weights(directory) | of_devices(DEVICES) | {"policy": POLICY}
     finish(head | {"mode": early.mode, "first_seed": seed, "episodes_per_task": episodes, "rows": rows}, out)
 
 

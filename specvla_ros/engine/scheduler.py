@@ -212,7 +212,8 @@ class Scheduler:
             count = len(numbers) // dims
             if request.handed_out < count < self._codec.horizon:
                 request.handed_out = count
-                found.append(self._action(request, numbers[: count * dims].reshape(count, dims), partial=True))
+                actions = numbers[: count * dims].reshape(count, dims)
+                found.append(self._action(request, actions, tuple(request.tokens), partial=True))
         return found
 
     def flush(self, reason: DropReason, before_epoch: float = math.inf, stream: str | None = None) -> list[Drop]:
@@ -260,7 +261,7 @@ class Scheduler:
         if not np.isfinite(actions).all():
             self._drop(request, DropReason.NOT_FINITE, f"the action is {actions.tolist()}")
             return
-        action = self._action(request, actions)
+        action = self._action(request, actions, tokens)
         self._remove(request)
         forwards = len(request.tokens_per_forward)
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
@@ -273,15 +274,16 @@ class Scheduler:
             for older in [other for other in self._of(seen.stream) if other.observation.stamp_ns < seen.stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)
 
-    def _action(self, request: Request, actions: np.ndarray, *, partial: bool = False) -> Action:
-        tokens = tuple(request.tokens)
+    def _action(
+        self, request: Request, actions: np.ndarray, tokens: tuple[int, ...], *, partial: bool = False
+    ) -> Action:
         return Action(
             observation=request.observation,
             names=self._codec.names,
             actions=actions,
             dt_s=self._codec.dt_s,
-            tokens=tokens if partial else self._codec.action_tokens(tokens),
-            text_tokens=() if partial else self._codec.text_tokens(tokens),
+            tokens=tokens,
+            text_tokens=() if partial else self._codec.text_tokens(request.tokens),
             timings=request.timings(),
             record=request.record(self.settings.mode, len(self.requests)),
             finished_ns=time.monotonic_ns(),
