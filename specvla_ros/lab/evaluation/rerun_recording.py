@@ -23,7 +23,7 @@ SPAWN = "spawn"
 _VIEWER = "rerun+http://127.0.0.1:9876/proxy"  # where a viewer listens that is started without options
 _TIMELINE = "stamp"  # the image's, for it and for all that answers it; a command's own
 _STAGES = ("receive_s", "wait_s", "vision_s", "prefill_s", "decode_s", "publish_s", "latency_s")
-_CURVES = ("action", "speed/linear", "speed/angular", "latency", "decoding", "dropped")
+_CURVES = ("action", "speed/linear", "speed/angular", "age", "latency", "decoding", "dropped")
 _JPEG_QUALITY = 80
 _FLUSH_S = 5.0  # a viewer that hangs must not hold up the run
 _WINDOW_S, _SHORTEST_S = 0.1, 0.04
@@ -85,6 +85,7 @@ class RerunRecording:
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"the live view cannot be had: {error}; check 'out' and 'viewer'") from None
         self._texts: dict[str, str] = {}
+        self._ages = ImageAge()
 
     def add_image(self, stamp_ns: int, rgb: np.ndarray) -> None:
         """Shows an image, RGB uint8 [height, width, 3]."""
@@ -97,6 +98,8 @@ class RerunRecording:
         if self._is_new("instruction", action.instruction):
             self._stream.log("instruction", self._rerun.TextDocument(action.instruction))
         self.add_curves(stamp_ns, action_curves(action))
+        for at_ns, age_s in self._ages.add(stamp_ns, float(action.latency_s)):
+            self.add_curves(at_ns, {"age/image_s": age_s})
 
     def add_stats(self, stamp_ns: int, stats: Any) -> None:
         """Shows how an action was decoded: a DecodeStats, or an object with its fields."""
@@ -161,6 +164,25 @@ def decoding_curves(stats: Any) -> dict[str, float]:
 def speed_curves(who: str, linear: float, angular: float) -> dict[str, float]:
     """A tool's commanded speeds or limits, m/s and rad/s."""
     return {f"speed/linear/{who}": linear, f"speed/angular/{who}": angular}
+
+
+class ImageAge:
+    """The age of the image that a robot acts on: it grows until the next action is there."""
+
+    def __init__(self) -> None:
+        self._stamp_ns = 0  # of the image acted on
+
+    def add(self, stamp_ns: int, latency_s: float) -> list[tuple[int, float]]:
+        """Takes the next action, by its image's stamp; returns points of the curve, nanoseconds and seconds each.
+
+        Of an answer in several messages the first counts: the robot moves by it.
+        """
+        before_ns, self._stamp_ns = self._stamp_ns, stamp_ns
+        if stamp_ns == before_ns:
+            return []
+        out_ns = stamp_ns + round(latency_s * 1e9)
+        grown = [(out_ns - 1, (out_ns - before_ns) * 1e-9)] if 0 < before_ns < stamp_ns else []
+        return [*grown, (out_ns, latency_s)]
 
 
 class PoseSpeed:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class SimulateSummary:
     listened: Rate | None  # over the tasks for which it is known
     latency_s: dict[str, float]  # observation-to-action latency: p50, p95, p99, mean, max; empty without an action
     picture_age_s: float | None  # mean over the episodes, see EpisodeResult; None: lockstep, or no action
+    # Of each task's first episode with actions in time: when each was taken, and how old its image was then, seconds.
+    acted: dict[str, tuple[tuple[float, float], ...]]
     action_rate_hz: float  # actions per second of world time
     drops: dict[str, int]
     decode: DecodeTally
@@ -81,11 +84,17 @@ def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[st
         listened=Rate(sum(rate.successes for rate in listened), sum(rate.n for rate in listened)) if listened else None,
         latency_s=percentiles([seconds for episode in episodes for seconds in episode.latency_s]),
         picture_age_s=float(np.mean(ages_s)) if ages_s else None,
+        acted={name: acted for name, group in by_task.items() if (acted := _acted(group))},
         action_rate_hz=sum(episode.steps for episode in episodes) / world_s if world_s else 0.0,
         drops=dict(drops),
         decode=DecodeTally.sum(DecodeTally.of_json(episode.decode) for episode in episodes if episode.decode),
         context=context,
     )
+
+
+def _acted(episodes: Sequence[EpisodeResult]) -> tuple[tuple[float, float], ...]:
+    first = next((episode for episode in episodes if episode.acted_s), None)
+    return () if first is None else tuple(zip(first.acted_s, first.latency_s, strict=True))
 
 
 def _task(name: str, episodes: Sequence[EpisodeResult]) -> TaskSummary:
@@ -209,11 +218,34 @@ def _latency(summary: SimulateSummary) -> str:
     age = summary.picture_age_s
     followed = "" if age is None else f" The picture that the robot acts on is {age * 1e3:.0f} ms old, mean over time."
     drops = "".join(f"; {count} × {escape(reason)}" for reason, count in summary.drops.items())
+    drawn = page.plot(_age_plot(summary.acted), 280) if summary.acted else ""
     return (
         f"<p class=note>Time {escape(summary.context.get('latency', usual))}.</p>"
         + page.table(("p50 ms", "p95 ms", "p99 ms", "mean ms"), [row])
         + f"<p>{summary.action_rate_hz:.2f} actions per second of world time{drops}.{followed}</p>"
+        + drawn
     )
+
+
+def _age_plot(acted: Mapping[str, Sequence[tuple[float, float]]]) -> go.Figure:
+    """The age of the image acted on, over each task's first episode."""
+    drawn = go.Figure()
+    for name, actions in acted.items():
+        seconds, ages_s = zip(*age_over_time(actions), strict=True)
+        drawn.add_scatter(x=seconds, y=[age_s * 1e3 for age_s in ages_s], mode="lines", name=name, line=dict(width=1.3))
+    drawn.update_xaxes(title_text="world time in the task's first episode [s]")
+    return drawn.update_yaxes(title_text="age of the image acted on [ms]", rangemode="tozero")
+
+
+def age_over_time(acted: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Corners of the curve, second and age in seconds: the age grows until the next action is there.
+
+    `acted`: when each action was taken, ascending, and how old its image was then; at least one.
+    """
+    corners = [acted[0]]
+    for (before_s, old_s), (now_s, new_s) in pairwise(acted):
+        corners += [(now_s, old_s + now_s - before_s), (now_s, new_s)]
+    return corners
 
 
 def _refused(refused: Mapping[str, Mapping[str, int]] | None, moving: Mapping[str, Mapping[str, int]]) -> str:

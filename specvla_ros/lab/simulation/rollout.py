@@ -3,7 +3,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.pace import mean_age
 from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.cost import StageTimes, stage_times
@@ -63,8 +64,9 @@ class EpisodeResult:
     # Per action, world time from its image to the moment it was taken (realtime), or the time that the policy needed
     # (lockstep).
     latency_s: tuple[float, ...] = ()
-    # Realtime: age of the image that the robot acts on, mean over world time from the first action on. Latency and
-    # period together: until its next action it acts on the last one's image.
+    acted_s: tuple[float, ...] = ()  # world time at which each action was taken; empty: lockstep
+    # Not in lockstep: age of the image that the robot acts on, mean over world time from the first action on. Latency
+    # and period together: until its next action it acts on the last one's image.
     picture_age_s: float | None = None
     drops: dict[str, int] = field(default_factory=dict)  # observations without an action, by reason
     # Mean size of the change from action to action, normalised units per dimension but the gripper.
@@ -105,13 +107,6 @@ class _Episode:
         self.silent = 0
         self.actions.append(action)
         self.latency_s.append(latency_s)
-
-    def picture_age_s(self, end_s: float) -> float | None:
-        """See `EpisodeResult`; the episode has ended at this world time."""
-        if not self.acted_s or end_s <= self.acted_s[0]:
-            return None
-        held_s = np.diff([*self.acted_s, max(end_s, self.acted_s[-1])])
-        return float(held_s @ (np.array(self.latency_s) + held_s / 2) / held_s.sum())
 
 
 class Rollout:
@@ -184,7 +179,8 @@ class Rollout:
             steps=len(episode.actions),
             time_s=time_s,
             latency_s=tuple(episode.latency_s),
-            picture_age_s=episode.picture_age_s(time_s),
+            acted_s=tuple(episode.acted_s),
+            picture_age_s=mean_picture_age_s(episode.acted_s, episode.latency_s, time_s),
             drops=dict(episode.drops),
             roughness=roughness([codec.normalise(action.actions)[0] for action in episode.actions]),
             acted_on=self._robot.acted_on(),
@@ -287,6 +283,13 @@ def check_senses(policy: "PolicyFacts", robot: SimulatedRobot) -> None:
             f"{policy.directory} reads a state of {wanted}, and this robot's has {felt}"
             + (f": {', '.join(robot.state_names)}" if felt else "")
         )
+
+
+def mean_picture_age_s(acted_s: Sequence[float], latency_s: Sequence[float], end_s: float) -> float | None:
+    """See `EpisodeResult`; the episode has ended at this world time. None without an action before it."""
+    if not acted_s or end_s <= acted_s[0]:
+        return None
+    return mean_age([*zip(acted_s, latency_s, strict=True), (max(end_s, acted_s[-1]), 0.0)])
 
 
 def roughness(normalised: list[np.ndarray]) -> float:

@@ -12,6 +12,7 @@ import pytest
 from specvla_ros.control.pose import Pose, rotation_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.rerun_recording import (
+    ImageAge,
     PoseSpeed,
     RerunRecording,
     RerunSettings,
@@ -79,6 +80,16 @@ def test_drafted_tokens_are_counted_without_the_roots() -> None:
     assert "dropped/stale" not in curves
 
 
+def test_the_age_of_the_image_acted_on_grows_until_the_next_action_is_there() -> None:
+    ages, second = ImageAge(), 10**9
+    assert ages.add(10 * second, 0.3) == [(10 * second + 3 * second // 10, 0.3)]
+    assert ages.add(10 * second, 0.5) == [], "the rest of an answer whose first actions are followed"
+    (before_ns, grown_s), (at_ns, fresh_s) = ages.add(11 * second, 0.4)
+    assert (at_ns, at_ns - before_ns, fresh_s) == (11 * second + 4 * second // 10, 1, 0.4)
+    assert grown_s == pytest.approx(1.4)
+    assert len(ages.add(5 * second, 0.1)) == 1, "a clock that went back: nothing is known of the time between"
+
+
 def test_speed_of_poses_does_not_follow_the_clocks_ticks() -> None:
     """A clock of 10 ms gives neighbours the same stamp, or stamps that are twice as far apart as they were sent."""
     speed = PoseSpeed()
@@ -117,4 +128,5 @@ def test_a_file_holds_what_was_added(tmp_path: Path) -> None:
     for chunk in chunks.RrdReader(str(out)).stream():
         rows[str(chunk.entity_path)] = rows.get(str(chunk.entity_path), 0) + chunk.num_rows
     assert rows["/camera"] == rows["/action/x"] == rows["/speed/linear/policy"] == 3
+    assert rows["/age/image_s"] == 5, "two points an action, one at the first"
     assert rows["/instruction"] == rows["/state/guard"] == 1, "what does not change is said once"

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import av
+import numpy as np
 import pytest
 from support.dying import run_job_dying_once, simulating_host_dying_once
 from support.gl import needs_gl
@@ -21,7 +22,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation import simulate as simulation
 from specvla_ros.lab.evaluation.paired import Rate, mcnemar_p, wilson_interval
 from specvla_ros.lab.evaluation.simulate import EPISODES_FILE, SimulateSettings, read_episodes, simulate
-from specvla_ros.lab.evaluation.simulate_summary import compare_episodes, summarise_episodes
+from specvla_ros.lab.evaluation.simulate_summary import age_over_time, compare_episodes, summarise_episodes
 from specvla_ros.lab.plans import NanoShape, SimulatePlan
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.lab.simulation.tasks import TASKS
@@ -71,6 +72,7 @@ def test_results_are_complete(policy, tmp_path):
     assert written["context"]["emulation"]["name"] == "NVIDIA RTX 5090"
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<b>Emulation</b> of NVIDIA RTX 5090" in page and "data:video/mp4" in page
+    assert "age of the image acted on [ms]" not in page, "in lockstep the world waits"
     films = sorted((tmp_path / "out" / "films").iterdir())
     assert [film.name for film in films] == ["lift_red-5.mp4", "put_red-5.mp4"]
     with av.open(str(films[0])) as film:
@@ -225,6 +227,15 @@ def test_summary_adds_up():
     assert summary.latency_s["p50"] == pytest.approx(0.2) and summary.drops == {"stale": 2}
     assert summary.action_rate_hz == pytest.approx(5.0)
     assert summarise_episodes([], context={}).success.as_json()["high"] == 1.0
+
+
+def test_the_age_of_the_image_acted_on_is_shown_over_a_tasks_first_episode_with_actions():
+    timed = episode("lift_red", 1, True, acted_s=(1.0, 1.5, 3.0), latency_s=(0.3, 0.2, 0.4))
+    later = replace(timed, seed=2, acted_s=(9.0,), latency_s=(9.0,))
+    summary = summarise_episodes([episode("lift_red", 0, False), timed, later, episode("push", 0, True)], context={})
+    assert summary.acted == {"lift_red": ((1.0, 0.3), (1.5, 0.2), (3.0, 0.4))}
+    wanted = [(1.0, 0.3), (1.5, 0.8), (1.5, 0.2), (3.0, 1.7), (3.0, 0.4)]
+    assert np.array(age_over_time(summary.acted["lift_red"])) == pytest.approx(np.array(wanted))
 
 
 def test_comparison_is_over_pairs():

@@ -66,8 +66,9 @@ def test_the_picture_that_is_followed_ages_until_the_next_action(robot):
     (result,) = run(robot, Clock.REALTIME, 0.5, seeds=1)
     # One frame at a time: the last action is followed while the next one, of a picture 0.5 s younger, is decided.
     assert 0.75 - 1e-6 <= result.picture_age_s <= 0.825 + 1e-6
+    assert len(result.acted_s) == result.steps and np.diff(result.acted_s) == pytest.approx(0.5, abs=0.051)
     (waited,) = run(robot, Clock.LOCKSTEP, 0.5, seeds=1)
-    assert waited.picture_age_s is None
+    assert waited.picture_age_s is None and waited.acted_s == ()
 
 
 def test_a_fast_policy_does_not_make_the_arm_faster(robot):

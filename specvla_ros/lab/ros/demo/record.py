@@ -17,7 +17,7 @@ from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, head
 from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
-from specvla_ros.lab.simulation.rollout import EpisodeResult, roughness
+from specvla_ros.lab.simulation.rollout import EpisodeResult, mean_picture_age_s, roughness
 from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
@@ -32,6 +32,10 @@ def thinking_s(action: VlaAction) -> float:
     Not `latency_s`: simulated time has the step of /clock, which is longer than that.
     """
     return float(action.wait_s + action.vision_s + action.prefill_s + action.decode_s + action.publish_s)
+
+
+def _stamp_s(message: VlaAction | SimEpisode) -> float:
+    return float(message.header.stamp.sec + message.header.stamp.nanosec * 1e-9)
 
 
 def first_values(action: VlaAction) -> list[float]:
@@ -68,7 +72,7 @@ class DemoRecord:
         before, self.action = self.action, action
         if before is not None and before.partial and before.header.stamp == action.header.stamp:
             return  # the robot moves by the first message of an answer
-        self.recent.append((action.header.stamp.sec + action.header.stamp.nanosec * 1e-9, thinking_s(action)))
+        self.recent.append((_stamp_s(action), thinking_s(action)))
         self._actions.append(action)
 
     def on_stats(self, stats: DecodeStats) -> None:
@@ -97,6 +101,9 @@ class DemoRecord:
             return
         self._end_film()
         normalise = self._statistics.normalise
+        began_s = _stamp_s(episode) - episode.time_s
+        latency_s = [thinking_s(action) for action in self._actions]
+        acted_s = [_stamp_s(action) - began_s + late_s for action, late_s in zip(self._actions, latency_s, strict=True)]
         self.episodes.append(
             EpisodeResult(
                 task=episode.task,
@@ -105,7 +112,9 @@ class DemoRecord:
                 succeeded=episode.state == SimEpisode.SUCCEEDED,
                 steps=len(self._actions) if self._commanded else episode.actions,
                 time_s=episode.time_s,
-                latency_s=tuple(thinking_s(action) for action in self._actions),
+                latency_s=tuple(latency_s),
+                acted_s=tuple(acted_s),
+                picture_age_s=mean_picture_age_s(acted_s, latency_s, episode.time_s),
                 roughness=roughness([normalise(np.array(first_values(action))) for action in self._actions]),
                 acted_on=episode.acted_on or None,
                 failure=episode.detail,

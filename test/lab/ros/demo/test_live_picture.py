@@ -3,12 +3,13 @@
 
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.ros.demo.operator import TypedLine, picture
 from specvla_ros.lab.ros.demo.record import DemoRecord
-from specvla_ros.msg import DecodeStats, Reasoning, VlaAction
+from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 
 NAMES = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
 
@@ -40,6 +41,24 @@ def test_an_answer_that_comes_in_parts_counts_once_by_its_first_part(tmp_path: P
         action.header.stamp.sec = second
         record.on_action(action)
     assert [*record.recent] == [(1.0, 0.2), (2.0, 0.3)]
+
+
+def test_an_episode_says_when_each_action_came_and_how_old_its_image_was(tmp_path: Path) -> None:
+    record = DemoRecord(tmp_path / "demo", nano_policy(), commanded=False)
+    record.on_episode(SimEpisode(state=SimEpisode.RUNNING, task="lift_red"))
+    for second, seconds in ((11, 0.2), (12, 0.4)):
+        action = VlaAction(names=NAMES, values=[0.0] * 7, horizon=1, decode_s=seconds)
+        action.header.stamp.sec = second
+        record.on_action(action)
+    over = SimEpisode(state=SimEpisode.SUCCEEDED, task="lift_red", time_s=4.0)
+    over.header.stamp.sec = 14
+    record.on_episode(over)
+    (episode,) = record.episodes
+    assert episode.acted_s == pytest.approx((1.2, 2.4)) and episode.latency_s == pytest.approx((0.2, 0.4))
+    # 0.2 s grows to 1.4 s in 1.2 s, then 0.4 s to 2.0 s in 1.6 s.
+    assert episode.picture_age_s == pytest.approx((1.2 * 0.8 + 1.6 * 1.2) / 2.8)
+    record.finish({"settings": {"engine": {"mode": "spec"}, "clock": "ros"}})
+    assert "age of the image acted on [ms]" in (tmp_path / "demo" / "report.html").read_text()
 
 
 def test_nothing_is_said_of_what_has_not_come(tmp_path: Path) -> None:
