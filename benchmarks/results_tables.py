@@ -356,12 +356,12 @@ def _age(result: Result) -> Result:
 
 
 def _first_actions(result: Result) -> Result:
-    cells = [["device", "age, whole answers", "age, first actions", "ratio", "success, whole", "first", "points"]]
+    cells = [["device", "answers", "age", "ratio", "actions/s", "success", "points"]]
     for row in result["rows"]:
-        age, success = row["picture_age_s"], row["success"]
-        shares = [rate(success[name]) for name in ("first", "second")]
-        ages = [f"{age[name]:.2f} s" for name in ("whole", "first")]
-        cells.append([row["device"], *ages, interval(row["age_ratio"]), *shares, points(success)])
+        success = row["success"]
+        compared = ["", ""] if row["answers"] == "whole" else [interval(row["age_ratio"]), points(success)]
+        shown = [f"{row['picture_age_s']:.2f} s", compared[0], f"{row['action_rate_hz']:.1f}", rate(success["second"])]
+        cells.append([row["device"], row["answers"], *shown, compared[1]])
     return {"cells": table(cells), "starts": min(row["starts"] for row in result["rows"])}
 
 

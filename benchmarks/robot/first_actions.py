@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it gives to act on an answer's first action while the rest is decoded: the same starts with and without it.
+"""What it gives to act on an answer's first action while the rest is decoded, and to decode no more than is needed.
+
+The same starts with whole answers, with first actions, and with first actions whose answers end early (decode.tail).
 
 python -m benchmarks.robot.first_actions --episodes 10 --workers 2
 
@@ -53,23 +55,31 @@ def main(
     for device in DEVICES:
         base = SimulateSettings(directory, clock=Clock.REALTIME, emulate=device, engine=early)
         runs = {}
-        for name, engine in (("whole", replace(early, partial_actions=False)), ("first", early)):
+        for name, engine in (
+            ("whole", replace(early, partial_actions=False)),
+            ("first", replace(early, tail="whole")),
+            ("needed", replace(early, tail="needed")),
+        ):
             progress = partial(show_progress, f"{device}, {name}")
             runs[name] = simulate(replace(base, engine=engine), plan, work / device / name, progress)
-        whole, first = (read_episodes(work / device / name) for name in runs)
-        pairs = [(whole[key].picture_age_s, first[key].picture_age_s) for key in whole]
-        ages = [(one, other) for one, other in pairs if one and other]
-        rows.append(
-            {
-                "device": device,
-                "picture_age_s": {name: run.picture_age_s for name, run in runs.items()},
-                "latency_s": {name: run.latency_s for name, run in runs.items()},
-                "drops": {name: run.drops for name, run in runs.items()},
-                "starts": len(ages),
-                "age_ratio": mean_ratio([other / one for one, other in ages]),
-                "success": compare_episodes(whole, first).as_json(),
-            }
-        )
+        whole = read_episodes(work / device / "whole")
+        for name, run in runs.items():
+            episodes = read_episodes(work / device / name)
+            pairs = [(whole[key].picture_age_s, episodes[key].picture_age_s) for key in whole]
+            ages = [(one, other) for one, other in pairs if one and other]
+            rows.append(
+                {
+                    "device": device,
+                    "answers": name,
+                    "picture_age_s": run.picture_age_s,
+                    "latency_s": run.latency_s,
+                    "action_rate_hz": run.action_rate_hz,
+                    "drops": run.drops,
+                    "starts": len(ages),
+                    "age_ratio": mean_ratio([other / one for one, other in ages]),
+                    "success": compare_episodes(whole, episodes).as_json(),
+                }
+            )
     head = result_head(context) | of_weights(directory) | of_devices(DEVICES) | {"policy": POLICY}
     finish(head | {"mode": early.mode, "first_seed": seed, "episodes_per_task": episodes, "rows": rows}, out)
 

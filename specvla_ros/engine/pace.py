@@ -209,6 +209,34 @@ def may_begin(pace: Pace, answers: Answers, in_flight: Sequence[tuple[int, int, 
     return expected_left(answers.forwards(others=others, drafted=pace.drafts), done) <= pace.left
 
 
+class FirstActions:
+    """Tells whether the rest of an answer is needed, of which k actions are published.
+
+    Action i of an answer is for the time up to i dt after its image. A newer image that is begun now has its first
+    action out after about F. The robot does not run out of actions meanwhile if
+
+        k dt >= age of the image + F.
+
+    A device that takes longer to decode an action than the robot to execute it never gets there: it decodes whole
+    answers.
+
+    Args:
+        step_s: dt, what an action takes; 0: unknown, and all is needed.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._mean_s = 0.0  # F, of about the last ten answers
+
+    def add(self, seconds: float) -> None:
+        """An answer's first actions are out, so many seconds after it was begun."""
+        self._mean_s = _MEMORY * self._mean_s + (1 - _MEMORY) * seconds if self._mean_s else seconds
+
+    def last(self, actions: int, age_s: float, *, newer_s: float = 0.0) -> bool:
+        """Whether actions that are published last until a newer image's; `newer_s`: since that was begun."""
+        return self._mean_s > 0 and actions * self._step_s >= age_s + max(0.0, self._mean_s - newer_s)
+
+
 class Chooser:
     """Chooses a pace by its expected age, and keeps to it while no other is clearly better.
 

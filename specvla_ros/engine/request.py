@@ -47,6 +47,7 @@ class Request:
     # float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them.
     actions: Tensor | None = None
     handed_out: int = 0  # of its actions, before its answer was complete
+    spent_s: float = 0.0  # since it was begun, in the seconds of `Engine.tick_time`
     # The record of its ticks, for DecodeStats.
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)

@@ -14,7 +14,7 @@ from specvla_ros.engine.batch import Batch, ScheduledRequest, TickWork
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.pace import Chooser, Kind, may_begin
+from specvla_ros.engine.pace import Chooser, FirstActions, Kind, may_begin
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
@@ -47,6 +47,7 @@ class Scheduler:
         self.settings, self.chooser = settings, chooser
         self.requests: list[Request] = []
         self._mailbox, self._slots, self._codec, self._root = mailbox, slots, codec, root
+        self._first_actions = FirstActions(settings.chunk_step_s or codec.dt_s or 0.0)
         self._forwards = 0.0  # per finished request, mean; 0: none yet
         self._fewest_forwards = 0  # of the last finished requests, about
         self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
@@ -70,7 +71,11 @@ class Scheduler:
     def room_for(self, stream: str) -> bool:
         """Whether the next tick may begin a prompt of a robot: one prompt at a time."""
         own = self._of(stream)
-        if not self._slots.free_slots or any(request.prefilling for request in self.requests):
+        if any(request.prefilling for request in self.requests):
+            return False
+        if self._replaceable(own) is not None:
+            return True
+        if not self._slots.free_slots:
             return False
         if self.chooser is None:
             return len(own) < self.target_in_flight
@@ -97,8 +102,13 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The newest frame if there is room for it, and each request's share of the next forward."""
-        admitted = self._admit()
-        return Batch([ScheduledRequest.next_share(request) for request in self.requests], admitted)
+        batch = Batch([], self._admit())
+        if batch.admitted is not None:
+            replaced = self._replaceable(self._of(batch.admitted.observation.stream))
+            if replaced is not None:
+                self._end_early(replaced, batch)
+        batch.shares += [ScheduledRequest.next_share(request) for request in self.requests]
+        return batch
 
     @property
     def spread(self) -> int:
@@ -152,7 +162,9 @@ class Scheduler:
         self._drop_overtaken()
 
     def learn(self, batch: Batch, work: TickWork, seconds: float) -> None:
-        """Lets the choice of the pace learn from a tick that took so long."""
+        """Lets requests and the choice of the pace learn from a tick that took so long."""
+        for share in batch.shares:
+            share.request.spent_s += seconds
         if self.chooser is None or not batch.shares:
             return
         prompts = [share.request.spread for share in batch.shares if share.prompt_rows]
@@ -211,6 +223,8 @@ class Scheduler:
             numbers = self._numbers.begun(request.tokens)
             count = len(numbers) // dims
             if request.handed_out < count < self._codec.horizon:
+                if not request.handed_out:
+                    self._first_actions.add(request.spent_s)
                 request.handed_out = count
                 actions = numbers[: count * dims].reshape(count, dims)
                 found.append(self._action(request, actions, tuple(request.tokens), partial=True))
@@ -261,6 +275,26 @@ class Scheduler:
         if not np.isfinite(actions).all():
             self._drop(request, DropReason.NOT_FINITE, f"the action is {actions.tolist()}")
             return
+        self._answer(request, batch, actions, tokens)
+
+    def _replaceable(self, own: Sequence[Request]) -> Request | None:
+        """Of a robot's requests the oldest, where a newer image takes its place before its actions are used up."""
+        if self.settings.tail == "whole" or not own or not own[0].handed_out:
+            return None
+        oldest, newer_s = own[0], own[1].spent_s if len(own) > 1 else 0.0
+        age_s = oldest.wait_s + oldest.spent_s
+        return oldest if self._first_actions.last(oldest.handed_out, age_s, newer_s=newer_s) else None
+
+    def _end_early(self, request: Request, batch: Batch) -> None:
+        """Ends an answer with the actions that were handed out of it."""
+        assert self._numbers is not None
+        dims, count = len(self._codec.names), request.handed_out
+        actions = self._numbers.begun(request.tokens)[: count * dims].reshape(count, dims)
+        self._answer(request, batch, actions, tuple(request.tokens), whole=False)
+
+    def _answer(
+        self, request: Request, batch: Batch, actions: np.ndarray, tokens: tuple[int, ...], *, whole: bool = True
+    ) -> None:
         action = self._action(request, actions, tokens)
         self._remove(request)
         forwards = len(request.tokens_per_forward)
@@ -269,7 +303,9 @@ class Scheduler:
         self._held.append(action)
         batch.answered.append(request)
         seen = request.observation
-        batch.finished.append(FinishedAnswer(seen.epoch, tuple(request.tokens), tokens, seen.stamp_ns, seen.stream))
+        batch.finished.append(
+            FinishedAnswer(seen.epoch, tuple(request.tokens), tokens, seen.stamp_ns, seen.stream, whole)
+        )
         if not self.settings.in_order:
             for older in [other for other in self._of(seen.stream) if other.observation.stamp_ns < seen.stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)

@@ -81,6 +81,14 @@ class EngineSettings:
         "that write digits only; never with decode.ensemble.",
         writable=True,
     )
+    tail: str = parameter(
+        "whole",
+        "How far an answer is decoded whose first actions are published (decode.partial_actions). whole: to its end. "
+        "needed: until they last until the first action of a newer image that waits, by what an action takes "
+        "(decode.chunk_step_s, or as the checkpoint says).",
+        choices=("whole", "needed"),
+        writable=True,
+    )
     ensemble: int = parameter(
         0,
         "Answers whose chunks of actions are averaged where they overlap: the newest counts fully, each before it half "
@@ -91,8 +99,8 @@ class EngineSettings:
     )
     chunk_step_s: float = parameter(
         0.0,
-        "Time that one action of a chunk takes, for decode.ensemble and draft.chunk_shift; 0: as the checkpoint says, "
-        "or, where it does not, one action from picture to picture.",
+        "Time that one action of a chunk takes, for decode.ensemble, decode.tail and draft.chunk_shift; 0: as the "
+        "checkpoint says, or, where it does not, one action from picture to picture, and whole answers.",
         unit="s",
         minimum=0.0,
         maximum=60.0,

@@ -14,6 +14,7 @@ from support.nightly import nightly_but
 
 from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.pace import FirstActions
 from specvla_ros.engine.settings import MODES, engine_settings_from
 from specvla_ros.lab.bundled.policies import bundled_policy
 from specvla_ros.lab.evaluation.simulate import make_robot, tasks_of
@@ -131,6 +132,64 @@ def test_a_flush_ends_an_answer_whose_first_actions_are_out() -> None:
     assert dropped.reason is DropReason.EPOCH_CHANGED
     found = [*outcomes_of(engine, [frame(2, epoch=1)])]
     assert {each.observation.stamp_ns for each in found} == {2}
+
+
+def test_the_rest_of_an_answer_is_not_decoded_where_its_actions_last_until_a_newer_images() -> None:
+    plain, engine = Engine(policy(), EngineSettings()), engine_of(policy(), mode="spec", tail="needed")
+    engine.tick_time = lambda work, seconds: 0.03  # an action is for 0.2 s
+    begun: dict[int, int] = {}  # actions that were handed out, by image
+    ticks: dict[int, int] = {}
+    first_ticks: list[int] = []
+    ended: list[Action] = []
+    for stamp in range(1, 120):
+        found = [*(engine.submit(frame(stamp)) if engine.has_room else ()), *engine.tick()]
+        for request in engine.scheduler.requests:
+            ticks[request.observation.stamp_ns] = ticks.get(request.observation.stamp_ns, 0) + 1
+        for outcome in found:
+            assert isinstance(outcome, Action)
+            of = outcome.observation.stamp_ns
+            if outcome.partial:
+                if of not in begun:
+                    first_ticks.append(ticks[of])
+                begun[of] = len(outcome.actions)
+            else:
+                ended.append(outcome)
+    assert len(ended) > 10
+    for answer in ended:
+        whole, rows = plain.act(answer.observation), len(answer.actions)
+        assert isinstance(whole, Action)
+        np.testing.assert_array_equal(answer.actions, whole.actions[:rows])
+        assert answer.tokens == whole.tokens[: len(answer.tokens)]
+    early = [each for each in ended if len(each.actions) < 8]
+    assert len(early) > 8
+    for answer in early[-3:]:
+        stamp, rows = answer.observation.stamp_ns, len(answer.actions)
+        assert begun[stamp] == rows, "what was handed out is the answer"
+        assert rows * 0.2 >= 0.03 * (ticks[stamp] + min(first_ticks))
+
+
+def test_answers_are_whole_where_no_newer_image_waits_or_nobody_asked() -> None:
+    for settings, every in (({"tail": "needed"}, 60), ({}, 1)):
+        engine = engine_of(policy(), mode="spec", **settings)
+        engine.tick_time = lambda work, seconds: 0.001
+        answers = [
+            each for each in outcomes_of(engine, [frame(n) for n in (1, 2, 3)], every) if isinstance(each, Action)
+        ]
+        assert answers and all(len(each.actions) == 8 for each in answers if not each.partial)
+
+
+def test_actions_last_until_a_newer_images_first_one() -> None:
+    first = FirstActions(0.1)
+    assert not first.last(8, 0.0), "nothing is known of a first action yet"
+    first.add(0.25)
+    assert [first.last(count, 0.3) for count in (5, 6)] == [False, True]  # 0.3 + 0.25 s
+    assert first.last(5, 0.3, newer_s=0.1) and not first.last(2, 0.3, newer_s=9.0)
+    for _ in range(50):
+        first.add(0.45)
+    assert not first.last(7, 0.3) and first.last(8, 0.3)
+    unknown = FirstActions(0.0)
+    unknown.add(0.01)
+    assert not unknown.last(1000, 0.0), "what an action takes is not known"
 
 
 @given(st.data())

@@ -93,6 +93,22 @@ def test_the_newest_of_several_in_flight_stays() -> None:
     assert drafter.answer(1, SECOND) == answer_of(DIGITS, second)
 
 
+def test_of_an_answer_that_was_ended_early_the_chunk_before_says_the_rest() -> None:
+    before, newest = (DIGITS.decode(DIGITS.encode(chunk)) for chunk in chunks(5, 2))
+    answer = answer_of(DIGITS, newest)
+    spaces = [i for i, token in enumerate(answer) if token == 10]
+    broken_off = answer[: spaces[2 * DIMS] + 2]  # two actions, and a number that is begun
+    ended = FinishedAnswer(1, broken_off, broken_off, stamp_ns=SECOND + SECOND // 10, whole=False)
+    drafter, _ = drafter_after(DIGITS, before)
+    drafter.observe(ended)
+    wanted = np.concatenate((newest[:2], before[3:], before[-1:]))
+    assert drafter.answer(1, ended.stamp_ns) == answer_of(DIGITS, wanted)
+    alone = ChunkShiftDrafter(DIGITS, 0.1)
+    alone.observe(ended)
+    held = np.concatenate((newest[:2], np.repeat(newest[1:2], HORIZON - 2, axis=0)))
+    assert alone.answer(1, ended.stamp_ns) == answer_of(DIGITS, held)[:-1], "its end was never seen"
+
+
 def test_steps_are_rounded_and_a_clock_that_goes_back_passes_none() -> None:
     (chunk,) = chunks(3, 1)
     drafter, _ = drafter_after(DIGITS, chunk)

@@ -105,6 +105,9 @@ class ChunkShiftDrafter(Drafter):
         last = self._last.get(answer.stream)
         if last is not None and last.epoch == answer.epoch and last.stamp_ns >= answer.stamp_ns:
             return
+        if not answer.whole:
+            self._last[answer.stream] = self._completed(answer, last)
+            return
         tokens, text = answer.tokens, len(self._codec.text_tokens(answer.tokens))
         self._last[answer.stream] = _Chunk(
             answer.epoch,
@@ -150,6 +153,19 @@ class ChunkShiftDrafter(Drafter):
         if passed not in last.encoded:
             last.encoded[passed] = self._encode(last, _shifted(last.actions, passed))
         return last.encoded[passed]
+
+    def _completed(self, answer: FinishedAnswer, last: _Chunk | None) -> _Chunk:
+        """The chunk of an answer that was ended early: what it does not say is as in the chunk before, or held."""
+        assert self._numbers is not None
+        dims, horizon = len(self._codec.names), self._codec.horizon
+        begun = self._numbers.begun(answer.tokens)
+        known = begun[: len(begun) // dims * dims].reshape(-1, dims)
+        if last is None or last.epoch != answer.epoch:
+            expected, behind = np.repeat(known[-1:], horizon, axis=0), ()
+        else:
+            expected, behind = _shifted(last.actions, self._passed(last, answer.stamp_ns)), last.behind
+        actions = np.concatenate((known, expected[len(known) :]))
+        return _Chunk(answer.epoch, answer.stamp_ns, actions, before=(), behind=behind)
 
     def _guesses(self, request: DraftInput, stamp_ns: int) -> list[tuple[int, ...]]:
         """Whole answers that may go on from a committed beginning."""

@@ -166,13 +166,17 @@ class DraftPrompt:
 
 @dataclass(frozen=True)
 class FinishedAnswer:
-    """An answer that stands for an action: all its tokens, and the action tokens in which it ends."""
+    """An answer that stands for an action: all its tokens, and the action tokens in which it ends.
+
+    Not `whole`: it was ended after some of its actions, and its tokens may break off within a number.
+    """
 
     epoch: int
     tokens: tuple[int, ...]
     action: tuple[int, ...]
     stamp_ns: int
     stream: str = ""
+    whole: bool = True
 
 
 class Drafter(Protocol):
