@@ -18,10 +18,9 @@ _ROUNDS = 7
 _CACHE_BYTES = 256 << 20  # more than any device's second-level cache: a forward finds no weight of its own there
 _Key = tuple[object, ...]
 
-_faster: dict[_Key, bool] = {}
+_faster: dict[_Key, bool] = {}  # by device, dtype, rows, weight's shape and kind
 # Of the thread that warms up, not of another whose engine ticks meanwhile.
 _timing: ContextVar[bool] = ContextVar("timing", default=False)
-_forced: ContextVar[bool | None] = ContextVar("forced", default=None)
 
 
 def is_fused(
@@ -37,9 +36,6 @@ def is_fused(
     `kind` says what stands around the product of x, [n_rows, in_features], and the weight; above `most_rows` it is
     never fused.
     """
-    wanted = _forced.get()
-    if wanted is not None:
-        return wanted and x.shape[0] <= most_rows
     if x.shape[0] > most_rows or x.dtype.itemsize != 2 or (kind in ("norm", "gate") and x.dtype == torch.float16):
         return False  # float32 has no tensor cores that are exact, float16 may overflow in front of the norm's scale
     key = (x.device, x.dtype, x.shape[0], weight.shape, kind)
@@ -56,21 +52,6 @@ def timing() -> Iterator[None]:
         yield
     finally:
         _timing.reset(before)
-
-
-@contextmanager
-def forced(fused: bool) -> Iterator[None]:
-    """Takes one of the two wherever the rows allow it, so that tests and launch counts see either."""
-    before = _forced.set(fused)
-    try:
-        yield
-    finally:
-        _forced.reset(before)
-
-
-def decisions() -> dict[_Key, bool]:
-    """The results so far: by device, dtype, rows, weight's shape and kind, whether our launch was faster."""
-    return dict(_faster)
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:

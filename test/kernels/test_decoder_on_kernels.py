@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.kernels import DEVICE
+from support.kernels import DEVICE, forced
 from support.nightly import nightly_but
 
 from specvla_kernels import (
@@ -18,7 +18,6 @@ from specvla_kernels import (
     rounded_linear,
 )
 from specvla_kernels.layout import Ancestry
-from specvla_kernels.product_contest import forced
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models import quantization

@@ -5,13 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import DEVICE, DTYPES, TOLERANCES, poisoned_empty
+from support.kernels import DEVICE, DTYPES, TOLERANCES, forced, poisoned_empty
 from support.nightly import examples
 
 from specvla_kernels import layer_products, layernorm_residual, patch_embedding
 from specvla_kernels.layernorm_residual import layernorm_residual_reference, layernorm_residual_triton
 from specvla_kernels.patch_embedding import patch_embedding_reference, patch_embedding_triton
-from specvla_kernels.product_contest import forced
 from specvla_ros.models.config import VisionTowerConfig
 from specvla_ros.models.families.openvla import model as openvla_model
 from specvla_ros.models.families.openvla.model import VisionTower

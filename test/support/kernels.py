@@ -2,13 +2,19 @@
 """What the kernel tests share: they run in Triton's interpreter, or on a GPU where there is one."""
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
+from specvla_kernels import layer_products
 from specvla_kernels.device import HAS_TRITON
+from specvla_kernels.product_contest import FEW_ROWS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,6 +39,19 @@ def poisoned_empty(x: torch.Tensor, *size: Any, **kinds: Any) -> torch.Tensor:
     """`Tensor.new_empty`, with what is read before it is written made to show."""
     made = NEW_EMPTY(x, *size, **kinds)
     return made.fill_(torch.nan) if made.is_floating_point() else made
+
+
+@contextmanager
+def forced(fused: bool) -> Iterator[None]:
+    """Takes our fused launch of a product, or the libraries' product, wherever the rows allow it."""
+    Make = Callable[[], Tensor]
+
+    def is_fused(ours: Make, apart: Make, x: Tensor, weight: Tensor, kind: str, most_rows: int = FEW_ROWS) -> bool:
+        return fused and x.shape[0] <= most_rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_products, "is_fused", is_fused)
+        yield
 
 
 def _hasten_interpreter() -> None:
