@@ -12,7 +12,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.harness import Out, finish, result_head, take_turns
-from specvla_kernels.linear import linear
+from specvla_kernels.fused_linear import linear
 
 SHAPES = {"gate and up": (11264, 2048), "output head": (32064, 2048)}  # of a 1B Llama
 ROWS = (1, 2, 5, 16, 64, 290)  # of a decode step, levels of a draft tree, trees, a prompt

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specvla_kernels.device import has_kernels
-from specvla_kernels.fused_linear import fused_linear_triton
+from specvla_kernels.fused_linear import fused_linear_triton, linear
 from specvla_kernels.gated_unit import gated_unit
-from specvla_kernels.linear import linear
 from specvla_kernels.product_contest import is_fused
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm, rmsnorm_residual
 from specvla_kernels.rounded_linear import Rounded, round_rows, rounded_linear

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specvla_kernels.fused_linear import linear
 from specvla_kernels.gated_unit import GATES
 from specvla_kernels.layer_products import Matrix, gated_mlp, normed_product, product_to_add
 from specvla_kernels.layout import PackedLayout
-from specvla_kernels.linear import linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
 from specvla_kernels.rope_write_kv import rope_write_kv

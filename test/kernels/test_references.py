@@ -4,8 +4,8 @@
 import pytest
 import torch
 
+from specvla_kernels.fused_linear import linear
 from specvla_kernels.layout import PackedLayout, Span
-from specvla_kernels.linear import linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rope_write_kv import rope_write_kv
 

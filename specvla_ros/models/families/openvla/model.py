@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_kernels.device import has_kernels
+from specvla_kernels.fused_linear import linear
 from specvla_kernels.graph_capture import side_by_side
 from specvla_kernels.layer_products import gelu_product, scaled_sum
 from specvla_kernels.layernorm_residual import layernorm_residual
-from specvla_kernels.linear import linear
 from specvla_kernels.patch_embedding import patch_embedding
 from specvla_ros.models.config import VisionTowerConfig
 from specvla_ros.models.decoder import (

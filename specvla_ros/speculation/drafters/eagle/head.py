@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from specvla_kernels.fused_linear import linear
 from specvla_kernels.layout import MAX_TREE_NODES, PackedLayout
-from specvla_kernels.linear import linear
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
