@@ -26,7 +26,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.lab.tally import percentiles
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.quantization import Int8Linear
+from specvla_ros.models.quantization import RoundedLinear
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import DraftSettings
 
@@ -271,7 +271,7 @@ class GpuMemory:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes that parameters, buffers and packed weights take; those without memory take none."""
     tensors = [*model.parameters(), *model.buffers()]
-    packed = [module.packed for module in model.modules() if isinstance(module, Int8Linear) and module.packed]
+    packed = [module.packed for module in model.modules() if isinstance(module, RoundedLinear) and module.packed]
     stored = sum(_stored_bytes(tensor) for tensor in tensors if not tensor.is_meta)
     return stored + sum(weight.nbytes for weight in packed)
 

@@ -7,8 +7,6 @@ on a CPU.
 
 import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,52 +34,37 @@ _LEAST_CAPABILITY = {"int4": (8, 0), "fp8": (8, 9)}
 _INSTALL = "pip install torchao (0.18 goes with torch 2.13); `specvla doctor` says what is there"
 
 
-class Int8Linear(nn.Linear):
-    """Weights in int8, activations rounded to int8 row by row; see `int8_linear`.
+class RoundedLinear(nn.Linear):
+    """Weights in int8 or float8_e4m3fn, activations rounded to the same row by row; see `rounded_linear`.
 
-    In host memory only the packed weight is kept, where the processor has a product for it.
+    In host memory only the packed weight of int8 is kept, where the processor has a product for it.
 
     Args:
-        weight: int8 [out_features, in_features].
-        scales: float32 [out_features]; float64 in a float64 model, for which there is no packed product.
+        weight: [out_features, in_features]; in a float64 model its steps are float64, and nothing is packed.
     """
 
     scales: Tensor
 
-    def __init__(self, weight: Tensor, scales: Tensor) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        packable = weight.device.type == "cpu" and scales.dtype != torch.float64
-        self.packed = pack_int8(weight, scales.float()) if packable else None
-        self.weight = nn.Parameter(weight if self.packed is None else weight[:0].clone(), requires_grad=False)
+    def __init__(self, weight: Rounded) -> None:
+        values, scales = weight.values, weight.steps
+        super().__init__(values.shape[1], values.shape[0], bias=False, device="meta")
+        packable = values.dtype == torch.int8 and values.device.type == "cpu" and scales.dtype != torch.float64
+        self.packed = pack_int8(values, scales.float()) if packable else None
+        self.weight = nn.Parameter(values if self.packed is None else values[:0].clone(), requires_grad=False)
         self.register_buffer("scales", scales)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return self.packed(x)
-        return int8_linear(x, self.weight, self.scales)
+        if self.weight.dtype == torch.int8:
+            return int8_linear(x, self.weight, self.scales)
+        return rounded_linear(round_rows(x, self.weight.dtype), Rounded(self.weight, self.scales), x.dtype)
 
     @property
     def rounded(self) -> Rounded | None:
-        """For the kernels that round in the norm and the gate; None where these do not run."""
-        return Rounded(self.weight, self.scales) if has_kernels(self.scales) else None
-
-
-class Float8Linear(nn.Linear):
-    """Weights in float8_e4m3fn [out, in] with float32 scales [out], activations rounded to it row by row."""
-
-    scales: Tensor
-
-    def __init__(self, weight: Tensor, scales: Tensor) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("scales", scales)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rounded_linear(round_rows(x, self.weight.dtype), self.rounded, x.dtype)
-
-    @property
-    def rounded(self) -> Rounded:
-        return Rounded(self.weight, self.scales)
+        """For the kernels that round in the norm and the gate; None of int8 where these do not run."""
+        runs = self.weight.dtype != torch.int8 or has_kernels(self.scales)
+        return Rounded(self.weight, self.scales) if runs else None
 
 
 class Int4Linear(nn.Linear):
@@ -115,7 +98,7 @@ class Int4Linear(nn.Linear):
 
 def is_packed(layer: nn.Module) -> bool:
     """Whether a layer's matrices are packed in int8 for a CPU."""
-    return any(isinstance(module, Int8Linear) and module.packed is not None for module in layer.modules())
+    return any(isinstance(module, RoundedLinear) and module.packed is not None for module in layer.modules())
 
 
 class _TorchaoLinear(nn.Linear):
@@ -124,7 +107,7 @@ class _TorchaoLinear(nn.Linear):
 
 def parameter_count(model: nn.Module) -> int:
     """Weights of a model, those that are packed by the shape of their matrix."""
-    packed = [module for module in model.modules() if isinstance(module, (Int4Linear, Int8Linear))]
+    packed = [module for module in model.modules() if isinstance(module, (Int4Linear, RoundedLinear))]
     whole = sum(module.in_features * module.out_features - module.weight.numel() for module in packed)
     return sum(parameter.numel() for parameter in model.parameters()) + whole
 
@@ -202,16 +185,16 @@ def quantize_layer(layer: DecoderLayer, quantization: str) -> None:
 def _quantized(matrix: nn.Linear, quantization: str) -> nn.Linear:
     if quantization == "int4":
         return _by_torchao(matrix) if matrix.weight.is_cuda else Int4Linear(matrix.weight)
-    is_int8 = quantization in ("w8a8", ROTATED)
-    rounded = round_weight(matrix.weight.detach(), torch.int8 if is_int8 else torch.float8_e4m3fn)
-    return (Int8Linear if is_int8 else Float8Linear)(rounded.values, rounded.steps)
+    kind = torch.int8 if quantization in ("w8a8", ROTATED) else torch.float8_e4m3fn
+    return RoundedLinear(round_weight(matrix.weight.detach(), kind))
 
 
 def _by_torchao(matrix: nn.Linear) -> nn.Linear:
     """In int4. Torchao's settings for torch.compile are left alone: nothing is compiled here."""
+    for name in ("torchao", "torch.utils._pytree"):  # it warns about extensions for other GPUs
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with _quiet_import():
-            from torchao import quantization as torchao
+        from torchao import quantization as torchao
     except ImportError as error:
         raise UserError(f"torchao cannot be imported ({error}): {_INSTALL}") from None
     try:
@@ -230,20 +213,6 @@ def _by_torchao(matrix: nn.Linear) -> nn.Linear:
         raise UserError(f"a matrix of shape {shape} cannot be quantised as 'int4': choose another, or none")
     matrix.__class__ = _TorchaoLinear
     return matrix
-
-
-@contextmanager
-def _quiet_import() -> Iterator[None]:
-    """Silences torchao's warnings about extensions for other GPUs."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 # Hadamard rotation of the layers (QuaRot, arXiv 2404.00456), so that no channel stands out when it is rounded.

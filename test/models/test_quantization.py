@@ -29,7 +29,7 @@ from specvla_ros.models.quantization import (
     MATRICES,
     QUANTIZATIONS,
     Int4Linear,
-    Int8Linear,
+    RoundedLinear,
     check_memory,
     check_quantization,
 )
@@ -85,7 +85,7 @@ def test_only_the_layers_matrices_are_quantised(checkpoint: Path) -> None:
     exact = dict(load_openvla(checkpoint, device="cpu").model.named_parameters())
     model = load_openvla(checkpoint, device="cpu", quantization="w8a8").model
     matrices = {f"decoder.layers.{i}.{name}" for i in range(CHECKPOINT["layers"]) for name in MATRICES}
-    assert {name for name, module in model.named_modules() if isinstance(module, Int8Linear)} == matrices
+    assert {name for name, module in model.named_modules() if isinstance(module, RoundedLinear)} == matrices
     for name, parameter in model.named_parameters():
         if name.removesuffix(".weight") not in matrices:
             assert torch.equal(parameter, exact[name]), name
