@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table on the device of what each program of the attention kernel computes, so that a launch fits a CUDA graph."""
+"""A table on the device of what each program of the attention kernel computes, so that a launch fits a CUDA graph.
 
-from collections.abc import Sequence
+flash-attn masks causally and knows no trees: it computes the one long chain of a forward at most, a prompt or a chunk
+of it, whose plan then has no tiles of the chain. Its varlen kernel takes where a sequence begins and ends (BlockInfo in
+block_info.h), so the chain's rows may lie anywhere among the packed ones.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import import_module, metadata
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specvla_kernels.chain_attention import Chain
 from specvla_kernels.device import power_of_two, to_device
 
 _SMALLEST_TILE, _LARGEST_TILE = 16, 64  # an MMA's rows; what keeps a head of 128 in registers
@@ -43,6 +49,16 @@ class Span:
     def first_kv_row(self, slot_rows: int) -> int:
         """The row of node 0's keys and values, counted through all slots."""
         return self.slot * slot_rows + self.prefix_len
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Where the chain lies, on the device, and bounds of its rows and keys."""
+
+    # int32 [2, 2], first and one past the last: of its packed rows, and of its keys counted through all slots.
+    ends: Tensor
+    most_rows: int
+    most_keys: int
 
 
 @dataclass(frozen=True)
@@ -81,29 +97,20 @@ class AttentionPlan:
 
 
 def plan_attention(
-    spans: Sequence[Span],
-    *,
-    group: int,
-    kv_heads: int,
-    slot_rows: int,
-    device: torch.device,
-    capacity: int = 0,
-    programs: int = 0,
+    spans: Sequence[Span], *, group: int, kv_heads: int, slot_rows: int, device: torch.device
 ) -> AttentionPlan:
-    """Cuts a packed forward into tiles, at least `capacity`, and their keys into as many shares as fill the device.
+    """Cuts a packed forward into tiles, and their keys into as many shares as fill the device.
 
     Nothing but the table depends on prefix lengths, so segments of the same lengths always make the same launch. For a
-    bucket, the spans are the longest that it holds. `programs` are wanted in one launch; 0: two per multiprocessor.
-    Raises ValueError where no tile holds `group`, the query heads per key head.
+    bucket, the spans are the longest that it holds. Raises ValueError where no tile holds `group`, the query heads per
+    key head.
     """
     if group > _LARGEST_TILE:
         raise ValueError(f"{group} query heads share a key head, a tile holds {_LARGEST_TILE}")
     longest = max(span.length for span in spans) * group
     block_m = max(_SMALLEST_TILE, min(_LARGEST_TILE, power_of_two(longest)), power_of_two(group))
     rows = _tile_rows(spans, block_m // group)
-    rows += [_NO_WORK] * (capacity - len(rows))
-    wanted = programs or _programs_of(device)
-    splits = min(wanted // (len(rows) * kv_heads), -(-slot_rows // _KEYS_PER_SPLIT), _MOST_SPLITS)
+    splits = min(_programs_of(device) // (len(rows) * kv_heads), -(-slot_rows // _KEYS_PER_SPLIT), _MOST_SPLITS)
     tiles = to_device(rows, device, torch.int32)
     return AttentionPlan(tiles, group=group, kv_heads=kv_heads, block_m=block_m, splits=max(1, splits))
 
@@ -120,3 +127,36 @@ def _programs_of(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attend_chain(q: Tensor, k_cache: Tensor, v_cache: Tensor, chain: Chain) -> Tensor:
+    """`packed_attention` of the chain's rows alone, in float16 or bfloat16; the last row sees the last key.
+
+    Shapes as there; other rows of the result are not written.
+    """
+    attend = varlen_kernel()
+    assert attend is not None
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    return attend(q, keys, values, *chain.ends.unbind(), chain.most_rows, chain.most_keys, causal=True)
+
+
+@cache
+def varlen_kernel() -> Callable[..., Any] | None:
+    """flash-attn's kernel; None where it is not installed or cannot be loaded."""
+    try:
+        return import_module("flash_attn").flash_attn_varlen_func
+    except (ImportError, OSError, AttributeError):  # built for another torch, it fails while it is linked
+        return None
+
+
+def flash_takes(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether flash-attn is there and computes heads of this kind."""
+    return dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= 256 and varlen_kernel() is not None
+
+
+def flash_version() -> str:
+    """The version of flash-attn; empty where it is not installed."""
+    try:
+        return metadata.version("flash-attn")
+    except metadata.PackageNotFoundError:
+        return ""

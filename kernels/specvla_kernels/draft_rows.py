@@ -23,6 +23,8 @@ class DraftSlots:
     slot_rows: int
     cos: Tensor  # [positions, dim], RoPE's table
     sin: Tensor  # likewise
+    embeddings: Tensor  # [vocab, hidden], of the tokens of a beam
+    scale: float  # of these, a number of their dtype
 
 
 @dataclass(frozen=True)
@@ -49,28 +51,19 @@ def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tens
     return run(where, following, hidden, tiles)
 
 
-def beam_rows(
-    where: DraftSlots,
-    beam: Beam,
-    embeddings: Tensor,
-    scale: float,
-    states: Tensor,
-    before: Tensor | None,
-    tiles: Tensor,
-) -> DraftRows:
+def beam_rows(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor) -> DraftRows:
     """All beams of the trees so far, after the committed rows.
 
     Earlier beams are computed again: reading the head's one layer from memory takes longer than any number of rows.
 
     Args:
-        embeddings: [vocab, hidden]; `scale` is a number of their dtype.
         states: [requests, width, hidden], after the nodes of the beam before, at which the newest beam's parents point;
             the last dimension is contiguous.
         before: [requests, n, 2 hidden], the earlier beams' inputs; None: there are none.
         tiles: as in `chain_rows`.
     """
     run = beam_rows_triton if has_kernels(states) else beam_rows_reference
-    return run(where, beam, embeddings, scale, states, before, tiles)
+    return run(where, beam, states, before, tiles)
 
 
 def chain_rows_reference(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
@@ -85,18 +78,12 @@ def chain_rows_reference(where: DraftSlots, following: Tensor, hidden: Tensor, t
 
 
 def beam_rows_reference(
-    where: DraftSlots,
-    beam: Beam,
-    embeddings: Tensor,
-    scale: float,
-    states: Tensor,
-    before: Tensor | None,
-    tiles: Tensor,
+    where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor
 ) -> DraftRows:
     """`beam_rows` in PyTorch."""
     k, size = beam.tokens.shape[1], states.shape[2]
-    embedded = embeddings[beam.tokens]
-    embedded = embedded if scale == 1.0 else embedded * scale
+    embedded = where.embeddings[beam.tokens]
+    embedded = embedded if where.scale == 1.0 else embedded * where.scale
     inputs = torch.cat((embedded, states.gather(1, beam.parents[:, :, None].expand(-1, -1, size))), dim=-1)
     inputs = inputs if before is None else torch.cat((before, inputs), dim=1)
     deepest = (where.max_depths - 1).clamp(min=0)[:, None]
@@ -128,19 +115,12 @@ def chain_rows_triton(where: DraftSlots, following: Tensor, hidden: Tensor, tile
     return _launch(where, sources, tiles, hidden.shape[1], n_before=0, scale=1.0, k=1, chain=True)
 
 
-def beam_rows_triton(
-    where: DraftSlots,
-    beam: Beam,
-    embeddings: Tensor,
-    scale: float,
-    states: Tensor,
-    before: Tensor | None,
-    tiles: Tensor,
-) -> DraftRows:
+def beam_rows_triton(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor) -> DraftRows:
     """`beam_rows` as one launch."""
     n, k = beam.ancestors.shape[1], beam.tokens.shape[1]
-    sources = (embeddings, states, states if before is None else before, beam.tokens, beam.parents, beam.ancestors)
-    return _launch(where, sources, tiles, n, n_before=n - k, scale=scale, k=k, chain=False)
+    before = states if before is None else before
+    sources = (where.embeddings, states, before, beam.tokens, beam.parents, beam.ancestors)
+    return _launch(where, sources, tiles, n, n_before=n - k, scale=where.scale, k=k, chain=False)
 
 
 def _launch(

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_kernels.attention_plan import AttentionPlan
-from specvla_kernels.chain_attention import attend_chain
+from specvla_kernels.attention_plan import AttentionPlan, attend_chain
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 from specvla_kernels.layout import PackedLayout
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specvla_kernels.attention_plan import AttentionPlan, plan_attention
-from specvla_kernels.chain_attention import Chain
+from specvla_kernels.attention_plan import AttentionPlan, Chain, plan_attention
 from specvla_kernels.device import copy_together
 from specvla_kernels.graph_capture import TILE_ROWS, Capture, check_rows, padded_rows, paddings
 from specvla_kernels.greedy_choice import greedy_choice

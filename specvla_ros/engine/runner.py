@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specvla_kernels.chain_attention import takes, version
+from specvla_kernels.attention_plan import flash_takes, flash_version
 from specvla_kernels.graph_capture import Capturable, Capture, Captures, capture_on, check_rows, randomize
 from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Batch, Segment, packed_forward
@@ -160,15 +160,15 @@ class Forwards:
     def _fastest(self, bucket: Bucket, logits: Tensor, capture: Capture) -> StaticForward:
         """With our attention, or flash-attn's for the chain where that is installed, equal and measured faster."""
         ours = self._checked(bucket, logits, capture)
-        config, device = self._decoder.config, self._decoder.device
-        if not self._causal or bucket.longest <= self._sizes.nodes or not takes(self._decoder.dtype, config.head_dim):
+        decoder, head_dim = self._decoder, self._decoder.config.head_dim
+        if not self._causal or bucket.longest <= self._sizes.nodes or not flash_takes(decoder.dtype, head_dim):
             return ours
         try:
             theirs = self._checked(bucket, logits, capture, flash=True)
         except Exception as error:  # of a version that calls it otherwise, a device that it has no kernels for
             self._flash[bucket] = f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             return ours
-        faster = seconds(theirs.replay, device) < seconds(ours.replay, device)
+        faster = seconds(theirs.replay, decoder.device) < seconds(ours.replay, decoder.device)
         self._flash[bucket] = "faster" if faster else "slower"
         return theirs if faster else ours
 
@@ -183,7 +183,7 @@ class Forwards:
         """For diagnostics: where flash-attn is used; empty where it is not installed or not needed."""
         said = Counter(self._flash.values())
         counts = ", ".join(f"{what} in {n} sizes of forward" for what, n in said.items())
-        return f"flash-attn {version()}, used where it is faster: {counts}" if counts else ""
+        return f"flash-attn {flash_version()}, used where it is faster: {counts}" if counts else ""
 
     def release(self) -> None:
         self._captured, self._flash = {}, {}

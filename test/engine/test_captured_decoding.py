@@ -22,7 +22,7 @@ from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import flash_attention, pooled, recorded, use_table
 
 from benchmarks.random_policy import random_decoder
-from specvla_kernels import chain_attention
+from specvla_kernels import attention_plan
 from specvla_kernels.graph_capture import Capture, Captures, paddings
 from specvla_ros.engine import runner as forwards
 from specvla_ros.engine import runner as graphs
@@ -347,8 +347,8 @@ def test_flash_attn_is_taken_where_it_is_equal_and_faster(
     expected = driven(Engine(policy, SPECPIPE))
     capture_with(monkeypatch)
     clock = cycle(times)  # flash-attn's comes first
-    monkeypatch.setattr(chain_attention, "varlen_kernel", lambda: attend)
-    monkeypatch.setattr(forwards, "takes", lambda *_: True)
+    monkeypatch.setattr(attention_plan, "varlen_kernel", lambda: attend)
+    monkeypatch.setattr(forwards, "flash_takes", lambda *_: True)
     monkeypatch.setattr(forwards, "seconds", lambda *_: next(clock))
     engine = Engine(policy, SPECPIPE)
     engine.warm_up()
@@ -364,12 +364,12 @@ def test_flash_attn_is_taken_where_it_is_equal_and_faster(
 
 def test_without_flash_attn_nothing_is_said_of_it(policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    chain_attention.varlen_kernel.cache_clear()
-    assert not chain_attention.takes(torch.bfloat16, 128)
+    attention_plan.varlen_kernel.cache_clear()
+    assert not attention_plan.flash_takes(torch.bfloat16, 128)
     capture_with(monkeypatch)
     engine = Engine(policy, PLAIN)
     engine.warm_up()
     assert "attention" not in engine.describe()
-    monkeypatch.setattr(chain_attention, "varlen_kernel", lambda: flash_attention)
-    assert chain_attention.takes(torch.bfloat16, 128)
-    assert not chain_attention.takes(torch.float32, 128) and not chain_attention.takes(torch.bfloat16, 260)
+    monkeypatch.setattr(attention_plan, "varlen_kernel", lambda: flash_attention)
+    assert attention_plan.flash_takes(torch.bfloat16, 128)
+    assert not attention_plan.flash_takes(torch.float32, 128) and not attention_plan.flash_takes(torch.bfloat16, 260)

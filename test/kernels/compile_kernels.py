@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,9 +24,8 @@ from torch import Tensor
 with suppress(ImportError):
     import triton  # the operators take it where somebody has imported it
 
-from specvla_kernels.accept_tree import accept_tree_triton
-from specvla_kernels.accept_within import Within, accept_within_triton
-from specvla_kernels.attention_plan import plan_attention
+from specvla_kernels import attention_plan
+from specvla_kernels.accept_tree import Within, accept_tree_triton, accept_within_triton
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
 from specvla_kernels.device import HAS_TRITON, try_product
@@ -93,14 +93,14 @@ def _rope(shape: _Shape) -> None:
 
 def _attention(shape: _Shape, length: int, programs: int) -> None:
     spans = (Span(0, 0, length, 1, True),)
-    plan = plan_attention(
-        spans,
-        group=shape.heads // shape.kv_heads,
-        kv_heads=shape.kv_heads,
-        slot_rows=_SLOT_ROWS,
-        device=_META,
-        programs=programs,
-    )
+    with patch.object(attention_plan, "_programs_of", lambda _: programs):
+        plan = attention_plan.plan_attention(
+            spans,
+            group=shape.heads // shape.kv_heads,
+            kv_heads=shape.kv_heads,
+            slot_rows=_SLOT_ROWS,
+            device=_META,
+        )
     packed_attention_triton(shape.rows(length, shape.heads), shape.cache(), shape.cache(), _whole(length), plan)
 
 
@@ -207,12 +207,12 @@ def _expand(k: int, *, window: bool = False, chosen: bool = False, rows: bool = 
 def _draft_rows(shape: _Shape) -> None:
     """The committed rows, and the second beam after them."""
     angles, tiles = torch.empty(512, shape.head_dim // 2, device=_META), _whole(4, 6).to(torch.int32)
-    where = DraftSlots(_whole(4), _whole(4), _whole(4), _whole(4), _SLOT_ROWS, angles, angles)
     states = torch.empty(4, 8, shape.hidden, dtype=shape.dtype, device=_META)
+    where = DraftSlots(_whole(4), _whole(4), _whole(4), _whole(4), _SLOT_ROWS, angles, angles, states[0], 1.0)
     chain_rows_triton(where, states, states, tiles)
     beam = Beam(_whole(4, 8), _whole(4, 8), angles[:4, :8], _whole(4, 8), _whole(4, 16))
     before = torch.empty(4, 8, 2 * shape.hidden, dtype=shape.dtype, device=_META)
-    beam_rows_triton(where, beam, states[0], 1.0, states, before, tiles)
+    beam_rows_triton(where, beam, states, before, tiles)
 
 
 def _finish(k: int, levels: int, nodes: int) -> None:

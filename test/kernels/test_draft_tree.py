@@ -176,7 +176,9 @@ def test_rows_of_the_next_forward(seed: int, requests: int, k: int, beams: int, 
 
     angles = torch.randn(2, 64, 6, generator=generator).to(DEVICE)
     rows, prefix_lens = whole(1, 6, requests), whole(6, 30, requests)
-    where = DraftSlots(whole(0, 4, requests), prefix_lens, rows, whole(0, 4, requests), 80, angles[0], angles[1])
+    scale = float(torch.tensor(1.7, dtype=dtype)) if seed % 2 else 1.0
+    tables = (*angles, real(20, size), scale)
+    where = DraftSlots(whole(0, 4, requests), prefix_lens, rows, whole(0, 4, requests), 80, *tables)
     tiles = [whole(0, 9, 2 * requests, 6).to(torch.int32)] * 2
     tiles[1] = tiles[1].clone()
     following, hidden = real(requests, 5, size), real(requests, 5, size)
@@ -194,8 +196,7 @@ def test_rows_of_the_next_forward(seed: int, requests: int, k: int, beams: int, 
     )
     states = real(requests, width + 2, size)[:, -width:]  # the rest of a forward lies before
     before = None if beams == 1 else real(requests, (beams - 1) * k, 2 * size)
-    scale = float(torch.tensor(1.7, dtype=dtype)) if seed % 2 else 1.0
-    arguments = (where, beam, real(20, size), scale, states, before)
+    arguments = (where, beam, states, before)
     same_rows(beam_rows_triton(*arguments, tiles[0]), beam_rows_reference(*arguments, tiles[1]), ends=False)
     assert tiles[0].equal(tiles[1])
 

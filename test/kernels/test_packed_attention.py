@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel against the reference in float64: any mix of segments, over a KV cache whose unwritten rows are NaN."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES, poisoned
 from support.nightly import examples
 
-from specvla_kernels.attention_plan import plan_attention
+from specvla_kernels import attention_plan
+from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.layout import Ancestry, PackedLayout, Span, pack_layout
 from specvla_kernels.packed_attention import packed_attention_reference, packed_attention_triton
 
@@ -53,6 +55,13 @@ def caches(layout: PackedLayout, kv_heads: int, head_dim: int, generator: torch.
     return made
 
 
+def plan_of(spans: Sequence[Span], *, group: int, kv_heads: int, programs: int) -> AttentionPlan:
+    """As on a device that runs so many programs at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_plan, "_programs_of", lambda _: programs)
+        return plan_attention(spans, group=group, kv_heads=kv_heads, slot_rows=SLOT_ROWS, device=DEVICE)
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(
     parts=segments(),
@@ -71,9 +80,8 @@ def test_the_kernel_is_the_reference(
     keys, values = caches(layout, kv_heads, head_dim, generator)
     n_rows = layout.spans[-1].stop
     q = torch.randn(n_rows, kv_heads * group, head_dim, generator=generator).bfloat16().to(DEVICE, torch.float64)
-    shape: dict[str, Any] = dict(group=group, kv_heads=kv_heads, slot_rows=SLOT_ROWS, device=DEVICE, programs=programs)
-    plan = plan_attention(layout.spans, **shape)
-    plan = plan_attention(layout.spans, **shape, capacity=len(plan.tiles) + surplus)
+    plan = plan_of(layout.spans, group=group, kv_heads=kv_heads, programs=programs)
+    plan = replace(plan, tiles=torch.cat((plan.tiles, plan.tiles.new_zeros(surplus, 6))))
 
     out = packed_attention_triton(q.to(dtype), keys.to(dtype), values.to(dtype), layout.ancestors, plan)
 
@@ -89,7 +97,7 @@ def test_a_plan_takes_the_next_forward_of_its_bucket() -> None:
     tree = Ancestry.from_parents([-1, 0, 0, 1, 1], DEVICE)
     first = pack_layout([(Span(0, 0, 5, 40, True), tree), (Span(1, 5, 5, 60, True), tree)], SLOT_ROWS, DEVICE)
     then = pack_layout([(Span(2, 0, 5, 130, True), tree)], SLOT_ROWS, DEVICE)
-    plan = plan_attention(first.spans, group=2, kv_heads=2, slot_rows=SLOT_ROWS, device=DEVICE, programs=16)
+    plan = plan_of(first.spans, group=2, kv_heads=2, programs=16)
     table = plan.tiles
     assert plan.splits > 1
     for layout in (first, then):
@@ -110,7 +118,7 @@ def test_a_nan_in_a_query_reaches_its_own_row_only() -> None:
     q = torch.ones(3, 1, 16, device=DEVICE)
     q[1, 0, 3] = float("nan")
     for programs in (1, 4):
-        plan = plan_attention(layout.spans, group=1, kv_heads=1, slot_rows=SLOT_ROWS, device=DEVICE, programs=programs)
+        plan = plan_of(layout.spans, group=1, kv_heads=1, programs=programs)
         out = packed_attention_triton(q, keys, values, layout.ancestors, plan)
         assert out.isnan().all(dim=-1).flatten().tolist() == [False, True, False]
         assert out[[0, 2]].isfinite().all()

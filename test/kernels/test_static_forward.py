@@ -15,7 +15,7 @@ from support.no_read_back import no_read_back
 from support.static_forwards import flash_attention, kernels, rerun
 
 from benchmarks.random_policy import random_decoder
-from specvla_kernels import attention_plan, chain_attention
+from specvla_kernels import attention_plan
 from specvla_kernels.graph_capture import Capture, Result
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
@@ -134,7 +134,7 @@ def test_forwards_whose_chain_flash_attn_computes_are_packed_forwards(several: l
     whole = [segments for segments in whole if max(map(len, segments)) > NODES]
     cache = ring_before([])
     with kernels(True) as patch:
-        patch.setattr(chain_attention, "varlen_kernel", lambda: flash_attention)
+        patch.setattr(attention_plan, "varlen_kernel", lambda: flash_attention)
         for segments in whole:
             bucket = SIZES.bucket([len(each) for each in segments])
             assert bucket is not None

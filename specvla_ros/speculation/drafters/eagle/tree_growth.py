@@ -217,8 +217,9 @@ class TreeGrower:
     def start(self, columns: Tensor) -> DraftStart:
         """From int64 [COLUMNS, requests], as `DraftStart.columns` gives them."""
         slots, prefix_lens, rows, max_depths, nodes, dimensions, roots = columns.unbind()
-        cos, sin = self.decoder.rotations(self.keys.device)
-        where = DraftSlots(slots, prefix_lens, rows, max_depths, self._slot_rows, cos, sin)
+        (cos, sin), embed = self.decoder.rotations(self.keys.device), self.decoder.embed_tokens
+        tables = (cos, sin, embed.weight, embed.scale)
+        where = DraftSlots(slots, prefix_lens, rows, max_depths, self._slot_rows, *tables)
         return DraftStart(where, nodes, dimensions, roots)
 
     def start_of(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> DraftStart:
@@ -309,12 +310,12 @@ class TreeGrower:
 
     def _expand_levels(self, growth: TreeGrowth, start: DraftStart, states: Tensor, depth: int) -> None:
         """A forward of the head per level, over the beam that the level before has left."""
-        where, embed, inputs = start.where, self.decoder.embed_tokens, None
+        where, inputs = start.where, None
         for _ in range(depth):
             if growth.beam is not None:
                 trees, n = growth.beam.ancestors.shape
                 plan = self._plan(trees, n, is_tree=True)
-                rows = beam_rows(where, growth.beam, embed.weight, embed.scale, states, inputs, plan.tiles)
+                rows = beam_rows(where, growth.beam, states, inputs, plan.tiles)
                 inputs = rows.inputs
                 states = self._over(rows, start, plan).view(trees, n, -1)[:, -self._k :]
             self._consider(growth, self._logits(states), start.dimensions)
