@@ -109,7 +109,7 @@ class GenerateTurns:
         out = self._model.generate(
             inputs_embeds=prompt[None],
             attention_mask=mask,
-            max_new_tokens=self._policy.action_dim,
+            max_new_tokens=len(self._policy.codec.names),
             do_sample=False,
             eos_token_id=None,
             **self._options,

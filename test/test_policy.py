@@ -17,6 +17,7 @@ import specvla_ros
 from specvla_ros import Policy, UserError
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.policy import NoActionError
 
 ASKED = "put carrot on plate"
@@ -30,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pictures(n: int) -> list[np.ndarray]:
-    return [frame(1, picture).image for picture in range(n)]
+    return [frame(1, picture).cameras[ONLY_CAMERA] for picture in range(n)]
 
 
 @pytest.mark.parametrize("mode", ["ar", "spec", "pipeline", "specpipe"])

@@ -36,13 +36,15 @@ from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.lab.training.batched_forward import decoder_hidden, image_embeddings
+from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.lab.training.trainer import write_json
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
-from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
-from specvla_ros.models.observation import Observation
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
 
 LONGEST_TEXT = 64  # tokens
 _LAYERS = NanoShape().layers  # the nano policy's own, whose weights it begins with
@@ -173,20 +175,25 @@ def _rows_of_known_words(nano: OpenVLATarget, writer: OpenVLATarget) -> Tensor:
     assert nano.prompt.tokenizer is not None and writer.prompt.tokenizer is not None
     ids = writer.prompt.tokenizer.get_vocab()
     pairs = [(old, ids[word]) for word, old in nano.prompt.tokenizer.get_vocab().items() if word in ids]
-    first = (nano.action_tokenizer.first_id, writer.action_tokenizer.first_id)
-    pairs += [(first[0] + i, first[1] + i) for i in range(nano.action_tokenizer.vocab_size - first[0])]
+    ours, theirs = _action_tokenizer(nano), _action_tokenizer(writer)
+    pairs += [(ours.first_id + i, theirs.first_id + i) for i in range(ours.vocab_size - ours.first_id)]
     return torch.tensor(pairs)
+
+
+def _action_tokenizer(policy: OpenVLATarget) -> ActionTokenizer:
+    assert isinstance(policy.codec, BinsCodec)
+    return policy.codec.tokenizer
 
 
 @torch.inference_mode()
 def _sample(policy: OpenVLATarget, nano: OpenVLATarget, frame: Frame) -> Sample:
     assert policy.prompt.tokenizer is not None
-    pixels = policy.image_processor(frame.observation.image)[None]
+    pixels = policy.image_processor(frame.observation.cameras[ONLY_CAMERA])[None]
     words = policy.prompt.tokenizer.encode(frame.text, add_special_tokens=False).ids
-    shift = policy.action_tokenizer.first_id - nano.action_tokenizer.first_id
+    shift = _action_tokenizer(policy).first_id - _action_tokenizer(nano).first_id
     answer = (*words, *(token + shift for token in frame.tokens))
     image = image_embeddings(policy.model, pixels)[0]
-    return Sample(image, tuple(policy.prompt_ids(frame.task.instruction)), answer)
+    return Sample(image, tuple(policy.prompt.ids(frame.task.instruction)), answer)
 
 
 def _train(policy: OpenVLATarget, samples: list[Sample], steps: int, batch: int) -> None:

@@ -83,7 +83,7 @@ def _point(
     policy: RandomPolicy, lengths: AcceptanceLengths, draft: DraftSettings, actions: int, repeats: int
 ) -> dict[str, Any]:
     """Every mode at one length of answer and prompt, taking turns."""
-    tokens = policy.action_dim
+    tokens = len(policy.codec.names)
     contestants = {}
     for mode in MODES:
         name, in_order = mode.partition(",")[0], mode == IN_ORDER

@@ -91,13 +91,6 @@ class Observation:
             )
         return state
 
-    @property
-    def image(self) -> np.ndarray:
-        """The image of the only camera; UserError if there are several."""
-        if len(self.cameras) > 1:
-            raise UserError(f"one camera image is needed, got {len(self.cameras)}: {', '.join(self.cameras)}")
-        return next(iter(self.cameras.values()))
-
 
 def normalise_instruction(instruction: str) -> str:
     """Lower case, single spaces, no full stop: to compare with taught instructions."""

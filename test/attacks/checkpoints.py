@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.models.observation import Observation
 
 # Stand for what Python's json does not write; replaced in the text.
@@ -111,7 +111,7 @@ def _act(directory: Path) -> list[Any]:
         engine.check_instruction(instruction)
         outcome = engine.act(Observation(image, instruction, stamp_ns=stamp))
         if isinstance(outcome, Action):
-            answers.append([*outcome.tokens, *outcome.values.tolist(), *target.prompt_ids(instruction)])
+            answers.append([*outcome.tokens, *outcome.values.tolist(), *target.prompt.ids(instruction)])
         elif outcome.reason is DropReason.ENGINE_FAULT:
             raise RuntimeError(outcome.detail)
         else:

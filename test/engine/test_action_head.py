@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import load_openvla
+from support.checkpoints import bins_of, load_openvla
 from support.draft_heads import write_random_head
 from support.nightly import examples
 from support.random_checkpoint import write_random_checkpoint
@@ -82,7 +82,7 @@ def test_relaxed_acceptance_keeps_its_bounds(
         for seed in range(4):
             action = decoded(policy, relaxed, seed)
             assert max(action.record.bins_off) <= 4
-            assert all(policy.action_tokenizer.is_action(token) for token in action.tokens)
+            assert all(bins_of(policy).tokenizer.is_action(token) for token in action.tokens)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -92,7 +92,7 @@ def test_logits_of_actions_are_the_plain_heads_and_others_are_none(tmp_path: Pat
     plain, actions = (load_openvla(tmp_path, device="cpu", dtype=dtype, action_head=on) for on in (False, True))
     hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).to(plain.decoder.dtype)
     whole, known = plain.decoder.logits(hidden), actions.decoder.logits(hidden)
-    ids = slice(plain.action_tokenizer.first_id, plain.action_tokenizer.vocab_size)
+    ids = slice(bins_of(plain).tokenizer.first_id, bins_of(plain).tokenizer.vocab_size)
     assert known.shape == whole.shape
     assert known.dtype == whole.dtype == torch.float32
     torch.testing.assert_close(known[:, ids], whole[:, ids])

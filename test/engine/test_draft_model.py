@@ -112,7 +112,7 @@ def test_a_tick_counts_the_draft_models_forwards_rows_and_images(actor: OpenVLAT
     while engine.busy:
         engine.tick()
         work.append(engine.last_work.drafting)
-    rows = actor.image_tokens + len(actor.prompt_ids("put carrot on plate"))
+    rows = actor.image_tokens + len(actor.prompt.ids("put carrot on plate"))
     found = [(each.model_forwards, each.model_rows, each.model_images) for each in work]
     assert found == [(3, rows + 1 + 2, 1), (1, 2, 0), (0, 0, 0)]
 

@@ -44,9 +44,9 @@ def frame(stamp_ns: int, *, seed: int | None = None, instruction: str = INSTRUCT
 
 def decode_from_scratch(policy: OpenVLATarget, observation: Observation) -> list[int]:
     """Greedy decoding without a cache: every token from the whole sequence."""
-    prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
+    prompt = policy.prompt_embeddings(observation, policy.prompt.ids(observation.instruction))
     tokens: list[int] = []
-    for _ in range(policy.action_dim):
+    for _ in range(len(policy.codec.names)):
         ids = torch.tensor(tokens, dtype=torch.int64)
         sequence = torch.cat((prompt, policy.decoder.embed_tokens(ids)))
         cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))

@@ -25,7 +25,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget
-from specvla_ros.models.observation import Observation
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.target import Pixels, PreparesPictures, Target
 from specvla_ros.speculation.settings import DraftSettings
 
@@ -245,7 +245,7 @@ def test_whoever_comes_second_waits_for_the_first_and_computes_nothing() -> None
 def test_policy_and_stream_and_server_prepare_on_their_callers_thread(
     policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = frame(1).image
+    image = frame(1).cameras[ONLY_CAMERA]
     watched = Watched(monkeypatch)
     face = Policy(policy, EngineSettings("pipeline"))
     watched.stamps.clear()

@@ -113,7 +113,7 @@ def test_in_float32_a_token_differs_only_where_two_are_nearly_as_good(directory:
 @torch.inference_mode()
 def top_two_margin(policy: OpenVLATarget, observation: Observation, tokens: tuple[int, ...]) -> float:
     """By how much the best logit behind a prefix is ahead of the second, beside the largest."""
-    prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
+    prompt = policy.prompt_embeddings(observation, policy.prompt.ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
     cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
     first, second = packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache).logits[0].topk(2).values.tolist()

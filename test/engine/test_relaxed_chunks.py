@@ -213,7 +213,7 @@ def seen(seed: int) -> Observation:
 
 def own_choices(policy: OpenVLATarget, observation: Observation, tokens: Sequence[int]) -> list[int]:
     """The target's own token behind each prefix of an answer, in one forward from an empty cache."""
-    prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
+    prompt = policy.prompt_embeddings(observation, policy.prompt.ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens[:-1], dtype=torch.int64))))
     cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
     forward = packed_forward(policy.decoder, [Segment(0, 0, sequence, wanted=len(tokens))], cache)

@@ -114,7 +114,7 @@ def test_a_tick_counts_the_targets_forwards_and_rows(actor: OpenVLATarget) -> No
     while engine.busy:
         engine.tick()
         work.append(engine.last_work)
-    prompt = round(0.1 * actor.image_tokens) + len(actor.prompt_ids("put carrot on plate"))
+    prompt = round(0.1 * actor.image_tokens) + len(actor.prompt.ids("put carrot on plate"))
     assert (work[0].drafting.self_forwards, work[0].drafting.self_rows) == (3, prompt + 1)
     assert all(each.drafting.self_rows <= 4 and each.drafting.self_forwards <= 3 for each in work[1:])
     assert (work[-1].drafting.self_forwards, work[-1].drafting.self_rows) == (0, 0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import bins_of
 from support.draft_heads import policy_with_random_head
 from support.draft_models import FOLDER, drafting_model, write_draft_model
 from support.nightly import examples, nightly_but
@@ -55,8 +56,8 @@ def scripted_engine(
     policy: OpenVLATarget, data: st.DataObject, answer: Sequence[int], chosen: EngineSettings
 ) -> Engine:
     engine = Engine(policy, chosen)
-    first = policy.action_tokenizer.first_id
-    engine.drafter = Scripted(data, answer, low=first, high=policy.action_tokenizer.vocab_size - 1)  # type: ignore[assignment]
+    first = bins_of(policy).tokenizer.first_id
+    engine.drafter = Scripted(data, answer, low=first, high=bins_of(policy).tokenizer.vocab_size - 1)  # type: ignore[assignment]
     engine.cache.keys.fill_(float("nan"))
     engine.cache.values.fill_(float("nan"))
     return engine
@@ -85,14 +86,14 @@ def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
     action = decoded(scripted_engine(policy, data, plain.tokens, relaxed), frame(1, seed=seed))
     for place, (token, off) in enumerate(zip(action.tokens, action.record.bins_off, strict=True)):
         own = plain_choice(policy, frame(1, seed=seed), action.tokens[:place])
-        ids = [policy.action_tokenizer.vocab_size - 1 - each for each in (token, own)]
+        ids = [bins_of(policy).tokenizer.vocab_size - 1 - each for each in (token, own)]
         apart = abs(min(ids[0], 254) - min(ids[1], 254))
         assert off == apart <= bins[place]
 
 
 def plain_choice(policy: OpenVLATarget, observation: Observation, tokens: Sequence[int]) -> int:
     """The target's own token behind a prefix, without a cache."""
-    prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
+    prompt = policy.prompt_embeddings(observation, policy.prompt.ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
     cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
     return int(packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache).logits[0].argmax())

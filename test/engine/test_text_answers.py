@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from support.checkpoints import bins_of
 from support.draft_heads import policy_with_random_head
 from support.draft_models import FOLDER, with_model, write_draft_model
 from support.nightly import nightly_but
@@ -81,7 +82,7 @@ def test_loose_rules_end_in_actions_and_say_why(policy: OpenVLATarget, rule: str
     chosen = EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS["all"], acceptance=RULES[rule])
     found = [each for each in outcomes(policy, chosen) if isinstance(each, Action)]
     assert found
-    ids = policy.action_tokenizer
+    ids = bins_of(policy).tokenizer
     for action in found:
         assert all(map(ids.is_action, action.tokens))
         record = action.record

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from support.checkpoints import bins_of
 from torch import nn
 
 from benchmarks.harness import Device, Out, finish, result_head
@@ -31,9 +32,10 @@ from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.training.artifacts import save_draft_head, save_weights
+from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.models.checkpoint import DTYPES, load_target
-from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.settings import DRAFT_FOLDER, DraftSettings, adjusted
@@ -276,7 +278,7 @@ class Soak:
     def _margin(self, seen: Observation, prefix: Sequence[int]) -> float:
         """The difference between the target's two best logits after a prefix of an answer."""
         decoder = self._policy.decoder
-        prompt = self._policy.prompt_embeddings(seen, self._policy.prompt_ids(seen.instruction))
+        prompt = self._policy.prompt_embeddings(seen, self._policy.prompt.ids(seen.instruction))
         answer = decoder.embed_tokens(torch.tensor(prefix, dtype=torch.int64, device=decoder.device))
         rows = torch.cat((prompt, answer))
         cache = new_cache(decoder, slots=1, slot_rows=len(rows))
@@ -318,7 +320,7 @@ def _spread(policy: OpenVLATarget) -> None:
     for parameter in policy.decoder.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
-    tokenizer, head = policy.action_tokenizer, policy.decoder.lm_head.weight
+    tokenizer, head = bins_of(policy).tokenizer, policy.decoder.lm_head.weight
     head[: tokenizer.first_id] = 0.0
     head[tokenizer.vocab_size :] = 0.0
 

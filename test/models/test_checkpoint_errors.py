@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import copy_checkpoint, edit_json, load_openvla, shard, write_checkpoint
+from support.checkpoints import bins_of, copy_checkpoint, edit_json, load_openvla, shard, write_checkpoint
 from transformers import PreTrainedTokenizerFast
 
 from specvla_ros.errors import UserError
@@ -273,15 +273,15 @@ def test_a_tokenizer_of_another_model(checkpoint: Path) -> None:
 def test_a_tokenizer_that_truncates_and_pads_leaves_prompts_whole_as_transformers_does(checkpoint: Path) -> None:
     truncation = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     padding = dict(strategy={"Fixed": 90}, direction="Right", pad_to_multiple_of=None, pad_id=0, pad_type_id=0)
-    usual = load_openvla(checkpoint, device="cpu").prompt_ids("lift the red cube")
+    usual = load_openvla(checkpoint, device="cpu").prompt.ids("lift the red cube")
     edit_json(
         checkpoint / "tokenizer.json",
         lambda tokenizer: tokenizer.update(truncation=truncation, padding=padding | {"pad_token": "<unk>"}),
     )
     policy = load_openvla(checkpoint, device="cpu")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
-    assert policy.prompt_ids("lift the red cube") == usual
-    assert policy.prompt_ids("lift the blue cube") != usual
+    assert policy.prompt.ids("lift the red cube") == usual
+    assert policy.prompt.ids("lift the blue cube") != usual
     assert policy.prompt.complete(theirs(policy.prompt.text("lift the red cube")).input_ids) == usual
 
 
@@ -299,7 +299,7 @@ def test_no_tokenizer_refuses_words_and_takes_ids(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     policy = load_openvla(checkpoint, device="cpu")
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
-        policy.prompt_ids("put carrot on plate")
+        policy.prompt.ids("put carrot on plate")
     assert policy.prompt.complete([1, 5]) == (1, 5)
     with pytest.raises(UserError, match="outside the vocabulary"):
         policy.prompt.complete([1, 10**6])
@@ -340,7 +340,7 @@ def test_a_fine_tuned_checkpoints_statistics_take_precedence(checkpoint: Path) -
     edit_json(checkpoint / "dataset_statistics.json", lambda value: value.update(statistics))
     policy = load_openvla(checkpoint, device="cpu")
     assert policy.unnorm_key == "mine"
-    assert policy.statistics.mask.all()
+    assert bins_of(policy).statistics.mask.all()
 
 
 @pytest.mark.parametrize(

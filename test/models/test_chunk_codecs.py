@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.training.artifacts import fit_fast_tokenizer
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, Codec, CodecContext, make_codec
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
@@ -304,7 +304,7 @@ def made(directory: Path, name: str, vocab_size: int, **config: Any) -> Codec:
     folder = directory / CODEC_FOLDER
     folder.mkdir(exist_ok=True)
     fast = {"scale": 5.0, "vocab_size": 300, "min_token": FAST.tokenizer.min_token}
-    FAST.tokenizer.save(folder)
+    save_fast_tokenizer(FAST.tokenizer, folder)
     (folder / CODEC_FILE).write_text(json.dumps(fast | config))
     (directory / "config.json").write_text(json.dumps({"eos_token_id": END}))
     statistics = {"here": {"action": {"q01": [-1, 0], "q99": [1, 4]}}}

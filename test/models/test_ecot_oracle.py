@@ -19,9 +19,10 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
-from specvla_ros.models.observation import Observation
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 HERE = ORACLES / "ecot_tiny_a"
@@ -63,7 +64,7 @@ def test_prompt_pixels_and_embeddings_equal_the_original(index: int) -> None:
     layout = target.prompt_layout(seen)
     assert target.prompt.text(case["instruction"]) == case["prompt"]
     assert list(layout.ids) == case["input_ids"]
-    pixels = target.image_processor(seen.image).numpy()
+    pixels = target.image_processor(seen.cameras[ONLY_CAMERA]).numpy()
     np.testing.assert_allclose(pixels, arrays[f"c{index:02}_pixel_values"], atol=1e-6, rtol=0)
     prompt = target.prompt_embeddings(seen, layout.ids).numpy()
     text = np.concatenate([prompt[:1], prompt[1 + target.image_tokens :]])

@@ -19,7 +19,7 @@ from support.random_fast import DIMS, HORIZON, write_fast_policy
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.lab.evaluation.replay_summary import compare
-from specvla_ros.lab.training.artifacts import fit_fast_tokenizer
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import CODEC_FOLDER as FOLDER
 from specvla_ros.models.codecs.fast import FastCodec
@@ -101,7 +101,7 @@ def test_a_fit_gives_the_originals_tokenizer(name: str, tmp_path: Path) -> None:
     assert (
         json.loads(fitted.bpe.to_str())["model"] == json.loads((ORACLE / name / "tokenizer.json").read_text())["model"]
     )
-    fitted.save(tmp_path)
+    save_fast_tokenizer(fitted, tmp_path)
     again = read_fast_tokenizer(tmp_path)
     assert again.encode(chunks[3]) == fitted.encode(chunks[3])
 

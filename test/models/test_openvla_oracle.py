@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.checkpoints import load_openvla
+from support.checkpoints import bins_of, load_openvla
 from support.paths import ORACLES, needs
 
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
@@ -119,7 +119,7 @@ def test_every_token_decodes_to_the_originals_action(variant: str) -> None:
 def test_every_value_encodes_to_the_originals_token(variant: str) -> None:
     table = arrays(variant, "action_to_token")
     key = json.loads((ORACLES / variant / "cases.json").read_text())[0]["unnorm_key"]
-    tokenizer = policy_of(variant, key).action_tokenizer
+    tokenizer = bins_of(policy_of(variant, key)).tokenizer
     np.testing.assert_array_equal(tokenizer.encode(table["action"]), table["token_id"])
     np.testing.assert_allclose(tokenizer.decode(table["token_id"]), table["decoded"], atol=1e-12, rtol=0)
 

@@ -42,7 +42,7 @@ def test_the_prompt_is_bos_then_the_pictures_in_order_then_the_state_then_the_te
     edges = np.linspace(-1, 1, 256)
     normalised = [seen.state[0], seen.state[1] / 0.04 - 1]
     state = [target.model.config.token_vocab_size - np.digitize(value, edges) for value in normalised]
-    words = target.prompt_ids(ASKED)
+    words = target.prompt.ids(ASKED)
     assert layout.ids == (words[0], *state, *words[1:])
     pictures = [target.model.image_embeddings(target.image_processor(seen.cameras[name])) for name in CAMERAS]
     text = target.decoder.embed_tokens(torch.tensor(layout.ids))

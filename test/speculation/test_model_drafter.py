@@ -20,7 +20,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.observation import Observation
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.drafters.model_drafter import ModelDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork, NewRows
@@ -49,7 +49,8 @@ class Model:
 
     def prompt_embeddings(self, observation: Observation, prompt_ids: tuple[int, ...]) -> Tensor:
         words = self.decoder.embed_tokens(torch.tensor(prompt_ids))
-        image = torch.from_numpy(observation.image.reshape(-1)[: IMAGE * 32].reshape(IMAGE, 32) / 128.0 - 1.0)
+        pixels = observation.cameras[ONLY_CAMERA].reshape(-1)[: IMAGE * 32]
+        image = torch.from_numpy(pixels.reshape(IMAGE, 32) / 128.0 - 1.0)
         return torch.cat((words[:1], image, words[1:]))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpoints import load_openvla
+from support.checkpoints import bins_of, load_openvla
 from support.random_checkpoint import write_random_checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -133,7 +133,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
 
 
 def test_settings_make_the_rule_that_they_name(policy: OpenVLATarget) -> None:
-    near = spread_bins([4], policy.statistics.mask.tolist(), 1)
+    near = spread_bins([4], bins_of(policy).statistics.mask.tolist(), 1)
     assert make_rule(AcceptanceSettings(), policy) == Strict()
     assert make_rule(AcceptanceSettings("bin_distance", (4,), gripper_bins=1), policy) == BinDistance(near)
     fly = adjusted(AcceptanceSettings("fly"), fly_theta=0.2, fly_window=3, fly_entropy="code")

@@ -10,8 +10,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.codecs.bins import BinsCodec
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 
 
 def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:
@@ -23,6 +25,12 @@ def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:
 def load_openvla(directory: Path, **options: Any) -> OpenVLATarget:
     """What `load_target` loads, for tests of what OpenVLA alone has."""
     return require_openvla(load_target(directory, **options))
+
+
+def bins_of(policy: OpenVLATarget) -> BinsCodec:
+    """Its codec, for tests of a policy that writes bins."""
+    assert isinstance(policy.codec, BinsCodec)
+    return policy.codec
 
 
 def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:

@@ -14,13 +14,14 @@ from support.random_fast import AnyFast
 
 from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action
-from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_weights
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer, save_weights
+from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import CODEC_FOLDER
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.families.openvla.config import read_config
-from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 
 
 class AnyDigits(DigitsCodec):
@@ -47,7 +48,7 @@ def any_chunks(directory: Path, codec: str) -> OpenVLATarget:
     if codec == "fast":
         chunks = np.random.default_rng(0).uniform(-1, 1, (400, 2, 7))
         tokenizer = fit_fast_tokenizer(chunks, vocab_size=80)
-        tokenizer.save(directory / CODEC_FOLDER, time_horizon=2)
+        save_fast_tokenizer(tokenizer, directory / CODEC_FOLDER, time_horizon=2)
         tokens = tokenizer.vocab_size
     edit_json(directory / "config.json", lambda config: config.update(action_codec=codec, eos_token_id=2))
     weights = load_file(directory / "model.safetensors")

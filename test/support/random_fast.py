@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from support.checkpoints import edit_json
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_weights
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer, save_weights
 from specvla_ros.models.codecs.codec import CODEC_FOLDER
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.families.openvla.config import read_config
@@ -32,9 +32,8 @@ def write_fast_policy(directory: Path) -> Path:
     """A random policy that answers with FAST tokens and an end token; some stand for two actions of two values."""
     write_random_checkpoint(directory, hidden_size=64, layers=2, text=1.0)
     rng = np.random.default_rng(0)
-    fit_fast_tokenizer(rng.uniform(-0.2, 0.2, (400, HORIZON, DIMS)), scale=4.0, vocab_size=IDS).save(
-        directory / CODEC_FOLDER
-    )
+    tokenizer = fit_fast_tokenizer(rng.uniform(-0.2, 0.2, (400, HORIZON, DIMS)), scale=4.0, vocab_size=IDS)
+    save_fast_tokenizer(tokenizer, directory / CODEC_FOLDER)
     edit_json(directory / CODEC_FOLDER / "processor_config.json", lambda config: config.update(time_horizon=HORIZON))
     edit_json(directory / "config.json", lambda config: config.update(action_codec="fast", eos_token_id=END))
     weights = load_file(directory / "model.safetensors")

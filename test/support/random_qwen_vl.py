@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from specvla_ros.lab.training.artifacts import fit_fast_tokenizer
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 TEMPLATE = (
@@ -127,7 +127,8 @@ def add_fast_tokenizer(directory: Path, *, horizon: int = 1, ids: int = FAST_IDS
     """Of as many ids as the vocabulary has action tokens."""
     generator = np.random.default_rng(0)
     chunks = [generator.uniform(-1, 1, (horizon, 7)) for _ in range(300)]
-    fit_fast_tokenizer(chunks, vocab_size=ids, scale=scale).save(directory / "action_tokenizer")
+    tokenizer = fit_fast_tokenizer(chunks, vocab_size=ids, scale=scale)
+    save_fast_tokenizer(tokenizer, directory / "action_tokenizer")
 
 
 def add_nora(directory: Path, *, ids: int = FAST_IDS, scale: float = 10.0) -> Path:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.files import unfinished
+from specvla_ros.models.codecs.codec import CODEC_FILE
 from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, to_coefficients
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
@@ -88,3 +89,11 @@ def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, voc
     )
     bpe._tokenizer.train_from_iterator(texts(), trainer=trainer)
     return FastTokenizer(bpe._tokenizer, scale, low)
+
+
+def save_fast_tokenizer(tokenizer: FastTokenizer, directory: Path, **shape: float | None) -> None:
+    """Writes the released tokenizer's files, with a chunk's `time_horizon`, `action_dim` and `dt_s` if given."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.bpe.save(str(directory / "tokenizer.json"))
+    config = {"scale": tokenizer.scale, "vocab_size": tokenizer.vocab_size, "min_token": tokenizer.min_token}
+    (directory / CODEC_FILE).write_text(json.dumps(config | shape, indent=2) + "\n", encoding="utf-8")

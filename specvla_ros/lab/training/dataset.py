@@ -263,13 +263,13 @@ class Batches:
         # A chunk goes on with the next actions, which only the episode's own instruction explains.
         chunks = not isinstance(policy.codec, BinsCodec)
         self._instruction_of = data.instruction_of[:, :1] if chunks else data.instruction_of
-        prompts = [torch.tensor(policy.prompt_ids(text)) for text in data.instructions]
+        prompts = [torch.tensor(policy.prompt.ids(text)) for text in data.instructions]
         self._lengths = torch.tensor([len(ids) for ids in prompts])
         self._prompts = pad_sequence(prompts, batch_first=True)
         self._states = torch.from_numpy(policy.state.ids(data.states)) if policy.state is not None else None
         if isinstance(policy.codec, BinsCodec):
-            normalised = policy.statistics.normalise(data.actions)
-            self._answers = torch.from_numpy(policy.action_tokenizer.encode(normalised))
+            normalised = policy.codec.statistics.normalise(data.actions)
+            self._answers = torch.from_numpy(policy.codec.tokenizer.encode(normalised))
         else:
             self._answers = _chunk_answers(policy.codec, data)
         towers = policy.image_processor.towers

@@ -24,9 +24,10 @@ from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice
 from specvla_ros.lab.evaluation.frame_sources import count_frames, frames_in
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
+from specvla_ros.models.target import Target
 
 SHARD_SAMPLES = 256
 MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with
@@ -188,6 +189,13 @@ def make_shard(job: ShardJob) -> int:
     policy = _target(asked.policy, asked.model)
     frames = frames_in(policy, asked.bags, asked.topics)
     return _fill_shard(job.path, policy, islice(frames, job.skip, job.skip + job.frames), asked.max_text)
+
+
+def require_openvla(target: Target) -> OpenVLATarget:
+    """The target as OpenVLA's, for what supports no other family; UserError if it is another."""
+    if not isinstance(target, OpenVLATarget):
+        raise UserError(f"{target.directory} is no OpenVLA checkpoint, and no other can be trained or drafted for here")
+    return target
 
 
 @lru_cache(maxsize=1)

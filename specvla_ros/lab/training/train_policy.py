@@ -20,8 +20,9 @@ from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.plans import PolicyTraining
 from specvla_ros.lab.training import dataset
-from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_weights
+from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer, save_weights
 from specvla_ros.lab.training.batched_forward import action_logits
+from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
@@ -30,7 +31,7 @@ from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
 from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.openvla.config import read_config
-from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import ONLY_CAMERA
 
 # Neighbouring bins are neighbouring actions, which plain cross-entropy has to learn from the data, bin by bin.
@@ -164,7 +165,7 @@ def _choose_codec(out: Path, data: dataset.DemonstrationSet, training: PolicyTra
     else:
         chunks = dataset.action_chunks(data, training.horizon, (statistics.low, statistics.high), step_s)
         tokenizer = fit_fast_tokenizer(statistics.normalise(chunks), scale=_FAST_SCALE, vocab_size=_FAST_IDS)
-        tokenizer.save(folder, **shape)
+        save_fast_tokenizer(tokenizer, folder, **shape)
 
 
 def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> None:
@@ -238,7 +239,7 @@ class _PolicyLoss(nn.Module):
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
         # None: answers are chunks, and not one action of bins each.
-        self.tokenizer = policy.action_tokenizer if isinstance(policy.codec, BinsCodec) else None
+        self.tokenizer = policy.codec.tokenizer if isinstance(policy.codec, BinsCodec) else None
 
     def logits(self, batch: dataset.Batch) -> Tensor:
         """[batch, asked, action_dim, vocab]."""

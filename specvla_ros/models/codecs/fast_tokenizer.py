@@ -5,7 +5,6 @@ Each dimension's values over the chunk are transformed (DCT-II, orthonormal), sc
 by row, are characters of a string that byte-level BPE shortens. So answers of one policy have different lengths.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,13 +105,6 @@ class FastTokenizer:
     def characters_begun(self) -> tuple[int, ...]:
         """How many characters begin in each id's bytes: those that continue none."""
         return tuple(sum(byte & 0xC0 != 0x80 for byte in token) for token in self.token_bytes)
-
-    def save(self, directory: Path, **shape: float | None) -> None:
-        """Writes the released tokenizer's files, with a chunk's `time_horizon`, `action_dim` and `dt_s` if given."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.bpe.save(str(directory / _TOKENIZER))
-        config = {"scale": self.scale, "vocab_size": self.vocab_size, "min_token": self.min_token}
-        (directory / CODEC_FILE).write_text(json.dumps(config | shape, indent=2) + "\n", encoding="utf-8")
 
 
 def _byte_symbols() -> dict[int, str]:

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import load_openvla, with_sensors
+from support.checkpoints import bins_of, load_openvla, with_sensors
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -35,7 +35,7 @@ def policy(tmp_path_factory):
 def served_logits(policy: OpenVLATarget, image: np.ndarray, instruction: str, answer: list[int]) -> torch.Tensor:
     """Logits of each answer token by the packed forward: the prompt, then one node per token."""
     cache: KVCache = new_cache(policy.decoder, slots=1, slot_rows=64)
-    prompt = policy.prompt_embeddings(Observation(image, "", 1), policy.prompt_ids(instruction))
+    prompt = policy.prompt_embeddings(Observation(image, "", 1), policy.prompt.ids(instruction))
     logits = [packed_forward(policy.decoder, [Segment(0, 0, prompt)], cache).logits]
     for i, token in enumerate(answer[:-1]):
         node = Segment(0, len(prompt) + i, torch.tensor([token]), ancestry=Ancestry.from_parents((-1,)))
@@ -47,12 +47,12 @@ def served_logits(policy: OpenVLATarget, image: np.ndarray, instruction: str, an
 def test_every_branch_gives_the_logits_of_the_served_model(policy):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (3, 28, 28, 3), dtype=np.uint8)
-    prompts = [policy.prompt_ids(text) for text in INSTRUCTIONS]
+    prompts = [policy.prompt.ids(text) for text in INSTRUCTIONS]
     ids = torch.zeros(3, 2, max(map(len, prompts)), dtype=torch.int64)
     for place, prompt in enumerate(prompts):
         ids[:, place, : len(prompt)] = torch.tensor(prompt)
     lengths = torch.tensor([[len(prompt) for prompt in prompts]] * 3)
-    first = policy.action_tokenizer.first_id
+    first = bins_of(policy).tokenizer.first_id
     answers = torch.from_numpy(rng.integers(first, first + 256, (3, 2, 7)))
     pixels = torch.stack([policy.image_processor(image) for image in images]).double()[:, None]
 

@@ -82,8 +82,8 @@ def test_trained_policy_is_a_checkpoint_that_follows_image_and_instruction(bags,
     policy = load_openvla(tmp_path / "policy")
     assert policy.prompt.taught == (LEFT, RIGHT) and policy.unnorm_key == "d"
     with pytest.raises(UserError, match="never taught 'go up'; it knows: 'go left'; 'go right'"):
-        policy.prompt_ids("go up")
-    assert policy.prompt_ids("Go  LEFT.") == policy.prompt_ids("go left")
+        policy.prompt.ids("go up")
+    assert policy.prompt.ids("Go  LEFT.") == policy.prompt.ids("go left")
     assert history[-1].accuracy[6] > 0.95  # the gripper hangs on the instruction alone
 
 

@@ -10,9 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, together
-from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
-from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, is_oft, read_config
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.families.openvla.model import OpenVLA, load_model
@@ -27,7 +25,7 @@ from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, r
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import check_quantization
 from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle, refuse_options
-from specvla_ros.models.target import TARGETS, Target
+from specvla_ros.models.target import TARGETS
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
 
@@ -170,35 +168,3 @@ class OpenVLATarget(VisionLanguageTarget):
             "image_resize_strategy": self.image_processor.strategy,
             "center_crop": str(self.image_processor.center_crop).lower(),
         }
-
-    # For training, drafting and tools, which know bins alone.
-
-    def prompt_ids(self, instruction: str) -> tuple[int, ...]:
-        return self.prompt.ids(instruction)
-
-    @property
-    def bins(self) -> BinsCodec:
-        """Its codec; UserError if it is another."""
-        if not isinstance(self.codec, BinsCodec):
-            raise UserError(f"{self.directory} does not write its actions as bins, which this needs")
-        return self.codec
-
-    @property
-    def action_tokenizer(self) -> ActionTokenizer:
-        return self.bins.tokenizer
-
-    @property
-    def statistics(self) -> ActionStatistics:
-        return self.bins.statistics
-
-    @property
-    def action_dim(self) -> int:
-        """Values, and tokens, per action."""
-        return len(self.codec.names)
-
-
-def require_openvla(target: Target) -> OpenVLATarget:
-    """The target as OpenVLA's, for what supports no other family; UserError if it is another."""
-    if not isinstance(target, OpenVLATarget):
-        raise UserError(f"{target.directory} is no OpenVLA checkpoint, and no other can be trained or drafted for here")
-    return target
