@@ -35,16 +35,13 @@ class GreedyRules:
     def penalises(self) -> bool:
         return self.repetition_penalty != 1.0
 
-    def apply(
-        self, logits: Tensor, trees: Sequence[tuple[Tensor, Ancestry]], seen: Tensor | None, any_id: Sequence[bool] = ()
-    ) -> Tensor:
+    def apply(self, logits: Tensor, trees: Sequence[tuple[Tensor, Ancestry]], seen: Tensor | None) -> Tensor:
         """Logits as the rules leave them; nothing is read back.
 
         Args:
             logits: float32 [nodes of all trees, vocab].
             trees: tokens int64 [n] and ancestry of each request's tree, in the logits' order.
             seen: bool [requests, vocab], the ids of prompt and answer up to each tree's root; None: nothing penalises.
-            any_id: whether `allowed_ids` does not hold for a request; empty: it holds for all.
         """
         if seen is not None:
             parts = zip(trees, seen, strict=True)
@@ -53,12 +50,7 @@ class GreedyRules:
             logits = torch.where(counted, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if not self.allowed_ids:
             return logits
-        allowed = logits.masked_fill(_others(self.allowed_ids, logits.shape[1], logits.device), -torch.inf)
-        if not any(any_id):
-            return allowed
-        sizes = [len(tokens) for tokens, _ in trees]
-        chosen = zip(any_id, logits.split(sizes), allowed.split(sizes), strict=True)
-        return torch.cat([free if is_free else kept for is_free, free, kept in chosen])
+        return logits.masked_fill(_others(self.allowed_ids, logits.shape[1], logits.device), -torch.inf)
 
 
 NO_RULES = GreedyRules()

@@ -28,7 +28,7 @@ _BLANK = (64, 64)  # pixels of a picture to warm up with
 class VisionLanguageTarget:
     """A checkpoint, ready to decode. Holds no state between observations. See `Target`.
 
-    A family is a frozen dataclass with `pixels` and `ids`, and with `layout` and `assemble` where its prompt is not
+    A family is a frozen dataclass with `pixels` and `written`, and with `layout` and `assemble` where its prompt is not
     BOS | images | the rest of the text. Its `model` is a `VisionModel` and a torch module around a `PackedDecoder`.
     """
 
@@ -85,6 +85,11 @@ class VisionLanguageTarget:
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
         """The prompt's text; UserError if the instruction or the state do not fit the policy."""
+        given = observation.prompt_ids
+        return self.written(observation) if given is None else tuple(given)
+
+    def written(self, observation: Observation) -> tuple[int, ...]:
+        """The prompt's text where no ids are given in its place."""
         raise NotImplementedError
 
     def pixels(self, observation: Observation) -> Pixels:

@@ -169,12 +169,7 @@ def check_weights(
 
 def tensor_names(directory: Path) -> frozenset[str]:
     """The names of all tensors in a checkpoint; reads headers alone."""
-    index = _index(directory)
-    if index is not None:
-        return frozenset(_weight_map(index))
-    (path,) = _files(directory, ("",), {})
-    with _opened(path) as file:
-        return frozenset(file.keys())
+    return frozenset(tensor_shapes(directory))
 
 
 def tensor_sizes(directory: Path) -> dict[str, int]:

@@ -50,7 +50,7 @@ def fitted(values: float) -> FastTokenizer:
 
 
 def fast_codec(values: float = 1.0, **changes: Any) -> FastCodec:
-    return FastCodec(fitted(values), NAMED, HORIZON, FIRST, frozenset({END}), counts_up=True, **changes)
+    return FastCodec(fitted(values), NAMED, HORIZON, FIRST, frozenset({END}), step=1, **changes)
 
 
 Nodes = Sequence[tuple[int, int]]  # parent and token

@@ -98,14 +98,14 @@ def test_how_far_a_number_may_be_off() -> None:
 
 FITTED_ON = np.random.default_rng(0).uniform(-1, 1, (300, 2, 1)) * np.array([1.0, 0.9])
 FAST = FastCodec(fit_fast_tokenizer(FITTED_ON, scale=5.0, vocab_size=300), STATISTICS, 2, 999, frozenset({END}))
-BEGUN = replace(FAST, beginning=(1, 2), counts_up=True, first_id=100)
+BEGUN = replace(FAST, beginning=(1, 2), step=1, first_id=100)
 
 
 @pytest.mark.parametrize("codec", [FAST, BEGUN], ids=["down", "up"])
 def test_a_fast_answer_and_its_parts(codec: FastCodec) -> None:
     actions = codec.decode(codec.encode(np.array([[0.4, 3.0], [-0.2, 1.0]])))
     tokens = codec.encode(actions)
-    sign = 1 if codec.counts_up else -1
+    sign = codec.step
     assert tokens == tuple(codec.first_id + sign * i for i in codec.tokenizer.encode(STATISTICS.normalise(actions)))
     answer = (*codec.beginning, *tokens, END)
     assert codec.problem(answer) == "" and codec.action_tokens(answer) == tokens
@@ -129,7 +129,7 @@ def test_an_answer_begins_as_the_policys_do() -> None:
 @pytest.mark.parametrize("codec", [FAST, BEGUN], ids=["down", "up"])
 def test_where_a_fast_answer_stands_and_goes_on(codec: FastCodec) -> None:
     """By coefficients, however many a token has."""
-    sign, longest = 1 if codec.counts_up else -1, max(map(len, codec.tokenizer.token_bytes))
+    sign, longest = codec.step, max(map(len, codec.tokenizer.token_bytes))
     long = next(i for i, each in enumerate(codec.tokenizer.token_bytes) if len(each) == longest)
     one, many, other = codec.first_id, codec.first_id + sign * long, 5
     assert longest > 1 == len(codec.tokenizer.token_bytes[0])
@@ -333,7 +333,7 @@ def test_digits_are_the_vocabularys_last_tokens(tmp_path: Path) -> None:
 def test_fast_tokens_are_the_vocabularys_last_and_count_down(tmp_path: Path) -> None:
     ids = FAST.tokenizer.vocab_size
     codec = made(tmp_path, "fast", ids + 1, time_horizon=2, action_dim=2, dt_s=0.1)
-    assert isinstance(codec, FastCodec) and (codec.first_id, codec.counts_up, codec.horizon) == (ids, False, 2)
+    assert isinstance(codec, FastCodec) and (codec.first_id, codec.step, codec.horizon) == (ids, -1, 2)
     assert (codec.dt_s, codec.end_ids, codec.limit, codec.beginning) == (0.1, {END}, None, ())
     made(tmp_path, "fast", ids + 1, time_horizon=1024)
     for vocab, config, why in (

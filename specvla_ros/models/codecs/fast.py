@@ -28,19 +28,19 @@ class CoefficientDistances:
 
     tokenizer: FastTokenizer
     first_id: int  # the policy's token of FAST id 0
-    counts_up: bool  # whether its tokens count up from there, or down
+    step: int  # from one id's token to the next one's: 1 or -1
 
     def contain(self, tokens: Tensor) -> Tensor:
         ids = self._ids(tokens)
         return (ids >= 0) & (ids < self.tokenizer.vocab_size)
 
     def _ids(self, tokens: Tensor) -> Tensor:
-        return tokens - self.first_id if self.counts_up else self.first_id - tokens
+        return (tokens - self.first_id) * self.step
 
     def position(self, tokens: Sequence[int]) -> int:
         """Coefficients so far: the index of the next one."""
         begun = self.tokenizer.characters_begun
-        ids = (token - self.first_id if self.counts_up else self.first_id - token for token in tokens)
+        ids = ((token - self.first_id) * self.step for token in tokens)
         return sum(begun[i] for i in ids if 0 <= i < len(begun))
 
     def compare(self, trees: Trees) -> Comparison:
@@ -90,13 +90,13 @@ class FastCodec(WrittenChunkCodec):
     first_id: int  # the policy's token of FAST id 0
     end_ids: frozenset[int]  # the token ids that end an answer, and belong to it
     dt_s: float | None = None  # see `Codec`
-    counts_up: bool = False  # the policy's tokens count up from the first, as NORA's do, and not down, as pi0-FAST's
+    step: int = -1  # the policy's tokens count up from the first (1), as NORA's do, or down (-1), as pi0-FAST's
     limit: int | None = None  # length at which an answer ends in any case; None: where it cannot be a chunk any more
     beginning: tuple[int, ...] = ()  # the tokens with which an answer begins
 
     @property
     def distances(self) -> "CoefficientDistances":
-        return CoefficientDistances(self.tokenizer, self.first_id, self.counts_up)
+        return CoefficientDistances(self.tokenizer, self.first_id, self.step)
 
     def position(self, tokens: Sequence[int]) -> int:
         return self.distances.position(tokens[self._beginning_of(tokens) :])
@@ -171,8 +171,7 @@ class FastCodec(WrittenChunkCodec):
         return np.stack([self.statistics.unnormalise(row) for row in normalised])
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        step = 1 if self.counts_up else -1
-        return tuple(self.first_id + step * i for i in self.tokenizer.encode(self.normalise(actions)))
+        return tuple(self.first_id + self.step * i for i in self.tokenizer.encode(self.normalise(actions)))
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
         """After as many coefficients: tokens stand for different numbers of them."""
@@ -190,8 +189,7 @@ class FastCodec(WrittenChunkCodec):
         return len(found[i]) or 1 if 0 <= i < len(found) else 1
 
     def _fast_ids(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        step = 1 if self.counts_up else -1
-        return tuple(step * (token - self.first_id) for token in tokens)
+        return tuple(self.step * (token - self.first_id) for token in tokens)
 
 
 def check_dims(fields: Fields, statistics: ActionStatistics) -> None:

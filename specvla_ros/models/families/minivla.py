@@ -176,9 +176,7 @@ class MiniVLATarget(VisionLanguageTarget):
     def image_tokens(self) -> int:
         return len(self.cameras) * self.model.config.image_tokens
 
-    def ids(self, observation: Observation) -> tuple[int, ...]:
-        if observation.prompt_ids is not None:
-            return tuple(observation.prompt_ids)
+    def written(self, observation: Observation) -> tuple[int, ...]:
         check_instruction(observation.instruction)
         asked = f"What action should the robot take to {observation.instruction.lower()}?"
         refuse_special_tokens(asked, self.tokenizer)

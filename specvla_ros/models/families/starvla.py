@@ -97,20 +97,6 @@ def read_run(directory: Path) -> Run:
     return Run(directory, fields, vlm, only_file(directory / "checkpoints", ".pt", ".safetensors"))
 
 
-def robot_and_statistics(run: Run, unnorm_key: str) -> tuple[RobotData, ActionStatistics]:
-    """What is known of a run's data, and the statistics of its actions."""
-    key, raw = _select(run, unnorm_key)
-    robot = _robot(run, key)
-    return robot, _statistics(key, raw, robot)
-
-
-def _select(run: Run, unnorm_key: str) -> tuple[str, Fields]:
-    """The key of the statistics, and those of its actions."""
-    file = read_checkpoint_json(run.directory / "dataset_statistics.json")
-    key = select_key(file.raw, unnorm_key, str(file.path))
-    return key, file.inner(key).inner("action")
-
-
 def _robot(run: Run, key: str) -> RobotData:
     """By the name of the data, or as the user has written it into config.yaml."""
     data = run.fields.inner("datasets").inner("vla_data")
@@ -183,7 +169,10 @@ def _qwen_fast(run: Run, context: PolicyContext) -> ChatPolicy:
         raise UserError(
             f"{run.vlm} has no tokens <robot_action_0> and on: it is not the base model that the run was trained from"
         )
-    robot, statistics = robot_and_statistics(run, context.unnorm_key)
+    file = read_checkpoint_json(run.directory / "dataset_statistics.json")
+    key = select_key(file.raw, context.unnorm_key, str(file.path))
+    robot = _robot(run, key)
+    statistics = _statistics(key, file.inner(key).inner("action"), robot)
     action = run.fields.inner("framework").inner("action_model", {})
     dims = action.whole("action_dim", len(robot.scaling), minimum=1, maximum=1 << 10)
     if dims != len(robot.scaling):

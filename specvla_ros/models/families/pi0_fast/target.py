@@ -201,14 +201,10 @@ class Pi0FastTarget(VisionLanguageTarget):
     def state_dims(self) -> int:
         return len(self.state.first)
 
-    def ids(self, observation: Observation) -> tuple[int, ...]:
-        given = observation.prompt_ids
-        return tuple(given) if given is not None else self._written(observation)
-
     def layout(self, ids: tuple[int, ...]) -> PromptLayout:
         return PromptLayout(ids, self.image_tokens + len(ids), (range(self.image_tokens),), causal=False)
 
-    def _written(self, observation: Observation) -> tuple[int, ...]:
+    def written(self, observation: Observation) -> tuple[int, ...]:
         instruction, state = observation.instruction, observation.state_of(self.state_dims)
         check_instruction(instruction)
         refuse_special_tokens(instruction, self.tokenizer)

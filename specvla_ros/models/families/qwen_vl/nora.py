@@ -131,6 +131,6 @@ def robot_action_codec(
         horizon=horizon,
         first_id=first,
         end_ids=read_end_ids(context.directory),
-        counts_up=True,
+        step=1,
         limit=limit,
     )

@@ -140,9 +140,7 @@ class QwenVLTarget(VisionLanguageTarget):
         side = self.processor.factor
         return tuple((height // side, width // side) for height, width in self.policy.picture_sizes)
 
-    def ids(self, observation: Observation) -> tuple[int, ...]:
-        if observation.prompt_ids is not None:
-            return tuple(observation.prompt_ids)
+    def written(self, observation: Observation) -> tuple[int, ...]:
         check_instruction(observation.instruction)
         refuse_special_tokens(observation.instruction, self.tokenizer)
         return tuple(self.tokenizer.encode(self.chat(self.policy.messages(observation.instruction))).ids)
