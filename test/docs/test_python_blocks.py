@@ -46,7 +46,7 @@ def run_page(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a page's blocks in one module, and forgets what they registered."""
     registries = [RULES, DRAFTERS, TARGETS]
     with contextlib.suppress(ImportError):  # without ROS
-        from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS
+        from specvla_ros.ros.driver.outputs import ROBOT_OUTPUTS
 
         registries.append(ROBOT_OUTPUTS)
     for registry in registries:

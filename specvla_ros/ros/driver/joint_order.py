@@ -12,7 +12,7 @@ from rclpy.task import Future
 from specvla_ros.control.driver import Driver
 from specvla_ros.control.joint_order import JointOrderTrial, choose_ways
 from specvla_ros.errors import UserError
-from specvla_ros.ros.driver.outputs.robot_output import OutputContext, RobotOutput
+from specvla_ros.ros.driver.outputs import OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 
 _ANSWER_S = 3.0

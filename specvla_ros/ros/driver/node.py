@@ -25,8 +25,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.driver.joint_order import JointOrder
-from specvla_ros.ros.driver.outputs.gripper import GripperCommands
-from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
+from specvla_ros.ros.driver.outputs import ROBOT_OUTPUTS, GripperCommands, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, raise_priority, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed

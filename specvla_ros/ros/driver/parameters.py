@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from specvla_ros.control.follower import Compensation
 from specvla_ros.control.gripper import GripperSettings
 from specvla_ros.control.limits import Joints, Limits, ToolSource
-from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS
+from specvla_ros.ros.driver.outputs import ROBOT_OUTPUTS
 from specvla_ros.settings.parameter import check, parameter, section
 
 DRY_RUN = "none"

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What a robot's interface takes, one kind per file."""
