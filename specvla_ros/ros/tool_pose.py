@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from geometry_msgs.msg import PoseStamped
@@ -11,9 +11,12 @@ from rclpy.node import Node
 from rclpy.time import Time
 from sensor_msgs.msg import JointState
 
+from specvla_ros.control.guard.cause import Refusal
+from specvla_ros.control.guard.tool_gates import pose_of
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.messages.state_message import positions_by_name
+from specvla_ros.ros.motion_messages import tool_pose
 from specvla_ros.ros.qos import STATE
 
 _NS = 1e-9
@@ -56,45 +59,25 @@ class JointInput:
             self._on_joints(Time.from_msg(message.header.stamp).nanoseconds * _NS, positions)
 
 
-class PoseSource(Protocol):
-    """Tells measured poses, by calling what it was made with."""
-
-    def look(self) -> None:
-        """Called at the control rate: a source that has to ask does it then."""
-
-    def destroy(self) -> None: ...
-
-
 class PoseTopic:
-    """`tool_pose`, PoseStamped in the base frame."""
+    """`tool_pose`, PoseStamped in the base frame, read as the guard reads it."""
 
     def __init__(self, node: Node, base_frame: str, on_pose: OnPose, on_bad: OnBad) -> None:
         self._node, self._base_frame, self._on_pose, self._on_bad = node, base_frame, on_pose, on_bad
         self._subscription = node.create_subscription(PoseStamped, "tool_pose", self._on_message, STATE)
 
     def look(self) -> None:
-        pass
+        """Called at the control rate: a source that has to ask does it then."""
 
     def destroy(self) -> None:
         self._node.destroy_subscription(self._subscription)
 
     def _on_message(self, message: PoseStamped) -> None:
-        if message.header.frame_id != self._base_frame:
-            self._on_bad(
-                f"tool_pose is in the frame '{message.header.frame_id}', not in base_frame '{self._base_frame}'"
-            )
-            return
-        place, turn = message.pose.position, message.pose.orientation
-        position = np.array([place.x, place.y, place.z])
-        try:
-            rotation = quaternion_matrix(turn.w, turn.x, turn.y, turn.z)
-        except ValueError as error:
-            self._on_bad(f"tool_pose: {error}")
-            return
-        if not np.isfinite(position).all():
-            self._on_bad(f"tool_pose has a position that is not finite: {position.tolist()}")
-            return
-        self._on_pose(Time.from_msg(message.header.stamp).nanoseconds * _NS, Pose(position, rotation))
+        pose = pose_of(tool_pose(message, None), self._base_frame)
+        if isinstance(pose, Refusal):
+            self._on_bad(f"tool_pose: {pose.detail}")
+        else:
+            self._on_pose(Time.from_msg(message.header.stamp).nanoseconds * _NS, pose)
 
 
 class PoseFromTf:
@@ -127,3 +110,6 @@ class PoseFromTf:
             return
         stamp_s = Time.from_msg(found.header.stamp).nanoseconds * _NS
         self._on_pose(stamp_s, Pose(np.array([place.x, place.y, place.z]), rotation))
+
+
+PoseSource = PoseTopic | PoseFromTf
