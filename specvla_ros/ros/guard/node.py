@@ -32,10 +32,8 @@ from specvla_ros.control.robot_model import ToolKinematics, kinematics_of
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros import motion_messages as messages
 from specvla_ros.ros.guard.black_box import BlackBox
-from specvla_ros.ros.guard.loop import SteadyLoop
-from specvla_ros.ros.guard.publishers import Senders, sources_problem
 from specvla_ros.ros.guard.robot import Escalation, GripperGoals, state_type
-from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, make_status, raise_priority, run_node
+from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, SteadyLoop, make_status, raise_priority, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters
 from specvla_ros.ros.qos import (
     ACTION,
@@ -46,6 +44,8 @@ from specvla_ros.ros.qos import (
     LATCHED_INSTRUCTION,
     LATCHED_STATE,
     STATE,
+    Senders,
+    sources_problem,
 )
 from specvla_ros.ros.tool_pose import PoseFromTf
 
