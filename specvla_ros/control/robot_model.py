@@ -170,21 +170,15 @@ def completed(joints: AnyJoints) -> AnyJoints:
     return replace(joints, position_min=low, position_max=high, max_speed=speeds)
 
 
-def kinematics_of(joints: Joints) -> JointModel | None:
-    """The robot's kinematics, if a model is named; raises UserError as `load_joint_model` does."""
-    if not joints.model:
-        return None
-    if joints.names == NO_NAMES:
-        raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
-    return load_joint_model(joints)
-
-
 def load_joint_model(joints: Joints) -> JointModel:
     """The kinematics of `joints.model`, within the limits that are given; see `JointModel`.
 
     Raises:
-        UserError: the file cannot be read, or has no such joint or tool, with those that it has; a limit is missing.
+        UserError: the file cannot be read, or has no such joint or tool, with those that it has; the joints are not
+            named; a limit is missing.
     """
+    if joints.names == NO_NAMES:
+        raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
     robot = load_robot_model(Path(joints.model).expanduser())
     import mujoco
 

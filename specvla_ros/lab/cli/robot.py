@@ -173,7 +173,7 @@ def _as_ros(value: Value) -> Any:
 
 
 def _check_model(report: Report, driver: "DriverParameters") -> None:
-    from specvla_ros.control.robot_model import kinematics_of
+    from specvla_ros.control.robot_model import load_joint_model
 
     joints = driver.joints
     if not joints.model and driver.output not in ("joint_trajectory", "position_array"):
@@ -181,9 +181,9 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
         return
     model = None
     with report.part("model") as well:
-        model = kinematics_of(joints)
-        if model is None:
+        if not joints.model:
             raise UserError(f"output: {driver.output} needs joints.model, joints.names, joints.tool, joints.max_speed")
+        model = load_joint_model(joints)
         well(f"{joints.model} has {', '.join(model.in_model)} and the {model.tool_kind} {model.tool}")
     if model is None:
         return

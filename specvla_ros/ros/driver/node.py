@@ -20,7 +20,7 @@ from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Com
 from specvla_ros.control.gripper import Gripper
 from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
 from specvla_ros.control.pose import Pose, PoseHistory
-from specvla_ros.control.robot_model import kinematics_of
+from specvla_ros.control.robot_model import load_joint_model
 from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import GuardState, VlaAction
@@ -76,10 +76,10 @@ class DriverNode(ManagedNode):
         self._chosen.check_complete()
         self._diagnostics.set_period(self._chosen.diagnostics_period_s)
         chosen = self._chosen
-        model, period_s = kinematics_of(chosen.joints), 1.0 / chosen.rate_hz
-        self._solver = None if model is None else JointSolver(model, period_s)
+        model = load_joint_model(chosen.joints) if chosen.joints.model else None
+        self._solver = None if model is None else JointSolver(model, 1.0 / chosen.rate_hz)
         names = () if model is None else model.joints
-        self._output_context = OutputContext(self, chosen.base_frame, period_s, names, self._solver)
+        self._output_context = OutputContext(self, chosen.base_frame, 1.0 / chosen.rate_hz, names, self._solver)
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
         self._order = JointOrder(self._output_context, chosen, self._output)
         self._gripper = Gripper(chosen.gripper)

@@ -28,7 +28,7 @@ from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.guard.settings import GuardParameters, Output
 from specvla_ros.control.pose import Pose
-from specvla_ros.control.robot_model import ToolKinematics, kinematics_of
+from specvla_ros.control.robot_model import ToolKinematics, load_joint_model
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros import motion_messages as messages
 from specvla_ros.ros.guard.black_box import BlackBox
@@ -119,9 +119,8 @@ class GuardNode(Node):
         """Where joints take the tool, if that is needed; raises UserError where it is, and cannot be known."""
         source, joints = self._chosen.tool, self._settings.joints
         source.require(joints)
-        needed = source.from_joints or (self._settings.kind.of_joints and joints.tool)
-        model = kinematics_of(joints) if needed else None
-        return None if model is None else ToolKinematics(model)
+        needed = joints.model and (source.from_joints or (self._settings.kind.of_joints and joints.tool))
+        return ToolKinematics(load_joint_model(joints)) if needed else None
 
     # What arrives
 
