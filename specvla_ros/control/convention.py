@@ -56,7 +56,6 @@ class ActionConvention:
     gripper: GripperSign = GripperSign.OPEN_HIGH  # what the last number says
     translation_unit_m: float = 1.0  # metres that 1 of x, y, z stands for; what is published is in metres
     rotation_unit_rad: float = 1.0  # radians that 1 of roll, pitch, yaw stands for; what is published is in radians
-    source: str = ""  # where this is written, for a reader; empty: the user said so
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class ConventionSettings:
                 f"robot wrongly; set {', '.join(_WHAT[name] for name in missing)}, each as -p action.dt:=0.2 or in a "
                 "parameter file; see docs/reference/conventions.md"
             )
-        return ActionConvention(**found, source=dataset.source if dataset else "")
+        return ActionConvention(**found)
 
 
 _WHAT = {
@@ -195,11 +194,9 @@ _RATES = "RDT-1B configs/dataset_control_freq.json"
 _SIMPLER = "SimplerEnv simpler_env/policies/openvla/openvla_model.py (fixed-axis angles, base-aligned)"
 
 
-def _metric(source: str, rate_hz: float, rotation: Rotation) -> Dataset:
-    """Metres and radians in the base frame."""
-    return Dataset(
-        source, 1 / rate_hz, Reference.DELTA, _BASE, rotation, _OPEN, translation_unit_m=1.0, rotation_unit_rad=1.0
-    )
+def _scaled(source: str, rate_hz: float, rotation: Rotation, unit_m: float = 1.0, unit_rad: float = 1.0) -> Dataset:
+    """In the base frame; units: the metres and radians that 1 stands for."""
+    return Dataset(source, 1 / rate_hz, Reference.DELTA, _BASE, rotation, _OPEN, unit_m, unit_rad)
 
 
 def _rate(rate_hz: float, gripper: GripperSign | None = None, source: str = _RATES) -> Dataset:
@@ -207,35 +204,29 @@ def _rate(rate_hz: float, gripper: GripperSign | None = None, source: str = _RAT
     return Dataset(f"{source}; {_TRANSFORMS}" if gripper else source, 1 / rate_hz, gripper=gripper)
 
 
-_BRIDGE = _metric(f"BridgeData V2, arXiv 2308.12952 (5 Hz); {_TRANSFORMS}; {_SIMPLER}", 5, Rotation.RPY)
-_FRACTAL = _metric(f"RT-1, arXiv 2212.06817 (3 Hz); {_TRANSFORMS}; {_SIMPLER}", 3, Rotation.RPY)
+_BRIDGE = _scaled(f"BridgeData V2, arXiv 2308.12952 (5 Hz); {_TRANSFORMS}; {_SIMPLER}", 5, Rotation.RPY)
+_FRACTAL = _scaled(f"RT-1, arXiv 2212.06817 (3 Hz); {_TRANSFORMS}; {_SIMPLER}", 3, Rotation.RPY)
 # Inputs of robosuite's OSC_POSE controller: 1 is 0.05 m or 0.5 rad.
-_LIBERO = Dataset(
+_LIBERO = _scaled(
     f"LIBERO libero/envs/env_wrapper.py (20 Hz); robosuite controllers/config/osc_pose.json; {_TRANSFORMS}",
-    1 / 20,
-    Reference.DELTA,
-    _BASE,
+    20,
     Rotation.ROTATION_VECTOR,
-    _OPEN,
-    translation_unit_m=0.05,
-    rotation_unit_rad=0.5,
+    0.05,
+    0.5,
 )
 # Shares of the largest step: 1 is 0.075 m or 0.15 rad.
-_DROID = Dataset(
+_DROID = _scaled(
     "DROID, arXiv 2403.12945 (15 Hz); droid/robot_ik/robot_ik_solver.py, droid/misc/transformations.py; "
     "openvla prismatic/vla/datasets/rlds/oxe/utils/droid_utils.py",
-    1 / 15,
-    Reference.DELTA,
-    _BASE,
+    15,
     Rotation.RPY,
-    _OPEN,
-    translation_unit_m=0.075,
-    rotation_unit_rad=0.15,
+    0.075,
+    0.15,
 )
 _TDROID = _rate(5, source="openvla prismatic/vla/datasets/rlds/oxe/configs.py")
 
 DATASETS: dict[str, Dataset] = {
-    "specvla_table": _metric("this package, specvla_ros/lab/simulation", 5, Rotation.ROTATION_VECTOR),
+    "specvla_table": _scaled("this package, specvla_ros/lab/simulation", 5, Rotation.ROTATION_VECTOR),
     "bridge_orig": _BRIDGE,
     "bridge_dataset": _BRIDGE,
     "bridge_oxe": _BRIDGE,

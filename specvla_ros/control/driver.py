@@ -88,9 +88,6 @@ class Driver:
             raise NotFollowingError("no tool pose yet")
         self.follower.take(action, now_s)
 
-    def hold(self, now_s: float) -> None:
-        self.follower.hold(now_s)
-
     def passing(self, passing: bool, now_s: float) -> None:
         """Takes what the guard says: while it lets nothing through the robot stays, and so must its target."""
         if not passing:
@@ -135,7 +132,7 @@ class Driver:
         if self.guarded:
             way_m, turn_rad = self.target.pose.distance(newest[1])
             # Outside of the workspace the guard takes no target that is further out than the tool.
-            sunk = not self._limits.holds(self.target.pose.position)
+            sunk = self._limits.outside_m(self.target.pose.position) > 0
             away = way_m > (_STILL_M if sunk else _NEAR_M) or turn_rad > _NEAR_RAD
         else:
             away = not follower.follows(self.target.pose, newest[1])
@@ -156,7 +153,7 @@ class Driver:
         problem = self._input_problem(now_s)
         if newest is not None and not problem:
             limits, position = self._limits, newest[1].position
-            if not limits.holds(position, margin_m=_OUTSIDE_M):
+            if limits.outside_m(position) > _OUTSIDE_M:
                 problem = (
                     f"the tool is at {position.round(3).tolist()}, outside the workspace {list(limits.workspace_min)} "
                     f"to {list(limits.workspace_max)}; bring it inside by other means"

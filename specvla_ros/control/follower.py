@@ -30,6 +30,7 @@ _HASTE = 1.5
 MAX_ADVANCE_S = 0.05  # of the motion, in one control step
 _SCALE_RATE = 2.0  # 1/s, by which the share of the speed changes: a motion's own time must not stand still at once
 _POSE_VALUES = 6
+_FOLLOWING_M, _FOLLOWING_RAD = 0.03, 0.2  # a tool further from where it was sent counts from where it was measured
 
 
 class Compensation(str, Enum):
@@ -85,8 +86,6 @@ class ActionFollower:
 
     Args:
         history: measured poses, which the caller adds.
-        following_error_m, following_error_rad: a tool that is further from where it was sent counts from where it was
-            measured.
         max_age_s, max_future_s: an action whose image is older, or further ahead of the clock, is refused.
         max_step_m, max_step_rad: an action with a longer translation or rotation is refused.
     """
@@ -98,8 +97,6 @@ class ActionFollower:
         history: PoseHistory,
         *,
         compensation: Compensation = Compensation.IMAGE_GOAL,
-        following_error_m: float = 0.03,
-        following_error_rad: float = 0.2,
         max_age_s: float = 1.0,
         max_future_s: float = 0.1,
         max_step_m: float = 0.3,
@@ -109,7 +106,6 @@ class ActionFollower:
         self._compensation = compensation
         self._max_age_s, self._max_future_s = max_age_s, max_future_s
         self._max_step_m, self._max_step_rad = max_step_m, max_step_rad
-        self._following_error_m, self._following_error_rad = following_error_m, following_error_rad
         self._sent = PoseHistory()
         self._steps: deque[_Step] = deque()
         self._convention: ActionConvention | None = None
@@ -201,7 +197,7 @@ class ActionFollower:
     def follows(self, sent: Pose, measured: Pose) -> bool:
         """Whether a tool that was sent to one pose and measured at another counts as following."""
         error_m, error_rad = sent.distance(measured)
-        return error_m <= self._following_error_m and error_rad <= self._following_error_rad
+        return error_m <= _FOLLOWING_M and error_rad <= _FOLLOWING_RAD
 
     def _check(self, action: StampedAction, now_s: float) -> None:
         values = action.values

@@ -75,11 +75,6 @@ class Limits:
         """The nearest pose within the workspace; the rotation stays."""
         return Pose(np.clip(pose.position, self.workspace_min, self.workspace_max), pose.rotation)
 
-    def holds(self, position: np.ndarray, *, margin_m: float = 0.0) -> bool:
-        """Whether a position, float64 [3] in metres, is within the workspace, or out of it by the margin at most."""
-        low, high = np.array(self.workspace_min) - margin_m, np.array(self.workspace_max) + margin_m
-        return bool((position >= low).all() and (position <= high).all())
-
     def outside_m(self, position: np.ndarray) -> float:
         """How far outside of the workspace a position, float64 [3], is along its worst axis; 0 inside."""
         low, high = np.array(self.workspace_min) - position, position - np.array(self.workspace_max)

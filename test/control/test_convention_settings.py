@@ -67,7 +67,7 @@ def test_a_libero_checkpoint_acts_at_20_hz_in_the_units_of_its_controller() -> N
 
 def test_the_policy_of_this_package_means_what_its_simulated_arm_takes() -> None:
     convention = ConventionSettings().convention("specvla_table")
-    assert replace(convention, source="") == ActionConvention(ACTION_DT_S)
+    assert convention == ActionConvention(ACTION_DT_S)
 
 
 def test_the_user_says_everything_of_an_own_dataset() -> None:

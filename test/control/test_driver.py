@@ -256,7 +256,7 @@ def test_a_driver_that_is_told_to_hold_comes_to_rest():
     robot.step()
     robot.act(np.array([[0.2, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]]))
     robot.follow(0.1)
-    robot.driver.hold(robot.now_s)
+    robot.driver.follower.hold(robot.now_s)
     robot.follow(LIMITS.stop_s + 2 * DT_S)
     assert not robot.driver.target.moving and robot.pose.position[0] < 0.15
 

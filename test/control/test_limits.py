@@ -73,9 +73,8 @@ def test_the_workspace_ends_at_its_corners(axis: int, side: str) -> None:
     beyond[axis] = edge + 0.01 * out
     at_edge = INSIDE.copy()
     at_edge[axis] = edge
-    assert LIMITS.holds(INSIDE) and LIMITS.holds(at_edge) and not LIMITS.holds(beyond)
-    assert LIMITS.holds(beyond, margin_m=0.011) and not LIMITS.holds(beyond, margin_m=0.009)
-    assert LIMITS.outside_m(INSIDE) == LIMITS.outside_m(at_edge) == 0.0
+    assert LIMITS.outside_m(INSIDE) == LIMITS.outside_m(at_edge) == 0.0 < LIMITS.outside_m(beyond)
+    assert 0.009 < LIMITS.outside_m(beyond) < 0.011
     assert LIMITS.outside_m(beyond) == pytest.approx(0.01)
     np.testing.assert_allclose(LIMITS.clamped(Pose(beyond, np.eye(3))).position, at_edge)
 

@@ -410,7 +410,7 @@ class Scene:
             command = self.command(self._drivers_command(target))
         except UnreachableError:
             self.refused["driver: unreachable"] += 1
-            self.driver.hold(self._now_s)
+            self.driver.follower.hold(self._now_s)
             return
         self.time.publish("command", command, self._driver_name)
         self._send_gripper()

@@ -94,7 +94,7 @@ class JointOrder:
     def _allowed(self, positions: np.ndarray) -> bool:
         assert self._solver is not None
         tool = self._solver.pose_of(dict(zip(self._names, positions.tolist(), strict=True)))
-        return self._limits.holds(tool.position, margin_m=_OUTSIDE_M)
+        return self._limits.outside_m(tool.position) <= _OUTSIDE_M
 
     def _compare(self, theirs: tuple[str, ...]) -> None:
         self._close()

@@ -79,7 +79,7 @@ class DriverNode(ManagedNode):
         model = load_joint_model(chosen.joints) if chosen.joints.model else None
         self._solver = None if model is None else JointSolver(model, 1.0 / chosen.rate_hz)
         names = () if model is None else model.joints
-        self._output_context = OutputContext(self, chosen.base_frame, 1.0 / chosen.rate_hz, names, self._solver)
+        self._output_context = OutputContext(self, chosen.base_frame, names, self._solver)
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
         self._order = JointOrder(self._output_context, chosen, self._output)
         self._gripper = Gripper(chosen.gripper)
@@ -187,7 +187,7 @@ class DriverNode(ManagedNode):
         if self._driver is not None:
             self._driver.holding = self._holding
             if self._holding:
-                self._driver.hold(self._now_s())
+                self._driver.follower.hold(self._now_s())
         response.success = True
         response.message = "the driver holds" if self._holding else "the driver follows actions"
         self.get_logger().info(response.message)
@@ -262,7 +262,7 @@ class DriverNode(ManagedNode):
         try:
             self._output.send(target, self.get_clock().now())
         except UnreachableError as error:
-            driver.hold(now_s)
+            driver.follower.hold(now_s)
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
 

@@ -41,7 +41,6 @@ class OutputContext:
 
     node: LifecycleNode
     base_frame: str  # of the targets
-    period_s: float  # of the control loop
     joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none are named
     solver: JointSolver | None = None  # inverse kinematics; None: no model of the robot is given
     publishers: list[Any] = field(default_factory=list)
