@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from builtin_interfaces.msg import Time
@@ -28,6 +28,9 @@ from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.policy_parameters import ALL_NUMBERS, RobotParameters
 from specvla_ros.ros import qos
 from specvla_ros.ros.parameters import is_given
+
+if TYPE_CHECKING:  # it imports torch, which comes when the policy is loaded
+    from specvla_ros.models.target import PolicyFacts
 
 try:
     from rclpy.event_handler import SubscriptionEventCallbacks
@@ -182,15 +185,6 @@ def declared_overrides(node: Node, topic: str = "image") -> list[str]:
 
 
 @dataclass(frozen=True)
-class Senses:
-    """What a policy looks at."""
-
-    cameras: tuple[str, ...] = (ONLY_CAMERA,)  # their names; the first leads
-    state_dims: int = 0  # numbers of the robot's state; 0: none
-    state_names: tuple[str, ...] = ()  # of these, in the policy's order; empty: the checkpoint does not say
-
-
-@dataclass(frozen=True)
 class Frames:
     """Images and state that belong together."""
 
@@ -217,31 +211,31 @@ class ObservationInput:
     def __init__(
         self,
         node: Node,
-        senses: Senses,
+        policy: "PolicyFacts",
         chosen: RobotParameters,
         *,
         on_message: Callable[[str], None],
         on_frames: Callable[[Frames], None],
         on_bad: Callable[[DropReason, str], None],
     ) -> None:
-        self._node, self._senses = node, senses
-        names = senses.state_names if chosen.state_names == ALL_NUMBERS else chosen.state_names
-        self._states = StateReader(names, senses.state_dims, chosen.sync_tolerance_s)
+        self._node, self._camera_names = node, policy.cameras
+        names = policy.state_names if chosen.state_names == ALL_NUMBERS else chosen.state_names
+        self._states = StateReader(names, policy.state_dims, chosen.sync_tolerance_s)
         self._on_frames, self._on_bad = on_frames, on_bad
-        lead, *others = senses.cameras
-        state = [STATE_TOPIC] if senses.state_dims else []
+        lead, *others = policy.cameras
+        state = [STATE_TOPIC] if policy.state_dims else []
         self._together = Synchronizer(lead, [*others, *state], chosen.sync_tolerance_s)
         self._cameras = {
             camera: ImageInput(
                 node,
                 chosen.image_transport,
                 chosen.image_reliability,
-                topic=image_topic(camera, senses.cameras),
+                topic=image_topic(camera, policy.cameras),
                 on_message=partial(self._count, on_message, camera),
                 on_frame=partial(self._add_frame, camera),
                 on_bad=partial(self._refuse, camera),
             )
-            for camera in senses.cameras
+            for camera in policy.cameras
         }
         self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, qos.STATE) if state else None
 
@@ -267,10 +261,10 @@ class ObservationInput:
         return "; ".join(problems)
 
     def _count(self, on_message: Callable[[str], None], camera: str, transport: str) -> None:
-        on_message(transport if len(self._senses.cameras) == 1 else f"{camera}_{transport}")
+        on_message(transport if len(self._camera_names) == 1 else f"{camera}_{transport}")
 
     def _refuse(self, camera: str, reason: DropReason, detail: str) -> None:
-        self._on_bad(reason, detail if len(self._senses.cameras) == 1 else f"{camera}: {detail}")
+        self._on_bad(reason, detail if len(self._camera_names) == 1 else f"{camera}: {detail}")
 
     def _add_frame(self, camera: str, frame: Frame) -> None:
         self._end(self._together.add(camera, frame.stamp_ns, (camera, frame)))
@@ -295,7 +289,7 @@ class ObservationInput:
             others: dict[str, Any] = dict(each.others)
             state = others.pop(STATE_TOPIC, None)
             images = {camera: lead.rgb, **{name: frame.rgb for name, (_, frame) in others.items()}}
-            self._on_frames(Frames(lead, {name: images[name] for name in self._senses.cameras}, state))
+            self._on_frames(Frames(lead, {name: images[name] for name in self._camera_names}, state))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from specvla_ros.ros.node import DiagnosticsPublisher, ManagedNode, make_status,
 from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.policy.diagnostics import loaded_status, not_loaded_status
 from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
-from specvla_ros.ros.policy.inputs import Senses, declared_overrides
+from specvla_ros.ros.policy.inputs import declared_overrides
 from specvla_ros.ros.policy.robot import LoadedPolicy, RobotPart
 from specvla_ros.settings.parameter import walk
 from specvla_ros.speculation.settings import AcceptanceSettings
@@ -124,8 +124,7 @@ class PolicyNode(ManagedNode):
         description = self._wait_loaded(self._thread)
         target = self._target
         assert target is not None, "the policy was not loaded"
-        senses = Senses(target.cameras, target.state_dims, target.state_names)
-        self._policy = LoadedPolicy(self._thread, senses, target.tokenizer, target.unnorm_key, target.codec.dt_s)
+        self._policy = LoadedPolicy(self._thread, target)
         if self._own is not None:
             self._own.configure(self._policy, self._chosen.robot)
         self._model_status = loaded_status(description)

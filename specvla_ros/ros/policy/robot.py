@@ -28,11 +28,13 @@ from specvla_ros.policy_parameters import RobotParameters
 from specvla_ros.ros.node import STEADY
 from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
 from specvla_ros.ros.policy.inference_thread import InferenceThread
-from specvla_ros.ros.policy.inputs import Frames, Instruction, InstructionInput, ObservationInput, Senses
+from specvla_ros.ros.policy.inputs import Frames, Instruction, InstructionInput, ObservationInput
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from specvla_ros.models.target import Target
 
 _NS = 1e-9
 _GRAPH_PERIOD_S = 1.0
@@ -42,7 +44,6 @@ _GRAPH_PERIOD_S = 1.0
 class Published:
     """An action that went out."""
 
-    seq: int  # since activation
     latency_s: float  # image's stamp to publication, on the node's clock
     action_dt: float  # seconds over which the displacements are meant
     continues: bool  # whether it goes on with an answer whose first actions went out before
@@ -128,18 +129,15 @@ class ActionPublisher:
             if not action.partial:
                 stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
                 self._stats.publish(DecodeStats(header=seen, **stats))
-        return Published(seq, latency_s, fields["action_dt"], continues)
+        return Published(latency_s, fields["action_dt"], continues)
 
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy in memory, and what its robots must know of it."""
+    """A policy in memory."""
 
     thread: InferenceThread  # runs its engine
-    senses: Senses  # what it looks at
-    tokenizer: Tokenizer | None  # ids to words; None: it has none
-    unnorm_key: str  # of its action statistics
-    dt_s: float | None  # seconds over which one of its actions is meant; None: its checkpoint does not say
+    target: Target  # its checkpoint
 
 
 class RobotPart:
@@ -191,14 +189,15 @@ class RobotPart:
 
     @property
     def _tokenizer(self) -> Tokenizer | None:
-        return self._policy.tokenizer if self._policy is not None else None
+        return self._policy.target.tokenizer if self._policy is not None else None
 
     # Transitions
 
     def configure(self, policy: LoadedPolicy, chosen: RobotParameters) -> None:
         """Listens to instructions; raises UserError where the parameters do not fit the policy."""
-        convention = chosen.action.convention(policy.unnorm_key, policy.dt_s)
-        self._meaning = ActionMeaning(convention, policy.unnorm_key, chosen.base_frame)
+        target = policy.target
+        convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s)
+        self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
         self._policy = policy
         self._instruction = InstructionInput(self._node, chosen.instruction, self._on_new_instruction)
 
@@ -209,7 +208,7 @@ class RobotPart:
         self._publisher.start_over()
         self._inputs = ObservationInput(
             self._node,
-            self._policy.senses,
+            self._policy.target,
             chosen,
             on_message=self._input_health.add_image,
             on_frames=self._on_frames,
