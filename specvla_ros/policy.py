@@ -25,7 +25,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
-from specvla_ros.policy_file import model_settings, read_policy_file
+from specvla_ros.policy_parameters import model_settings, read_policy_file
 
 Image = Any  # what `as_pixels` takes
 Images = Image | Mapping[str, Image]

@@ -15,7 +15,7 @@ from specvla_ros.control.convention import ConventionSettings, known_dataset
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError, together
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.policy_file import model_settings, read_policy_file
+from specvla_ros.policy_parameters import model_settings, read_policy_file
 from specvla_ros.settings.parameter import Parameter, check_names, parameter_of, values_of, walk, with_values
 from specvla_ros.settings.profiles import read_assignments
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings

@@ -12,8 +12,7 @@ from specvla_ros.control.guard.settings import GuardParameters
 from specvla_ros.errors import UserError
 from specvla_ros.lab.ros.sim_robot.episodes import SimRobotParameters
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.policy_file import model_settings, read_policy_file
-from specvla_ros.policy_parameters import PolicyParameters, SharedParameters
+from specvla_ros.policy_parameters import PolicyParameters, SharedParameters, model_settings, read_policy_file
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.task import TaskParameters
 from specvla_ros.settings.parameter import values_of
