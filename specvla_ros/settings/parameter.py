@@ -179,15 +179,9 @@ def groups(kinds: Callable[[], Mapping[str, type]]) -> Any:
 
     `kinds` gives their classes by name; it is a function, as a registry may grow until it is called.
     """
-    return field(default_factory=lambda: groups_of(kinds()), metadata={_GROUPS: kinds})
-
-
-def groups_of(kinds: Mapping[str, type], **given: Any) -> Groups:
-    """Settings of every group: those given, and defaults; UserError if one is given that is no group."""
-    unknown = given.keys() - kinds.keys()
-    if unknown:
-        raise UserError(f"there are no settings of '{min(unknown)}'; known: {', '.join(kinds)}")
-    return Groups({name: given[name] if name in given else kind() for name, kind in kinds.items()})
+    return field(
+        default_factory=lambda: Groups({name: kind() for name, kind in kinds().items()}), metadata={_GROUPS: kinds}
+    )
 
 
 def walk(settings: object) -> Iterator[Declared]:

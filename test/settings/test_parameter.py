@@ -24,7 +24,6 @@ from specvla_ros.settings.parameter import (
     Groups,
     check,
     groups,
-    groups_of,
     parameter,
     section,
     values_of,
@@ -117,22 +116,20 @@ def test_what_a_user_gives_is_looked_at(name: str, value: Any, message: str) -> 
 
 def test_settings_of_a_group_are_checked_with_their_full_names() -> None:
     with pytest.raises(UserError, match=r"^accept\.loose_theta must be 0 to 10, got 11\.0$"):
-        Accept(rules=groups_of(KINDS, loose=Loose(11.0)))
+        Accept(rules=Groups({"loose": Loose(11.0)}))
     with pytest.raises(UserError, match=r"^accept\.near\.bins must be 0 to 254, got -1$"):
-        Accept(rules=groups_of(KINDS, near=Near((3, -1))))
-    with pytest.raises(UserError, match="no settings of 'far'; known: loose, near"):
-        groups_of(KINDS, far=Near())
+        Accept(rules=Groups({"near": Near((3, -1))}))
 
 
 def test_numbers_of_numpy_and_whole_floats_are_numbers() -> None:
-    assert Accept(rules=groups_of(KINDS, loose=Loose(np.float64(0.5), np.int64(3)), near=Near((np.int32(4),))))
-    assert Accept(rules=groups_of(KINDS, loose=Loose(1)))
+    assert Accept(rules=Groups({"loose": Loose(np.float64(0.5), np.int64(3)), "near": Near((np.int32(4),))}))
+    assert Accept(rules=Groups({"loose": Loose(1)}))
     with pytest.raises(UserError, match=r"accept\.loose\.window must be 1 to 32, got True"):
-        Accept(rules=groups_of(KINDS, loose=Loose(window=True)))
+        Accept(rules=Groups({"loose": Loose(window=True)}))
 
 
 def test_groups_are_values() -> None:
-    one, same, other = Accept(), Accept(), Accept(rules=groups_of(KINDS, loose=Loose(1.0)))
+    one, same, other = Accept(), Accept(), Accept(rules=Groups({"loose": Loose(1.0), "near": Near()}))
     assert one == same and hash(one) == hash(same) and one != other
     for again in (pickle.loads(pickle.dumps(other)), deepcopy(other)):
         assert again == other and isinstance(again.rules, Groups)
