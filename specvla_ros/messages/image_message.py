@@ -60,11 +60,6 @@ _PACKED_YUV = {"uyvy": (1, 0, 2), "yuyv": (0, 1, 3)}
 _PLANAR_YUV = {"nv12": (0, 1), "nv21": (1, 0)}
 
 
-def rgb_from_message(message: Any) -> np.ndarray:
-    """The pixels of a sensor_msgs/Image or CompressedImage."""
-    return rgb_from_compressed(message) if hasattr(message, "format") else rgb_from_image(message)
-
-
 def rgb_from_image(message: Any) -> np.ndarray:
     """The pixels of a sensor_msgs/Image as RGB uint8 [height, width, 3].
 

@@ -10,8 +10,6 @@ import numpy as np
 from specvla_ros.errors import UserError
 from specvla_ros.messages.synchronizer import TOLERANCE_S
 
-JOINT_STATE = "sensor_msgs/msg/JointState"
-
 _log = logging.getLogger(__name__)
 
 

@@ -32,10 +32,9 @@ from rosbags.typesys import Stores, get_typestore
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import DemonstrationRecord, write_demonstration
-from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics, rgb_from_message
 from specvla_ros.lab.bags.mcap_storage import MCAP_MAGIC
 from specvla_ros.lab.bags.reader import open_bag
-from specvla_ros.messages.image_message import rgb_from_message
 
 _STORE = get_typestore(Stores.ROS2_JAZZY)
 _PAGE = 4096

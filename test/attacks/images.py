@@ -12,7 +12,7 @@ import numpy as np
 from attacks.tally import Silent, Tally
 from PIL import Image
 
-from specvla_ros.messages.image_message import rgb_from_message
+from specvla_ros.lab.bags.frames import rgb_from_message
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM", "ICO", "TGA", "EPS", "PDF", "JPEG2000")
 _SIZES = ((64, 48), (1, 1), (33, 7))

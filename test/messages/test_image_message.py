@@ -17,13 +17,13 @@ from PIL import Image, ImageFile
 from support.image_oracle import expected_rgb
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import rgb_from_message
 from specvla_ros.messages import image_message
 from specvla_ros.messages.image_message import (
     SUPPORTED_ENCODINGS,
     is_grey,
     rgb_from_compressed,
     rgb_from_image,
-    rgb_from_message,
     stamp_ns,
 )
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
-from specvla_ros.messages.image_message import is_depth, stamp_ns
-from specvla_ros.messages.state_message import JOINT_STATE, StateReader
+from specvla_ros.messages.image_message import is_depth, rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.messages.state_message import StateReader
 from specvla_ros.messages.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
 
 if TYPE_CHECKING:  # the commands load these declarations where rosbags, which the reader needs, may be missing
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the commands load these declarations where rosbags, which t
 
 RAW_IMAGE = "sensor_msgs/msg/Image"
 COMPRESSED_IMAGE = "sensor_msgs/msg/CompressedImage"
+JOINT_STATE = "sensor_msgs/msg/JointState"
 TEXT = "std_msgs/msg/String"
 NUMBERS = ("std_msgs/msg/Float32MultiArray", "std_msgs/msg/Float64MultiArray")
 
@@ -52,6 +53,11 @@ class TopicChoice:
 
 
 DEFAULT_TOPICS = TopicChoice()
+
+
+def rgb_from_message(message: Any) -> np.ndarray:
+    """The pixels of a sensor_msgs/Image or CompressedImage."""
+    return rgb_from_compressed(message) if hasattr(message, "format") else rgb_from_image(message)
 
 
 @dataclass(frozen=True)

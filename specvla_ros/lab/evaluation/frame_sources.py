@@ -15,13 +15,12 @@ from specvla_ros.engine.outcome import Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.finder import bags_in, find_bags
-from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames, choose_topics, rgb_from_message
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
-from specvla_ros.messages.image_message import rgb_from_message
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted

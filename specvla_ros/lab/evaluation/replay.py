@@ -27,6 +27,7 @@ from specvla_ros.lab.bags.frames import (
     TopicChoice,
     bag_frames,
     choose_topics,
+    rgb_from_message,
 )
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import BagRecorder
@@ -46,7 +47,7 @@ from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import Thresholds
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
-from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
+from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
 

@@ -19,8 +19,9 @@ from sensor_msgs.msg import CompressedImage, Image
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import rgb_from_message
 from specvla_ros.lab.evaluation.rerun_recording import PoseSpeed, RerunRecording, RerunSettings, speed_curves
-from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
+from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.msg import DecodeStats, VlaAction
 from specvla_ros.ros.node import run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters

@@ -21,10 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import ACTION_TOPIC, HINDSIGHT_ACTION_TOPIC, HINDSIGHT_INSTRUCTION_TOPIC
-from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics, rgb_from_message
 from specvla_ros.lab.bags.reader import Bag, bag_files, open_bag
 from specvla_ros.lab.training.trainer import write_json
-from specvla_ros.messages.image_message import rgb_from_message
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec
