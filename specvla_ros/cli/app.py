@@ -87,7 +87,7 @@ def serve(
         import uvicorn
 
         from specvla_ros.serving.app import make_app
-        from specvla_ros.serving.sessions import ServeSettings
+        from specvla_ros.serving.server import ServeSettings
     except ModuleNotFoundError as error:
         raise missing_package(error) from None
     from specvla_ros.engine.engine import Engine

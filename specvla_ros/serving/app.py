@@ -13,8 +13,7 @@ from starlette.routing import Route, WebSocketRoute
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.serving import openpi, openvla, vla_eval
-from specvla_ros.serving.server import NO_TOKEN, Server
-from specvla_ros.serving.sessions import ServeSettings
+from specvla_ros.serving.server import NO_TOKEN, Server, ServeSettings
 
 
 def make_app(engine: Engine, settings: ServeSettings) -> Starlette:

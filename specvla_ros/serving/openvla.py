@@ -9,8 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
-from specvla_ros.serving.server import NO_TOKEN, Server, cancel, unless_gone, why
-from specvla_ros.serving.sessions import NoRoomError
+from specvla_ros.serving.server import NO_TOKEN, NoRoomError, Server, cancel, unless_gone, why
 from specvla_ros.serving.wire import dump, parse
 
 _CLIENT_LEFT = 499  # nobody reads it; what nginx notes

@@ -14,8 +14,7 @@ from starlette.websockets import WebSocket
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
 from specvla_ros.models.target import Target
-from specvla_ros.serving.server import Server, why
-from specvla_ros.serving.sessions import Session
+from specvla_ros.serving.server import Server, Session, why
 from specvla_ros.serving.wire import pack, unpack
 
 VERSION = 1

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from specvla_ros.serving import app
-from specvla_ros.serving.server import Server
-from specvla_ros.serving.sessions import ServeSettings
+from specvla_ros.serving.server import Server, ServeSettings
 
 TOKEN = "a7d0-kept-secret"
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from specvla_ros.engine.outcome import DropReason
-from specvla_ros.serving.server import Metrics
-from specvla_ros.serving.sessions import NoRoomError, ServeSettings, Sessions
+from specvla_ros.serving.server import Metrics, NoRoomError, ServeSettings, Sessions
 
 LIMITS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 from support.serving import PICTURE, Served, Thread
 
-from specvla_ros.serving import sessions
-from specvla_ros.serving.sessions import Session
+from specvla_ros.serving import server
+from specvla_ros.serving.server import Session
 
 
 def test_silence_ends_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=lambda: now_s, time_ns=lambda: 1, monotonic_ns=int))
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now_s, time_ns=lambda: 1, monotonic_ns=int))
     thread = Thread()
     session = Session(thread, "robot", 0.0, 2.0, lasting=True)  # type: ignore[arg-type]
     for gap_s in (0.0, 1.9, 1.9, 2.1, 0.1):

@@ -5,6 +5,7 @@ import asyncio
 import inspect
 import json
 import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from support.serving import ASKED, PICTURE, Served, Socket, Thread, actions
 from specvla_ros.cli.app import serve
 from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.serving import openpi, server
-from specvla_ros.serving.sessions import ServeSettings
+from specvla_ros.serving.server import ServeSettings
 from specvla_ros.serving.wire import dump, pack, unpack
 
 CHUNK = np.arange(6.0).reshape(3, 2)
@@ -34,7 +35,8 @@ def counts(served: Served) -> dict[str, int]:
 def test_openpi_is_greeted_and_gets_actions_with_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s = iter((10.0, 10.25))
     monkeypatch.setattr(openpi, "time", SimpleNamespace(perf_counter=lambda: next(clock_s)))
-    monkeypatch.setattr(server, "time", SimpleNamespace(perf_counter=iter((5.0, 5.3)).__next__))
+    timed = {**vars(time), "perf_counter": iter((5.0, 5.3)).__next__}
+    monkeypatch.setattr(server, "time", SimpleNamespace(**timed))
     served = Served(Thread(actions(CHUNK, forwards=4)), horizon=3, dt_s=0.2)
 
     async def client() -> None:

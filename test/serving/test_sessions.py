@@ -10,15 +10,15 @@ from support.serving import PICTURE, Thread, actions
 
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.errors import UserError
-from specvla_ros.serving import sessions
-from specvla_ros.serving.sessions import ServeSettings, Session, Sessions
+from specvla_ros.serving import server
+from specvla_ros.serving.server import ServeSettings, Session, Sessions
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.time_ns = 0.0, 0
         told = SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 7, time_ns=lambda: self.time_ns)
-        monkeypatch.setattr(sessions, "time", told)
+        monkeypatch.setattr(server, "time", told)
 
 
 @pytest.fixture

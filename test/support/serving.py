@@ -14,8 +14,7 @@ import numpy as np
 from specvla_ros.engine.outcome import Action, DecodeRecord, Drop, DropReason, Outcome, StageTimings
 from specvla_ros.models.observation import Observation
 from specvla_ros.serving import app, server
-from specvla_ros.serving.server import Server
-from specvla_ros.serving.sessions import ServeSettings
+from specvla_ros.serving.server import Server, ServeSettings
 from specvla_ros.serving.wire import dump
 
 PICTURE = np.zeros((4, 4, 3), np.uint8)
