@@ -39,7 +39,7 @@ def drafter(kind: str) -> EagleDrafter:
     arguments: dict[str, Any] = {}
     head, _, few = kind.partition(" of ")
     if few:
-        arguments = dict(ids=range(30, 46), children=WINDOW if few == "windows" else None)
+        arguments = dict(ids=range(30, 46), window=WINDOW if few == "windows" else None)
     return EagleDrafter(HEADS[head], DECODER, chosen, slots=SLOTS, slot_rows=40, captured_depth=5, **arguments)
 
 

@@ -40,7 +40,6 @@ from specvla_ros.models.settings import PromptStyle
 from specvla_ros.speculation.drafters.eagle import drafter as eagle
 from specvla_ros.speculation.drafters.eagle import head as eagle_head
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.drafters.eagle.tree_growth import WindowMass
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 _ACCEPTED = 3  # tokens that a verification with a tree commits
@@ -176,7 +175,7 @@ def _name_of(captured: Any) -> str:
     if isinstance(captured, eagle.StaticKeep):
         return f"draft keys of {len(captured._hidden)} rows"
     if isinstance(captured, eagle.StaticDraft):
-        mass = "by window mass" if isinstance(captured._grower._children, WindowMass) else "by top k"
+        mass = "by window mass" if captured._grower._window is not None else "by top k"
         return f"draft {mass}, trees {len(captured._tokens)}, levels {captured._depth}"
     return "vision"
 

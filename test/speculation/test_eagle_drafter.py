@@ -130,10 +130,10 @@ def test_node_limits_are_each_requests_own(head: EagleHead) -> None:
 def test_where_text_may_come_any_token_is_drafted(head: EagleHead) -> None:
     text, action = replace(request(1, 0, 5, 0, 4), in_text=True, position=0), request(2, 1, 9, 0, 4)
     for requests in ([text, action], [text]):
-        trees = drafter(head, children=WINDOW).draft(requests)
+        trees = drafter(head, window=WINDOW).draft(requests)
         same(trees[0], drafter(head).draft([text])[0])
         if len(trees) > 1:
-            same(trees[1], drafter(head, children=WINDOW).draft([action])[0])
+            same(trees[1], drafter(head, window=WINDOW).draft([action])[0])
     first, stop = WINDOW.actions.first, WINDOW.actions.stop
     assert any(not first <= token < stop for token in trees[0].tokens[1:].tolist())
 
@@ -144,17 +144,17 @@ def test_drafts_of_the_ids_that_may_come_are_those_of_a_target_that_says_no_othe
 ) -> None:
     first, stop = WINDOW.actions.first, WINDOW.actions.stop
     relative = replace(WINDOW, actions=WINDOW.actions.counted_from(first), text=False)
-    few = drafter(head, children=relative if window else None, ids=range(first, stop))
+    few = drafter(head, window=relative if window else None, ids=range(first, stop))
     says_no_others = random_decoder(CONFIG, seed=0, dtype=torch.float64)
     says_no_others.head_ids = range(first, stop)
-    children = replace(WINDOW, text=False) if window else None
-    whole = EagleDrafter(head, says_no_others, SETTINGS, slots=4, slot_rows=40, children=children)
+    chosen = replace(WINDOW, text=False) if window else None
+    whole = EagleDrafter(head, says_no_others, SETTINGS, slots=4, slot_rows=40, window=chosen)
     requests = [request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 3)]
     trees = few.draft(requests)
     for tree, other in zip(trees, whole.draft(requests), strict=True):
         same(tree, other)
         assert all(first <= token < stop for token in tree.tokens[1:].tolist())
-    among_all = drafter(head, children=children).draft(requests)
+    among_all = drafter(head, window=chosen).draft(requests)
     assert any(not one.log_probs.equal(other.log_probs) for one, other in zip(trees, among_all, strict=True))
 
 
@@ -183,9 +183,9 @@ def test_no_position_is_beyond_the_targets_last(
         same(tree, other)
 
 
-@pytest.mark.parametrize("children", [None, WINDOW], ids=["top_k", "window"])
-def test_a_tree_grows_without_a_read_back(head: EagleHead, children: Any) -> None:
-    made = drafter(head, children=children)
+@pytest.mark.parametrize("chosen", [None, WINDOW], ids=["top_k", "window"])
+def test_a_tree_grows_without_a_read_back(head: EagleHead, chosen: Any) -> None:
+    made = drafter(head, window=chosen)
     requests = [request(3, 0, 7, 0, 4)]
     with no_read_back():
         (tree,) = made.draft(requests)
@@ -196,7 +196,7 @@ def test_a_tree_grows_without_a_read_back(head: EagleHead, children: Any) -> Non
 def captured(head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
     """A drafter whose drafts are run again where a GPU would replay them."""
     use_table(monkeypatch)
-    made = EagleDrafter(head, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW, captured_depth=9)
+    made = EagleDrafter(head, DECODER, SETTINGS, slots=4, slot_rows=40, window=WINDOW, captured_depth=9)
     captures = Captures(recorded)
     made.capture(captures)
     assert captures.count == 4 * SETTINGS.depth + len(set(paddings(1, 40))) and not captures.failed
@@ -233,7 +233,7 @@ def test_a_captured_draft_gives_the_same_trees(
         trees = captured.draft(requests)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed_attention, "has_kernels", lambda _: False)
-            expected = drafter(head, children=WINDOW).draft(whole)
+            expected = drafter(head, window=WINDOW).draft(whole)
         for tree, other in zip(trees, expected, strict=True):
             same(tree, other)
             assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)

@@ -2,6 +2,7 @@
 """Sources of drafted tokens beside the head, and how a tree's children are chosen."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.growth import expand
 
+from specvla_kernels.expand_tree import choose_children
 from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.drafters.eagle.tree_growth import (
-    Children,
-    TopK,
     TreeGrowth,
     WindowMass,
     split_trees,
@@ -30,10 +30,28 @@ ACTIONS = ActionIds(first=10, stop=26, bins=15)  # ids 10 and 11 decode alike
 VOCAB = 30
 
 
-def window_mass(k: int, *bins: int) -> WindowMass:
+# From log-probabilities [b, vocab] and the children's action dimensions, int64 [b], to tokens and scores, both [b, k].
+Children = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def window_of(k: int, *bins: int) -> WindowMass:
     made = WindowMass.from_actions(k, ACTIONS, 7, torch.device("cpu"))
     made.tolerate(bins)
     return made
+
+
+def window_mass(k: int, *bins: int) -> Children:
+    window = window_of(k, *bins)
+
+    def children(log_probs: torch.Tensor, dimensions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, scores = choose_children(window.candidates(log_probs[:, None], dimensions, normalised=True), k)
+        return tokens[:, 0], scores[:, 0]
+
+    return children
+
+
+def top_k(k: int) -> Children:
+    return lambda log_probs, dimensions: (log_probs.topk(k).indices, log_probs.topk(k).values)
 
 
 def growth_of(levels: int, k: int) -> TreeGrowth:
@@ -80,7 +98,7 @@ def test_window_mass_without_tolerance_is_top_k_over_the_bins(seed: int, k: int)
     restricted = torch.full_like(given_, -torch.inf)
     restricted[:, 10:26] = given_[:, 10:26]
     first = torch.zeros(3, dtype=torch.int64)
-    ours, likeliest = window_mass(k)(given_, first), TopK(k)(restricted, first)
+    ours, likeliest = window_mass(k)(given_, first), top_k(k)(restricted, first)
     assert ours[0].equal(likeliest[0])
     torch.testing.assert_close(ours[1], likeliest[1], atol=1e-9, rtol=1e-6)
 
@@ -94,7 +112,7 @@ def test_each_row_has_the_tolerance_of_its_own_dimension_and_none_beyond() -> No
 
 
 def test_another_tolerance_is_taken_in_the_same_memory() -> None:
-    made = window_mass(4, 5, 5)
+    made = window_of(4, 5, 5)
     memory = made.bins.data_ptr()
     made.tolerate((2,))
     assert made.bins.tolist() == [2] + [0] * 7 and made.bins.data_ptr() == memory
@@ -110,7 +128,7 @@ def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels:
         rows = rows.to(torch.float32)
         if data.draw(st.integers(0, 9)) == 0:
             rows[data.draw(st.integers(0, beam - 1))] = torch.nan
-        grow(growth, TopK(k), rows, level)
+        grow(growth, top_k(k), rows, level)
         considered.append(beam * k)
     tree = finished(growth, levels=levels, k=k, nodes=nodes)
     parents, tokens = tree.ancestry.parents.tolist(), tree.tokens.tolist()
@@ -209,7 +227,7 @@ def test_chains_that_grow_together_end_together() -> None:
 def test_branches_hang_below_the_root_of_any_tree() -> None:
     growth = growth_of(2, 2)
     for level in range(2):
-        grow(growth, TopK(2), log_probs(level, growth.beam_tokens.shape[1]), level)
+        grow(growth, top_k(2), log_probs(level, growth.beam_tokens.shape[1]), level)
     tree = finished(growth, levels=2, k=2, nodes=6)
     root = tree.tokens[:1]
     chains = Branches.from_chains([(1, 2, 3), (4,)], max_depth=3, max_nodes=9)

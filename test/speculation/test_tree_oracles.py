@@ -14,7 +14,7 @@ from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.drafters.eagle.tree_growth import TopK, TreeGrowth, split_trees, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -50,8 +50,8 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
             else:
                 assert growth.beam_tokens[0].tolist() == recorded[f"{key}_step{step}_tokens"].tolist()
                 log_probs = torch.from_numpy(recorded[f"{key}_step{step}_logprobs"])
-            tokens, scores = TopK(case["top_k"])(log_probs, torch.tensor([step]))
-            expand(growth, tokens[None], scores[None])
+            best = log_probs.topk(case["top_k"])
+            expand(growth, best.indices[None], best.values[None])
         nodes = case["total_tokens_arg"]
         kept = tree_size(levels, case["top_k"], nodes)
         (tree,) = split_trees(growth.finish(torch.tensor([nodes]), nodes), [(kept, levels)])
@@ -63,19 +63,8 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
     assert whole == 39
 
 
-class _Recorder:
-    """Chooses children as top-k does, and keeps what it was shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def __call__(self, log_probs: torch.Tensor, dimensions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.seen.append(log_probs)
-        return TopK(8)(log_probs, dimensions)
-
-
 @needs(DATA)
-def test_the_head_foresees_what_the_published_head_does() -> None:
+def test_the_head_foresees_what_the_published_head_does(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {call["tag"]: call for call in json.loads((DATA / "tiny_draft_trees.json").read_text())["calls"]}
     recorded = np.load(DATA / "tiny_draft_trees.npz")
     weights = load_file(DATA / "tiny_draft.safetensors")
@@ -86,8 +75,14 @@ def test_the_head_foresees_what_the_published_head_does() -> None:
     head = EagleHead(config).requires_grad_(False)
     for name, tensor in head.checkpoint_tensors().items():
         tensor.copy_(weights[name])
-    recorder = _Recorder()
-    drafter = EagleDrafter(head, decoder, DraftSettings(), slots=2, slot_rows=64, children=recorder)
+    drafter = EagleDrafter(head, decoder, DraftSettings(), slots=2, slot_rows=64)
+    consider, seen = drafter._grower._consider, []
+
+    def recording(growth: TreeGrowth, logits: torch.Tensor, dimensions: torch.Tensor) -> None:
+        seen.append(logits[0].log_softmax(-1))
+        consider(growth, logits, dimensions)
+
+    monkeypatch.setattr(drafter._grower, "_consider", recording)
     for tag in ("eagle_r0", "eagle_r1"):
         hidden = torch.from_numpy(recorded[f"{tag}_hidden_in"])[0]
         embeddings = torch.from_numpy(recorded[f"{tag}_input_embeds"])[0]
@@ -101,9 +96,9 @@ def test_the_head_foresees_what_the_published_head_does() -> None:
             max_depth=5,
             position=1,
         )
-        recorder.seen.clear()
+        seen.clear()
         (tree,) = drafter.draft([request])
-        for step, log_probs in enumerate(recorder.seen):
+        for step, log_probs in enumerate(seen):
             np.testing.assert_allclose(log_probs.numpy(), recorded[f"{tag}_step{step}_logprobs"], atol=5e-3, rtol=1e-4)
-        assert len(recorder.seen) == 5
+        assert len(seen) == 5
         assert paths_of(tree) == paths(recorded[f"{tag}_draft_tokens"].tolist(), recorded[f"{tag}_parents"].tolist())

@@ -62,7 +62,7 @@ def _head(context: DraftContext) -> Drafter | None:
         settings,
         slots=context.slots,
         slot_rows=context.slot_rows,
-        children=window,
+        window=window,
         ids=ids,
         # The first forward after a prompt commits a token, and each of the others commits its own last one.
         captured_depth=codec.max_tokens - 2,

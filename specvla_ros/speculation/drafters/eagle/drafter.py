@@ -18,9 +18,7 @@ from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.eagle.tree_growth import (
-    Children,
     DraftStart,
-    TopK,
     TreeGrower,
     WindowMass,
     split_trees,
@@ -40,7 +38,7 @@ class EagleDrafter(Drafter):
     Args:
         decoder: the target, whose embeddings and output head it shares.
         slot_rows: maximum of committed rows of a slot.
-        children: how a node's children are chosen; by default the likeliest.
+        window: chooses a node's children; None: the likeliest.
         ids: the only ones that an answer has, see TreeGrower.
         captured_depth: maximum depth of the trees that `capture` is for.
     """
@@ -53,21 +51,20 @@ class EagleDrafter(Drafter):
         *,
         slots: int,
         slot_rows: int,
-        children: Children | None = None,
+        window: WindowMass | None = None,
         ids: range | None = None,
         captured_depth: int = 0,
     ) -> None:
         self._decoder, self._settings, self._slots = decoder, settings, slots
-        self._window = children if isinstance(children, WindowMass) else None
+        self._window = window
         self._captured_depth = captured_depth
         self.committed_rows = slot_rows
         self.forwards = 0
         self._slot_rows = slot_rows + max(settings.beam_nodes, MAX_ROWS + settings.depth)
         self._captured: dict[tuple[int, int], StaticDraft] = {}  # by number of trees that grow, and depth
         self._kept: dict[int, StaticKeep] = {}  # by number of rows
-        chosen = children or TopK(settings.top_k)
         sizes = dict(k=settings.top_k, nodes=settings.nodes, slots=slots, slot_rows=self._slot_rows)
-        self._grower = TreeGrower(head, decoder, children=chosen, ids=ids, **sizes)
+        self._grower = TreeGrower(head, decoder, window=window, ids=ids, **sizes)
 
     @property
     def work(self) -> DraftWork:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4): which children it considers, and how it grows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
 from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
-from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, choose_children, expand_tree
+from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree
 from specvla_kernels.finish_tree import GrownTrees, finish_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.codecs.codec import ActionIds
@@ -22,20 +22,6 @@ from specvla_ros.speculation.tree import Tree
 
 IN_TEXT = -(1 << 20)
 """Below 0, however deep a tree grows from it: in place of an action dimension where the child may be text."""
-
-# From log-probabilities [b, vocab] and the children's action dimensions, int64 [b], to tokens and scores, both [b, k].
-Children = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class TopK:
-    """The k likeliest tokens, scored by their log-probability (EAGLE-2); tokens and scores are [b, k]."""
-
-    k: int
-
-    def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
-        best = log_probs.topk(self.k, dim=-1)
-        return best.indices, best.values
 
 
 @dataclass(frozen=True)
@@ -68,12 +54,6 @@ class WindowMass:
     def tolerate(self, bins: Sequence[int]) -> None:
         """Takes another r per action dimension, 0 beyond them, in the same memory: a captured draft reads it."""
         self.bins.copy_(torch.tensor([*bins] + [0] * (len(self.bins) - len(bins))))
-
-    def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and scores [b, k]; -inf where no mass is left."""
-        candidates = self.candidates(log_probs[:, None], dimensions, normalised=True)
-        tokens, scores = choose_children(candidates, self.k)
-        return tokens[:, 0], scores[:, 0]
 
     def candidates(self, rows: Tensor, dimensions: Tensor, *, normalised: bool) -> Candidates:
         """Candidates from logits of the actions' ids, or `normalised` log-probabilities of the vocabulary.
@@ -184,7 +164,7 @@ class TreeGrower:
         k: children per node, and nodes of a beam.
         nodes: maximum of a tree, the root included.
         slot_rows: rows of a slot, those of the nodes that the head runs over included.
-        children: how a node's children are chosen; its tokens are counted from the first of the ids.
+        window: chooses a node's children, its tokens counted from the first of the ids; None: the likeliest (EAGLE-2).
         ids: the only ones that may come, where the answer has no others: the rest of the output head is not read, and
             each node's probability is spread over them alone, since the target is known to say one of them. Spread over
             the whole vocabulary, every node would pay, with each level, for ids that never come. None: the whole
@@ -200,12 +180,12 @@ class TreeGrower:
         nodes: int,
         slots: int,
         slot_rows: int,
-        children: Children,
+        window: WindowMass | None = None,
         ids: range | None = None,
     ) -> None:
         self.head, self.decoder = head, decoder
         self._k, self._nodes, self._slot_rows = k, nodes, slot_rows
-        self._children, self._ids = children, ids
+        self._window, self._ids = window, ids
         self._plans: dict[tuple[int, int, bool], AttentionPlan] = {}
         config = head.config
         self.hidden_size = config.hidden_size
@@ -357,22 +337,18 @@ class TreeGrower:
 
     def _consider(self, growth: TreeGrowth, logits: Tensor, dimensions: Tensor) -> None:
         """The next level, from logits [trees, beam, ids] and the first level's action dimension, int64 [trees]."""
-        children, few = self._children, self._ids is not None
+        ids = self._ids
         # Of a whole vocabulary the likeliest are chosen first; its probability is shared by more than the kernel holds.
-        rows = logits if few else logits.log_softmax(dim=-1)
-        if isinstance(children, WindowMass):
-            candidates = children.candidates(rows, dimensions, normalised=not few)
-            shift = self._ids.start if self._ids is not None else 0
-            candidates = replace(candidates, first_id=candidates.first_id + shift)
-        elif self._ids is not None and isinstance(children, TopK):
-            candidates = Candidates(dimensions, rows, first_id=self._ids.start)
+        rows = logits.log_softmax(dim=-1) if ids is None else logits
+        if self._window is not None:
+            candidates = self._window.candidates(rows, dimensions, normalised=ids is None)
+            if ids is not None:
+                candidates = replace(candidates, first_id=candidates.first_id + ids.start)
+        elif ids is not None:
+            candidates = Candidates(dimensions, rows, first_id=ids.start)
         else:
-            of_nodes = dimensions
-            if not isinstance(children, TopK):  # which looks at no dimension
-                of_nodes = (dimensions + growth.level).repeat_interleave(rows.shape[1])
-            tokens, scores = children(rows.flatten(0, 1), of_nodes)
-            chosen = tuple(each.view(*rows.shape[:2], -1) for each in (tokens, scores))
-            candidates = Candidates(dimensions, chosen=(chosen[0], chosen[1]))
+            best = rows.topk(self._k, dim=-1)
+            candidates = Candidates(dimensions, chosen=(best.indices, best.values))
         growth.consider(candidates, logits.dtype)
 
     def _plan(self, requests: int, n: int, *, is_tree: bool) -> AttentionPlan:
