@@ -23,7 +23,7 @@ from specvla_ros.engine.verifier import Commit, Verifier
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
-from specvla_ros.speculation.drafters.registry import DraftPrompt, make_drafters
+from specvla_ros.speculation.drafters.registry import DraftContext, DraftPrompt, make_drafters
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
@@ -373,8 +373,8 @@ class Engine:
         step_s = settings.chunk_step_s or codec.dt_s or 0.0
         ensemble = ChunkEnsemble(codec, settings.ensemble, step_s)
         cache = allocate_cache(target, settings, codec.max_tokens)
-        draft, rows = settings.draft if settings.drafts else None, (settings.slots, cache.slot_rows)
-        drafter, fallback = make_drafters(target, draft, codec, *rows, step_s, needed=not settings.chooses)
+        context = DraftContext(settings.draft, target, settings.slots, cache.slot_rows, step_s, codec)
+        drafter, fallback = make_drafters(context, wanted=settings.drafts, needed=not settings.chooses)
         if fallback:
             settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}.get(settings.mode, settings.mode))
         drafter.set_tolerance(bins_of(settings.acceptance, target))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial, reduce
+from functools import cache, cached_property, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specvla_ros.errors import UserError
@@ -222,66 +222,40 @@ class Drafter(Protocol):
         return
 
 
-def make_drafters(
-    target: Target,
-    settings: DraftSettings | None,
-    codec: Codec,
-    slots: int,
-    slot_rows: int,
-    chunk_step_s: float,
-    *,
-    needed: bool,
-) -> tuple[Drafters, str]:
-    """The drafters; none, with the reason, where none can be had and the user allowed to go on without.
+def make_drafters(context: DraftContext, *, wanted: bool, needed: bool) -> tuple[Drafters, str]:
+    """The drafters that the settings ask for, in the order in which they take nodes; none where none are `wanted`.
 
-    Arguments as in DraftContext; without settings nothing is drafted. `needed`: it is an error that there is nothing to
-    draft with.
+    None, with the reason, where none can be had and the user allowed to go on without. `needed`: it is an error that
+    there is nothing to draft with. Raises UserError for that, or where a drafter does not fit the target.
     """
-    make = partial(Drafters, codec=codec, slots=slots, slot_rows=slot_rows, chunk_step_s=chunk_step_s)
+    if not wanted:
+        return Drafters(context, {}), ""
     try:
-        return make(target, settings, needed=needed), ""
+        made = {name: entry.make(context) for name, entry in DRAFTERS.entries().items()}
+        by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
+        if needed and not by_name:
+            raise UserError(
+                f"decode.mode spec has nothing to draft with: {context.target.directory / DRAFT_FOLDER} is not there; "
+                "set draft.head to a draft head's directory (specvla train-draft makes one), or draft.model to that of "
+                "a smaller policy, or draft.temporal to true, or draft.chunk_shift where answers are chunks of digits "
+                "or FAST tokens; a policy that writes text may also draft for itself (draft.self_tokens)"
+            )
     except UserError as error:
-        if settings is None or not settings.fallback_to_ar:
+        if not context.settings.fallback_to_ar:
             raise
         _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
-        return make(target, None, needed=False), str(error)
+        return Drafters(context, {}), str(error)
+    return Drafters(context, by_name), ""
 
 
 class Drafters:
-    """Grows the tree that a request's next forward verifies, with all drafters; without settings, none.
+    """Grows the tree that a request's next forward verifies, with all drafters, of which there may be none."""
 
-    Arguments as in DraftContext. Raises UserError where there is nothing to draft with, or a drafter does not fit the
-    target. `by_name` has the drafters that the settings ask for, in the order in which they take nodes.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        settings: DraftSettings | None,
-        *,
-        codec: Codec,
-        slots: int,
-        slot_rows: int,
-        chunk_step_s: float,
-        needed: bool,
-    ) -> None:
+    def __init__(self, context: DraftContext, by_name: dict[str, Drafter]) -> None:
         import torch
 
-        self.by_name: dict[str, Drafter] = {}
-        self._prompt_end = Tree.from_root(torch.zeros(1, dtype=torch.int64, device=target.decoder.device))
-        self._nodes = settings.nodes if settings is not None else 1
-        if settings is None:
-            return
-        context = DraftContext(settings, target, slots, slot_rows, chunk_step_s, codec)
-        made = {name: entry.make(context) for name, entry in DRAFTERS.entries().items()}
-        self.by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
-        if needed and not self.by_name:
-            raise UserError(
-                f"decode.mode spec has nothing to draft with: {target.directory / DRAFT_FOLDER} is not there; set "
-                "draft.head to a draft head's directory (specvla train-draft makes one), or draft.model to that of a "
-                "smaller policy, or draft.temporal to true, or draft.chunk_shift where answers are chunks of digits or "
-                "FAST tokens; a policy that writes text may also draft for itself (draft.self_tokens)"
-            )
+        self.by_name, self._nodes = by_name, context.settings.nodes
+        self._prompt_end = Tree.from_root(torch.zeros(1, dtype=torch.int64, device=context.target.decoder.device))
 
     @property
     def sources(self) -> tuple[str, ...]:
