@@ -202,7 +202,7 @@ def rule_share(policy: Target, settings: EngineSettings, frames: Sequence[Observ
     engine = Engine(policy, settings)
     engine.warm_up()
     clock = RuleClock(engine.verifier.rule)
-    engine.verifier.set_rule(clock)
+    engine.verifier.rule = clock
     shares = []
     for stamp, frame in enumerate(frames, start=1):
         clock.seconds, started = 0.0, time.perf_counter()

@@ -69,10 +69,6 @@ class Engine:
         return self.mailbox.waiting or bool(self.scheduler.requests)
 
     @property
-    def in_flight(self) -> int:
-        return len(self.scheduler.requests)
-
-    @property
     def has_room(self) -> bool:
         """Whether the next tick would admit an observation of the only robot."""
         return self.scheduler.room_for("")
@@ -182,7 +178,7 @@ class Engine:
         Raises UserError where it does not fit the policy; the old one stays.
         """
         rule, bins = make_rule(settings, self.target), bins_of(settings, self.target)
-        self.verifier.set_rule(rule)
+        self.verifier.rule = rule
         self.drafter.set_tolerance(bins)
         self._change_settings(replace(self.settings, acceptance=settings))
 
@@ -285,7 +281,9 @@ class Engine:
                 _log.exception("a prompt could not be laid out")
                 self.scheduler.refuse(batch, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}")
             else:
-                self.scheduler.begin(batch, layout, self.runner.forwards.chunk_rows(layout.rows, self.scheduler.spread))
+                self.scheduler.begin(
+                    batch, layout, self.runner.forwards.sizes.chunk_rows(layout.rows, self.scheduler.spread)
+                )
         for share in batch.shares:
             # Not earlier: what is known of earlier answers grows meanwhile.
             if share.ends_prompt and share.request.drafts:
@@ -391,7 +389,7 @@ class Engine:
         runner = Runner(target, cache, settings, (verifier, drafter))
         chooser = None
         if settings.chooses:
-            chooser = Chooser(settings.slots_per_stream, runner.forwards.spreads, drafts=bool(drafter.sources))
+            chooser = Chooser(settings.slots_per_stream, runner.forwards.sizes.spreads, drafts=bool(drafter.sources))
         scheduler = Scheduler(settings, self.mailbox, cache, codec, root, chooser)
         self.mailbox.limit = settings.streams
         self._codec, self._fallback = codec, fallback

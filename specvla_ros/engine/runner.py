@@ -128,32 +128,23 @@ class Forwards:
     def __init__(self, decoder: Decoder, cache: KVCache, sizes: ForwardSizes, *, causal: bool = True) -> None:
         self._decoder = decoder
         self._cache = cache
-        self._sizes = sizes
+        self.sizes = sizes
         self._causal = causal
         self._captured: dict[Bucket, StaticForward] = {}
         self._flash: dict[Bucket, str] = {}  # how flash-attn did
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
         """`packed_forward`, by the captured forward of its size if there is one."""
-        bucket = self._sizes.bucket([len(each) for each in segments])
+        bucket = self.sizes.bucket([len(each) for each in segments])
         static = self._captured.get(bucket) if bucket else None
         return static(segments) if static else packed_forward(self._decoder, segments, self._cache)
-
-    @property
-    def spreads(self) -> tuple[int, ...]:
-        """Numbers of forwards that a prompt may be spread over."""
-        return self._sizes.spreads
-
-    def chunk_rows(self, length: int, spread: int) -> int:
-        """Rows of each chunk but the last of a prompt with so many, spread over so many forwards."""
-        return self._sizes.chunk_rows(length, spread)
 
     def capture(self, captures: Captures) -> None:
         """See Capturable: a forward of every size. Every slot is written to."""
         randomize(self._cache.keys, self._cache.values)
-        self._sizes = self._sizes.measured_on(self._decoder)
-        logits = logits_memory(self._decoder, self._sizes)
-        for bucket in reversed(self._sizes.buckets()):  # the largest first: the others then find memory in its pool
+        self.sizes = self.sizes.measured_on(self._decoder)
+        logits = logits_memory(self._decoder, self.sizes)
+        for bucket in reversed(self.sizes.buckets()):  # the largest first: the others then find memory in its pool
             with captures.attempt(f"forwards of {bucket.rows} rows"):
                 self._captured[bucket] = self._fastest(bucket, logits, captures.capture)
 
@@ -161,7 +152,7 @@ class Forwards:
         """With our attention, or flash-attn's for the chain where that is installed, equal and measured faster."""
         ours = self._checked(bucket, logits, capture)
         decoder, head_dim = self._decoder, self._decoder.config.head_dim
-        if not self._causal or bucket.longest <= self._sizes.nodes or not flash_takes(decoder.dtype, head_dim):
+        if not self._causal or bucket.longest <= self.sizes.nodes or not flash_takes(decoder.dtype, head_dim):
             return ours
         try:
             theirs = self._checked(bucket, logits, capture, flash=True)
@@ -173,9 +164,9 @@ class Forwards:
         return theirs if faster else ours
 
     def _checked(self, bucket: Bucket, logits: Tensor, capture: Capture, *, flash: bool = False) -> StaticForward:
-        most, cache = self._sizes.segments, self._cache
+        most, cache = self.sizes.segments, self._cache
         static = StaticForward(self._decoder, cache, bucket, segments=most, logits=logits, capture=capture, flash=flash)
-        check_forward(static, self._decoder, cache, check_segments(bucket, self._sizes, self._decoder, cache))
+        check_forward(static, self._decoder, cache, check_segments(bucket, self.sizes, self._decoder, cache))
         return static
 
     @property

@@ -76,7 +76,7 @@ class Verifier:
     """Chooses what each request commits and moves its keys and values, with one read-back for all of them.
 
     Args:
-        rule: of the requests that begin next.
+        rule: of the requests that begin from now on; those in flight keep theirs when it is set.
         max_nodes, max_depth: of a tree.
         generation: what is done to logits before the largest is taken.
         vocab_size: of the logits.
@@ -99,10 +99,6 @@ class Verifier:
         self._actions, self._distances, self._cache = actions, distances, cache
         self._generation, self._vocab_size = generation, vocab_size
         self._max_nodes, self._max_depth = max_nodes, max_depth
-
-    def set_rule(self, rule: AcceptanceRule) -> None:
-        """Takes another rule for the requests that begin from now on; those in flight keep theirs."""
-        self.rule = rule
 
     def prepare(self, parts: Sequence[VerifyInput]) -> Prepared:
         """Uploads the host's numbers before the forward; a copy after it would wait for it.

@@ -228,7 +228,7 @@ def test_what_cannot_be_captured_runs_as_it_comes(
     assert int(status.split()[0]) == sum(counts.values())
     assert all(n > 0 for kind, n in counts.items() if kind is not of), "one fault costs no other part"
     whole = {
-        StaticForward: len(runner.forwards._sizes.buckets()),
+        StaticForward: len(runner.forwards.sizes.buckets()),
         StaticVision: 1,
         StaticDraft: SPECPIPE.slots * 3,
         StaticKeep: keeps(engine),
@@ -247,10 +247,10 @@ def test_one_size_that_comes_out_wrong_runs_as_it_comes(policy: OpenVLATarget, m
     capture_with(monkeypatch, wrong_at_the_second, of=StaticForward)
     engine = Engine(policy, PLAIN)
     engine.warm_up()
-    *_, wrong, _ = (bucket.rows for bucket in engine.runner.forwards._sizes.buckets())  # the largest comes first
+    *_, wrong, _ = (bucket.rows for bucket in engine.runner.forwards.sizes.buckets())  # the largest comes first
     status = str(engine.describe()["cuda_graphs"])
     reason = f"RuntimeError: a captured forward of {wrong - 1} rows is off by nan of a row's length"
-    total = len(engine.runner.forwards._sizes.buckets())
+    total = len(engine.runner.forwards.sizes.buckets())
     assert status == f"{total} captured; eager: forwards of {wrong} rows ({reason})"
 
 

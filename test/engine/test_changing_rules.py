@@ -120,7 +120,7 @@ class Watching:
 def test_a_rule_is_shown_the_images_rows_and_no_others(policy: Target, chunks: int) -> None:
     engine = poisoned(policy, EngineSettings("specpipe", prefill_chunks=chunks, draft=TREE))
     watching = Watching()
-    engine.verifier.set_rule(watching)
+    engine.verifier.rule = watching
     observation = frame(1, 1)
     assert isinstance(engine.act(observation), Action)
 

@@ -110,7 +110,7 @@ def answers(policy: Target, settings: EngineSettings) -> list[tuple[Action, list
     found = []
     for stamp in range(1, FRAMES + 1):
         watching = Watching(make_rule(settings.acceptance, engine.target))
-        engine.verifier.set_rule(watching)
+        engine.verifier.rule = watching
         action = engine.act(frame(policy, stamp))
         if isinstance(action, Action):
             found.append((action, watching.chains))

@@ -100,7 +100,7 @@ def test_a_switch_that_does_not_fit_changes_nothing(policy: OpenVLATarget, tmp_p
     engine.tick()
     with pytest.raises(UserError, match="does not exist"):
         engine.switch(EngineSettings("specpipe", draft=DraftSettings(head=str(tmp_path / "none"))))
-    assert (engine.settings.mode, engine.in_flight) == ("pipeline", 1)
+    assert (engine.settings.mode, len(engine.scheduler.requests)) == ("pipeline", 1)
     outcomes: list[Outcome] = []
     while engine.busy:
         outcomes = engine.tick()

@@ -92,21 +92,21 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: OpenVLATarge
             drops = failing_tick(self.engine)
             assert all(isinstance(each, Drop) and each.reason is DropReason.ENGINE_FAULT for each in drops)
             self.note(drops)
-            assert not self.engine.in_flight
+            assert not self.engine.scheduler.requests
 
         @rule(chosen=any_settings)
         def switch(self, chosen: EngineSettings) -> None:
-            waiting = self.engine.busy and not self.engine.in_flight
+            waiting = self.engine.busy and not self.engine.scheduler.requests
             self.note(self.engine.switch(chosen))
-            assert not self.engine.in_flight and self.engine.busy >= waiting
+            assert not self.engine.scheduler.requests and self.engine.busy >= waiting
             assert self.engine.settings.mode == chosen.mode
 
         @rule()
         def switch_to_what_cannot_be(self) -> None:
-            before, in_flight = self.engine.settings, self.engine.in_flight
+            before, in_flight = self.engine.settings, len(self.engine.scheduler.requests)
             with pytest.raises(UserError):
                 self.engine.switch(EngineSettings("spec", draft=DraftSettings(head="/nowhere")))
-            assert (self.engine.settings, self.engine.in_flight) == (before, in_flight)
+            assert (self.engine.settings, len(self.engine.scheduler.requests)) == (before, in_flight)
 
         @invariant()
         def every_slot_is_free_or_held(self) -> None:

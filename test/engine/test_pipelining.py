@@ -79,7 +79,7 @@ def test_every_finished_frame_has_the_plain_decoders_tokens(
         elif step == "fault":
             faults += engine.busy
             ended += failing_tick(engine)
-            assert not engine.in_flight
+            assert not engine.scheduler.requests
         else:
             epoch += 1
             ended += engine.flush() if step == "flush" else engine.reset()
@@ -230,7 +230,7 @@ def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Op
     engine.tick()
     engine.submit(newer)
     assert engine.tick() == []
-    assert engine.in_flight == 1, "the newer one is through, and waits"
+    assert len(engine.scheduler.requests) == 1, "the newer one is through, and waits"
     drops = engine.flush()
     assert {id(each.observation) for each in drops} == {id(older), id(newer)}
     last = frame(4, 1, epoch=2)
@@ -248,7 +248,7 @@ def test_a_flush_can_keep_what_an_epoch_has_begun_with(policy: OpenVLATarget) ->
     engine.tick()
     engine.submit(done)
     assert engine.tick() == []
-    assert engine.in_flight == 1, "the newer one is through, and waits for the older one"
+    assert len(engine.scheduler.requests) == 1, "the newer one is through, and waits for the older one"
     engine.submit(first)
     engine.tick()
     engine.submit(second)

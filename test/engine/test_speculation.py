@@ -108,7 +108,7 @@ def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data
     engine = scripted_engine(policy, data, plain.tokens, relaxed)
     engine.submit(observation)
     engine.tick()
-    while engine.in_flight:
+    while engine.scheduler.requests:
         (request,) = engine.scheduler.requests
         committed = torch.tensor(request.tokens[:-1], dtype=torch.int64)
         sequence = torch.cat((request.prompt, policy.decoder.embed_tokens(committed)))

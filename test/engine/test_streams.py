@@ -134,7 +134,7 @@ def test_each_robots_answers_are_the_plain_decoders(
             actions = [each.observation for each in outcomes if isinstance(each, Action)]
             answered = [seen.stamp_ns for seen in actions if seen.stream == robot]
             assert answered == sorted(answered)
-    assert engine.in_flight == 0
+    assert len(engine.scheduler.requests) == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -146,7 +146,7 @@ def test_one_forward_carries_several_robots(policy: OpenVLATarget, mode: str) ->
     outcomes: list[Outcome] = []
     while engine.busy:
         outcomes += engine.tick()
-        together = max(together, engine.in_flight)
+        together = max(together, len(engine.scheduler.requests))
     assert {each.observation.stream for each in outcomes if isinstance(each, Action)} == set(ROBOTS)
     assert together == len(ROBOTS)
 

@@ -288,8 +288,8 @@ class Soak:
     def _check_slots(self, phase: Phase) -> None:
         engine, cache = self._engine, self._engine.cache
         held = {request.slot for request in engine.scheduler.requests}
-        if len(held) != engine.in_flight or cache.free_slots + len(held) != cache.slots:
-            phase.fail(f"{cache.slots} slots, {cache.free_slots} free, {engine.in_flight} in flight")
+        if len(held) != len(engine.scheduler.requests) or cache.free_slots + len(held) != cache.slots:
+            phase.fail(f"{cache.slots} slots, {cache.free_slots} free, {len(engine.scheduler.requests)} in flight")
 
     def _check_end(self, phase: Phase) -> None:
         self._check_slots(phase)

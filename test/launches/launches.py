@@ -274,7 +274,7 @@ def _ticks(engine: Engine, launches: Launches) -> Iterator[Tick]:
         }
         yield Tick(
             begins=engine.last_work.images > 0,
-            in_flight=engine.in_flight,
+            in_flight=len(engine.scheduler.requests),
             nodes=engine.last_work.nodes,
             launches=sum(by_section.values()),
             copies=launches.total(COPY_IN),
