@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import Out, finish, of_devices, result_head
-from benchmarks.papers.published import full_pipeline, published
+from benchmarks.papers.emulation import full_pipeline, published
 from benchmarks.results_page import RESULTS
 from specvla_ros.lab.planning.cost import OPENVLA_7B, Forward, ModelCost, Part, forward_parts, model_cost
 from specvla_ros.lab.planning.device import Device, read_device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated devices held against what others measured on them.
+"""What others measured and published, beside what the emulated devices' tables give for the same work.
 
 python -m benchmarks.papers.emulation
 
@@ -7,12 +7,32 @@ Nothing runs here: each published figure (benchmarks/papers/published.json) stan
 (specvla_ros/lab/planning/devices) gives for the same work, with the error of the time.
 """
 
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
 import typer
 
 from benchmarks.harness import Out, finish, result_head
-from benchmarks.papers.published import published
 from benchmarks.results_page import RESULTS
-from specvla_ros.lab.planning.device import known_devices, read_device
+from specvla_ros.lab.planning.cost import (
+    OPENVLA_7B,
+    Forward,
+    ModelCost,
+    Part,
+    forward_parts,
+    model_cost,
+    roofline_seconds,
+    vision_part,
+)
+from specvla_ros.lab.planning.device import Device, known_devices, read_device
+from specvla_ros.models.config import DecoderShape, VisionTowerConfig
+from specvla_ros.models.settings import WeightFormat
+
+_TABLE = Path(__file__).with_name("published.json")
+_FLOW_STEPS, _FLOW_ROWS = 10, 64  # of pi0 as realtime-vla times it: a chunk of 63, and the state
 
 
 def main(context: typer.Context, out: Out = RESULTS / "emulation.json") -> None:
@@ -28,6 +48,166 @@ def main(context: typer.Context, out: Out = RESULTS / "emulation.json") -> None:
         for name, device in devices.items()
     }
     finish(result_head(context) | {"devices": reached, "figures": figures}, out)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One published measurement, and the work that it is of."""
+
+    system: str  # the software that ran
+    device: str  # of the package's devices
+    model: str
+    weights: str  # a weight format of ours; activations as it has them
+    work: str  # one of _WORK: answer, pipeline, gathered, packed, token, prompt or flow
+    value: float
+    unit: str  # ms, frames/s or tokens/s
+    source: str
+    use: str  # fitted: it decided a device's efficiency; predicted: it did not, and is met; compared: it is not claimed
+    rows: int  # of the prompt, or before the token
+    tokens: int = 1  # of an answer
+    beside_ms: float = 0.0  # of what is not emulated, as published
+    band_percent: float | None = None  # the error of the time that is claimed at most; None: none is claimed
+
+    @property
+    def published_s(self) -> float:
+        """Seconds of one answer, tick, token or prompt."""
+        return self.value / 1e3 if self.unit == "ms" else 1.0 / self.value
+
+    def emulated_s(self) -> float:
+        """The same on the device's table."""
+        return _WORK[self.work](self, read_device(self.device)) + self.beside_ms / 1e3
+
+    def as_json(self) -> dict[str, Any]:
+        """The figure, its emulation in the same unit, and the error of the time [%]; above 0: too slow."""
+        seconds = self.emulated_s()
+        return asdict(self) | {
+            "emulated": seconds * 1e3 if self.unit == "ms" else 1.0 / seconds,
+            "error_percent": (seconds / self.published_s - 1.0) * 100,
+        }
+
+
+def full_pipeline(prompt_rows: int, tokens: int) -> Forward:
+    """ActionFlow's tick: the newest frame's image and prompt, and a token of each of the `tokens` - 1 older frames."""
+    others = tokens - 1
+    prefix_rows = others * prompt_rows + sum(range(others))
+    return Forward(prompt_rows, image=True, trees=others, nodes=others, prefix_rows=prefix_rows)
+
+
+def published() -> tuple[Figure, ...]:
+    """All figures of the table."""
+    return tuple(Figure(**row) for row in json.loads(_TABLE.read_text(encoding="utf-8")))
+
+
+def _gemma(width: int, mlp: int) -> DecoderShape:
+    """18 layers of Gemma 2B's shape (openpi, models/gemma.py); of its output head 2048 rows are kept."""
+    return DecoderShape(
+        vocab_size=2048,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=18,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=256,
+    )
+
+
+_SIGLIP = VisionTowerConfig(1152, 28, 16, 4304, 14, False, 0, layer_scale=False, image_size=224)  # all but the 28th
+_GEMMA = model_cost(replace(OPENVLA_7B, towers=(_SIGLIP,), llama=_gemma(2048, 16384)))
+_EXPERT = replace(model_cost(replace(OPENVLA_7B, llama=_gemma(1024, 4096))), head_values=0)
+_QWEN = DecoderShape(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+)
+_MODELS: dict[str, ModelCost] = {
+    "openvla-7b": model_cost(OPENVLA_7B),
+    "llama-2-7b": model_cost(replace(OPENVLA_7B, llama=DecoderShape(vocab_size=32000))),
+    "chameleon-7b": model_cost(replace(OPENVLA_7B, llama=DecoderShape(vocab_size=65536))),  # of Llama 2's shape
+    "qwen3-vl-2b": model_cost(replace(OPENVLA_7B, llama=_QWEN)),
+    "pi0-fast": _GEMMA,
+    "pi0": _GEMMA,
+}
+
+
+def _forward_s(figure: Figure, device: Device, forward: Forward) -> float:
+    parts = forward_parts(forward, _MODELS[figure.model], WeightFormat(figure.weights), device.value_bytes)
+    return roofline_seconds(parts, device, device.efficiency)
+
+
+def _answer_s(figure: Figure, device: Device) -> float:
+    """Image and prompt, then a forward for each further token."""
+    return _forward_s(figure, device, Forward(figure.rows, image=True)) + sum(
+        _forward_s(figure, device, Forward(trees=1, nodes=1, prefix_rows=figure.rows + token))
+        for token in range(figure.tokens - 1)
+    )
+
+
+def _pipeline_s(figure: Figure, device: Device) -> float:
+    """A tick with as many frames in flight as an answer has tokens: one prompt, and a token of each of the others.
+
+    ActionFlow then moves the keys and values of the others by a copy in memory (its section 3.3), which our engine does
+    not; it is counted here, since it was measured there.
+    """
+    return _full_tick_s(figure, device) + _copy_s(figure, device, _prefix_rows(figure))
+
+
+def _gathered_s(figure: Figure, device: Device) -> float:
+    """The same where the frames' keys and values are gathered before the forward, and what it wrote is taken back.
+
+    "Naive Pipe" of ActionFlow's table 1; what its CPU coordinates and waits for is not known and not counted.
+    """
+    written = figure.rows + figure.tokens - 1
+    return _full_tick_s(figure, device) + _copy_s(figure, device, _prefix_rows(figure) + written)
+
+
+def _full_tick_s(figure: Figure, device: Device) -> float:
+    """The same where nothing is copied, as in our engine: nobody published that."""
+    return _forward_s(figure, device, full_pipeline(figure.rows, figure.tokens))
+
+
+def _prefix_rows(figure: Figure) -> int:
+    """Committed rows of all frames but the newest."""
+    return full_pipeline(figure.rows, figure.tokens).prefix_rows
+
+
+def _copy_s(figure: Figure, device: Device, rows: int) -> float:
+    """Keys and values of so many rows, each read once and written once."""
+    moved = 2.0 * rows * _MODELS[figure.model].kv_values * device.value_bytes
+    return Part("copy", moved, 0.0, 1).seconds(device, device.efficiency)
+
+
+def _token_s(figure: Figure, device: Device) -> float:
+    return _forward_s(figure, device, Forward(trees=1, nodes=1, prefix_rows=figure.rows))
+
+
+def _prompt_s(figure: Figure, device: Device) -> float:
+    return _forward_s(figure, device, Forward(figure.rows))
+
+
+def _flow_s(figure: Figure, device: Device) -> float:
+    """pi0: the images, their rows through the language model, then the action expert, once per step of its flow."""
+    images = figure.rows / _SIGLIP.patches
+    image_s = vision_part(_GEMMA, device.value_bytes).seconds(device, device.efficiency)
+    prompt_s = _forward_s(figure, device, Forward(figure.rows, prompt_ends=False))
+    step = Forward(trees=1, nodes=_FLOW_ROWS, prefix_rows=figure.rows)
+    parts = forward_parts(step, _EXPERT, WeightFormat.NONE, device.value_bytes)
+    return images * image_s + prompt_s + _FLOW_STEPS * roofline_seconds(parts, device, device.efficiency)
+
+
+_WORK: dict[str, Callable[[Figure, Device], float]] = {
+    "answer": _answer_s,
+    "pipeline": _pipeline_s,
+    "gathered": _gathered_s,
+    "packed": _full_tick_s,
+    "token": _token_s,
+    "prompt": _prompt_s,
+    "flow": _flow_s,
+}
 
 
 if __name__ == "__main__":

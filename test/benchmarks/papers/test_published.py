@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers.published import Figure, published
+from benchmarks.papers.emulation import Figure, published
 from specvla_ros.lab.planning.device import known_devices, read_device
 
 FIGURES = published()
