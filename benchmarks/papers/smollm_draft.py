@@ -5,7 +5,7 @@
     python -m benchmarks.papers.smollm smollm2
     python -m benchmarks.papers.smollm_draft smollm2 smollm2-draft
 
-The target answers prompts (smollm_seeds.py) greedily, and with what is left of the answers sampled. Its first layers,
+The target answers prompts (`seeds`) greedily, and with what is left of the answers sampled. Its first layers,
 followed by its final norm and head, then learn the target's distribution after each prefix of these answers, by
 cross-entropy, with AdamW; embeddings and head stay as they are. About ten minutes on two CPU cores with nothing beside
 it; a training that was cut short goes on from its last validation.
@@ -13,11 +13,13 @@ it; a training that was cut short goes on from its last validation.
 
 import json
 import math
+import random
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +30,6 @@ import typer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.papers.smollm_seeds import seeds
 from benchmarks.papers.text_target import TextTarget
 from benchmarks.transformers_baseline import transformers_decoder
 from specvla_ros.errors import UserError
@@ -47,6 +48,50 @@ _TEMPERATURE = 0.7
 _HELD_OUT = 16  # one prompt in so many, with all answers to it
 _WARM_UP = 30
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+# What the target is asked: of the kinds of the FLy benchmark (fly_prompts.json); a test holds that none of its prompts
+# is here.
+_TOPICS = (
+    "rivers", "volcanoes", "bread", "bicycles", "bees", "the Moon", "magnets", "trains", "clouds", "chess",
+    "whales", "paper", "glass", "winter", "gardens", "lighthouses", "earthquakes", "maps", "music", "clocks",
+    "spiders", "deserts", "bridges", "coffee", "sleep", "robots", "electric motors", "the ocean", "wood", "cats",
+    "steam engines", "rain", "mountains", "libraries", "telescopes", "soil", "kites", "wheels", "batteries", "ice",
+)  # fmt: skip
+_ABOUT = (
+    "What are {} good for?",
+    "Explain in simple words how {} work or come to be.",
+    "Write a short paragraph about {}.",
+    "List five facts about {}.",
+    "Write two sentences about {}.",
+    "Name three things that have to do with {}, as a numbered list.",
+    "Write the beginning of a story about {}.",
+)
+_FUNCTIONS = (
+    "adds two numbers", "returns the largest number of a list", "counts the vowels of a word",
+    "says whether a number is even", "sorts a list of words by length", "computes the area of a circle",
+    "removes spaces from a string", "sums the digits of a number", "returns the last element of a list",
+    "says whether a word is a palindrome", "turns Celsius into Fahrenheit", "finds the smallest of three numbers",
+    "joins a list of words with commas", "computes a factorial", "prints the squares of the numbers up to n",
+    "counts how often a letter occurs", "returns the average of a list", "swaps two elements of a list",
+)  # fmt: skip
+_DEFINITIONS = (
+    "add(a, b)", "largest(numbers)", "count_vowels(word)", "is_even(n)", "circle_area(radius)", "average(values)",
+    "last(items)", "factorial(n)", "squares(n)", "fahrenheit(celsius)", "join_words(words)", "digits(n)",
+)  # fmt: skip
+_WHO = ("The old gardener", "A young engineer", "My neighbour", "The little dog", "The captain", "Our teacher")
+_DOES = (
+    "walks along the river every morning and feeds the ducks",
+    "has built a small boat and wants to sail to the island",
+    "looks for the lost key in the kitchen and finds a letter",
+    "reads a long book about stars while the rain falls on the roof",
+    "carries a heavy box up the stairs and puts it on the table",
+)
+_REWRITE = (
+    "Rewrite this in the past tense: {}.",
+    "Say this in other words: {}.",
+    "Summarise in a few words: {}.",
+    "Repeat this sentence twice: {}.",
+)
 
 
 @dataclass(frozen=True)
@@ -281,6 +326,27 @@ def main(
     training = DraftTraining(layers=layers, answers=answers, tokens=tokens, steps=steps)
     validations = train_draft_model(target, out, training)
     print(f"{out}: agreement {validations[-1].agreement:.1%} after {time.monotonic() - started:.0f} s")
+
+
+def seeds(rng_seed: int) -> list[str]:
+    """Prompts as they go into the tokenizer, each once, in an order that the seed decides."""
+    asked = [form.format(topic) for form, topic in product(_ABOUT, _TOPICS)]
+    asked += [f"Write a Python function that {what}." for what in _FUNCTIONS]
+    asked += [f"Count from {first} to {first + 15}." for first in range(2, 60, 3)]
+    asked += [f"What is {a} plus {b}?" for a, b in product(range(3, 15, 2), range(2, 20, 4))]
+    asked += [form.format(f"{who} {does}") for form, who, does in product(_REWRITE, _WHO, _DOES)]
+    plain = [f"def {definition}:\n    " for definition in _DEFINITIONS]
+    plain += [
+        f"{', '.join(str(first + i * step) for i in range(6))}," for first, step in product(range(11, 80, 7), (1, 3, 5))
+    ]
+    found = [*map(chat, asked), *plain]
+    random.Random(rng_seed).shuffle(found)
+    return found
+
+
+def chat(question: str) -> str:
+    """A question in SmolLM2's chat format, without a system turn, up to where its answer begins."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 if __name__ == "__main__":

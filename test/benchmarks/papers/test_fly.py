@@ -24,8 +24,7 @@ from benchmarks.papers.fly import (
     time_goal,
 )
 from benchmarks.papers.fly_contestants import PLAIN, Contestant, Run, assisted, contestants, our_settings
-from benchmarks.papers.smollm_draft import first_layers, write_first_layers
-from benchmarks.papers.smollm_seeds import seeds
+from benchmarks.papers.smollm_draft import first_layers, seeds, write_first_layers
 from benchmarks.papers.text_target import TextTarget
 from benchmarks.transformers_baseline import transformers_decoder
 from specvla_ros import UserError

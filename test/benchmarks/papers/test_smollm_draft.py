@@ -10,8 +10,14 @@ import pytest
 import torch
 from support.text_models import write_text_model
 
-from benchmarks.papers.smollm_draft import DraftLoss, DraftTraining, answer_prompts, first_layers, train_draft_model
-from benchmarks.papers.smollm_seeds import seeds
+from benchmarks.papers.smollm_draft import (
+    DraftLoss,
+    DraftTraining,
+    answer_prompts,
+    first_layers,
+    seeds,
+    train_draft_model,
+)
 from benchmarks.papers.text_target import TextTarget, text_observation
 from specvla_ros import Engine, EngineSettings, UserError
 from specvla_ros.engine.outcome import Action
