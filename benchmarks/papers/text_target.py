@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.codec import ActionIds, WrittenChunkCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import DECODERS, check_directory, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
@@ -30,66 +31,35 @@ from specvla_ros.models.weights import Progress, check_weights, load_weights, re
 
 
 @dataclass(frozen=True)
-class TextCodec:
+class TextCodec(WrittenChunkCodec):
     """A codec whose answers are text; an action has no dimensions. See `Codec`.
 
     Args:
         end_ids: the token ids that end an answer, and belong to it.
-        max_text: length of the longest answer in tokens.
+        max_tokens: length of the longest answer.
     """
+
+    WRITES: ClassVar[str] = "text"
+    statistics: ClassVar[ActionStatistics] = ActionStatistics("", np.zeros(0), np.zeros(0), np.zeros(0, dtype=bool))
 
     end_ids: frozenset[int]
     vocab_size: int
-    max_text: int = 0
-
-    names: tuple[str, ...] = ()
-    unnorm_key: str = ""
+    max_tokens: int = 0
     horizon: int = 1
     dt_s: float | None = None
-
-    @property
-    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(0), np.zeros(0)
 
     @property
     def action_ids(self) -> ActionIds:
         return ActionIds(self.vocab_size, self.vocab_size, bins=1)
 
-    @property
-    def distances(self) -> ActionIds:
-        return self.action_ids
-
-    @property
-    def max_tokens(self) -> int:
-        return self.max_text
-
     def with_text(self, max_text: int) -> "TextCodec":
         """The codec for answers of up to `max_text` tokens; a UserError where it is 0."""
         if not max_text:
             raise UserError("a language model answers with text alone: set decode.max_reasoning_tokens to its length")
-        return replace(self, max_text=max_text)
+        return replace(self, max_tokens=max_text)
 
     def position(self, tokens: Sequence[int]) -> int:
         return 0
-
-    def in_text(self, tokens: Sequence[int]) -> bool:
-        return True
-
-    def remaining(self, tokens: Sequence[int]) -> int:
-        return self.max_text - len(tokens)
-
-    def legal_ids(self, tokens: Sequence[int]) -> range | None:
-        return None
-
-    def end(self, tokens: Sequence[int], known: int) -> int:
-        for n in range(known + 1, len(tokens) + 1):
-            if n == self.max_text or tokens[n - 1] in self.end_ids:
-                return n
-        return 0
-
-    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The whole answer: whoever asks reads it."""
-        return tuple(tokens)
 
     def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
@@ -103,14 +73,8 @@ class TextCodec:
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         return ()
 
-    def normalise(self, actions: np.ndarray) -> np.ndarray:
-        return actions
-
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
         raise UserError("a language model writes no action that could be off by metres or radians")
-
-    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        return min(len(answer), len(draft))
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
         return ()
