@@ -8,7 +8,7 @@ wants an environment of its own, and downloads its arm unless it is given one:
     python3 -m venv ~/franka_sim && ~/franka_sim/bin/pip install franka-sim==1.1.7
     specvla robot-model --robot panda --out /tmp/panda.xml
     FR3_MJCF=/tmp/panda.xml ~/franka_sim/bin/run-franka-sim-server --no-gripper --enforce-motion-limits
-    python -m benchmarks.robot.franka_bridge 127.0.0.1 --seconds 20 --ros-args -r command/pose:=/driver/pose
+    python scripts/franka_bridge.py 127.0.0.1 --seconds 20 --ros-args -r command/pose:=/driver/pose
 
 It listens to `command/pose` (PoseStamped in base_link) and publishes `tool_pose` at 100 Hz; at the end it prints, as
 JSON, how far the arm was from what was sent and how the control loop kept its millisecond. It adds no safety, and
