@@ -126,13 +126,6 @@ def chosen_names(option: str, text: str, known: Iterable[str]) -> list[str]:
     return names
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """What a run that was cut off has written, a JSON object in each line; a line that was cut off is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-
-
 def mean_ratio(ratios: Sequence[float]) -> dict[str, float]:
     """The geometric mean of paired ratios, with its 95 % interval."""
     logs = [math.log(ratio) for ratio in ratios]

@@ -22,8 +22,9 @@ from faults.judge import describe
 from faults.kinds import FAULTS, NONE
 from faults.runs import Job, run_fault
 from faults.timing import Timing, record_timings
+from support.benchmark_runs import read_rows
 
-from benchmarks.harness import Out, Seed, Work, Workers, chosen_names, finish, of_devices, read_rows, result_head
+from benchmarks.harness import Out, Seed, Work, Workers, chosen_names, finish, of_devices, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS

@@ -22,8 +22,9 @@ import typer
 from faults.judge import describe
 from faults.processes import SPEED, RealJob, real_rounds
 from faults.real_kinds import REAL_FAULTS
+from support.benchmark_runs import read_rows
 
-from benchmarks.harness import Out, Seed, Work, chosen_names, finish, read_rows, result_head
+from benchmarks.harness import Out, Seed, Work, chosen_names, finish, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.control.guard.settings import Output
 from specvla_ros.lab.jobs.run import run_jobs

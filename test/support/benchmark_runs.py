@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark as it is typed, and its result."""
+"""A benchmark as it is typed, its result, and the rows of one that goes on."""
 
 import json
 from pathlib import Path
@@ -23,3 +23,10 @@ def run(module: str, out: Path, *arguments: object) -> dict[str, Any]:
     assert "git_revision" in result
     assert name in section(result)
     return result
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What a run that was cut off has written, a JSON object in each line; a line that was cut off is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
