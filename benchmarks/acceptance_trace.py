@@ -16,38 +16,26 @@ from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftS
 from specvla_ros.speculation.tree import Tree
 
 TRACE_HELP = (
-    f"Whose accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), nano:ROW for a "
-    "row of benchmarks/results/speculation_nano.json, or chunks:POLICY for a policy of draft_nodes.json with trees of "
-    "as many nodes, drafted by the answer before."
+    f"Whose accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), or "
+    "chunks:POLICY for a policy of benchmarks/results/draft_nodes.json with trees of as many nodes, drafted by the "
+    "answer before."
 )
 # Every action token is near enough: a tree's depth alone decides. The rule is one that the acceptance kernel knows.
 ANYTHING = AcceptanceSettings("bin_distance", bins=(254,), gripper_bins=254)
-_RESULTS = Path(__file__).parent / "results"
-_NANO, _CHUNKS = _RESULTS / "speculation_nano.json", _RESULTS / "draft_nodes.json"
+_CHUNKS = Path(__file__).parent / "results" / "draft_nodes.json"
 _DECK = 200
 
 
 def trace_lengths(name: str, nodes: int) -> AcceptanceLengths:
     """The accept lengths of a trace.
 
-    Those of the nano policy are what its forwards accepted, cut where an answer ended; a run cuts them there once more.
     Those of chunks were recorded by the nodes of a tree, the root included.
 
     Raises:
         UserError: the name is unknown, or nothing was recorded with such trees.
     """
     source, _, row = name.partition(":")
-    if source == "chunks":
-        return _of_chunks(row, nodes)
-    if source != "nano":
-        return spec_vla_relaxed(name)
-    rows = {found["name"]: found for found in json.loads(_NANO.read_text(encoding="utf-8"))["rows"]}
-    if row not in rows:
-        raise UserError(f"{_NANO.name} has no row '{row}'; it has: {'; '.join(rows)}")
-    shares = {int(length): share for length, share in rows[row]["share_by_accept_length"].items()}
-    total = sum(shares.values())
-    probabilities = tuple(shares.get(length, 0.0) / total for length in range(max(shares) + 1))
-    return AcceptanceLengths(f"recorded from the nano policy, {row}", probabilities)
+    return _of_chunks(row, nodes) if source == "chunks" else spec_vla_relaxed(name)
 
 
 def _of_chunks(policy: str, nodes: int) -> AcceptanceLengths:
@@ -79,12 +67,6 @@ def trace_drafts(name: str, nodes: int) -> DraftSettings:
     """The drafter in a run that follows a trace: the draft head, or the answer before."""
     settings = DraftSettings(nodes=nodes)
     return adjusted(settings, head=NO_HEAD, temporal=True) if name.startswith("chunks:") else settings
-
-
-def expected_forwards(lengths: AcceptanceLengths, draft: DraftSettings, tokens: int) -> float:
-    """Forwards of an answer under a trace; a head has nothing yet that the prompt's own could verify."""
-    of_prompt = 0 if draft.head == NO_HEAD else 1
-    return of_prompt + lengths.verifications(tokens - of_prompt)
 
 
 class Trace:

@@ -370,13 +370,10 @@ def _ages(rows: Sequence[Result], modes: Sequence[str]) -> str:
     for row in rows:
         found = row["modes"]
         ages = [f"{found[mode]['age_s']:.3g}" for mode in modes]
-        over = [f"{each['share']:+.1%} ± {(each['high'] - each['low']) / 2:.1%}" for each in _overs(row)]
+        compared = (row["over_best"], row["over_spec"])
+        over = [f"{each['share']:+.1%} ± {(each['high'] - each['low']) / 2:.1%}" for each in compared]
         cells.append([row["device"], str(row["tokens"]), *ages, f"{found['auto']['p95_s']:.3g}", *over])
     return table(cells)
-
-
-def _overs(row: Result) -> list[Result]:
-    return [row["over_best"], row["over_spec"]]
 
 
 def _share(times: Mapping[str, float], part: str) -> Result:

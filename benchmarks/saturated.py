@@ -192,14 +192,11 @@ class EngineTurns:
     def summary(self) -> dict[str, Any]:
         """Figures for a result."""
         records = [action.record for action in self._actions]
-        accepted = [n for record in records if record.mode in ("spec", "specpipe") for n in record.accept_lengths]
         return rate_and_latency(self._latency_s, self._rates_hz, self._peak_bytes) | {
             "image_age_s": statistics.median(self._ages_s),
-            "image_ages_s": self._ages_s,
             "pictures_s": statistics.fmean(self._prepared_s),
             "forwards_per_action": statistics.fmean(record.forwards for record in records),
             "in_flight": statistics.fmean(record.in_flight for record in records),
-            "accepted_per_verification": statistics.fmean(accepted) if accepted else 0.0,
             "overtaken": self._overtaken / max(1, self._admitted),
             "cuda_graphs": self._cuda_graphs,
         }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import torch
@@ -189,19 +189,13 @@ def gemm(job: Job) -> None:
             if job.lacks(key):
                 x = torch.randn(rows, weight.shape[1], dtype=job.dtype, device=job.device)
                 calls = _products(x, weight)
-                operations = 2.0 * rows * weight.numel()
                 job.put(
                     key,
                     {
                         "matrix": name,
                         "shape": list(weight.shape),
                         "rows": rows,
-                        "seconds": (found := timer.seconds(calls)),
-                        "tflops": {
-                            name: operations / seconds / 1e12
-                            for name, seconds in found.items()
-                            if not isinstance(seconds, str) and seconds
-                        },
+                        "seconds": timer.seconds(calls),
                     },
                 )
 
@@ -244,11 +238,6 @@ def operators(job: Job) -> None:
             job.put(key, kernels.row(kind, case, limits, timer))
 
 
-def _result(call: Callable[[], Any]) -> Tensor:
-    result: Tensor = call()
-    return result
-
-
 @torch.inference_mode()
 def attention(job: Job) -> None:
     """Packed attention beside what others have for it."""
@@ -264,7 +253,7 @@ def attention(job: Job) -> None:
         found = timer.seconds({name: call for name, call in made.items() if not isinstance(call, str)})
         found |= {name: why for name, why in made.items() if isinstance(why, str)}
         off = {
-            name: float((_result(call).double() - ours().double()).abs().max())
+            name: float((cast(Tensor, call()).double() - ours().double()).abs().max())
             for name, call in made.items()
             if not isinstance(call, str) and not isinstance(found[name], str) and name != "ours" and not job.fake
         }
@@ -380,13 +369,12 @@ def _stages(engine: Engine, job: Job) -> dict[str, Any]:
         run.tick()
     synchronise(job.device)
     marks.spans.clear()
-    starts, host_started = [], time.perf_counter()
+    starts = []
     for _ in range(counted):
         starts.append(marks.now())
         run.tick()
     end = marks.now()
     synchronise(job.device)
-    host_s = time.perf_counter() - host_started
     whole_s = marks.seconds(starts[0], end)
     per_tick = {
         stage: sum(marks.seconds(start, stop) for name, start, stop in marks.spans if name == stage) / counted
@@ -395,7 +383,6 @@ def _stages(engine: Engine, job: Job) -> dict[str, Any]:
     return {
         "ticks": counted,
         "tick_s": whole_s / counted,
-        "host_tick_s": host_s / counted,
         "stages_s": per_tick,
         "host_gap_s": whole_s / counted - sum(per_tick.values()),
         "cuda_graphs": str(engine.describe().get("cuda_graphs", "")),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -92,8 +92,20 @@ def main(
             summary = simulate(settings, plan, into, partial(show_progress, f"{robot}, {device}, {mode}, {name}"))
             done = read_episodes(into)
             before = before or done
-            row = {"robot": robot} | _row(device, mode, name, summary)
-            rows.append(row | {"against": compare_episodes(before, done).as_json()})
+            rows.append(
+                {
+                    "robot": robot,
+                    "device": device,
+                    "name": read_device(device, "--devices").name,
+                    "mode": mode,
+                    "follower": name,
+                    "success": summary.success.as_json(),
+                    "latency_s": summary.latency_s,
+                    "action_rate_hz": summary.action_rate_hz,
+                    "drops": summary.drops,
+                    "against": compare_episodes(before, done).as_json(),
+                }
+            )
     finish(
         result_head(context)
         | of_weights(nano_policy())
@@ -101,19 +113,6 @@ def main(
         | {"time_limit": time_limit, "first_seed": seed, "episodes_per_task": episodes, "rows": rows},
         out,
     )
-
-
-def _row(device: str, mode: str, follower: str, summary: Any) -> dict[str, Any]:
-    return {
-        "device": device,
-        "name": read_device(device, "--devices").name,
-        "mode": mode,
-        "follower": follower,
-        "success": summary.success.as_json(),
-        "latency_s": summary.latency_s,
-        "action_rate_hz": summary.action_rate_hz,
-        "drops": summary.drops,
-    }
 
 
 if __name__ == "__main__":

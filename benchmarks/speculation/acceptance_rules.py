@@ -8,7 +8,6 @@ Agreement is the share of the committed tokens that are the target's own choice 
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,16 +83,12 @@ def main(
         | of_weights(nano_policy())
         | {
             "tolerance": {"metres": METRES, "radians": RADIANS},
-            "nano": _rows(sweep(nano, nano_settings(), plan, work / "nano", show_progress)),
+            "nano": [rule_row(row) for row in sweep(nano, nano_settings(), plan, work / "nano", show_progress)],
             "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},
-            "text": _rows(sweep(writer, text_settings(), text_plan, work / "text", show_progress)),
+            "text": [rule_row(row) for row in sweep(writer, text_settings(), text_plan, work / "text", show_progress)],
         }
     )
     finish(result, out)
-
-
-def _rows(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
-    return [rule_row(row) for row in rows]
 
 
 def rule_row(row: SweepRow) -> dict[str, Any]:

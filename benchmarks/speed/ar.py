@@ -53,14 +53,12 @@ def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidt
     contestants: dict[str, Callable[[], Any]] = {
         "prefill": lambda: _ours(decoder, cache, prompt, 1),
         "action": lambda: _ours(decoder, cache, prompt, TOKENS),
-        "transformers_prefill": lambda: _generate(reference, prompt, 1),
         "transformers_action": lambda: _generate(reference, prompt, TOKENS),
     }
     times = take_turns(contestants, repeats, device)
     same = _ours(decoder, cache, prompt, TOKENS) == _generate(reference, prompt, TOKENS)
     vision = _vision(size, device, dtype, max(3, repeats // 3))
     step = (times["action"] - times["prefill"]) / (TOKENS - 1)
-    reference_step = (times["transformers_action"] - times["transformers_prefill"]) / (TOKENS - 1)
     weights = sum(p.nbytes for p in decoder.parameters()) - decoder.embed_tokens.weight.nbytes
     return {
         "parameters": sum(p.numel() for p in decoder.parameters()),
@@ -71,8 +69,6 @@ def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidt
         "decode_tokens_per_s": 1 / step,
         "decode_share_of_bandwidth": weights / bandwidth / step,
         "language_model_s": times["action"],
-        "transformers_prefill_s": times["transformers_prefill"],
-        "transformers_decode_step_s": reference_step,
         "transformers_language_model_s": times["transformers_action"],
         "speedup_over_transformers": times["transformers_action"] / times["action"],
     }

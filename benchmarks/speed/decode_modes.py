@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import transformers
 import typer
 
-from benchmarks.acceptance_trace import TRACE_HELP, describe, expected_forwards, trace_drafts, trace_lengths
+from benchmarks.acceptance_trace import TRACE_HELP, describe, trace_drafts, trace_lengths
 from benchmarks.harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
 from benchmarks.random_policy import (
     NO_PICTURES,
@@ -35,7 +35,6 @@ from benchmarks.random_policy import (
     SIZES,
     TOKENS,
     RandomPolicy,
-    Size,
     quantized,
     random_policy,
 )
@@ -77,7 +76,6 @@ def main(
     lengths, draft = trace_lengths(trace, nodes), trace_drafts(trace, nodes)
     result = result_head(context, chosen, transformers=transformers.__version__) | {
         "acceptance": describe(lengths),
-        "expected_forwards_per_action": expected_forwards(lengths, draft, tokens),
         "prompt_rows": PROMPT,
         "tokens": tokens,
         "tree_nodes": nodes,
@@ -100,23 +98,9 @@ def main(
             measured = {} if formats_only else {"modes": run.modes(policy)}
             if formats:
                 measured["quantized"] = run.quantized(policy, formats, _ALONE if formats_only else _QUANTISED_MODES)
-            result["sizes"][name] = _shapes(SIZES[name], policy) | measured
+            parameters = sum(p.numel() for p in policy.decoder.parameters())
+            result["sizes"][name] = {"parameters": parameters} | measured
     finish(result, out)
-
-
-def _shapes(size: Size, policy: RandomPolicy) -> dict[str, Any]:
-    llama = size.llama
-    return {
-        "parameters": sum(p.numel() for p in policy.decoder.parameters()),
-        "shapes": {
-            "hidden_size": llama.hidden_size,
-            "layers": llama.num_hidden_layers,
-            "heads": llama.num_attention_heads,
-            "kv_heads": llama.num_key_value_heads,
-            "intermediate_size": llama.intermediate_size,
-            "vocab_size": llama.vocab_size,
-        },
-    }
 
 
 def _formats(quantization: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.acceptance_trace import TRACE_HELP, describe, expected_forwards, trace_drafts, trace_lengths
+from benchmarks.acceptance_trace import TRACE_HELP, describe, trace_drafts, trace_lengths
 from benchmarks.harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
 from benchmarks.random_policy import NO_PICTURES, SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
 from benchmarks.saturated import EngineTurns, compete, mode_settings
@@ -95,7 +95,6 @@ def _point(
     return {
         "tokens": tokens,
         "prompt_rows": policy.prompt_rows,
-        "expected_forwards": expected_forwards(lengths, draft, tokens),
         "same_tokens": contestants["ar"].tokens == contestants["pipeline"].tokens,
         "modes": rows,
     }

@@ -65,7 +65,7 @@ def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
     tiny = result["sizes"]["tiny"]
     modes = tiny["modes"]
-    assert tiny["shapes"]["layers"] == 4
+    assert tiny["parameters"] > 0
     assert "accelerators only" in modes["transformers, compiled"]["skipped"]
     assert modes["transformers"]["rate_over_transformers"] == modes["ar"]["rate_over_ar"] == 1
     assert modes["ar"]["forwards_per_action"] == 7
@@ -219,9 +219,6 @@ def test_a_trace_cuts_a_chain_to_its_length():
 
 
 def test_a_trace_that_nobody_recorded_is_refused():
-    with pytest.raises(UserError, match="has no row 'perfect'"):
-        trace_lengths("nano:perfect", 16)
-    assert trace_lengths("nano:strict, 50 nodes", 16).mean > 1
     with pytest.raises(UserError, match=r"no policy 'words'; it has: fast"):
         trace_lengths("chunks:words", 16)
     with pytest.raises(UserError, match=r"has trees of 8, .* nodes, and none of 17"):
