@@ -41,6 +41,9 @@ class EngineSpread(Spread):
     )
 
 
+THIS_PROCESS = EngineSpread()
+
+
 @dataclass(frozen=True)
 class SimulatePlan(EngineSpread):
     """The episodes to run, and where."""

@@ -27,6 +27,7 @@ from support.benchmark_runs import read_rows
 from benchmarks.harness import Out, Seed, Work, Workers, chosen_names, finish, of_devices, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.plans import Spread
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 
 MODES = ("ar", "spec", "pipeline", "specpipe")
@@ -124,7 +125,7 @@ def _run_missing(jobs: list[Job], timings: dict[str, Timing], path: Path, worker
     done = {_key(row): row for row in read_rows(path)}
     missing = [(job, timings[job.mode]) for job in jobs if job.key not in done]
     with path.open("a", encoding="utf-8") as lines:
-        for (job, _), row in run_jobs(_run, missing, workers=workers):
+        for (job, _), row in run_jobs(_run, missing, Spread(workers=workers)):
             done[job.key] = row
             lines.write(json.dumps(row) + "\n")
             lines.flush()

@@ -28,6 +28,7 @@ from benchmarks.harness import Out, Seed, Work, chosen_names, finish, result_hea
 from benchmarks.results_page import RESULTS
 from specvla_ros.control.guard.settings import Output
 from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.plans import Spread
 from specvla_ros.lab.simulation.arms import ARMS
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 
@@ -92,7 +93,7 @@ def _do_missing(jobs: list[RealJob], path: Path, workers: int) -> Rows:
     done = {_key(row): row for row in read_rows(path)}
     missing = [job for job in jobs if "problem" in done.get(job.key, {"problem": "not done"})]
     with path.open("a", encoding="utf-8") as lines:
-        for stack, rows in run_jobs(real_rounds, stacks(missing), workers=workers, lost=_lost):
+        for stack, rows in run_jobs(real_rounds, stacks(missing), Spread(workers=workers), lost=_lost):
             for job, row in zip(stack, rows, strict=True):
                 done[job.key] = row
                 lines.write(json.dumps(row) + "\n")

@@ -21,7 +21,7 @@ from specvla_ros.lab.cli.options import (
     tell_of_cpu,
     topics_of,
 )
-from specvla_ros.lab.plans import EngineSpread, Thresholds
+from specvla_ros.lab.plans import THIS_PROCESS, EngineSpread, Thresholds
 
 if TYPE_CHECKING:
     from specvla_ros.lab.bags.finder import FoundBags
@@ -82,7 +82,7 @@ def replay(
         rerun_file = RECORDING_FILE if shown_in(out, rerun, "") else ""
         _replay_bags(settings, found, out, thresholds, rerun_file, spread, progress)
         return
-    if spread != EngineSpread():
+    if spread != THIS_PROCESS:
         raise UserError("one bag is replayed by one process: --workers, --per-engine and --ray are of several bags")
     check_replay(bag[0], out, topics)
     engine = Engine(chosen.load_to_publish(), chosen.engine)
@@ -124,7 +124,7 @@ def _replay_bags(
             left_out=found.left_out,
             thresholds=thresholds,
             rerun=rerun,
-            **vars(spread),
+            spread=spread,
             on_bag=lambda name, done, wanted: shown.update(line, completed=done, total=wanted, description=name),
         )
     print_table(BAGS_HEAD, [bag_cells(row) for row in summary.rows])

@@ -131,7 +131,7 @@ def train_draft(
             max_bytes=max_gb * 1e9,
             topics=topics_of(chosen, of_bags),
             model=chosen.model,
-            **vars(spread),
+            spread=spread,
             on_frame=lambda done: bar.update(asking, completed=done),
         )
         line = bar.add_task("training", total=None)
@@ -213,7 +213,7 @@ def fleet_draft(
             plan,
             promote=promote,
             topics=topics_of(chosen, of_bags),
-            **vars(spread),
+            spread=spread,
             on_frame=lambda done: bar.update(asking, completed=done),
             on_training=show,
         )

@@ -32,7 +32,7 @@ from specvla_ros.lab.evaluation.run_directory import (
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, share
-from specvla_ros.lab.plans import Thresholds
+from specvla_ros.lab.plans import THIS_PROCESS, EngineSpread, Thresholds
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.settings import ModelSettings
 
@@ -88,9 +88,7 @@ def replay_bags(
     left_out: Sequence[str] = (),
     thresholds: Thresholds | None = None,
     rerun: str = "",
-    workers: int = 0,
-    ray: str = "",
-    per_engine: int = 0,
+    spread: EngineSpread = THIS_PROCESS,
     on_bag: Callable[[str, int, int], None] = lambda name, done, wanted: None,
 ) -> BagsSummary:
     """Replays bags, each into a folder of its name, and writes summary.json and report.html of all.
@@ -121,10 +119,9 @@ def replay_bags(
     results = run_jobs(
         replay_bag,
         jobs,
-        workers=workers,
-        ray=ray,
+        spread,
         gpu=settings.model.device != "cpu",
-        shared=share(partial(host_engine, settings), per_engine),
+        shared=share(partial(host_engine, settings), spread.per_engine),
         name=lambda job: job.out.name,
         lost=lambda _, why: why,
     )

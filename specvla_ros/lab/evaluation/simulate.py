@@ -208,9 +208,11 @@ def run_episodes(
 ) -> Iterator[EpisodeResult]:
     """Runs episodes; each is written to EPISODES_FILE when it ends, with `more` in its line."""
     gpu = any(job.settings.model.device != "cpu" for job in jobs)
-    how: dict[str, Any] = dict(workers=spread.workers, ray=spread.ray, gpu=gpu, shared=shared)
     with directory.append_to(EPISODES_FILE) as lines:
-        for _, result in run_jobs(run_job, jobs, name=lambda job: f"{job.task} from seed {job.seed}", **how):
+        results = run_jobs(
+            run_job, jobs, spread, gpu=gpu, shared=shared, name=lambda job: f"{job.task} from seed {job.seed}"
+        )
+        for _, result in results:
             write_line(lines, {**(more or {}), **asdict(result)})
             yield result
 

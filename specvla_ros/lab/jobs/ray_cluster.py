@@ -53,7 +53,7 @@ def _gpu_share(count: int, gpus: int) -> dict[str, float]:
 
 
 class RayPool:
-    """Actors of a cluster at an address; see `Pool` and `plan_actors`.
+    """Actors of a cluster at an address, as `ProcessPool`; see `plan_actors`.
 
     A UserError says that Ray is not installed, or cannot connect to the cluster.
     """
@@ -74,13 +74,13 @@ class RayPool:
         # One call more than there are workers: the command's check that it lives.
         self._host = actor.options(max_restarts=0, max_concurrency=among + 1, **plan.host_takes)
 
-    def start(self, work: Callable[..., Any], *host: Host) -> "_Actor":
-        return _Actor(self, self._worker, partial(_Work, work), *host)
+    def start(self, work: Callable[..., Any], *host: Host) -> "Actor":
+        return Actor(self, self._worker, partial(_Work, work), *host)
 
-    def start_host(self, make: Callable[[], object]) -> "_Actor":
-        return _Actor(self, self._host, make)
+    def start_host(self, make: Callable[[], object]) -> "Actor":
+        return Actor(self, self._host, make)
 
-    def wait(self, busy: Collection["_Actor"]) -> list["_Actor"]:
+    def wait(self, busy: Collection[Any]) -> list[Any]:
         by_answer = {worker.answer: worker for worker in busy}
         finished, _ = self.ray.wait(list(by_answer), num_returns=1)
         return [by_answer[each] for each in finished]
@@ -117,7 +117,7 @@ def _check_listens(address: str) -> None:
         ) from None
 
 
-class _Actor:
+class Actor:
     """A worker or a host: an actor that holds the object made with `make` and the arguments."""
 
     def __init__(self, pool: RayPool, kind: Any, make: Callable[..., object], *arguments: Any) -> None:

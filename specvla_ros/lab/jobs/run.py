@@ -6,12 +6,16 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.jobs.ray_cluster import RayPool
-from specvla_ros.lab.jobs.workers import Host, HostProcess, Pool, ProcessDied, ProcessPool, Shared, WorkerProcess
+from specvla_ros.lab.jobs.ray_cluster import Actor, RayPool
+from specvla_ros.lab.jobs.workers import Host, HostProcess, Process, ProcessDied, ProcessPool, Shared
+from specvla_ros.lab.plans import THIS_PROCESS, Spread
 
 _MAX_LOSSES = 3  # workers that a job may cost
 _NAMED = 5  # jobs that a message lists
 
+Pool = ProcessPool | RayPool
+Worker = Process | Actor
+SharedHost = HostProcess | Actor
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -19,9 +23,8 @@ Result = TypeVar("Result")
 def run_jobs(
     work: Callable[..., Result],
     jobs: Sequence[Job],
+    spread: Spread = THIS_PROCESS,
     *,
-    workers: int = 0,
-    ray: str = "",
     gpu: bool = False,
     shared: Shared | None = None,
     name: Callable[[Job], str] = str,
@@ -36,10 +39,8 @@ def run_jobs(
     Args:
         work: a function at a module's top level; it may keep things in its process.
         jobs: can be pickled.
-        workers: processes, or Ray actors; 0: this process, or as many actors as the cluster has room for, or as many
-            as share something.
-        ray: the cluster's address, `auto` for the one that runs on this machine, `local` to start one; empty: none.
-            All its machines have this version of the package, and the same files under the same paths.
+        spread: where; 0 workers: this process, or as many actors as the cluster has room for, or as many as share
+            something. All machines have this version of the package, and the same files under the same paths.
         gpu: whether a GPU computes where a machine of the cluster has one; see `plan_actors`.
         shared: by several workers; `work` is given a `Host` after the job. Where it dies, the jobs of its workers are
             done again.
@@ -50,10 +51,10 @@ def run_jobs(
         UserError: jobs were given up and there is no `lost`; Ray is missing or cannot be reached.
     """
     among = shared.among if shared is not None else 0
-    if ray:
-        pool: Pool = RayPool(ray, workers, gpu=gpu, among=among)
-    elif workers or among:
-        pool = ProcessPool(workers or among)
+    if spread.ray:
+        pool: Pool = RayPool(spread.ray, spread.workers, gpu=gpu, among=among)
+    elif spread.workers or among:
+        pool = ProcessPool(spread.workers or among)
     else:
         for job in jobs:
             yield job, work(job)
@@ -85,19 +86,18 @@ class _Crew:
 
     def __init__(self, pool: Pool, work: Callable[..., Any], shared: Shared | None) -> None:
         self._pool, self._work, self._shared = pool, work, shared
-        self._free: dict[HostProcess, list[int]] = {}  # places
-        self._places: dict[WorkerProcess, tuple[HostProcess, int]] = {}
+        self._free: dict[SharedHost, list[int]] = {}  # places
+        self._places: dict[Worker, tuple[SharedHost, int]] = {}
 
-    def start(self) -> WorkerProcess:
+    def start(self) -> Worker:
         if self._shared is None:
-            worker: WorkerProcess = self._pool.start(self._work)
-            return worker
+            return self._pool.start(self._work)
         host, place = self._place(self._shared)
         worker = self._pool.start(self._work, Host(place, host.call))
         self._places[worker] = host, place
         return worker
 
-    def dismiss(self, worker: WorkerProcess) -> None:
+    def dismiss(self, worker: Worker) -> None:
         """Ends a worker, and keeps its place for the next."""
         worker.end()
         host, place = self._places.pop(worker, (None, 0))
@@ -108,7 +108,7 @@ class _Crew:
         for host in self._free:
             host.end()
 
-    def _place(self, shared: Shared) -> tuple[HostProcess, int]:
+    def _place(self, shared: Shared) -> tuple[SharedHost, int]:
         self._free = {host: free for host, free in self._free.items() if _lives(host)}
         for host, free in self._free.items():
             if free:
@@ -120,7 +120,7 @@ class _Crew:
         return host, self._free[host].pop()
 
 
-def _lives(host: HostProcess) -> bool:
+def _lives(host: SharedHost) -> bool:
     try:
         host.call("")
     except ProcessDied:
@@ -133,8 +133,8 @@ def _spread(crew: _Crew, pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job,
     waiting = deque(enumerate(jobs))
     losses: Counter[int] = Counter()
     died_in_a_row = 0
-    busy: dict[WorkerProcess, tuple[int, Job]] = {}
-    idle: list[WorkerProcess] = []
+    busy: dict[Worker, tuple[int, Job]] = {}
+    idle: list[Worker] = []
     try:
         while waiting or busy:
             while waiting and len(busy) < pool.size:

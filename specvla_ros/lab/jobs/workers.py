@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers and the objects that they share, each in a process of its own: protocols, and this machine's processes."""
+"""Workers and the objects that they share, each in a process of its own on this machine."""
 
 import ctypes
 import multiprocessing
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.managers import BaseManager
-from typing import Any, Protocol
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _ENDS_WITHIN_S = 5.0
@@ -46,46 +46,6 @@ class Host:
 
     place: int  # of this worker among those that share it, from 0; a dead one's is given to another
     call: Callable[..., Any]  # calls a method by its name, as several workers do at once; raises ProcessDied
-
-
-class WorkerProcess(Protocol):
-    """The command's handle of a worker."""
-
-    def give(self, job: Any) -> None:
-        """Begins a job."""
-
-    def take(self) -> Any:
-        """The result of the job that ended; raises the job's exception, or ProcessDied."""
-
-    def end(self) -> None: ...
-
-
-class HostProcess(Protocol):
-    """The command's handle of a shared object, which the first call makes."""
-
-    @property
-    def call(self) -> Callable[..., Any]:
-        """See `Host.call`; of the empty name: makes the object only."""
-
-    def end(self) -> None: ...
-
-    def __hash__(self) -> int: ...
-
-
-class Pool(Protocol):
-    """Starts processes, on this machine or a cluster."""
-
-    size: int  # workers that it has room for
-
-    def start(self, work: Callable[..., Any], *host: Host) -> Any:
-        """Starts a `WorkerProcess` that calls `work` with each job and the host."""
-
-    def start_host(self, make: Callable[[], object]) -> HostProcess: ...
-
-    def wait(self, busy: Collection[Any]) -> list[Any]:
-        """Those of the workers whose `take` is due, at least one."""
-
-    def close(self) -> None: ...
 
 
 class Holder:
@@ -145,26 +105,28 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
 
 
 class ProcessPool:
-    """Processes; see `Pool`."""
+    """Starts processes."""
 
     def __init__(self, workers: int) -> None:
-        self.size = workers
+        self.size = workers  # that it has room for
 
-    def start(self, work: Callable[..., Any], *host: Host) -> "_Process":
-        return _Process(work, self.size, *host)
+    def start(self, work: Callable[..., Any], *host: Host) -> "Process":
+        """Starts a worker that calls `work` with each job and the host."""
+        return Process(work, self.size, *host)
 
-    def start_host(self, make: Callable[[], object]) -> "_HostProcess":
-        return _HostProcess(make)
+    def start_host(self, make: Callable[[], object]) -> "HostProcess":
+        return HostProcess(make)
 
-    def wait(self, busy: Collection["_Process"]) -> list["_Process"]:
+    def wait(self, busy: Collection[Any]) -> list[Any]:
+        """Those of the workers whose `take` is due, at least one."""
         by_connection = {worker.connection: worker for worker in busy}
-        return [by_connection[each] for each in multiprocessing.connection.wait(by_connection)]  # type: ignore[index]
+        return [by_connection[each] for each in multiprocessing.connection.wait(by_connection)]
 
     def close(self) -> None:
         """Workers and hosts are ended one by one."""
 
 
-class _Process:
+class Process:
     """A worker; `workers` of them share this machine's cores."""
 
     def __init__(self, work: Callable[..., Any], workers: int, *host: Host) -> None:
@@ -175,10 +137,12 @@ class _Process:
         theirs.close()  # so that ours is at its end when the process is
 
     def give(self, job: Any) -> None:
+        """Begins a job."""
         with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `take` says so
             self.connection.send(job)
 
     def take(self) -> Any:
+        """The result of the job that ended; raises the job's exception, or ProcessDied."""
         try:
             answer = self.connection.recv()
         except (EOFError, OSError):
@@ -216,10 +180,13 @@ class _Manager(BaseManager):
 _Manager.register("hold", Holder, exposed=("call",))
 
 
-class _HostProcess:
+class HostProcess:
+    """A shared object, which the first call makes."""
+
     def __init__(self, make: Callable[[], object]) -> None:
         self._manager = _Manager(ctx=_SPAWN)
         self._manager.start(end_with_parent, (os.getpid(), signal.SIGTERM))
+        # See `Host.call`; of the empty name: makes the object only.
         self.call = partial(_call, self._manager.hold(make))  # type: ignore[attr-defined]
 
     def end(self) -> None:

@@ -99,9 +99,7 @@ def collect(
         shutil.rmtree(partial, ignore_errors=True)
     jobs = [job for job in wanted if not job.directory.exists()]
     kept, new = len(wanted) - len(jobs), 0
-    results = run_jobs(
-        demonstrate_and_record, jobs, workers=plan.workers, ray=plan.ray, name=lambda job: job.directory.name
-    )
+    results = run_jobs(demonstrate_and_record, jobs, plan, name=lambda job: job.directory.name)
     for done, (_, succeeded) in enumerate(results, start=1):
         new += succeeded
         on_progress(len(wanted) - len(jobs) + done, len(wanted))

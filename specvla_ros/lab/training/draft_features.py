@@ -22,6 +22,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice
 from specvla_ros.lab.evaluation.frame_sources import count_frames, frames_in
+from specvla_ros.lab.plans import Spread
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget
@@ -121,10 +122,9 @@ class FeatureStore:
         self,
         asked: "Asked",
         frames: int,
+        spread: Spread,
         *,
         limit_bytes: float,
-        workers: int,
-        ray: str,
         on_frame: Callable[[int], None] = lambda done: None,
     ) -> None:
         """As `fill` with at most so many frames of bags, and with the same shards in the end, each made by a worker.
@@ -135,7 +135,7 @@ class FeatureStore:
         missing = [job for job in jobs if not job.path.exists()]
         done = sum(job.frames for job in jobs) - sum(job.frames for job in missing)
         gpu = asked.model.device != "cpu"
-        results = run_jobs(make_shard, missing, workers=workers, ray=ray, gpu=gpu, name=lambda job: job.path.name)
+        results = run_jobs(make_shard, missing, spread, gpu=gpu, name=lambda job: job.path.name)
         with closing(results):
             while _size(self.shards) < limit_bytes and (ended := next(results, None)) is not None:
                 done += ended[1]

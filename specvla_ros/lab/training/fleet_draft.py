@@ -22,7 +22,7 @@ from specvla_ros.lab.evaluation.frame_sources import frames_in, shuffled
 from specvla_ros.lab.evaluation.page import provenance, table, verdict, write_page
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, bag_hashes, checkpoint_hashes, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
-from specvla_ros.lab.plans import FleetPlan
+from specvla_ros.lab.plans import THIS_PROCESS, FleetPlan, Spread
 from specvla_ros.lab.training.train_draft import DraftValidation, check_frames, collect_features, train_draft
 from specvla_ros.lab.training.trainer import Progress
 from specvla_ros.models.families.openvla.target import OpenVLATarget
@@ -79,8 +79,7 @@ def fleet_draft(
     *,
     promote: Path | None = None,
     topics: TopicChoice = DEFAULT_TOPICS,
-    workers: int = 0,
-    ray: str = "",
+    spread: Spread = THIS_PROCESS,
     on_frame: Callable[[int], None] = lambda done: None,
     on_training: Callable[[Progress[DraftValidation]], None] = lambda progress: None,
 ) -> FleetDraft:
@@ -93,7 +92,7 @@ def fleet_draft(
     Args:
         engine: with the head in use, and the other drafters beside either.
         promote: the head's place if it is taken, where it replaces another; None: it stays in `out` alone.
-        workers, ray: of the training data, as of `run_jobs`.
+        spread: of the training data, as of `run_jobs`.
     """
     taught, judged = _split(find_bags(data).bags, plan)
     check_frames(taught, plan.frames, topics)
@@ -114,8 +113,7 @@ def fleet_draft(
             max_bytes=plan.max_bytes,
             topics=topics,
             model=model,
-            workers=workers,
-            ray=ray,
+            spread=spread,
             on_frame=on_frame,
         )
         train_draft(policy, shards, new, plan.training, on_training)

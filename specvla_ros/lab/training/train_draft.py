@@ -21,7 +21,7 @@ from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice
 from specvla_ros.lab.evaluation.frame_sources import SIMULATION, count_frames, frame_source, shuffled
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.run_directory import file_hashes
-from specvla_ros.lab.plans import DraftTraining
+from specvla_ros.lab.plans import THIS_PROCESS, DraftTraining, Spread
 from specvla_ros.lab.training.artifacts import save_draft_head
 from specvla_ros.lab.training.batched_forward import draft_features
 from specvla_ros.lab.training.draft_features import MIN_FRAMES, Asked, FeatureStore, Sample, shuffled_samples
@@ -83,8 +83,7 @@ def collect_features(
     max_bytes: float,
     topics: TopicChoice = DEFAULT_TOPICS,
     model: ModelSettings | None = None,
-    workers: int = 0,
-    ray: str = "",
+    spread: Spread = THIS_PROCESS,
     on_frame: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
@@ -95,9 +94,9 @@ def collect_features(
         data: bags, or directories of bags; None: the target's own episodes in simulation, which have no end.
         frames: the most that the target is asked; `max_text`: tokens of text at most before its actions.
         max_bytes: limit of the features on disk.
-        model, workers: how workers load the target, and how many, as of `run_jobs`; each fills shard after shard.
+        model, spread: how workers load the target, and where, as of `run_jobs`; each fills shard after shard.
     """
-    if data is None and (workers or ray):
+    if data is None and (spread.workers or spread.ray):
         raise UserError(
             "--workers and --ray are of bags: in simulation each image follows from the answer to the one before; "
             "`specvla collect --policy` records bags of what the target does"
@@ -107,12 +106,12 @@ def collect_features(
     described = {"target": weights, "data": named, "seed": seed, "max_text": max_text}
     described |= {"topics": str(topics)} if topics != DEFAULT_TOPICS else {}
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
-    if data is not None and (workers or ray):
+    if data is not None and (spread.workers or spread.ray):
         check_senses(policy, topics.cameras, topics.state_topic)
         topics = topics.of(policy)  # by which images are counted too
         bags = tuple(shuffled(find_bags(data).bags, seed))
         by = Asked(policy.directory, model or ModelSettings(), bags, topics, max_text)
-        store.fill_by_workers(by, frames, limit_bytes=max_bytes, workers=workers, ray=ray, on_frame=on_frame)
+        store.fill_by_workers(by, frames, spread, limit_bytes=max_bytes, on_frame=on_frame)
     else:
         engine = EngineSettings(max_reasoning_tokens=max_text)
         asked = islice(frame_source(policy, data, seed, topics, engine=engine), frames)

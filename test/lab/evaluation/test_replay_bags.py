@@ -3,7 +3,6 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from specvla_ros.lab.evaluation import replay_bags as many
 from specvla_ros.lab.evaluation.replay import replay
 from specvla_ros.lab.evaluation.replay_bags import ReplaySettings, named_bags, replay_bags
 from specvla_ros.lab.evaluation.replay_summary import BagsSummary
-from specvla_ros.lab.plans import Thresholds
+from specvla_ros.lab.plans import EngineSpread, Thresholds
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
 
@@ -79,25 +78,25 @@ def test_a_folder_of_real_bags_gives_one_report(
 @pytest.mark.parametrize(
     "where",
     (
-        pytest.param({"workers": 2}, id="processes"),
-        pytest.param({"workers": 2, "ray": "local"}, id="ray"),
+        pytest.param(EngineSpread(workers=2), id="processes"),
+        pytest.param(EngineSpread(workers=2, ray="local"), id="ray"),
     ),
 )
 def test_a_killed_worker_changes_nothing(
     settings: ReplaySettings,
     folder: Path,
     tmp_path: Path,
-    where: Mapping[str, Any],
+    where: EngineSpread,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if "ray" in where:
+    if where.ray:
         request.getfixturevalue("cluster")
     found = named_bags(find_bags([folder]).bags)
     here = replay_bags(settings, found, tmp_path / "here")
     monkeypatch.setattr(many, "replay_bag", replay_bag_dying_once)
     ended: list[str] = []
-    there = replay_bags(settings, found, tmp_path / "there", **where, on_bag=lambda name, *_: ended.append(name))
+    there = replay_bags(settings, found, tmp_path / "there", spread=where, on_bag=lambda name, *_: ended.append(name))
     assert (tmp_path / "there" / ".died").exists(), "the worker was not killed"
     assert sorted(ended) == ["a", "b", "c"]
     assert tokens(tmp_path / "there") == tokens(tmp_path / "here")
@@ -109,8 +108,8 @@ def test_a_killed_worker_changes_nothing(
 @pytest.mark.parametrize(
     "where",
     (
-        pytest.param({}, id="processes"),
-        pytest.param({"workers": 2, "ray": "local"}, id="ray"),
+        pytest.param(EngineSpread(per_engine=2), id="processes"),
+        pytest.param(EngineSpread(workers=2, ray="local", per_engine=2), id="ray"),
     ),
 )
 @pytest.mark.nightly
@@ -118,17 +117,17 @@ def test_workers_that_share_an_engine_answer_alike_though_it_is_killed(
     settings: ReplaySettings,
     folder: Path,
     tmp_path: Path,
-    where: Mapping[str, Any],
+    where: EngineSpread,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if "ray" in where:
+    if where.ray:
         request.getfixturevalue("cluster")
     found = named_bags(find_bags([folder]).bags)
     here = replay_bags(settings, found, tmp_path / "here")
     died = tmp_path / ".died"
     monkeypatch.setattr(many, "host_engine", partial(replaying_host_dying_once, died))
-    there = replay_bags(settings, found, tmp_path / "there", **where, per_engine=2)
+    there = replay_bags(settings, found, tmp_path / "there", spread=where)
     assert died.exists(), "the engine was not killed"
     assert tokens(tmp_path / "there") == tokens(tmp_path / "here")
     assert counts(there) == counts(here) == {"a": (3, 3), "b": (4, 4), "c": (2, 2)}
@@ -216,7 +215,7 @@ def test_what_is_wrong_for_every_bag_is_the_users_error(
     found = named_bags(find_bags([folder]).bags)
     asked = ReplaySettings(settings.policy, settings.model, topics=TopicChoice(instruction="word " * 2000))
     with pytest.raises(UserError, match="at most 1000 are taken"):
-        replay_bags(asked, found, tmp_path / "out", workers=workers)
+        replay_bags(asked, found, tmp_path / "out", spread=EngineSpread(workers=workers))
     assert not (tmp_path / "out").exists()
 
 

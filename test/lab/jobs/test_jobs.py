@@ -20,8 +20,9 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.ray_cluster import ActorPlan, _check_listens, make_settled, plan_actors
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Holder, Shared
+from specvla_ros.lab.plans import Spread
 
-PROCESSES, CLUSTER = {"workers": 2}, {"workers": 2, "ray": "local"}
+PROCESSES, CLUSTER = Spread(workers=2), Spread(workers=2, ray="local")
 
 
 BY_NIGHT = pytest.param(CLUSTER, id="ray", marks=pytest.mark.nightly)
@@ -29,7 +30,7 @@ BY_NIGHT = pytest.param(CLUSTER, id="ray", marks=pytest.mark.nightly)
 
 @pytest.fixture(params=(pytest.param(PROCESSES, id="processes"), BY_NIGHT))
 def where(request):
-    if "ray" in request.param:
+    if request.param.ray:
         request.getfixturevalue("cluster")
     return request.param
 
@@ -42,7 +43,7 @@ def test_each_job_comes_back_once_in_this_process(tmp_path):
 @pytest.mark.parametrize("where", (PROCESSES, CLUSTER), ids=("processes", "ray"), indirect=True)
 def test_the_job_of_a_killed_worker_is_done_again_and_counted_once(where, tmp_path):
     jobs = [(number, str(tmp_path)) for number in range(8)]
-    results = list(run_jobs(square, jobs, **where))
+    results = list(run_jobs(square, jobs, where))
     assert sorted(results) == sorted((job, job[0] ** 2) for job in jobs)
     attempts = Counter(mark.name.partition("-")[0] for mark in tmp_path.iterdir())
     assert attempts == {str(number): 1 + (number == 3) for number in range(8)}
@@ -52,31 +53,31 @@ def test_a_job_that_kills_its_workers_is_named_when_the_others_are_done(where, t
     jobs = [(number, str(tmp_path)) for number in (1, -7, 2, 4)]
     found = []
     with pytest.raises(UserError, match=r"1 of 4 .*: the job -7: a worker died 3 times.*What is finished is kept"):
-        for job, result in run_jobs(square, jobs, **where, name=lambda job: f"the job {job[0]}"):
+        for job, result in run_jobs(square, jobs, where, name=lambda job: f"the job {job[0]}"):
             found.append((job[0], result))
     assert sorted(found) == [(1, 1), (2, 4), (4, 16)]
-    stands_for_it = dict(run_jobs(square, jobs, **where, lost=lambda job, why: why))
+    stands_for_it = dict(run_jobs(square, jobs, where, lost=lambda job, why: why))
     assert [job[0] for job, result in stands_for_it.items() if "died 3 times" in str(result)] == [-7]
 
 
 def test_where_every_worker_dies_not_every_job_is_tried(where):
     with pytest.raises(UserError, match=r"500 of 500 could not be done: .*, …: .*fewer --workers"):
-        list(run_jobs(die, range(500), **where))
+        list(run_jobs(die, range(500), where))
 
 
 def test_what_a_job_raises_is_raised_and_not_tried_again(where, tmp_path):
     with pytest.raises(UserError, match="job 1 cannot be") as raised:
-        list(run_jobs(refuse, [(1, str(tmp_path))], **where))
+        list(run_jobs(refuse, [(1, str(tmp_path))], where))
     assert "in refuse" in str(raised.value.__cause__)
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(RuntimeError, match="cannot be sent"):
-        list(run_jobs(unsendable, [1], **where))
+        list(run_jobs(unsendable, [1], where))
 
 
 def test_ray_that_is_missing_or_not_reached_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install -r requirements/ray.txt"):
-        list(run_jobs(square, [], ray="local"))
+        list(run_jobs(square, [], Spread(ray="local")))
 
 
 def test_nobody_at_a_clusters_address_is_noticed_soon():
@@ -91,7 +92,7 @@ def test_nobody_at_a_clusters_address_is_noticed_soon():
 
 def test_workers_share_what_is_made_once_and_again_when_it_dies(where, tmp_path):
     shared = Shared(partial(Squares, tmp_path), among=2)
-    results = list(run_jobs(ask_for_square, range(9), **where, shared=shared))
+    results = list(run_jobs(ask_for_square, range(9), where, shared=shared))
     assert sorted(job for job, _ in results) == [*range(9)]
     assert all(result[0] == job**2 for job, result in results)
     made = {mark.name for mark in tmp_path.glob("made-*")}
@@ -105,11 +106,11 @@ def test_workers_share_what_is_made_once_and_again_when_it_dies(where, tmp_path)
 def test_what_the_shared_raises_and_its_making_is_raised(where, tmp_path):
     (tmp_path / "killed").touch()
     with pytest.raises(UserError, match="-2 is not squared"):
-        list(run_jobs(ask_for_square, [1, -2], **where, shared=Shared(partial(Squares, tmp_path), among=2)))
+        list(run_jobs(ask_for_square, [1, -2], where, shared=Shared(partial(Squares, tmp_path), among=2)))
     with pytest.raises(UserError, match="no squares today"):
-        list(run_jobs(ask_for_square, [1], **where, shared=Shared(no_squares, among=2)))
+        list(run_jobs(ask_for_square, [1], where, shared=Shared(no_squares, among=2)))
     with pytest.raises(UserError, match="the process died that loads what the workers share"):
-        list(run_jobs(ask_for_square, [1], **where, shared=Shared(dead_squares, among=2)))
+        list(run_jobs(ask_for_square, [1], where, shared=Shared(dead_squares, among=2)))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,8 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     code = (
         "from support.jobs import name_and_wait\n"
         "from specvla_ros.lab.jobs.run import run_jobs\n"
-        f"list(run_jobs(name_and_wait, [{str(tmp_path)!r}] * 2, workers=2))"
+        "from specvla_ros.lab.plans import Spread\n"
+        f"list(run_jobs(name_and_wait, [{str(tmp_path)!r}] * 2, Spread(workers=2)))"
     )
     test = Path(__file__).resolve().parents[2]
     command = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(test)})

@@ -31,7 +31,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.lab.plans import DraftTraining
+from specvla_ros.lab.plans import THIS_PROCESS, DraftTraining, Spread
 from specvla_ros.lab.training import draft_features, train_draft
 from specvla_ros.lab.training.draft_features import FeatureStore, answer, read_shard, shuffled_samples
 from specvla_ros.lab.training.train_draft import check_frames, draft_loss, validate_draft
@@ -147,8 +147,8 @@ def test_the_disk_is_bounded_and_an_epoch_holds_every_sample_once(
 @pytest.mark.parametrize(
     "where",
     (
-        pytest.param({"workers": 2}, id="processes"),
-        pytest.param({"workers": 2, "ray": "local"}, id="ray"),
+        pytest.param(Spread(workers=2), id="processes"),
+        pytest.param(Spread(workers=2, ray="local"), id="ray"),
     ),
 )
 @pytest.mark.nightly
@@ -156,31 +156,33 @@ def test_workers_make_the_shards_of_one_process_though_one_is_killed(
     policy: OpenVLATarget,
     tmp_path: Path,
     small_shards: None,
-    where: dict[str, Any],
+    where: Spread,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if "ray" in where:
+    if where.ray:
         request.getfixturevalue("cluster")
     for name, length in (("a", 9), ("b", 21), ("c", 3), ("d", 14)):
         write_bag(tmp_path / "bags" / name, episode(length))
     monkeypatch.setattr(draft_features, "make_shard", make_shard_dying_once)
 
-    def collect(out: Path, frames: int, max_bytes: float = 1e9, **where: Any) -> list[dict[str, torch.Tensor]]:
+    def collect(
+        out: Path, frames: int, where: Spread = THIS_PROCESS, *, max_bytes: float = 1e9
+    ) -> list[dict[str, torch.Tensor]]:
         given: dict[str, Any] = dict(seed=1, frames=frames, max_bytes=max_bytes, model=ModelSettings(device="cpu"))
-        shards = train_draft.collect_features(policy, [tmp_path / "bags"], out, **given, **where)
+        shards = train_draft.collect_features(policy, [tmp_path / "bags"], out, spread=where, **given)
         assert sorted(out.rglob("*.safetensors")) == shards
         return [load_file(shard) for shard in shards]
 
     here = collect(tmp_path / "here", 45)
-    there = collect(tmp_path / "there", 45, **where)
+    there = collect(tmp_path / "there", 45, where)
     assert (tmp_path / "there" / STATE_DIRECTORY / "features" / ".died").exists(), "the worker was not killed"
     assert [len(shard["lengths"]) for shard in here] == [16, 16, 13] and len(there) == 3
     for ours, theirs in zip(here, there, strict=True):
         assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
     next((tmp_path / "there").rglob("shard-00000.safetensors")).unlink()
-    assert len(collect(tmp_path / "there", 45, **where)) == 3
-    assert len(collect(tmp_path / "bounded", 45, max_bytes=1, **where)) == 1
+    assert len(collect(tmp_path / "there", 45, where)) == 3
+    assert len(collect(tmp_path / "bounded", 45, where, max_bytes=1)) == 1
 
 
 class _Stop(Exception):
