@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from specvla_kernels.greedy_choice import greedy_choice
@@ -22,8 +21,9 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice
 from specvla_ros.lab.evaluation.frame_sources import count_frames, frames_in
-from specvla_ros.lab.plans import Spread
 from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.plans import Spread
+from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
@@ -34,6 +34,7 @@ SHARD_SAMPLES = 256
 MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with
 _BATCH = 16  # requests of one packed forward
 _FORMAT = 2
+_SHARDS_AT_ONCE = 8  # in memory
 
 
 @dataclass(frozen=True)
@@ -240,13 +241,7 @@ def _write(path: Path, samples: Sequence[Sample]) -> None:
         "hidden": torch.cat([sample.hidden for sample in samples]).to("cpu", kept),
         "tokens": torch.cat([sample.tokens for sample in samples]).cpu(),
     }
-    unfinished = path.with_suffix(".partial")
-    try:
-        save_file(tensors, unfinished)
-    except (OSError, SafetensorError) as error:
-        unfinished.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written ({error}); the shards before it are kept") from None
-    unfinished.replace(path)
+    save_weights(path, tensors)
 
 
 def read_shard(path: Path) -> list[Sample]:
@@ -259,11 +254,11 @@ def read_shard(path: Path) -> list[Sample]:
     return [Sample(*tensors) for tensors in zip(*parts, strict=True)]
 
 
-def shuffled_samples(shards: Sequence[Path], *, seed: int, epoch: int, at_once: int = 8) -> Iterator[Sample]:
-    """All samples of an epoch in a random order that needs no more than `at_once` shards in memory."""
+def shuffled_samples(shards: Sequence[Path], *, seed: int, epoch: int) -> Iterator[Sample]:
+    """All samples of an epoch in a random order that needs no more than a few shards in memory."""
     order = np.random.default_rng([seed, epoch])
     shards = [shards[i] for i in order.permutation(len(shards))]
-    for start in range(0, len(shards), at_once):
-        samples = [sample for shard in shards[start : start + at_once] for sample in read_shard(shard)]
+    for start in range(0, len(shards), _SHARDS_AT_ONCE):
+        samples = [sample for shard in shards[start : start + _SHARDS_AT_ONCE] for sample in read_shard(shard)]
         for i in order.permutation(len(samples)):
             yield samples[i]

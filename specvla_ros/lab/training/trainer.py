@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.files import unfinished
 
 STATE_DIRECTORY = "training_state"
 
@@ -152,17 +153,15 @@ class Trainer(Generic[V]):
             "done": self._done,
             "seconds": self._seconds,
         }
-        partial = self._state / "state.pt.partial"
+        path = self._state / "state.pt"
         try:
-            torch.save(state, partial)
-            partial.replace(self._state / "state.pt")
+            with unfinished(path) as beside:
+                torch.save(state, beside)
         except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of a full disk
             raise UserError(
-                f"{partial} cannot be written ({error}); the state before it is kept: free some space, and the same "
+                f"{path} cannot be written ({error}); the state before it is kept: free some space, and the same "
                 "command goes on from there"
             ) from None
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _resume(self) -> None:
         path = self._state / "state.pt"
