@@ -95,7 +95,7 @@ def agreement(plain: Answers, own: Answers) -> dict[str, Any]:
 
 def episodes_of(name: str, policy: Target, wanted: Sequence[Episode]) -> dict[Episode, EpisodeResult]:
     """Lets a policy act from so many starts while the world waits for it."""
-    rollout = Rollout(Engine(policy, EngineSettings("ar")), make_robot(TABLE), Clock.LOCKSTEP, tick_time(None))
+    rollout = Rollout(Engine(policy, EngineSettings("ar")), make_robot(TABLE), Clock.LOCKSTEP, tick_time())
     done: dict[Episode, EpisodeResult] = {}
     for task, seed in wanted:
         done[task, seed] = rollout.run(task, seed)

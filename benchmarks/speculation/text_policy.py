@@ -134,7 +134,7 @@ def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
         engine,
         robot,
         Clock.LOCKSTEP,
-        tick_time(None),
+        tick_time(),
         on_look=lambda observation: states.append((observation, robot.state())),
     )
     seen = []

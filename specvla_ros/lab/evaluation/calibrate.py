@@ -18,11 +18,11 @@ from specvla_ros.lab.evaluation.compare import Deviation, deviation, time_settin
 from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
 from specvla_ros.lab.evaluation.paired import PairedComparison
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, head
-from specvla_ros.lab.evaluation.simulate import SimulateSettings, pace_of, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate import SimulateSettings, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
 from specvla_ros.lab.files import write_parameters
 from specvla_ros.lab.plans import CalibratePlan, Limits
-from specvla_ros.lab.simulation.rollout import EpisodeResult, read_stage_times
+from specvla_ros.lab.simulation.rollout import EpisodeResult, read_stage_times, tick_time
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
@@ -257,7 +257,7 @@ def _try_on_frames(
             {trial.name: trial.engine for trial in (plain, *group)},
             frames,
             rounds=1,
-            pace=pace_of(plan.emulate),
+            pace=tick_time(plan.emulate),
             on_frame=lambda: on_progress("frames", next(progress), len(groups) * len(frames)),
         )
         exact = runs[_PLAIN]

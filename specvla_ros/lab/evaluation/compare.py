@@ -88,7 +88,7 @@ def compare(
         in_flight: a frame is begun as soon as there is room for it; otherwise when the one before is answered.
         pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
     """
-    sides = {name: _Side(engine, pace or tick_time(None)) for name, engine in engines.items()}
+    sides = {name: _Side(engine, pace or tick_time()) for name, engine in engines.items()}
     asked: dict[int, Observation] = {}
 
     def answered() -> Iterator[tuple[Observation, dict[str, Decoded]]]:

@@ -113,7 +113,7 @@ def simulation_source(
     names = tasks_of(world, tasks)
     seen: list[Observation] = []
     decoder = Engine(policy, lossless(policy, engine or EngineSettings()))
-    rollout = Rollout(decoder, make_robot(world), Clock.LOCKSTEP, tick_time(None), on_look=seen.append)
+    rollout = Rollout(decoder, make_robot(world), Clock.LOCKSTEP, tick_time(), on_look=seen.append)
     for episode in count():
         rollout.run(names[episode % len(names)], first_seed + episode)
         yield from seen

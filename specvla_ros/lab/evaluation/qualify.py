@@ -24,7 +24,7 @@ from specvla_ros.lab.evaluation.paired import Rate, confidence_interval, log_e_v
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import Criterion, QualifyPlan
-from specvla_ros.lab.simulation.rollout import Clock
+from specvla_ros.lab.simulation.rollout import Clock, tick_time
 
 QUALIFY_FILE = "qualify.json"
 REFERENCE = "lockstep"
@@ -161,7 +161,7 @@ def qualify(
     """
     base = next(iter(candidates.values()))
     for settings in candidates.values():
-        simulate.pace_of(settings.emulate)  # an unknown device fails here
+        tick_time(settings.emulate)  # an unknown device fails here
     lockstep = replace(base, clock=Clock.LOCKSTEP, emulate="", engine=replace(base.engine, mode="ar"))
     simulated = {REFERENCE: lockstep, **candidates}
     tasks = simulate.tasks_of(base.world, plan.tasks)

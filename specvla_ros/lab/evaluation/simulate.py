@@ -32,7 +32,7 @@ from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
 from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, TickTime, read_stage_times, tick_time
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config
@@ -77,7 +77,8 @@ def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
     """Runs one episode; the robot, and the engine where no host has it, are kept for the next one in this process."""
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid(), host)
-    rollout = partial(Rollout, engine, robot, settings.clock, pace_of(settings.emulate), time_limit=settings.time_limit)
+    pace = tick_time(settings.emulate)
+    rollout = partial(Rollout, engine, robot, settings.clock, pace, time_limit=settings.time_limit)
     if job.film is None:
         return rollout().run(job.task, job.seed)
     how = settings.clock.value + (f", emulated {settings.emulate}" if settings.emulate else "")
@@ -104,12 +105,7 @@ def _engine_and_robot(
 
 def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
     """The engine that several workers share."""
-    return EngineHost(policy_of(settings), settings.engine, workers, pace_of(settings.emulate))
-
-
-def pace_of(emulate: str) -> TickTime:
-    """The seconds of ticks: measured, or those of an emulated device."""
-    return tick_time(read_stage_times(emulate) if emulate else None)
+    return EngineHost(policy_of(settings), settings.engine, workers, tick_time(settings.emulate))
 
 
 def policy_of(settings: SimulateSettings) -> Target:
@@ -160,7 +156,7 @@ def simulate(
     number of finished episodes and that of all.
     """
     read_config(settings.policy)
-    pace_of(settings.emulate)  # an unknown device fails here
+    tick_time(settings.emulate)  # an unknown device fails here
     if plan.per_engine and settings.clock is Clock.REALTIME:
         raise UserError(f"--per-engine {plan.per_engine} is of --clock lockstep: in real time each robot has its own")
     if settings.world != TABLE and settings.robot != TABLE_ARM.name:

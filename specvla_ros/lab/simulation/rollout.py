@@ -39,9 +39,12 @@ def read_stage_times(device: str) -> StageTimes:
     return stage_times(read_device(device, "--emulate"))
 
 
-def tick_time(stages: StageTimes | None) -> TickTime:
-    """The seconds measured here, or those that another device would need."""
-    return (lambda _, measured_s: measured_s) if stages is None else (lambda work, _: stages.tick_s(work))
+def tick_time(device: str = "") -> TickTime:
+    """The seconds measured here, or those that another device would need; see `read_stage_times`."""
+    if not device:
+        return lambda _, measured_s: measured_s
+    stages = read_stage_times(device)
+    return lambda work, _: stages.tick_s(work)
 
 
 class Clock(str, Enum):
