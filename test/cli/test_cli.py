@@ -204,7 +204,7 @@ def test_no_word_of_the_help_is_taken_for_markup() -> None:
 
 LOADING = {"checkpoint", *(each.path[0] for each in walk(ModelSettings()))}
 DECODING = {"param", "params_file"}
-OF_BAGS = {each.name for each in fields(BagOptions)}
+OF_BAGS = {each.name for each in fields(BagOptions)} - {"action_topic"}
 IN_ANY_MODE = {"mode", "tolerance"}
 
 

@@ -279,7 +279,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Directory for profile.yaml, the report and the episodes.")],
     acting: Annotated[SimulatePlan, Taken(fixed=_ACTING_ALONE, defaults={"episodes": 60})],
     limits: Limits,
-    of_bags: options.BagOptions,
+    of_bags: options.Images,
     data: Annotated[
         list[str] | None,
         typer.Option(help="Images to try: bags or directories of bags; or `sim`: the policy's own at --world."),

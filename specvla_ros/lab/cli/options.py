@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specvla_ros.cli.options import Taken
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import ROBOTS
@@ -61,6 +62,7 @@ class BagOptions:
     )
     instruction_topic: str = parameter("", "Empty: /instruction.")
     instruction: str = parameter("", "In place of the bags' instruction topic.")
+    action_topic: str = parameter("", "Recorded actions; empty: /ground_truth/action if it is there.")
 
     @property
     def topics(self) -> "TopicChoice":
@@ -75,6 +77,7 @@ class BagOptions:
             image_topic=self.image_topic or None,
             instruction_topic=self.instruction_topic or None,
             instruction=self.instruction or None,
+            action_topic=self.action_topic or None,
             cameras={name: topic for name, _, topic in parts.values()},
             state_topic=self.state_topic or None,
             state_names=tuple(filter(None, self.state_names.split(","))),
@@ -82,15 +85,8 @@ class BagOptions:
         )
 
 
-@dataclass(frozen=True)
-class ActionBagOptions(BagOptions):
-    """What is read of bags whose recorded actions count too."""
-
-    action_topic: str = parameter("", "Recorded actions; empty: /ground_truth/action if it is there.")
-
-    @property
-    def topics(self) -> "TopicChoice":
-        return replace(super().topics, action_topic=self.action_topic or None)
+# Of bags whose recorded actions do not count.
+Images = Annotated[BagOptions, Taken(fixed={"action_topic": ""})]
 
 
 def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":

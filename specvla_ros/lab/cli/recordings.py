@@ -12,9 +12,9 @@ from specvla_ros.cli.options import PolicyOptions, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.options import (
-    ActionBagOptions,
     BagOptions,
     Bags,
+    Images,
     Rerun,
     Viewer,
     shown_in,
@@ -42,7 +42,7 @@ def replay(
             show_default=False,
         ),
     ],
-    of_bags: ActionBagOptions,
+    of_bags: BagOptions,
     thresholds: Thresholds,
     spread: EngineSpread,
     out: Annotated[
@@ -153,7 +153,7 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
 def certify(
     chosen: PolicyOptions,
     data: Bags,
-    of_bags: BagOptions,
+    of_bags: Images,
     out: Annotated[Path, typer.Option(help="The certificate.")] = Path("certificate.json"),
     verify: Annotated[
         Path | None, typer.Option(help="A certificate: repeat what it says, with its settings, and compare.")

@@ -12,10 +12,10 @@ from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_pol
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.options import (
-    ActionBagOptions,
     BagOptions,
     Bags,
     BagsOrSim,
+    Images,
     MaxGb,
     check_accelerate,
     topics_of,
@@ -52,7 +52,7 @@ def train_policy(
     data: Bags,
     out: Annotated[Path, typer.Option(help="The checkpoint's directory; a training cut short goes on.")],
     settings: PolicyTraining,
-    of_bags: ActionBagOptions,
+    of_bags: BagOptions,
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
@@ -96,7 +96,7 @@ def train_draft(
     data: BagsOrSim,
     out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
     settings: DraftTraining,
-    of_bags: BagOptions,
+    of_bags: Images,
     spread: Spread,
     frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
     max_reasoning_tokens: Annotated[
@@ -161,7 +161,7 @@ def fleet_draft(
     out: Annotated[Path, typer.Option(help="Directory for head, verdict and report; a training cut short goes on.")],
     plan: FleetPlan,
     training: Annotated[DraftTraining, Taken(fixed={"parallel_depth": 1})],
-    of_bags: BagOptions,
+    of_bags: Images,
     spread: Spread,
     promote: Annotated[
         Path | None,
@@ -232,7 +232,7 @@ def fleet_draft(
 def collect_answers(
     chosen: PolicyOptions,
     data: BagsOrSim,
-    of_bags: BagOptions,
+    of_bags: Images,
     out: Annotated[
         Path | None, typer.Option(help="The file; by default where draft.chunk_shift finds it, in the checkpoint.")
     ] = None,
