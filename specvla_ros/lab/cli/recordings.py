@@ -165,6 +165,7 @@ def certify(
     """
     from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.evaluation import certificate
+    from specvla_ros.lab.evaluation.frame_sources import count_frames
     from specvla_ros.lab.evaluation.replay import check_senses
 
     given = certificate.read_certificate(verify) if verify is not None else None
@@ -178,7 +179,7 @@ def certify(
     policy = chosen.load()
     check_senses(policy, topics.cameras, topics.state_topic)
     settings = chosen.engine if given is None else certificate.settings_of(given)
-    pictures = certificate.count_pictures(bags, topics)
+    pictures = sum(count_frames(bag, topics.of(policy)) for bag in bags)
     with progress("answering") as advance:
         found = certificate.certify(policy, settings, bags, topics, lambda done: advance(done, pictures, "answering"))
     result = found.content["result"]

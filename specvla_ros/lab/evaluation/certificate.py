@@ -24,8 +24,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import TopicChoice, choose_topics
-from specvla_ros.lab.bags.reader import open_bag
+from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.compare import compare, deviation
 from specvla_ros.lab.evaluation.frame_sources import frames_in
@@ -120,15 +119,6 @@ def read_certificate(path: Path) -> Certificate:
 def settings_of(certificate: Certificate) -> EngineSettings:
     """The setting that a certificate is about; a UserError says that it names unknown ones."""
     return with_values(EngineSettings(), dict(certificate.content["settings"]))
-
-
-def count_pictures(bags: Sequence[Path], topics: TopicChoice) -> int:
-    """The number of images in bags; a UserError says that one cannot be read."""
-    count = 0
-    for path in bags:
-        with open_bag(path) as bag:
-            count += choose_topics(bag, topics).image.count
-    return count
 
 
 def certify(
