@@ -4,6 +4,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -299,6 +300,7 @@ def calibrate(
     ] = "table",
     frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
     emulate: options.Emulate = "",
+    from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
     from specvla_ros.lab.evaluation import calibrate as calibration
@@ -312,12 +314,15 @@ def calibrate(
         nodes=tuple(nodes or _NODES),
         limits=replace(limits, gripper_share=max_gripper / 100),
         episodes=acting if simulated else None,
+    bags, topics = bags_or_simulation(data or [SIMULATION]), options.topics_of(chosen, of_bags)
+    tasks = acting.tasks if simulated else ()
         emulate=emulate,
     )
     base = options.simulation(chosen, world if simulated else TABLE)
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
-        images = calibration.collect_frames(loaded, base, data, plan, frames, options.topics_of(chosen, of_bags))
+        source = frame_source(loaded, bags, 0, topics, world=base.world, tasks=tasks, engine=base.engine)
+        images = list(islice(source, frames))
         found = calibration.calibrate(
             loaded, base, images, plan, out, lambda stage, done, wanted: advance(done, wanted, stage)
         )

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ import plotly.graph_objects as go
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.compare import Deviation, deviation, time_settings
-from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
 from specvla_ros.lab.evaluation.paired import PairedComparison
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings, read_episodes, simulate
@@ -83,11 +81,6 @@ class Candidate:
             reasons += (f"it may lose {-low:.1f} points of success, the limit is {limits.loss_points:g}",)
         return replace(self, pairs=pairs, refusals=reasons)
 
-    @property
-    def success(self) -> str:
-        """For a table: the difference to plain decoding in points, with its interval; empty without episodes."""
-        return str(self.pairs or "")
-
     def as_json(self) -> dict[str, Any]:
         return {
             "name": self.trial.name,
@@ -134,21 +127,6 @@ class Calibration:
     def as_json(self) -> dict[str, Any]:
         chosen, candidates = self.chosen.as_json(), [each.as_json() for each in self.candidates]
         return vars(self) | {"chosen": chosen, "limits": asdict(self.limits), "candidates": candidates}
-
-
-def collect_frames(
-    policy: Target,
-    base: SimulateSettings,
-    data: Sequence[str] | None,
-    plan: CalibratePlan,
-    frames: int,
-    topics: TopicChoice,
-) -> list[Observation]:
-    """At most `frames` frames of bags and directories of bags; for `sim` and None, of the policy's own simulation."""
-    bags = bags_or_simulation(data or [SIMULATION])
-    tasks = plan.episodes.tasks if plan.episodes else ()
-    source = frame_source(policy, bags, 0, topics, world=base.world, tasks=tasks, engine=base.engine)
-    return list(islice(source, frames))
 
 
 def calibrate(
@@ -294,7 +272,7 @@ def write_profile(path: Path, calibration: Calibration) -> None:
         f"{chosen.trial.name}: {chosen.speed_up:.2f} times as fast as plain decoding, "
         f"{chosen.forwards_per_action:.2f} forwards per action",
         f"deviation p95: {off.p95_mm:.2g} mm, {off.p95_deg:.2g} deg, gripper {off.gripper_share:.2%}",
-        f"success against plain decoding: {chosen.success or 'not tried'}",
+        f"success against plain decoding: {chosen.pairs or 'not tried'}",
     ]
     emulated = calibration.context.get("emulate")
     if emulated:
@@ -308,7 +286,7 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 
 def _write_report(path: Path, calibration: Calibration) -> None:
     chosen = calibration.chosen
-    success = f", success {chosen.success} points against it" if chosen.pairs else ""
+    success = f", success {chosen.pairs} points against it" if chosen.pairs else ""
     verdict = (
         f"Chosen: {chosen.trial.name}, {chosen.speed_up:.2f} times as fast as plain decoding{success}. "
         "It is in profile.yaml."
@@ -340,7 +318,7 @@ def calibration_row(candidate: Candidate, calibration: Calibration) -> tuple[str
         f"{found.p95_mm:.2g}",
         f"{found.p95_deg:.2g}",
         f"{found.gripper_share:.1%}",
-        candidate.success,
+        str(candidate.pairs or ""),
         "chosen" if candidate.trial == calibration.chosen.trial else "; ".join(candidate.refusals),
     )
 

@@ -4,6 +4,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from support.gl import needs_gl
 
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.calibrate import (
     PROFILE_FILE,
@@ -21,10 +21,10 @@ from specvla_ros.lab.evaluation.calibrate import (
     Candidate,
     Trial,
     calibrate,
-    collect_frames,
     write_profile,
 )
 from specvla_ros.lab.evaluation.compare import Deviation, deviation
+from specvla_ros.lab.evaluation.frame_sources import frame_source
 from specvla_ros.lab.evaluation.paired import PairedComparison, Rate, paired_difference
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import CalibratePlan, Limits, SimulatePlan
@@ -137,7 +137,7 @@ def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path
 @needs_gl
 def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
     policy, base, plan = _small_calibration()
-    frames = collect_frames(policy, base, None, plan, 20, TopicChoice())
+    frames = list(islice(frame_source(policy, None, 0, engine=base.engine), 20))
     anything = calibrate(policy, base, frames, plan, tmp_path / "wide")
     assert anything.chosen.trial.tolerance == FAR and anything.chosen.speed_up > 1
     assert anything.candidates[0].trial.name == "ar" and anything.candidates[0].speed_up == 1.0
@@ -153,7 +153,7 @@ def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
 @pytest.mark.nightly
 def test_what_episodes_were_acted_with_is_chosen_and_written_as_a_profile(tmp_path: Path):
     policy, base, plan = _small_calibration()
-    frames = collect_frames(policy, base, None, plan, 30, TopicChoice())
+    frames = list(islice(frame_source(policy, None, 0, engine=base.engine), 30))
     anything = calibrate(policy, base, frames, plan, tmp_path / "wide")
     off = {each.trial.tolerance: each.deviation.p95_mm for each in anything.candidates}  # of window mass, the last
     assert 0 < off[NEAR] < off[FAR]
@@ -180,8 +180,3 @@ def _small_calibration() -> tuple[Any, SimulateSettings, CalibratePlan]:
     wide = Limits(loss_points=100, p95_mm=1000, p95_deg=1000, gripper_share=1)
     plan = CalibratePlan((NONE, NEAR, FAR), nodes=(8,), limits=wide, emulate="orin")
     return load_target(base.policy, device="cpu"), base, plan
-
-
-def test_sim_and_bags_do_not_mix(tmp_path: Path):
-    with pytest.raises(UserError, match="cannot be mixed"):
-        collect_frames(None, SimulateSettings(tmp_path), ["sim", "bag"], CalibratePlan((), ()), 1, TopicChoice())  # type: ignore[arg-type]
