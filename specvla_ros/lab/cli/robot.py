@@ -217,27 +217,17 @@ def _others_on_the_way(robot: "JointModel") -> list[str]:
 
 def reaches(robot: "JointModel", place: np.ndarray) -> bool:
     """Whether some joint positions within the ranges take the tool to a place, float64 [3], however it is turned."""
-    import mujoco
+    from specvla_ros.control.robot_model import ToolKinematics
 
-    model, draw = robot.model, np.random.default_rng(0)
-    data = mujoco.MjData(model)
-    tool = data.site(robot.tool) if robot.tool_kind == "site" else data.body(robot.tool)
-    body = model.site(robot.tool).bodyid[0] if robot.tool_kind == "site" else model.body(robot.tool).id
-    joints = [model.joint(name) for name in robot.in_model]
-    addresses, dofs = [each.qposadr[0] for each in joints], [each.dofadr[0] for each in joints]
-    low, high = np.array([each.range if each.limited[0] else (-np.pi, np.pi) for each in joints]).T
-    jacobian = np.zeros((3, model.nv))
+    arm, draw = ToolKinematics(robot), np.random.default_rng(0)
+    low, high = np.where(np.isfinite(arm.ranges), arm.ranges, (-np.pi, np.pi)).T
     for _ in range(_STARTS):
         q = draw.uniform(low, high)
         for _ in range(_STEPS):
-            data.qpos[addresses] = q
-            mujoco.mj_kinematics(model, data)
-            mujoco.mj_comPos(model, data)
-            missing = place - tool.xpos
+            missing = place - arm.pose_at(q).position
             if np.linalg.norm(missing) < _NEAR_M:
                 return True
-            mujoco.mj_jac(model, data, jacobian, None, tool.xpos, body)
-            moves = jacobian[:, dofs]
+            moves = arm.tool_moves(q)
             q = np.clip(q + moves.T @ np.linalg.solve(moves @ moves.T + _DAMPING * np.eye(3), missing), low, high)
     return False
 
