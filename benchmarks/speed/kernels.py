@@ -27,7 +27,7 @@ from benchmarks.speed.kernel_cases import (
     kernel_cases,
     stage_cases,
 )
-from specvla_ros.lab.planning.cost import roofline_seconds, total_bytes, total_operations
+from specvla_ros.lab.planning.cost import roofline_seconds
 from specvla_ros.lab.planning.device import Device as DeviceLimits
 from specvla_ros.lab.planning.measure import measure_device
 from specvla_ros.models.decoder import PackedDecoder
@@ -98,8 +98,8 @@ def row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[s
         "name": case.name,
         "batch": case.batch,
         "rows": case.rows,
-        "bytes": total_bytes(case.parts),
-        "operations": total_operations(case.parts),
+        "bytes": sum(part.bytes for part in case.parts),
+        "operations": sum(part.operations for part in case.parts),
         "bound_s": bound_s,
         "bound_by": _bound_by(case, limits),
         "contestants": {name: _contestant(name, found[name], bound_s) for name in case.calls},
@@ -107,7 +107,7 @@ def row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[s
 
 
 def _bound_by(case: Case, limits: DeviceLimits) -> str:
-    reading = total_bytes(case.parts) / limits.bytes_per_s()
+    reading = sum(part.bytes for part in case.parts) / limits.bytes_per_s()
     computing = sum(
         part.operations / limits.operations_per_s(part.arithmetic, part.rows) for part in case.parts if part.operations
     )

@@ -224,10 +224,7 @@ def robot_model(robot: options.Robot, out: Annotated[Path, typer.Option(help="Th
     from specvla_ros.lab.simulation.arms import choose_arm
 
     arm = choose_arm(robot)
-    try:
-        out.write_text(arm.kinematics())
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}") from None
+    out.write_text(arm.kinematics())
     speeds = " ".join(f"{each:g}" for each in arm.speed)
     typer.echo(f"{out}: joints {' '.join(arm.joints)}; tool pinch; speeds {speeds}")
 
@@ -300,10 +297,10 @@ def calibrate(
     ] = "table",
     frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
     emulate: options.Emulate = "",
-    from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
     from specvla_ros.lab.evaluation import calibrate as calibration
+    from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
     from specvla_ros.lab.evaluation.simulate import TABLE, policy_of
     from specvla_ros.speculation.settings import Tolerance
 
@@ -314,11 +311,11 @@ def calibrate(
         nodes=tuple(nodes or _NODES),
         limits=replace(limits, gripper_share=max_gripper / 100),
         episodes=acting if simulated else None,
-    bags, topics = bags_or_simulation(data or [SIMULATION]), options.topics_of(chosen, of_bags)
-    tasks = acting.tasks if simulated else ()
         emulate=emulate,
     )
     base = options.simulation(chosen, world if simulated else TABLE)
+    bags, topics = bags_or_simulation(data or [SIMULATION]), options.topics_of(chosen, of_bags)
+    tasks = acting.tasks if simulated else ()
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
         source = frame_source(loaded, bags, 0, topics, world=base.world, tasks=tasks, engine=base.engine)

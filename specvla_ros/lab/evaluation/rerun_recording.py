@@ -15,7 +15,7 @@ import numpy as np
 
 from specvla_ros.control.convention import Reference
 from specvla_ros.control.pose import Pose
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
 from specvla_ros.settings.parameter import parameter
 
 RECORDING_FILE = "run.rrd"
@@ -56,9 +56,7 @@ def require_rerun() -> None:
     try:
         import rerun.blueprint  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"the Python package '{error.name}' is missing; `pip install -r requirements/rerun.txt` brings it"
-        ) from None
+        raise missing_package(error, "requirements/rerun.txt") from None
 
 
 class RerunRecording:

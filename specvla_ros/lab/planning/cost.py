@@ -247,16 +247,6 @@ def draft_prompt_part(model: ModelCost, dtype_bytes: int) -> Part:
     return Part("draft prompt", float(values * dtype_bytes), 2.0 * model.draft_values * rows, rows, layers=1)
 
 
-def total_bytes(parts: Sequence[Part]) -> float:
-    """Bytes of all parts."""
-    return sum(part.bytes for part in parts)
-
-
-def total_operations(parts: Sequence[Part]) -> float:
-    """Operations of all parts."""
-    return sum(part.operations for part in parts)
-
-
 def roofline_seconds(parts: Sequence[Part], device: Device, efficiency: Efficiency = LIMIT) -> float:
     """Time of parts that run one after the other; by default at the limit."""
     return sum(part.seconds(device, efficiency) for part in parts)

@@ -244,7 +244,7 @@ def forward_limits(model: cost.ModelCost, device: Device, weights: WeightFormat)
     """The forwards that the modes are made of."""
     rows = []
     for name, parts in _forwards(model, device, weights).items():
-        read, operations = cost.total_bytes(parts), cost.total_operations(parts)
+        read, operations = sum(part.bytes for part in parts), sum(part.operations for part in parts)
         limit_s = cost.roofline_seconds(parts, device)
         derated_s = cost.roofline_seconds(parts, device, device.efficiency)
         reads = math.isclose(read / device.bytes_per_s(), limit_s, rel_tol=0.05)

@@ -15,8 +15,6 @@ from specvla_ros.lab.planning.cost import (
     model_cost,
     ridge_rows,
     roofline_seconds,
-    total_bytes,
-    total_operations,
 )
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.planning.limits import MODES, mode_limit, spec_vla_relaxed
@@ -61,9 +59,9 @@ def test_shapes_of_openvla() -> None:
 )
 def test_bytes_and_operations(name: str, gigabytes: float, tera: str) -> None:
     parts = forward_parts(FORWARDS[name], MODEL, WeightFormat.NONE, 2)
-    assert round(total_bytes(parts) / 1e9, 1) == gigabytes
+    assert round(sum(part.bytes for part in parts) / 1e9, 1) == gigabytes
     digits = len(tera.partition(".")[2])
-    assert f"{total_operations(parts) / 1e12:.{digits}f}" == tera
+    assert f"{sum(part.operations for part in parts) / 1e12:.{digits}f}" == tera
 
 
 @pytest.mark.parametrize(
