@@ -246,7 +246,7 @@ def _send(nodes: NodeProcesses, players: dict[str, subprocess.Popen[bytes]], who
     if who in players:
         players[who].send_signal(number)
     else:
-        nodes.send(who, number)
+        nodes._running[who].send_signal(number)
 
 
 # What happens, and what came of it

@@ -135,17 +135,6 @@ class MotionRecord:
     arm: Arm
     rows: np.ndarray  # structured, one row per control step; see `_columns`
 
-    def acceleration(self) -> np.ndarray:
-        """The tool's, float64 [rows, 6] in m/s² and rad/s²: what its velocity changed by in a step, over the step.
-
-        NaN at the first row and after each reset, across which nothing moved.
-        """
-        steps = np.diff(self.rows["time_s"])
-        change = np.full((len(self.rows), 6), np.nan)
-        change[1:] = np.diff(self.rows["velocity"], axis=0) / steps[:, None]
-        change[1:][np.diff(self.rows["episode"]) != 0] = np.nan
-        return change
-
 
 def read_motion_record(path: Path) -> MotionRecord:
     """Reads a record, also one whose writer was killed; a UserError says that it is none."""

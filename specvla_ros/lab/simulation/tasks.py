@@ -35,7 +35,6 @@ _MAX_YAW = 0.3
 class Layout:
     """One start of the world."""
 
-    seed: int
     # Per body x, y, z in metres and yaw in radians; a distractor that is missing is not on the table.
     poses: dict[str, tuple[float, float, float, float]]
     hand: np.ndarray  # float64 [3], where the hand starts, metres
@@ -52,7 +51,6 @@ def draw_layout(seed: int) -> Layout:
     rng = np.random.default_rng([20_250_722, seed])
     names = [*CUBES, "block", *(name for name in DISTRACTORS if rng.random() < 0.5)]
     return Layout(
-        seed=seed,
         poses=_scatter(rng, names),
         hand=rng.uniform([0.42, -0.12, 0.14], [0.54, 0.12, 0.20]),
         colours=_colours(rng),

@@ -5,6 +5,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from faults.judge import acceleration
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
@@ -58,9 +59,9 @@ def test_rows_say_what_the_world_did(world, tmp_path):
 def test_acceleration_is_that_of_the_velocity_and_none_across_a_reset(world, tmp_path):
     record(world, tmp_path / "motion", 250)
     read = read_motion_record(tmp_path / "motion")
-    acceleration = read.acceleration()
-    assert np.isnan(acceleration[[0, 200]]).all() and np.isfinite(np.delete(acceleration, [0, 200], axis=0)).all()
-    gained = np.nansum(acceleration[:200] * 0.01, axis=0)
+    found = acceleration(read.rows)
+    assert np.isnan(found[[0, 200]]).all() and np.isfinite(np.delete(found, [0, 200], axis=0)).all()
+    gained = np.nansum(found[:200] * 0.01, axis=0)
     np.testing.assert_allclose(gained, read.rows["velocity"][199] - read.rows["velocity"][0], atol=1e-9)
 
 

@@ -72,9 +72,6 @@ class NodeProcesses:
         """Of a node that ended; None: it runs."""
         return self._running[name].poll()
 
-    def send(self, name: str, number: signal.Signals) -> None:
-        self._running[name].send_signal(number)
-
     def ended(self, names: Iterable[str]) -> str:
         """The first of these that ended; empty: none."""
         return next((name for name in names if self.exit_code(name) is not None), "")

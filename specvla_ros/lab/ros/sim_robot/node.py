@@ -117,10 +117,6 @@ class SimRobot(Node):
         over = self.phase is Phase.DONE and self._chosen.exit_when_done and time.monotonic() >= self._due_s
         return bool(self.failure) or over
 
-    @property
-    def now_ns(self) -> int:
-        return self._now_ns  # on /clock
-
     def close(self) -> bool:
         """Frees the OpenGL context, and writes the rest of the record."""
         self.robot.close()

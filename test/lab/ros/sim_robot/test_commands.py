@@ -107,8 +107,8 @@ class Scene:
 
     def pass_time(self, seconds: float) -> None:
         """Lets simulated time pass."""
-        end = self.sim.now_ns + round(seconds * 1e9)
-        self.until(lambda: self.sim.now_ns >= end)
+        end = self.sim._now_ns + round(seconds * 1e9)
+        self.until(lambda: self.sim._now_ns >= end)
 
     def hand(self) -> np.ndarray:
         return self.sim.robot.state().hand
