@@ -22,13 +22,6 @@ from specvla_ros.errors import UserError
 
 _ANSWER_S = 5.0
 _STOP_TIMEOUT_S = 15.0
-_STATES = {
-    State.PRIMARY_STATE_UNCONFIGURED: "unconfigured",
-    State.PRIMARY_STATE_INACTIVE: "inactive",
-    State.PRIMARY_STATE_FINALIZED: "finalized",
-    State.TRANSITION_STATE_CONFIGURING: "configuring",
-    State.TRANSITION_STATE_ACTIVATING: "activating",
-}
 _NEXT = {
     State.PRIMARY_STATE_UNCONFIGURED: Transition.TRANSITION_CONFIGURE,
     State.PRIMARY_STATE_INACTIVE: Transition.TRANSITION_ACTIVATE,
@@ -114,13 +107,13 @@ class LifecycleClient:
         deadline = time.monotonic() + timeout_s
         answer: Future[Any] | None = None
         requested, requested_s = 0, 0.0
-        seen = State.PRIMARY_STATE_UNKNOWN
+        seen = State()
         while alive() and time.monotonic() < deadline:
             state = self._state()
-            seen = state or seen
-            if state == State.PRIMARY_STATE_ACTIVE:
+            seen = state if state.id else seen
+            if state.id == State.PRIMARY_STATE_ACTIVE:
                 return
-            transition = _NEXT.get(state)
+            transition = _NEXT.get(state.id)
             if transition is None:  # unknown, or in a transition
                 time.sleep(0.05)
                 continue
@@ -140,13 +133,13 @@ class LifecycleClient:
             "what to fix"
         )
 
-    def _how_far(self, seen: int) -> str:
-        if seen:
-            return f"it was last heard to be {_STATES.get(seen, f'in state {seen}')}"
+    def _how_far(self, seen: State) -> str:
+        if seen.id:
+            return f"it was last heard to be {seen.label or f'in state {seen.id}'}"
         there = self._get.service_is_ready()
         return "it never answered, though it offers its services" if there else "nobody offers its services"
 
-    def _state(self) -> int:
+    def _state(self) -> State:
         """The node's state; unknown, 0, when it does not answer."""
         answer = None
         if self._get.wait_for_service(timeout_sec=0.5):
@@ -156,4 +149,4 @@ class LifecycleClient:
                 answer = future.result()
             else:
                 self._get.remove_pending_request(future)
-        return int(answer.current_state.id if answer is not None else State.PRIMARY_STATE_UNKNOWN)
+        return answer.current_state if answer is not None else State()

@@ -42,7 +42,8 @@ class Served:
                 continue
 
     def _get(self, _: GetState.Request, response: GetState.Response) -> GetState.Response:
-        response.current_state.id = self.state
+        configuring = self.state == State.TRANSITION_STATE_CONFIGURING
+        response.current_state = State(id=self.state, label="configuring" if configuring else "")
         return response
 
     def _change(self, request: ChangeState.Request, response: ChangeState.Response) -> ChangeState.Response:
