@@ -16,11 +16,11 @@ from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import Header
 
-from specvla_ros.control.pose import quaternion
 from specvla_ros.lab.ros.sim_robot.episodes import Episode, Tally
 from specvla_ros.lab.simulation.controllers import BASE_FRAME
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.msg import SimEpisode
+from specvla_ros.ros.motion_messages import pose_message
 from specvla_ros.ros.qos import CLOCK
 
 _WINDOW_S = 5.0
@@ -96,12 +96,7 @@ class SimOutputs:
 
     def tool_pose(self, now_ns: int) -> None:
         """Publishes the tool's pose in the base frame."""
-        tool = self._robot.world.tool()
-        message = PoseStamped(header=Header(stamp=_stamp(now_ns), frame_id=BASE_FRAME))
-        place, turn = message.pose.position, message.pose.orientation
-        place.x, place.y, place.z = tool.position.tolist()
-        turn.w, turn.x, turn.y, turn.z = quaternion(tool.rotation)
-        self._tool.publish(message)
+        self._tool.publish(pose_message(self._robot.world.tool(), now_ns, BASE_FRAME))
 
     def joints(self, now_ns: int) -> None:
         positions, velocities = map(np.ndarray.tolist, self._robot.world.joint_state())
