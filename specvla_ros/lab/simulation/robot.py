@@ -3,7 +3,7 @@
 
 import math
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -81,13 +81,6 @@ def remaining(displacement: np.ndarray, then: Pose, now: Pose) -> np.ndarray:
     return np.concatenate([displacement[:3] - (now.position - then.position), rotation])
 
 
-class Motion(NamedTuple):
-    """The rest of an action."""
-
-    values: np.ndarray  # float64 [7], as the action's, but from where the robot is going now
-    seconds: float  # to spread them over; whole control steps, one at least
-
-
 class ImageGoal:
     """Remembers where the robot was being sent, so that displacements start from where it was in their image.
 
@@ -110,20 +103,21 @@ class ImageGoal:
         """Takes the goal after another control step."""
         self._goals.append(goal)
 
-    def left(self, values: np.ndarray, action_dt: float, age_s: float) -> Motion:
+    def left(self, values: np.ndarray, action_dt: float, age_s: float) -> tuple[np.ndarray, float]:
         """The rest of an action, float64 [7]: metres, radians over action_dt, gripper; its image is `age_s` old.
 
+        As the action, but from where the robot is going now; and the seconds to spread it over, whole control steps.
         The rest of the way takes the rest of the time; where that is too short for it, no longer than the robot would
         take at the speed of the training data's largest actions, or of this one. Ages count up to 20 s.
         """
         steps = min(round(age_s * self._rate_hz), len(self._goals) - 1)
         if steps <= 0:
-            return Motion(values, action_dt)
+            return values, action_dt
         rest = remaining(values[:6], self._goals[-1 - steps], self._goals[-1])
         share = np.abs(rest / self._largest).max() / max(1.0, np.abs(values[:6] / self._largest).max())
         seconds = max(action_dt - age_s, action_dt * share)
         whole = max(1, math.ceil(seconds * self._rate_hz - 1e-6)) / self._rate_hz
-        return Motion(np.append(rest, values[6]), whole)
+        return np.append(rest, values[6]), whole
 
 
 class DisplacementFollower:
