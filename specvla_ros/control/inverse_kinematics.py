@@ -51,10 +51,6 @@ class JointSolver(ToolKinematics):
             self._limits = [self._reach]
         self.positions = self._configuration.q[self._addresses].copy()  # float64 [n], where the joints were sent last
 
-    @property
-    def max_speed(self) -> np.ndarray:  # float64 [n]
-        return self._robot.max_speed
-
     def start(self, positions: Mapping[str, float]) -> None:
         """Begins at measured joint positions; raises UserError where one is missing or out of the joint's range."""
         q, self.positions = self._configuration.q.copy(), self._in_range(positions)

@@ -239,6 +239,10 @@ class ToolKinematics:
         # float64 [n, 2], the joints' smallest and largest positions; infinite where the model has none.
         self.ranges = np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
 
+    @property
+    def max_speed(self) -> np.ndarray:  # float64 [n]
+        return self._robot.max_speed
+
     def pose_at(self, positions: np.ndarray) -> Pose:
         """The tool's pose at joint positions, float64 [n], whatever they are."""
         self._data.qpos[self._addresses] = positions
@@ -246,11 +250,11 @@ class ToolKinematics:
         return Pose(self._tool_frame.xpos.copy(), self._tool_frame.xmat.reshape(3, 3).copy())
 
     def tool_moves(self, positions: np.ndarray) -> np.ndarray:
-        """How each joint moves the tool at these positions, float64 [3, n] m/s per rad/s or m/s: the Jacobian."""
+        """The Jacobian, float64 [6, n]: the tool's velocity, m/s then rad/s in the world's frame, per rad/s or m/s."""
         model, data = self._robot.model, self._data
-        place, moves = self.pose_at(positions).position, np.zeros((3, model.nv))
+        place, moves = self.pose_at(positions).position, np.zeros((6, model.nv))
         self._mujoco.mj_comPos(model, data)
-        self._mujoco.mj_jac(model, data, moves, None, place, self._tool_body)
+        self._mujoco.mj_jac(model, data, moves[:3], moves[3:], place, self._tool_body)
         return moves[:, self._dofs]
 
     def pose_of(self, positions: Mapping[str, float]) -> Pose:

@@ -255,7 +255,7 @@ def test_what_each_joint_does_to_the_tool_is_how_its_place_changes(
     solver: JointSolver, start: dict[str, float]
 ) -> None:
     at = np.array([start[name] for name in TABLE_ARM.joints])
-    moves = solver.tool_moves(at)
+    moves = solver.tool_moves(at)[:3]
     for joint, step in enumerate(1e-6 * np.eye(len(at))):
         way = solver.pose_at(at + step).position - solver.pose_at(at - step).position
         np.testing.assert_allclose(moves[:, joint], way / 2e-6, atol=1e-6)

@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 from faults.timing import Timing
 from faults.virtual_time import Message, VirtualTime
+from support.limited_arm import limit
 
 from benchmarks.results_page import ROOT
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
@@ -200,7 +201,7 @@ class Scene:
         self._commanded = CommandedArm(self.world, setup.output)  # it sets the world's time step
         self.world.reset(draw_layout(setup.seed))
         if setup.limited:
-            self._commanded.limit(self.settings.limits, self.settings.joints)
+            limit(self._commanded, self.settings.limits, self.settings.joints)
         self._commanded.reset()
         self._record = MotionRecorder(record, self.world)
         self.frame: Callable[[Frame], list[Frame]] = lambda frame: [frame]

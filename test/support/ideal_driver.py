@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.control.pose import Pose, rotation_vector
-from specvla_ros.lab.simulation.controllers import BASE_FRAME, ArmKinematics, JointTrajectory, Point, Twist
+from specvla_ros.control.robot_model import ToolKinematics
+from specvla_ros.lab.simulation.arms import joint_model
+from specvla_ros.lab.simulation.controllers import BASE_FRAME, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.world import World
 
 ACTION_DT_S = 0.2
@@ -24,7 +26,7 @@ class IdealDriver:
 
     def __init__(self, world: World, command: str) -> None:
         self._world, self._command = world, command
-        self._kinematics = ArmKinematics(world.model, world.arm)
+        self._kinematics = ToolKinematics(joint_model(world.model, world.arm))
 
     def reset(self) -> None:
         """Begins where the arm is."""
@@ -61,7 +63,7 @@ class IdealDriver:
     def _solve(self, goal: Pose) -> np.ndarray:
         joints = self._joints
         for _ in range(4):
-            tool = self._kinematics.tool(joints)
+            tool = self._kinematics.pose_at(joints)
             error = [goal.position - tool.position, rotation_vector(goal.rotation @ tool.rotation.T)]
-            joints = joints + np.linalg.pinv(self._kinematics.jacobian(joints)) @ np.concatenate(error)
+            joints = joints + np.linalg.pinv(self._kinematics.tool_moves(joints)) @ np.concatenate(error)
         return joints

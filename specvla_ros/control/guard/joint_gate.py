@@ -184,7 +184,7 @@ class JointGate(SmoothGate[np.ndarray]):
         """As far from braking to a velocity as the tool's limit of speed allows; whatever lies between is in reach."""
         if self._kinematics is None:
             return velocity
-        moves = self._kinematics.tool_moves(sent)
+        moves = self._kinematics.tool_moves(sent)[:3]
         slow, more = moves @ brakes[:, 0], moves @ (velocity - brakes)[:, 0]
         # The largest share for which the tool's speed, |slow + share * more|, is within the limit.
         room, along, square = self._tool_speed**2 - slow @ slow, slow @ more, more @ more

@@ -227,7 +227,7 @@ def reaches(robot: "JointModel", place: np.ndarray) -> bool:
             missing = place - arm.pose_at(q).position
             if np.linalg.norm(missing) < _NEAR_M:
                 return True
-            moves = arm.tool_moves(q)
+            moves = arm.tool_moves(q)[:3]
             q = np.clip(q + moves.T @ np.linalg.solve(moves @ moves.T + _DAMPING * np.eye(3), missing), low, high)
     return False
 

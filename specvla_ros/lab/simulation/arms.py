@@ -18,6 +18,7 @@ from pathlib import Path
 import mujoco
 import numpy as np
 
+from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
 
 ROBOSUITE = "1.5.2"  # as in requirements/robots.txt
@@ -108,6 +109,11 @@ def joint_indices(model: mujoco.MjModel, names: tuple[str, ...]) -> tuple[np.nda
     """Indices of joints in `qpos` and in `qvel`, int [joints] each."""
     joints = [model.joint(name) for name in names]
     return np.array([joint.qposadr[0] for joint in joints]), np.array([joint.dofadr[0] for joint in joints])
+
+
+def joint_model(model: mujoco.MjModel, arm: Arm) -> JointModel:
+    """The arm's kinematics in a world's model."""
+    return JointModel(model, arm.joints, "pinch", np.array(arm.speed))
 
 
 @dataclass(frozen=True)

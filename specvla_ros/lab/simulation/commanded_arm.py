@@ -7,13 +7,11 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from specvla_ros.control.limits import JointLimits, Limits
-from specvla_ros.lab.simulation.arms import Arm, Gripper, joint_indices
+from specvla_ros.control.robot_model import ToolKinematics
+from specvla_ros.lab.simulation.arms import Arm, Gripper, joint_indices, joint_model
 from specvla_ros.lab.simulation.controllers import (
     CONTROL_DT_S,
-    ArmKinematics,
     CartesianPose,
-    Controller,
     JointState,
     JointTrajectoryController,
     PositionArray,
@@ -21,9 +19,10 @@ from specvla_ros.lab.simulation.controllers import (
 )
 from specvla_ros.lab.simulation.world import World
 
+Controller = CartesianPose | TwistServo | JointTrajectoryController | PositionArray
 _CONTROLLERS: dict[str, Callable[[World], Controller]] = {
-    "pose": lambda world: CartesianPose(ArmKinematics(world.model, world.arm)),
-    "twist": lambda world: TwistServo(ArmKinematics(world.model, world.arm)),
+    "pose": lambda world: CartesianPose(ToolKinematics(joint_model(world.model, world.arm))),
+    "twist": lambda world: TwistServo(ToolKinematics(joint_model(world.model, world.arm))),
     "joint_trajectory": lambda world: JointTrajectoryController(world.arm.joints),
     "position_array": lambda world: PositionArray(),
 }
@@ -55,11 +54,6 @@ class JointServo:
         self._torque = np.array([motor.ctrlrange[1] for motor in motors])
         self._speed, self._acceleration = np.array(arm.speed), np.array(arm.acceleration)
         self._inertia = np.zeros((model.nv, model.nv))
-
-    def limit(self, speed: np.ndarray, acceleration: np.ndarray) -> None:
-        """To no more than it had, float64 [joints]: rad/s and rad/s²."""
-        self._speed = np.minimum(self._speed, speed)
-        self._acceleration = np.minimum(self._acceleration, acceleration)
 
     def measured(self, data: mujoco.MjData) -> JointState:
         return JointState(data.qpos[self._positions].copy(), data.qvel[self._dofs].copy())
@@ -148,12 +142,6 @@ class CommandedArm:
         self._servo.reset(self._world.data)
         self.controller.start(self._servo.measured(self._world.data))
         self.gripper.reset()
-
-    def limit(self, tool: Limits, joints: JointLimits) -> None:
-        """Has the arm keep a robot's own limits of commands (ros2_control's `enforce_command_limits`, a maker's)."""
-        if isinstance(self.controller, CartesianPose):
-            self.controller.limits = tool
-        self._servo.limit(np.array(joints.speeds), np.array(joints.accelerations))
 
     def advance(self, now_s: float) -> None:
         """Lets `control_dt` pass; `now_s` is on the robot's clock, on which commands are stamped.

@@ -2,19 +2,18 @@
 """Stand-ins for the interfaces by which real arms are moved, with the real ones' rules and their source.
 
 They turn commands into joint references, 100 times per simulated second, which `commanded_arm.JointServo` turns into
-torques.
+torques. Each has `start`, which takes the arm over where it is and forgets all commands, `take`, which raises
+CommandRefusedError for a command that is not followed, and `update`, the joints' reference at the end of the next
+CONTROL_DT_S. Times are seconds on the robot's clock.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import mujoco
 import numpy as np
 
-from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, rotation_vector
-from specvla_ros.lab.simulation.arms import Arm, joint_indices
+from specvla_ros.control.robot_model import ToolKinematics
 
 CONTROL_DT_S = 0.01  # of the controllers: ros2_control's and Servo's common 100 Hz
 BASE_FRAME = "base_link"
@@ -31,48 +30,6 @@ class JointState:
 
 class CommandRefusedError(ValueError):
     """A command that the real interface would not take either; the message says why."""
-
-
-class Controller(Protocol):
-    """Moves an arm as commands say. Times are seconds on the robot's clock."""
-
-    def start(self, measured: JointState) -> None:
-        """Takes the arm over where it is, and forgets all commands."""
-
-    def take(self, command: Any, now_s: float) -> None:
-        """Takes a command; a CommandRefusedError says that it is not followed."""
-
-    def update(self, measured: JointState, now_s: float) -> JointState:
-        """The joints' reference at the end of the next CONTROL_DT_S."""
-
-
-class ArmKinematics:
-    """The pose and the Jacobian of the tool at given joint positions."""
-
-    def __init__(self, model: mujoco.MjModel, arm: Arm) -> None:
-        self._model, self._data = model, mujoco.MjData(model)
-        self._positions, self._dofs = joint_indices(model, arm.joints)
-        self._site = model.site("pinch").id
-        self._jacobian = np.zeros((6, model.nv))
-        # float64 [joints] each: radians, radians and rad/s
-        self.low, self.high = np.array([model.joint(name).range for name in arm.joints]).T
-        self.speed = np.array(arm.speed)
-
-    def tool(self, positions: np.ndarray) -> Pose:
-        """The tool's pose in the base frame."""
-        self._place(positions)
-        return Pose(self._data.site_xpos[self._site].copy(), self._data.site_xmat[self._site].reshape(3, 3).copy())
-
-    def jacobian(self, positions: np.ndarray) -> np.ndarray:
-        """float64 [6, joints]: the tool's linear and angular velocity in the base frame per joint velocity."""
-        self._place(positions)
-        mujoco.mj_comPos(self._model, self._data)
-        mujoco.mj_jacSite(self._model, self._data, self._jacobian[:3], self._jacobian[3:], self._site)
-        return self._jacobian[:, self._dofs]
-
-    def _place(self, positions: np.ndarray) -> None:
-        self._data.qpos[self._positions] = positions
-        mujoco.mj_kinematics(self._model, self._data)
 
 
 class PositionArray:
@@ -231,18 +188,15 @@ class CartesianPose:
     - Its gain alone sets the speed, up to the joints' limits: a target far away is no error, and is gone to at once.
 
     FZI's controller searches with a simulated mass in place of a Jacobian's damped inverse; what a user meets is alike:
-    an error that decays with a time constant, here 1/20 s, and no singular leap. Pose interfaces of arms' makers have
-    limits of speed and acceleration beside the joints' (ABB EGM, KUKA RSI, Franka): set `limits` to have them.
+    an error that decays with a time constant, here 1/20 s, and no singular leap.
     """
 
-    def __init__(self, kinematics: ArmKinematics) -> None:
+    def __init__(self, kinematics: ToolKinematics) -> None:
         self._kinematics = kinematics
-        self.limits: Limits | None = None
 
     def start(self, measured: JointState) -> None:
         self._position = self._posture = measured.positions.copy()
-        self._twist = np.zeros(6)
-        self._target = self._kinematics.tool(self._position)
+        self._target = self._kinematics.pose_at(self._position)
 
     def take(self, command: tuple[str, Pose], now_s: float) -> None:
         """`command`: the frame and the pose."""
@@ -254,32 +208,21 @@ class CartesianPose:
         self._target = pose
 
     def update(self, measured: JointState, now_s: float) -> JointState:
-        tool, jacobian = self._kinematics.tool(self._position), self._kinematics.jacobian(self._position)
-        way = _shortened(self._target.position - tool.position, _MAX_ERROR_M)
-        turn = _shortened(rotation_vector(self._target.rotation @ tool.rotation.T), _MAX_ERROR_RAD)
+        tool, jacobian = self._kinematics.pose_at(self._position), self._kinematics.tool_moves(self._position)
         damped = jacobian.T @ np.linalg.inv(jacobian @ jacobian.T + _DAMPING**2 * np.eye(6))
-        self._twist = self._limited(_GAIN * np.concatenate([way, turn]))
-        velocity = damped @ self._twist
+        velocity = damped @ self._wanted(tool)
         free = np.eye(len(velocity)) - damped @ jacobian
         velocity += free @ (_POSTURE_GAIN * (self._posture - self._position))
-        velocity *= min(1.0, float((self._kinematics.speed / np.maximum(np.abs(velocity), 1e-12)).min()))
-        reached = np.clip(self._position + velocity * CONTROL_DT_S, self._kinematics.low, self._kinematics.high)
+        velocity *= min(1.0, float((self._kinematics.max_speed / np.maximum(np.abs(velocity), 1e-12)).min()))
+        reached = np.clip(self._position + velocity * CONTROL_DT_S, *self._kinematics.ranges.T)
         velocity, self._position = (reached - self._position) / CONTROL_DT_S, reached
         return JointState(reached, velocity)
 
-    def _limited(self, twist: np.ndarray) -> np.ndarray:
-        """A tool's velocity, as fast as may be and can be braked on the way that is left."""
-        if self.limits is None:
-            return twist
-        linear = self.limits.linear_speed, self.limits.linear_acceleration
-        angular = self.limits.angular_speed, self.limits.angular_acceleration
-        found = []
-        for block, (speed, most) in ((0, linear), (3, angular)):
-            wanted, before = twist[block : block + 3], self._twist[block : block + 3]
-            way = float(np.linalg.norm(wanted)) / _GAIN
-            change = _shortened(wanted, min(speed, math.sqrt(most * way))) - before
-            found.append(before + _shortened(change, most * CONTROL_DT_S))
-        return np.concatenate(found)
+    def _wanted(self, tool: Pose) -> np.ndarray:
+        """The tool's velocity, float64 [6], m/s and rad/s."""
+        way = _shortened(self._target.position - tool.position, _MAX_ERROR_M)
+        turn = _shortened(rotation_vector(self._target.rotation @ tool.rotation.T), _MAX_ERROR_RAD)
+        return _GAIN * np.concatenate([way, turn])
 
 
 def _shortened(vector: np.ndarray, longest: float) -> np.ndarray:
@@ -326,11 +269,11 @@ class TwistServo:
     state that it commanded last while it moves, and from the measured one after it stood.
     """
 
-    def __init__(self, kinematics: ArmKinematics) -> None:
+    def __init__(self, kinematics: ToolKinematics) -> None:
         self._kinematics = kinematics
         self._twist: Twist | None = None
         self._moving = False
-        self._stand_at(np.zeros_like(kinematics.low))
+        self._stand_at(np.zeros(len(kinematics.ranges)))
 
     def start(self, measured: JointState) -> None:
         self._twist = None
@@ -375,19 +318,20 @@ class TwistServo:
         still = np.zeros_like(self._position)
         if not displacement.any():
             return still
-        jacobian = self._kinematics.jacobian(self._position)
+        jacobian = self._kinematics.tool_moves(self._position)
         step = np.linalg.pinv(jacobian) @ displacement * self._singularity_scale(jacobian, displacement)
         speed = np.abs(step) / CONTROL_DT_S
-        step *= min(1.0, float((self._kinematics.speed / np.maximum(speed, 1e-12)).min()))
+        step *= min(1.0, float((self._kinematics.max_speed / np.maximum(speed, 1e-12)).min()))
         reached = self._position + step
-        low = (step < 0) & (reached < self._kinematics.low + _JOINT_MARGIN_RAD)
-        high = (step > 0) & (reached > self._kinematics.high - _JOINT_MARGIN_RAD)
-        return still if (low | high).any() else step
+        low, high = self._kinematics.ranges.T
+        below = (step < 0) & (reached < low + _JOINT_MARGIN_RAD)
+        above = (step > 0) & (reached > high - _JOINT_MARGIN_RAD)
+        return still if (below | above).any() else step
 
     def _displacement(self, twist: Twist) -> np.ndarray:
         linear, angular = _shortened(twist.linear, LINEAR_SCALE), _shortened(twist.angular, ROTATIONAL_SCALE)
         if twist.frame == TOOL_FRAME:
-            rotation = self._kinematics.tool(self._position).rotation
+            rotation = self._kinematics.pose_at(self._position).rotation
             linear, angular = rotation @ linear, rotation @ angular
         return np.concatenate([linear, angular]) * CONTROL_DT_S
 
@@ -400,7 +344,7 @@ class TwistServo:
             return 0.0
         worst = u[:, -1]  # the direction in which it can move least, its sign unknown
         nearby = self._position + np.linalg.pinv(jacobian) @ (worst * _SINGULARITY_STEP)
-        _, next_sizes, _ = np.linalg.svd(self._kinematics.jacobian(nearby))
+        _, next_sizes, _ = np.linalg.svd(self._kinematics.tool_moves(nearby))
         towards = worst if next_sizes[0] / max(next_sizes[-1], 1e-12) > condition else -worst
         room = _STOP_CONDITION - _SLOW_CONDITION
         room *= 1.0 if towards @ displacement > 0 else _LEAVING

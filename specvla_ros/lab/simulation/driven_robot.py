@@ -24,8 +24,7 @@ from specvla_ros.control.inverse_kinematics import (
 )
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import PoseHistory
-from specvla_ros.control.robot_model import JointModel
-from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm
+from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_model
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, DisplacementFollower, TableRobot
@@ -68,8 +67,7 @@ class DrivenRobot(TableRobot):
         self._by_velocity = command == "twist"
         self._follow = follow
         self._limits = simulation_limits(arm)
-        model = JointModel(self.world.model, arm.joints, "pinch", np.array(arm.speed))
-        self._solver = JointSolver(model, CONTROL_DT_S)
+        self._solver = JointSolver(joint_model(self.world.model, arm), CONTROL_DT_S)
         self._send: Callable[[Target], Any] = {
             "pose": lambda target: (BASE_FRAME, target.pose),
             "twist": lambda target: Twist(self._now_s, BASE_FRAME, target.velocity[:3], target.velocity[3:]),

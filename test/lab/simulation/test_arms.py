@@ -12,10 +12,10 @@ import pytest
 from support.gl import needs_gl
 from support.nightly import nightly_but
 
+from specvla_ros.control.robot_model import ToolKinematics
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, choose_arm, joint_model
 from specvla_ros.lab.simulation.collect import bag_name, demonstrate
-from specvla_ros.lab.simulation.controllers import ArmKinematics
 from specvla_ros.lab.simulation.robot import DisplacementFollower, TableRobot
 from specvla_ros.lab.simulation.tasks import TASKS, draw_layout
 from specvla_ros.lab.simulation.world import CONTROL_HZ, SCALE, World, upright_error
@@ -97,13 +97,13 @@ def test_kinematics_alone_are_those_of_the_arm_at_the_table(world):
     arm = world.arm
     alone = mujoco.MjModel.from_xml_string(arm.kinematics())
     data, rng = mujoco.MjData(alone), np.random.default_rng(0)
-    table = ArmKinematics(world.model, arm)
+    table = ToolKinematics(joint_model(world.model, arm))
     for _ in range(20):
-        positions = rng.uniform(table.low, table.high)
+        positions = rng.uniform(*table.ranges.T)
         for name, position in zip(arm.joints, positions, strict=True):
             data.joint(name).qpos = position
         mujoco.mj_kinematics(alone, data)
-        np.testing.assert_allclose(data.site("pinch").xpos, table.tool(positions).position, atol=1e-9)
+        np.testing.assert_allclose(data.site("pinch").xpos, table.pose_at(positions).position, atol=1e-9)
     assert [alone.joint(name).range.tolist() for name in arm.joints] == [
         world.model.joint(name).range.tolist() for name in arm.joints
     ]

@@ -6,6 +6,7 @@ import importlib.util
 import numpy as np
 import pytest
 from support.ideal_driver import IdealDriver
+from support.limited_arm import limit
 from support.nightly import nightly_but
 
 from specvla_ros.control.limits import JointLimits, Limits
@@ -88,7 +89,7 @@ def test_an_arm_with_limits_of_its_own_keeps_them_where_it_is_sent_far_away(outp
     world.reset(draw_layout(0))
     joints = len(world.arm.joints)
     tool = Limits(linear_speed=0.1, angular_speed=0.5, linear_acceleration=0.5, angular_acceleration=2.5)
-    arm.limit(tool, JointLimits(names=world.arm.joints, max_speed=(0.4,), max_acceleration=(2.0,)))
+    limit(arm, tool, JointLimits(names=world.arm.joints, max_speed=(0.4,), max_acceleration=(2.0,)))
     arm.reset()
     start = world.joint_state()[0][:joints]
     if output == "pose":

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.nightly import examples
 from support.poses import apart
 
-from specvla_ros.lab.simulation.arms import TABLE_ARM
+from specvla_ros.control.robot_model import ToolKinematics
+from specvla_ros.lab.simulation.arms import TABLE_ARM, joint_model
 from specvla_ros.lab.simulation.controllers import (
     BASE_FRAME,
     COMMAND_TIMEOUT_S,
@@ -18,14 +19,13 @@ from specvla_ros.lab.simulation.controllers import (
     LINEAR_SCALE,
     ROTATIONAL_SCALE,
     TOOL_FRAME,
-    ArmKinematics,
     CommandRefusedError,
     JointState,
     Twist,
     TwistServo,
 )
 
-KINEMATICS = ArmKinematics(TABLE_ARM.model(), TABLE_ARM)
+KINEMATICS = ToolKinematics(joint_model(TABLE_ARM.model(), TABLE_ARM))
 HOME = JointState(np.array(TABLE_ARM.home), np.zeros(7))
 STEADY = 4 / 7  # what the filter leaves of a steady velocity
 
@@ -60,7 +60,7 @@ def test_a_command_counts_for_a_tenth_of_a_second_after_its_stamp_and_then_the_a
     last = int(np.flatnonzero(moving)[-1]) + 1
     commanded = round(COMMAND_TIMEOUT_S / CONTROL_DT_S)
     assert commanded - 1 <= last <= commanded + 12, "then the filter runs out"
-    tool = [KINEMATICS.tool(each).position[0] for each in positions]
+    tool = [KINEMATICS.pose_at(each).position[0] for each in positions]
     assert 0.5 * STEADY * 0.01 < tool[-1] - tool[0] < 0.011
 
 
@@ -91,7 +91,7 @@ def test_an_unknown_frame_is_invalid_and_stops_what_was_followed(frame):
 
 def test_a_twist_in_the_tools_frame_is_turned_into_the_bases():
     there = run(servo(), 1.0, 0.3, twist(linear=(0.0, 0.0, 0.05), frame=TOOL_FRAME))
-    start, end = KINEMATICS.tool(HOME.positions), KINEMATICS.tool(there[-1])
+    start, end = KINEMATICS.pose_at(HOME.positions), KINEMATICS.pose_at(there[-1])
     moved = start.rotation.T @ (end.position - start.position)
     assert moved[2] > 0.005 and np.abs(moved[:2]).max() < 0.2 * moved[2]
 
@@ -104,23 +104,23 @@ def test_a_twist_in_the_tools_frame_is_turned_into_the_bases():
 def test_no_twist_is_followed_faster_than_servos_scale_or_the_joints_allow(linear, angular):
     positions = run(servo(), 1.0, 0.3, twist(linear=linear, angular=angular))
     speeds = np.abs(np.diff(positions, axis=0)) / CONTROL_DT_S
-    assert (speeds <= KINEMATICS.speed * 1.001).all()
+    assert (speeds <= KINEMATICS.max_speed * 1.001).all()
     for before, after in itertools.pairwise(positions):
-        moved_m, turned_rad = apart(KINEMATICS.tool(before), KINEMATICS.tool(after))
+        moved_m, turned_rad = apart(KINEMATICS.pose_at(before), KINEMATICS.pose_at(after))
         assert moved_m <= LINEAR_SCALE * CONTROL_DT_S * 1.02 + 1e-9
         assert turned_rad <= ROTATIONAL_SCALE * CONTROL_DT_S * 1.02 + 1e-9
 
 
 def test_a_steady_twist_moves_the_tool_at_what_the_filter_leaves():
     positions = run(servo(), 1.0, 0.5, twist(linear=(0.0, 0.1, 0.0)))
-    before, after = (KINEMATICS.tool(each).position for each in positions[[-11, -1]])
+    before, after = (KINEMATICS.pose_at(each).position for each in positions[[-11, -1]])
     assert (after - before)[1] == pytest.approx(0.1 * 0.1 * STEADY, rel=0.03)
 
 
 @pytest.mark.parametrize("direction", [(1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (-1.0, 0.0, 0.0)])
 def test_joints_halt_before_the_end_of_their_range_and_before_the_arm_is_straight(direction):
     positions = run(servo(), 1.0, 8.0, twist(linear=tuple(0.4 * np.array(direction))))
-    assert (positions > KINEMATICS.low + 0.09).all() and (positions < KINEMATICS.high - 0.09).all()
-    sizes = np.linalg.svd(KINEMATICS.jacobian(positions[-1]))[1]
+    assert (positions > KINEMATICS.ranges[:, 0] + 0.09).all() and (positions < KINEMATICS.ranges[:, 1] - 0.09).all()
+    sizes = np.linalg.svd(KINEMATICS.tool_moves(positions[-1]))[1]
     assert sizes[0] / sizes[-1] < 35
     np.testing.assert_allclose(positions[-1], positions[-20], atol=2e-3)
