@@ -76,9 +76,10 @@ class Limits:
         return Pose(np.clip(pose.position, self.workspace_min, self.workspace_max), pose.rotation)
 
     def outside_m(self, position: np.ndarray) -> float:
-        """How far outside of the workspace a position, float64 [3], is along its worst axis; 0 inside."""
+        """How far out of the workspace a position, float64 [3], is along its worst axis; 0 inside, infinite for NaN."""
         low, high = np.array(self.workspace_min) - position, position - np.array(self.workspace_max)
-        return float(max(0.0, low.max(), high.max()))
+        worst = float(np.max([low, high]))
+        return np.inf if np.isnan(worst) else max(0.0, worst)
 
     def widened(self, here: np.ndarray, edge_m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """The workspace's corners, float64 [3] each, widened to the tool: it may come back, and not get further."""

@@ -76,6 +76,7 @@ def test_the_workspace_ends_at_its_corners(axis: int, side: str) -> None:
     assert LIMITS.outside_m(INSIDE) == LIMITS.outside_m(at_edge) == 0.0 < LIMITS.outside_m(beyond)
     assert 0.009 < LIMITS.outside_m(beyond) < 0.011
     assert LIMITS.outside_m(beyond) == pytest.approx(0.01)
+    assert LIMITS.outside_m(np.array([*INSIDE[:2], np.nan])) == np.inf, "nowhere is not inside"
     np.testing.assert_allclose(LIMITS.clamped(Pose(beyond, np.eye(3))).position, at_edge)
 
 

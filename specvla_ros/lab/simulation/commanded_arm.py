@@ -12,6 +12,7 @@ from specvla_ros.lab.simulation.arms import Arm, Gripper, joint_indices, joint_m
 from specvla_ros.lab.simulation.controllers import (
     CONTROL_DT_S,
     CartesianPose,
+    Controller,
     JointState,
     JointTrajectoryController,
     PositionArray,
@@ -19,7 +20,6 @@ from specvla_ros.lab.simulation.controllers import (
 )
 from specvla_ros.lab.simulation.world import World
 
-Controller = CartesianPose | TwistServo | JointTrajectoryController | PositionArray
 _CONTROLLERS: dict[str, Callable[[World], Controller]] = {
     "pose": lambda world: CartesianPose(ToolKinematics(joint_model(world.model, world.arm))),
     "twist": lambda world: TwistServo(ToolKinematics(joint_model(world.model, world.arm))),

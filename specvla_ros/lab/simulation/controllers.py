@@ -2,13 +2,12 @@
 """Stand-ins for the interfaces by which real arms are moved, with the real ones' rules and their source.
 
 They turn commands into joint references, 100 times per simulated second, which `commanded_arm.JointServo` turns into
-torques. Each has `start`, which takes the arm over where it is and forgets all commands, `take`, which raises
-CommandRefusedError for a command that is not followed, and `update`, the joints' reference at the end of the next
-CONTROL_DT_S. Times are seconds on the robot's clock.
+torques.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +29,19 @@ class JointState:
 
 class CommandRefusedError(ValueError):
     """A command that the real interface would not take either; the message says why."""
+
+
+class Controller(Protocol):
+    """Moves an arm as commands say. Times are seconds on the robot's clock."""
+
+    def start(self, measured: JointState) -> None:
+        """Takes the arm over where it is, and forgets all commands."""
+
+    def take(self, command: Any, now_s: float) -> None:
+        """Takes a command; a CommandRefusedError says that it is not followed."""
+
+    def update(self, measured: JointState, now_s: float) -> JointState:
+        """The joints' reference at the end of the next CONTROL_DT_S."""
 
 
 class PositionArray:

@@ -161,11 +161,10 @@ class ChunkShiftDrafter(Drafter):
         begun = self._numbers.begun(answer.tokens)
         known = begun[: len(begun) // dims * dims].reshape(-1, dims)
         if last is None or last.epoch != answer.epoch:
-            expected, behind = np.repeat(known[-1:], horizon, axis=0), ()
-        else:
-            expected, behind = _shifted(last.actions, self._passed(last, answer.stamp_ns)), last.behind
+            last = _Chunk(answer.epoch, answer.stamp_ns, np.repeat(known[-1:], horizon, axis=0), before=(), behind=())
+        expected = _shifted(last.actions, self._passed(last, answer.stamp_ns))
         actions = np.concatenate((known, expected[len(known) :]))
-        return _Chunk(answer.epoch, answer.stamp_ns, actions, before=(), behind=behind)
+        return _Chunk(answer.epoch, answer.stamp_ns, actions, before=(), behind=last.behind)
 
     def _guesses(self, request: DraftInput, stamp_ns: int) -> list[tuple[int, ...]]:
         """Whole answers that may go on from a committed beginning."""
