@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.codec_bounds import bound_of
 from support.draft_heads import policy_with_random_head
 from support.pipelines import frame, plain_tokens
 
@@ -157,7 +156,7 @@ def test_the_tolerance_of_the_bundled_policy_is_bounded() -> None:
     policy = Policy.load(nano_policy(), mode="spec", tolerance="5mm,3deg", device="cpu")
     assert policy.engine.settings.acceptance.rule == "bin_distance"
     codec, rule = policy.engine.target.codec, policy.engine.verifier.rule
-    bound = bound_of(codec, rule.bins)[0]  # type: ignore[attr-defined]
+    bound = codec.bound(rule.bins)[0]  # type: ignore[attr-defined]
     assert (bound[:3] <= 5e-3 + 1e-9).all() and (bound[3:6] <= np.radians(3) + 1e-9).all() and bound[6] == 0
 
 

@@ -79,6 +79,9 @@ class TextCodec(WrittenChunkCodec):
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
         return ()
 
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, 0))
+
 
 @dataclass(frozen=True)
 class TextTarget:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.codec_bounds import bound_of
 from support.launches import Launches
 from support.nightly import examples, nightly_but
 from support.random_chunks import any_chunks
@@ -154,7 +153,7 @@ def test_numbers_within_their_tolerance_are_within_the_bound(
     both = (" ".join(str(max(0, min(1000, each))) for each in row) for row in (numbers, moved))
     ids = ([SPACE if character == " " else 20 + int(character) for character in text] for text in both)
     first, second = map(codec.decode, ids)
-    assert (np.abs(first - second) <= bound_of(codec, units) * (1 + 1e-9)).all()
+    assert (np.abs(first - second) <= codec.bound(units) * (1 + 1e-9)).all()
 
 
 @given(data=st.data(), tolerances=st.lists(st.integers(0, 4), min_size=7, max_size=7))
@@ -166,7 +165,7 @@ def test_coefficients_within_their_tolerance_are_within_the_bound_at_every_step(
     middle = np.array(data.draw(st.lists(st.integers(-5, 5), min_size=28, max_size=28))).reshape(HORIZON, 7)
     signs = np.array(data.draw(st.lists(st.sampled_from([-1, 0, 1]), min_size=28, max_size=28))).reshape(HORIZON, 7)
     first, second = (decoded_coefficients(codec, each) for each in (middle, middle + signs * steps))
-    bound = bound_of(codec, steps.flatten().tolist())
+    bound = codec.bound(steps.flatten().tolist())
     assert (np.abs(first - second) <= bound * (1 + 1e-9) + 1e-12).all()
 
 
@@ -182,7 +181,7 @@ def test_metres_and_radians_bound_every_joint_at_every_step(
 ) -> None:
     codec = make()
     try:
-        bound = bound_of(codec, codec.bins_within(metres=metres, radians=radians, gripper_bins=gripper))
+        bound = codec.bound(codec.bins_within(metres=metres, radians=radians, gripper_bins=gripper))
     except UserError as error:
         assert "smaller than one" in str(error)
         return

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.codec_bounds import bound_of
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer
@@ -88,8 +87,8 @@ def test_where_an_answer_of_digits_stands() -> None:
 
 
 def test_how_far_a_number_may_be_off() -> None:
-    np.testing.assert_allclose(bound_of(DIGITS, [3] * 4), 3 * np.array([[0.02, 0.04]] * 2))
-    np.testing.assert_allclose(bound_of(DIGITS, [9, 10, 99, 1]), [[0.18, 0.36], [0.18, 0.04]]), "the last digit alone"
+    np.testing.assert_allclose(DIGITS.bound([3] * 4), 3 * np.array([[0.02, 0.04]] * 2))
+    np.testing.assert_allclose(DIGITS.bound([9, 10, 99, 1]), [[0.18, 0.36], [0.18, 0.04]]), "the last digit alone"
     arm = replace(DIGITS, statistics=ARM)
     assert arm.bins_within(metres=0.005, radians=0.01, gripper_bins=4) == 2 * (2, 2, 2, 5, 5, 5, 4)
     assert arm.spread_bins((3,), 1) == 2 * (3, 3, 3, 3, 3, 3, 1)
@@ -151,12 +150,12 @@ def test_steps_of_a_coefficient_move_each_action_within_the_tolerance() -> None:
     for metres in (0.05, 0.03):
         steps = np.array(arm.bins_within(metres=metres, radians=0.0, gripper_bins=2)).reshape(2, 7)
         assert (steps[:, 3:6] == 0).all() and steps[:, 6].tolist() == [2, 2]
-        moved = bound_of(arm, steps.flatten().tolist())
+        moved = arm.bound(steps.flatten().tolist())
         per_step = 0.1 * np.sqrt(0.5) / 5.0  # of a half range of 0.1 m, the cosines of two actions, the scale
         assert steps[:, 0].sum() == int(metres / per_step) and steps[0, 0] - steps[1, 0] in (0, 1)
         np.testing.assert_allclose(moved[:, :3], steps[:, 0].sum() * per_step)
         assert (moved[:, 6] == 1).all() and (moved[:, 3:6] == 0).all()
-    assert bound_of(arm, [0] * 14).max() == 0, "a switch that may not be off is not"
+    assert arm.bound([0] * 14).max() == 0, "a switch that may not be off is not"
     with pytest.raises(UserError, match=r"a tolerance below 0\.0141 \(m or rad\) is smaller .* of x: raise it"):
         arm.bins_within(metres=0.01, radians=0.0, gripper_bins=0)
     still = replace(arm, statistics=replace(ARM, high=np.array([-0.1] + [0.1] * 6)))
@@ -213,7 +212,7 @@ def test_an_answer_of_codes() -> None:
     assert codec.problem((49, 50)) == "token 50 is no action token"
     with pytest.raises(UserError, match="codes of a VQ-VAE have no tolerance in metres"):
         codec.bins_within(metres=0.1, radians=0.0, gripper_bins=0)
-    assert codec.spread_bins((0, 0), 0) == ()
+    assert codec.spread_bins((0, 0), 0) == () and not codec.bound(()).any() and codec.bound(()).shape == (3, 2)
 
 
 def write_vae(directory: Path, model: VqVae, **config: Any) -> dict[str, dict[str, torch.Tensor]]:

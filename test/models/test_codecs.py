@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.codec_bounds import bound_of
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
@@ -42,7 +41,7 @@ def test_an_action_is_scaled_but_where_it_is_masked() -> None:
     tokens = (VOCAB - 1, VOCAB - 5, VOCAB - 10)  # centres -0.9, -0.1, 0.9
     assert PLAIN.decode(tokens) == pytest.approx(np.array([[-0.18, 0.45, 0.9]]))
     assert PLAIN.encode(PLAIN.decode(tokens)) == tokens
-    assert bound_of(PLAIN, [1, 2, 1]) == pytest.approx(np.array([[0.04, 0.2, 0.2]]))
+    assert PLAIN.bound([1, 2, 1]) == pytest.approx(np.array([[0.04, 0.2, 0.2]]))
     assert (PLAIN.horizon, PLAIN.dims, PLAIN.max_tokens, TEXT.max_tokens, ENDED.max_tokens) == (1, 3, 3, 7, 8)
 
 

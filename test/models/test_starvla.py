@@ -18,7 +18,6 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
-from support.codec_bounds import bound_of
 from support.nightly import nightly_but
 from support.paths import ORACLES, needs
 
@@ -141,9 +140,9 @@ def test_chunks_are_scaled_as_its_own_code_does(tmp_path: Path, mixture: str) ->
 def test_the_bound_of_a_switch_is_whether_it_may_turn(tmp_path: Path) -> None:
     codec = load(write_run(tmp_path / "run", "bridge", "", horizon=4)).codec
     bins = np.zeros((4, 7), dtype=int)
-    assert not bound_of(codec, bins.flatten().tolist()).any()
+    assert not codec.bound(bins.flatten().tolist()).any()
     bins[1, 6] = 1  # in the middle of its range: a step of one coefficient turns it
-    assert bound_of(codec, bins.flatten().tolist())[:, 6].tolist() == [1.0] * 4
+    assert codec.bound(bins.flatten().tolist())[:, 6].tolist() == [1.0] * 4
 
 
 def test_weights_in_safetensors_and_data_of_ones_own(tmp_path: Path) -> None:

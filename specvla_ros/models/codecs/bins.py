@@ -139,6 +139,11 @@ class BinsCodec(ChunkCodec):
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
         return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins)
 
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        normalised = np.asarray(bins) * np.diff(self.tokenizer.edges)[0]
+        scale = np.where(self.statistics.mask, (self.statistics.high - self.statistics.low) / 2, 1.0)
+        return (normalised * scale)[None]
+
 
 @CODECS.register("bins")
 def _bins(context: CodecContext) -> BinsCodec:

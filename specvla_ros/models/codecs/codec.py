@@ -54,8 +54,8 @@ class TokenDistances(Protocol):
     def compare(self, trees: Trees) -> Comparison:
         """Each drafted token beside the target's own choice.
 
-        Its `dimensions` count the codec's steps, as `Codec.bins_within` gives their tolerances; -1 where one token
-        cannot stand for the other within any bound. Its `distances` are in the codec's smallest steps.
+        Its `dimensions` count the codec's steps, as `Codec.bound` takes their tolerances; -1 where one token cannot
+        stand for the other within any bound. Its `distances` are in the codec's smallest steps.
         """
 
 
@@ -143,16 +143,21 @@ class Codec(Protocol):
         """Actions [horizon, dims] in the robot's units to the scale of the training data, about [-1, 1]."""
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        """The largest acceptance tolerance within physical bounds, by step.
+        """The largest acceptance tolerance, in steps as for `bound`, within physical bounds.
 
-        A step is an action token (bins), a number (digits) or a coefficient (FAST); the bounds are those between an
-        accepted action and the target's own. UserError if they do not fit the policy's actions.
+        UserError if the bounds do not fit the policy's actions.
         """
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """One tolerance for all moving dimensions, or one per dimension, to one by step as in `bins_within`.
+        """One tolerance for all moving dimensions, or one per dimension, to one per step as for `bound`.
 
         UserError if their number does not fit.
+        """
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        """How far an accepted action can be from the target's own: float64 [horizon, dims] in the robot's units.
+
+        `bins`: acceptance tolerances, one per action token (bins), number (digits) or coefficient (FAST).
         """
 
 
@@ -261,6 +266,9 @@ class ChunkCodec:
         if any(bins):
             raise UserError(f"{self.WRITES} have no bins: leave acceptance.bins at 0, for strict acceptance")
         return ()
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, len(self.names)))
 
 
 class WrittenChunkCodec(ChunkCodec):

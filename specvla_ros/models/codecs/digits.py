@@ -21,6 +21,7 @@ from specvla_ros.models.codecs.statistics import ActionStatistics, tolerance_in_
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import read_fields
 
+_MOST_UNITS = 9  # between two last digits
 _SPACE, _OTHER = 10, -1  # beside the digits' values
 
 
@@ -132,6 +133,11 @@ class DigitsCodec(WrittenChunkCodec):
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
         units = tolerance_in_bins(self.statistics, self.bins, metres=metres, radians=radians, gripper_bins=gripper_bins)
         return units * self.horizon
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        low, high = self.action_range
+        units = np.minimum(bins, _MOST_UNITS).reshape(self.horizon, len(self.names))
+        return units * (high - low) / self.bins
 
     @property
     def max_tokens(self) -> int:

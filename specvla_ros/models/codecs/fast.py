@@ -79,8 +79,7 @@ class FastCodec(WrittenChunkCodec):
     """Answers of FAST tokens and an end token, which may begin with fixed words. See `Codec`.
 
     Relaxed acceptance takes a token whose coefficients differ from those of the target's own in one place, see
-    `CoefficientDistances`. The inverse transform is linear, so each action of the chunk then lies within the bounds of
-    `bins_within`.
+    `CoefficientDistances`. The inverse transform is linear, so each action of the chunk then lies within `bound`.
     """
 
     WRITES: ClassVar[str] = "FAST tokens"
@@ -131,6 +130,13 @@ class FastCodec(WrittenChunkCodec):
                 f"{self.names[dim]}: raise it, or set it to 0 for strict"
             )
         return steps
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        steps = np.asarray(bins).reshape(self.horizon, len(self.names)) / self.tokenizer.scale
+        moved: np.ndarray = np.abs(cosines(self.horizon)).T @ steps * self._half_range
+        switches = list(self.statistics.switches)
+        moved[:, switches] = moved[:, switches] > 0  # over, or not at all
+        return moved
 
     @property
     def _half_range(self) -> np.ndarray:
