@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_kernels.accept_tree import MIN_PATH, accept_within
+from specvla_kernels.accept_tree import MIN_PATH
+from specvla_kernels.accept_within import accept_within
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.compare_drafts import MIN_NODES, Nodes, PackedTrees
 from specvla_kernels.device import blocks, copy_together, to_device

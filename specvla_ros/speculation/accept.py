@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from specvla_kernels import accept_tree as walk
-from specvla_kernels.accept_tree import Within, accept_tree
+from specvla_kernels.accept_tree import accept_tree
+from specvla_kernels.accept_within import Within
 from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 

@@ -25,7 +25,8 @@ with suppress(ImportError):
     import triton  # the operators take it where somebody has imported it
 
 from specvla_kernels import attention_plan
-from specvla_kernels.accept_tree import Within, accept_tree_triton, accept_within_triton
+from specvla_kernels.accept_tree import accept_tree_triton
+from specvla_kernels.accept_within import Within, accept_within_triton
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
 from specvla_kernels.device import HAS_TRITON, try_product

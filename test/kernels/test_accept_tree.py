@@ -10,12 +10,8 @@ from support.nightly import examples
 from support.reference_rules import accept_by_loops, packed
 from support.verifications import ACTIONS, VOCAB, TreeCase, make_tree, one_hot, verifications, verify_tree
 
-from specvla_kernels.accept_tree import (
-    accept_tree_reference,
-    accept_tree_triton,
-    accept_within_reference,
-    accept_within_triton,
-)
+from specvla_kernels.accept_tree import accept_tree_reference, accept_tree_triton
+from specvla_kernels.accept_within import accept_within_reference, accept_within_triton
 from specvla_kernels.compare_drafts import (
     Comparison,
     Nodes,

@@ -35,7 +35,7 @@ class CoefficientDistances:
         return (ids >= 0) & (ids < self.tokenizer.vocab_size)
 
     def _ids(self, tokens: Tensor) -> Tensor:
-        return (tokens - self.first_id) * self.step
+        return tokens - self.first_id if self.step > 0 else self.first_id - tokens  # times the step: one launch more
 
     def position(self, tokens: Sequence[int]) -> int:
         """Coefficients so far: the index of the next one."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specvla_kernels.accept_tree import Within
+    from specvla_kernels.accept_within import Within
     from specvla_ros.speculation.accept import Acceptance, Verification
 
 
@@ -46,7 +46,7 @@ class BinDistance:
 
     @property
     def within(self) -> Within:
-        from specvla_kernels.accept_tree import Within
+        from specvla_kernels.accept_within import Within
         from specvla_ros.speculation.accept import AcceptReason
 
         return Within(self.tolerances, exact=int(AcceptReason.EXACT), near=int(AcceptReason.NEAR))

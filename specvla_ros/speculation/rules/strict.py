@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from specvla_ros.speculation.rules.registry import RuleContext, rule
 
 if TYPE_CHECKING:
-    from specvla_kernels.accept_tree import Within
+    from specvla_kernels.accept_within import Within
     from specvla_ros.speculation.accept import Acceptance, Verification
 
 
@@ -26,7 +26,7 @@ class Strict:
 
     @property
     def within(self) -> Within:
-        from specvla_kernels.accept_tree import Within
+        from specvla_kernels.accept_within import Within
         from specvla_ros.speculation.accept import AcceptReason
 
         return Within(None, exact=int(AcceptReason.EXACT), near=int(AcceptReason.NEAR))
