@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 PATIENCE_S = 180.0
@@ -16,12 +17,14 @@ def wait_until(
     """What the condition gives once it is true.
 
     Args:
-        condition: the event.
+        condition: the event. IndexError: a list that is empty yet.
         meanwhile: called between two looks, for instance to spin an executor.
         failed: message of a test that hangs; called first if it can be.
     """
     deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
+    while True:
+        with suppress(IndexError):
+            if found := condition():
+                return found
         assert time.monotonic() < deadline, failed() if callable(failed) else failed
         meanwhile()
-    return found
