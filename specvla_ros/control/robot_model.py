@@ -77,7 +77,10 @@ def load_robot_model(path: Path) -> RobotModel:
         kinematics = ElementTree.tostring(_kinematics(path, tree), "unicode")
         model = mujoco.MjModel.from_xml_string(kinematics)
     except (OSError, ValueError) as error:
-        raise UserError(f"robot model {path} cannot be read by MuJoCo {mujoco.__version__}: {error}") from None
+        raise UserError(
+            f"robot model {path} cannot be read by MuJoCo {mujoco.__version__}: {error}; an MJCF needs its meshes "
+            "where it names them, a URDF none"
+        ) from None
     joints = tree.findall("joint")
     speeds = {joint.get("name", ""): _velocity(joint) for joint in joints}
     return RobotModel(

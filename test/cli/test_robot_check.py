@@ -87,6 +87,7 @@ def test_the_first_motions_are_a_tenth_as_fast_and_can_be_taken_as_they_are_prin
 
 def test_tf_is_told_where_its_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "speed_scale: 0.1 in" in check(tmp_path, GOOD)[1]
+    assert "the first motions: at 0.2 of the speed" in check(tmp_path, GOOD | {"speed_scale": 0.2})[1]
     find = importlib.util.find_spec
     for there in (False, True):
         monkeypatch.setattr(

@@ -153,7 +153,10 @@ class Watch:
     def joints(self, message: JointPositions, now: Instant) -> None:
         """Takes measured joints; those that are not commanded do not matter."""
         positions = message.of(self._settings.joints.names)
-        if positions is None:
+        if positions is None:  # of another part of the robot, if such with these names come too
+            if self._joints.at_s == -np.inf:
+                lacking = next(name for name in self._settings.joints.names if name not in message.names)
+                self._joints.problem = f"none has '{lacking}' yet; the last one has {', '.join(message.names)}"
             return
         if len(message.positions) != len(message.names):
             self._joints.problem = f"it has {len(message.names)} names and {len(message.positions)} positions"

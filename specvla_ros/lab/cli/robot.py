@@ -51,7 +51,7 @@ def check(
         _check_together(report, driver, guard)
         _check_timeouts(report, driver, guard, profile)
     if driver is not None and not driver.limits.missing:
-        _print_first_motions(driver.limits, file)
+        _print_first_motions(driver.limits, file, 1.0 if guard is None else guard.guard.speed_scale)
     raise typer.Exit(int(report.wrong))
 
 
@@ -196,7 +196,8 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
     with report.part("workspace") as well:
         corners = [*product(*zip(driver.limits.workspace_min, driver.limits.workspace_max, strict=True))]
         missed = [corner for corner in corners if not reaches(model, np.array(corner))]
-        words = f"the arm reaches {len(corners) - len(missed)} of {len(corners)} corners of the workspace"
+        reached = f"{len(corners) - len(missed)} of {len(corners)} corners of the workspace"
+        words = f"the arm reaches {reached}, however its tool is turned there"
         if missed:
             there = "; ".join(", ".join(f"{number:g}" for number in corner) for corner in missed)
             raise UserError(f"{words}, not ({there}) m; draw limits.workspace_min and workspace_max in")
@@ -303,12 +304,16 @@ def _max_image_age_s(profile: str) -> float:
     return float(merged.get("max_image_age_s", default))
 
 
-def _print_first_motions(limits: "Limits", file: Path) -> None:
+def _print_first_motions(limits: "Limits", file: Path, speed_scale: float) -> None:
+    if speed_scale < 1:
+        typer.echo(f"\nthe first motions: at {speed_scale:g} of the speed, by the guard's speed_scale")
+        return
     slow = replace(
         limits,
         linear_speed=float(f"{_FIRST_SHARE * limits.linear_speed:.6g}"),
         angular_speed=float(f"{_FIRST_SHARE * limits.angular_speed:.6g}"),
     )
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(slow).items()}
-    typer.echo(f"\nfor the first motions: speed_scale: {_FIRST_SHARE:g} in {file}, or these limits in a copy of it:")
+    share = f"speed_scale: {_FIRST_SHARE:g} in {file} under /guard"
+    typer.echo(f"\nfor the first motions: {share}, or these limits in a copy of it:")
     typer.echo(yaml.safe_dump({"limits": values}, sort_keys=False, default_flow_style=None), nl=False)

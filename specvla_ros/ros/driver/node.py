@@ -90,7 +90,8 @@ class DriverNode(ManagedNode):
         chosen = self._chosen
         if chosen.limits.missing:
             return f"a dry run that plans no motion: {', '.join(chosen.limits.missing)} not set"
-        return f"output {chosen.output}, {chosen.rate_hz:g} Hz, a stop takes {chosen.limits.stop_s:.3f} s at most"
+        rests = f"its own motion comes to rest in {chosen.limits.stop_s:.3f} s at most"
+        return f"output {chosen.output}, {chosen.rate_hz:g} Hz, {rests}"
 
     def _start(self) -> None:
         """Listens, waits for a measured pose within the workspace, and moves from there."""
@@ -230,7 +231,8 @@ class DriverNode(ManagedNode):
             )
         if message.header.frame_id != self._chosen.base_frame:
             raise ValueError(
-                f"it is in the frame '{message.header.frame_id}', not in base_frame '{self._chosen.base_frame}'"
+                f"it is in the frame '{message.header.frame_id}', not in base_frame '{self._chosen.base_frame}': set "
+                "the policy's base_frame"
             )
         if self._chosen.compensate == Compensation.NONE.value and message.mode in _SEVERAL_IN_FLIGHT:
             raise ValueError(
@@ -328,15 +330,15 @@ class DriverNode(ManagedNode):
         driver = self._driver
         if driver is None:
             return DiagnosticStatus.OK, self._introduction()
-        lacking = f"; {self._joint_input.lacking}" if self._joint_input.lacking and not driver.anchored else ""
+        lacking = "" if driver.anchored else self._joint_input.lacking
         if driver.problem:
-            return DiagnosticStatus.ERROR, driver.problem + lacking
+            return DiagnosticStatus.ERROR, lacking or driver.problem
         if self._holding:
             return DiagnosticStatus.WARN, "holding, as ~/hold was told"
         if driver.guarded:
             return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
         if not driver.anchored:
-            return DiagnosticStatus.WARN, f"waiting for the tool's pose{lacking}"
+            return DiagnosticStatus.WARN, "waiting for the tool's pose" + (f"; {lacking}" if lacking else "")
         if self._order.pending:
             return DiagnosticStatus.WARN, _TRIES_ORDER
         clocks = self._clocks.best

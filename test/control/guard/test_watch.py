@@ -82,6 +82,9 @@ def test_who_was_never_heard_is_told_from_who_fell_silent() -> None:
     watch = Watch(settings("joint_trajectory"))
     words = [refusal.detail for refusal in watch.problems(at(0.0))]
     assert "tool_pose: none came yet" in words and "joint_states: none came yet" in words
+    watch.joints(JointPositions(stamped(0.0), ("finger", "left_shoulder"), np.zeros(2)), at(0.0))
+    words = [refusal.detail for refusal in watch.problems(at(0.0))]
+    assert "joint_states: none has 'shoulder' yet; the last one has finger, left_shoulder" in words
     silent = heard().command_silent(at(0.35))
     assert silent is not None and silent.detail == "command: nothing new for 0.350 s"
 
