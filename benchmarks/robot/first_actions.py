@@ -64,8 +64,8 @@ def main(
             runs[name] = simulate(replace(base, engine=engine), plan, work / device / name, progress)
         whole = read_episodes(work / device / "whole")
         for name, run in runs.items():
-            episodes = read_episodes(work / device / name)
-            pairs = [(whole[key].picture_age_s, episodes[key].picture_age_s) for key in whole]
+            found = read_episodes(work / device / name)
+            pairs = [(whole[key].picture_age_s, found[key].picture_age_s) for key in whole]
             ages = [(one, other) for one, other in pairs if one and other]
             rows.append(
                 {
@@ -77,7 +77,7 @@ def main(
                     "drops": run.drops,
                     "starts": len(ages),
                     "age_ratio": mean_ratio([other / one for one, other in ages]),
-                    "success": compare_episodes(whole, episodes).as_json(),
+                    "success": compare_episodes(whole, found).as_json(),
                 }
             )
     head = result_head(context) | of_weights(directory) | of_devices(DEVICES) | {"policy": POLICY}
