@@ -114,7 +114,7 @@ class Joints:
     )
     tool: str = parameter("", "Name of the tool's site or body in the model: the point whose pose is measured.")
     position_min: tuple[float, ...] = parameter(
-        _NO_NUMBERS, "Smallest position of each joint; both ends zero: the model's.", unit="rad or m"
+        _NO_NUMBERS, "Smallest position of every joint; neither end given: the model's ranges.", unit="rad or m"
     )
     position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest position of each joint.", unit="rad or m")
     max_speed: tuple[float, ...] = parameter(
@@ -156,10 +156,12 @@ class Joints:
     def require_positions(self, what_for: str) -> None:
         """Raises UserError where the positions are missing or do not fit."""
         self._require_one_each(what_for, ("position_min", "position_max"))
-        if not (np.array(self.position_min) < np.array(self.position_max)).all():
+        wrong = np.array(self.position_min) >= np.array(self.position_max)
+        if wrong.any():
+            names = ", ".join(np.array(self.names)[wrong])
             raise UserError(
-                "joints.position_min must be smaller than joints.position_max for every joint; where neither is given "
-                "the ranges of joints.model are taken"
+                f"joints.position_min must be smaller than joints.position_max for every joint, and is not for {names}"
+                "; where neither is given the ranges of joints.model are taken"
             )
 
     def require_bounds(self, what_for: str) -> None:

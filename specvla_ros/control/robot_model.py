@@ -48,15 +48,17 @@ class RobotModel:
     def ranges(self, joints: Sequence[str]) -> np.ndarray:
         """float64 [n, 2], joints' smallest and largest positions; raises UserError for one without a range."""
         self.require(joints)
-        found = []
-        for name in joints:
-            joint = self.model.joint(name)
-            if not joint.limited[0] and name not in self.endless:
-                raise UserError(
-                    f"joint '{name}' of {self.path} has no range; give joints.position_min and joints.position_max"
-                )
-            found.append(joint.range if joint.limited[0] else (-_ENDLESS_RAD, _ENDLESS_RAD))
-        return np.array(found, dtype=np.float64)
+        found = [self.model.joint(name) for name in joints]
+        lacking = [each.name for each in found if not each.limited[0] and each.name not in self.endless]
+        if lacking:
+            names = ", ".join(f"'{name}'" for name in lacking)
+            raise UserError(
+                f"joint {names} of {self.path} has no range; give joints.position_min and joints.position_max, a "
+                "number for every joint: of one that turns without end how far joint_states may count, such as -6.28 "
+                "and 6.28"
+            )
+        ranges = [each.range if each.limited[0] else (-_ENDLESS_RAD, _ENDLESS_RAD) for each in found]
+        return np.array(ranges, dtype=np.float64)
 
 
 def load_robot_model(path: Path) -> RobotModel:
@@ -182,6 +184,8 @@ def load_joint_model(joints: Joints) -> JointModel:
     """
     if joints.names == NO_NAMES:
         raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
+    if not joints.tool:
+        raise UserError("joints.model needs joints.tool: the link, site or body whose pose is measured")
     robot = load_robot_model(Path(joints.model).expanduser())
     import mujoco
 

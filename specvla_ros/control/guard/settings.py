@@ -152,9 +152,9 @@ class GuardSettings:
         _ = self.state_rules
         if self.ramp_s > self.stop_time_s + 1e-9:
             raise UserError(
-                f"a stop from full speed within the limits takes {self.ramp_s:.3f} s, two periods of the output "
-                f"included, but stop_time_s promises {self.stop_time_s:g} s; raise the acceleration or stop_time_s, or "
-                "lower the speed"
+                f"a stop from full speed within {'joints' if self.kind.of_joints else 'limits'}.* takes "
+                f"{self.ramp_s:.3f} s, two periods of the output included, but stop_time_s promises "
+                f"{self.stop_time_s:g} s; raise the acceleration there or stop_time_s, or lower the speed"
             )
 
 

@@ -258,11 +258,15 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
             "name the controller's node in joints.controller: it is asked for the joints' order before anything is "
             "sent; without it a wrong order is noticed only when the first command moves the wrong joints",
         )
-    if driver.tool.pose_source == "tf" and importlib.util.find_spec("tf2_ros") is None:
-        report.note(
-            "tool_pose",
-            "tf needs the package tf2_ros, which is not installed on this computer: driver and guard refuse without it",
-        )
+    needed = [("tool_pose", "tf", "tf2_ros")] if driver.tool.pose_source == "tf" else []
+    if guard.guard.gripper.output == "action":
+        needed.append(("gripper", "gripper.output: action", "control_msgs"))
+    types = {rule.message_type for rule in guard.guard.state_rules}
+    needed += [("robot", f"robot_states: {name}", name.partition("/")[0]) for name in sorted(types)]
+    for name, what, package in needed:
+        if importlib.util.find_spec(package) is None:
+            missing = f"needs the package {package}, which is not installed on this computer"
+            report.note(name, f"{what} {missing}: driver and guard refuse without it")
 
 
 def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str) -> None:
