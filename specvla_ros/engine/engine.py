@@ -368,7 +368,7 @@ class Engine:
         codec = target.codec.with_text(settings.max_reasoning_tokens)
         rule = make_rule(settings.acceptance, target)
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
-        step_s = settings.chunk_step_s or codec.dt_s or 0.0
+        step_s = settings.step_s(codec)
         ensemble = ChunkEnsemble(codec, settings.ensemble, step_s)
         cache = allocate_cache(target, settings, codec.max_tokens)
         context = DraftContext(settings.draft, target, settings.slots, cache.slot_rows, step_s, codec)

@@ -47,7 +47,7 @@ class Scheduler:
         self.settings, self.chooser = settings, chooser
         self.requests: list[Request] = []
         self._mailbox, self._slots, self._codec, self._root = mailbox, slots, codec, root
-        self._first_actions = FirstActions(settings.chunk_step_s or codec.dt_s or 0.0)
+        self._first_actions = FirstActions(settings.step_s(codec))
         self._forwards = 0.0  # per finished request, mean; 0: none yet
         self._fewest_forwards = 0  # of the last finished requests, about
         self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
@@ -218,15 +218,13 @@ class Scheduler:
         if self._numbers is None:
             return []
         oldest = {request.observation.stream: request for request in reversed(self.requests)}
-        dims, found = len(self._codec.names), []
+        found = []
         for request in oldest.values():
-            numbers = self._numbers.begun(request.tokens)
-            count = len(numbers) // dims
-            if request.handed_out < count < self._codec.horizon:
+            actions = self._begun(request)
+            if request.handed_out < len(actions) < self._codec.horizon:
                 if not request.handed_out:
                     self._first_actions.add(request.spent_s)
-                request.handed_out = count
-                actions = numbers[: count * dims].reshape(count, dims)
+                request.handed_out = len(actions)
                 found.append(self._action(request, actions, tuple(request.tokens), partial=True))
         return found
 
@@ -287,10 +285,14 @@ class Scheduler:
 
     def _end_early(self, request: Request, batch: Batch) -> None:
         """Ends an answer with the actions that were handed out of it."""
-        assert self._numbers is not None
-        dims, count = len(self._codec.names), request.handed_out
-        actions = self._numbers.begun(request.tokens)[: count * dims].reshape(count, dims)
+        actions = self._begun(request)[: request.handed_out]
         self._answer(request, batch, actions, tuple(request.tokens), whole=False)
+
+    def _begun(self, request: Request) -> np.ndarray:
+        """The actions that an answer has said whole so far, float64 [n, dims]."""
+        assert self._numbers is not None
+        numbers, dims = self._numbers.begun(request.tokens), len(self._codec.names)
+        return numbers[: len(numbers) // dims * dims].reshape(-1, dims)
 
     def _answer(
         self, request: Request, batch: Batch, actions: np.ndarray, tokens: tuple[int, ...], *, whole: bool = True

@@ -14,6 +14,8 @@ from specvla_ros.speculation.settings import PRESETS, AcceptanceSettings, DraftS
 if TYPE_CHECKING:  # settings are read where there is no torch
     import torch
 
+    from specvla_ros.models.codecs.codec import Codec
+
 _SLOTS = {"ar": 1, "spec": 1, "pipeline": 7, "specpipe": 4, "auto": 3}
 MODES = tuple(_SLOTS)
 _DRAFTING = ("spec", "specpipe", "auto")
@@ -150,6 +152,10 @@ class EngineSettings:
     @property
     def drafts(self) -> bool:
         return self.mode in _DRAFTING
+
+    def step_s(self, codec: "Codec") -> float:
+        """Seconds that an action of a chunk takes; 0: neither these settings nor the checkpoint say."""
+        return self.chunk_step_s or codec.dt_s or 0.0
 
     def tokens_in(self, dtype: "torch.dtype") -> str:
         """Under what a dtype's tokens are plain decoding's; empty: they are, or nobody said that they would be."""

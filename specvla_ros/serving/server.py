@@ -202,7 +202,7 @@ class Server:
         self.metrics = Metrics()
         self.thread = SharedEngine(engine)
         codec = self.policy.codec
-        chunk_s = codec.horizon * (engine.settings.chunk_step_s or codec.dt_s or 0.0)
+        chunk_s = codec.horizon * engine.settings.step_s(codec)
         self.sessions = Sessions(self.thread, settings, max(_SILENCE_S, 2 * chunk_s))
         self._names = count(1)
         self._ignored: set[str] = set()  # that were warned of

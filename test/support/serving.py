@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 
 from specvla_ros.engine.outcome import Action, DecodeRecord, Drop, DropReason, Outcome, StageTimings
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.observation import Observation
 from specvla_ros.serving import app, server
 from specvla_ros.serving.server import Server, ServeSettings
@@ -90,7 +91,7 @@ class Served:
         policy = SimpleNamespace(cameras=("image",), state_dims=0, state_names=(), unnorm_key="", codec=codec)
         engine: Any = SimpleNamespace(
             target=policy,
-            settings=SimpleNamespace(ensemble=ensemble, chunk_step_s=step_s),
+            settings=EngineSettings(ensemble=ensemble, chunk_step_s=step_s),
             describe=lambda: {"checkpoint": "/home/me/policy", "mode": "spec"},
         )
         with mock.patch.object(server, "SharedEngine", lambda _: thread):
