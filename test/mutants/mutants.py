@@ -66,7 +66,11 @@ class Tree:
         self.directory = directory
         self._took_s: dict[frozenset[str], float] = {}
         _copy_tree(directory)
-        environment = os.environ | {"PYTHONPATH": str(directory / "test"), "OPENBLAS_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": str(directory / "test"),
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mutants.forked_tests"],
             cwd=directory,
