@@ -60,14 +60,15 @@ _EMULATED = (
 )  # what the devices' tables decide
 _TEMPLATE, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("results.md.in", "readme.md.in"))
 _VIEWS = {**VIEWS, "gpu": results_gpu.gpu}
-# Lossless rows alone: no headline credits a mechanism with what a relaxed rule gains.
-_DEVICES = {"orin": "Orin", "rtx5090": "RTX 5090"}
-_ALONE = {
-    "ar": "plain decoding",
-    "spec, strict": "speculation alone",
-    "pipeline": "pipelining alone",
-    "specpipe, strict, 2 chunks": "both",
-}
+# The rows of the README's headline: label, device, weights, mode.
+_HEADLINE_ROWS = (
+    ("Orin, plain decoding", "orin", "none", "ar"),
+    ("Orin, specvla", "orin", "none", "auto"),
+    ("Orin, specvla with W8A8", "orin", "w8a8", "auto"),
+    ("RTX 5090, plain decoding", "rtx5090", "none", "ar"),
+    ("RTX 5090, specvla", "rtx5090", "none", "auto"),
+)
+_ANSWERS = {7: "OpenVLA", 34: "FAST", 43: "reasoning", 53: "digits, 2 actions", 216: "digits, 8 actions"}
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
 
@@ -94,91 +95,39 @@ def safety_page() -> str:
 
 
 def readme() -> str:
-    """The README, with the figures of its headline."""
-    names = ("emulation", "pipelining_nano", "pipelining_of_chunks", "driving_nano", "gpu_h100")
+    """The README with the figures of its headline."""
+    names = ("age", "formats_cpu", "gpu_h100")
     results = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     text = _README_TEMPLATE.read_text(encoding="utf-8").strip("\n").format_map(_readme_fields(results))
     return _HEADLINE.sub(lambda _: text, README.read_text(encoding="utf-8"))
 
 
 def _readme_fields(results: Mapping[str, Result]) -> dict[str, Any]:
-    """The fields of benchmarks/readme.md.in.
-
-    Args:
-        results: by the names of their files.
-    """
-    measured_s = next(
-        figure["value"] / 1e3
-        for figure in results["emulation"]["figures"]
-        if (figure["system"], figure["device"]) == ("ActionFlow, baseline", "orin")
-    )
-    pipelining = [results[name] for name in ("pipelining_nano", "pipelining_of_chunks")]
-    policies = {name: policy for result in pipelining for name, policy in result["policies"].items()}
-    driving: list[Result] = results["driving_nano"]["rows"]
-    on_desktop = [_percent(driving, "rtx5090", mode, "driver, pose") for mode in ("ar", "spec", "pipeline", "specpipe")]
+    """The fields of benchmarks/readme.md.in, from results by the names of their files."""
+    formats = results["formats_cpu"]["formats"]
+    agreement = formats["w8a8"]["agreement"]
     return {
-        "published_hz": f"{1 / measured_s:.2f}",
-        "published_s": f"{measured_s:.1f}",
-        "tokens": {name: f"{policy['tokens']:.0f}" for name, policy in policies.items()},
-        "table": _what_gives_what(sorted(policies.values(), key=lambda policy: policy["tokens"])),
-        "paired": [_starts(result) for result in pipelining],
-        "time_limit": f"{pipelining[0]['time_limit']:g}",
-        "in_the_end": {mode: _in_the_end(policies, mode) for mode in ("ar", "spec, strict")},
-        "gpu": {name: _rate_and_age(row) for name, row in results["gpu_h100"]["steps"]["modes"]["found"].items()},
-        "auto": {
-            name.partition(",")[0]: _rate_and_age(row)
-            for name, row in results["gpu_h100"]["steps"]["auto"]["found"].items()
-            if " 35 " in name
+        "table": _ages(results["age"]["rows"]),
+        "w8a8": {
+            "tokens": f"{agreement['same_tokens'] / agreement['tokens']:.0%}",
+            "success": f"{formats['w8a8']['success']['rate']:.0%}",
+            "before": f"{formats['none']['success']['rate']:.0%}",
         },
-        "starts": driving[0]["success"]["episodes"],
-        **{mode: _percent(driving, "orin", mode, "driver, pose") for mode in ("ar", "spec", "pipeline", "specpipe")},
-        "low": min(on_desktop),
-        "high": max(on_desktop),
-        "added_up": _percent(driving, "orin", "spec", "plain, pose"),
+        "gpu": {
+            name: {"hz": f"{row['action_rate_hz']:.0f}"}
+            for name, row in results["gpu_h100"]["steps"]["modes"]["found"].items()
+        },
     }
 
 
-def _what_gives_what(policies: list[Result]) -> str:
-    """Tasks done in their own time, and the mean age of the picture that the arm follows."""
-    cells = [["tokens of an answer", *(f"{policy['tokens']:.0f}" for policy in policies)]]
-    for device, shown in _DEVICES.items():
-        for mode, name in _ALONE.items():
-            rows = [policy["devices"][device]["closed_loop"][mode] for policy in policies]
-            shares = [row["in_time"] / row["success"]["episodes"] for row in rows]
-            ages = ["" if row["picture_age_s"] is None else f", {row['picture_age_s']:.2f} s" for row in rows]
-            cells.append([f"{shown}, {name}", *(f"{share:.0%}{age}" for share, age in zip(shares, ages, strict=True))])
+def _ages(rows: list[Result]) -> str:
+    """The mean age of the image that the robot acts on, by device, decoding and tokens of an answer."""
+    tokens = sorted({row["tokens"] for row in rows})
+    cells = [["tokens per answer", *(f"{count} ({_ANSWERS[count]})" for count in tokens)]]
+    for shown, device, weights, mode in _HEADLINE_ROWS:
+        found = {row["tokens"]: row for row in rows if (row["device"], row["weights"]) == (device, weights)}
+        cells.append([shown, *(f"{found[count]['modes'][mode]['age_s']:.2f}" for count in tokens)])
     return table(cells)
-
-
-def _rate_and_age(row: Result) -> dict[str, str]:
-    return {
-        "hz": f"{row['action_rate_hz']:.0f}",
-        "latency": f"{row['latency_s']['mean'] * 1e3:.0f}",
-        "age": f"{row['image_age_s'] * 1e3:.0f}" if "image_age_s" in row else "",
-    }
-
-
-def _in_the_end(policies: Mapping[str, Result], mode: str) -> str:
-    """Success on the Orin within the time limit, of the policies whose answers are long, the shortest first."""
-    long = sorted((policies[name] for name in policies if name != "nano"), key=lambda policy: policy["tokens"])
-    rates = [policy["devices"]["orin"]["closed_loop"][mode]["success"]["rate"] for policy in long]
-    shown = [f"{rate:.0%}" for rate in rates]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
-def _starts(result: Result) -> int:
-    """Of each cell."""
-    device = next(iter(next(iter(result["policies"].values()))["devices"].values()))
-    starts: int = device["closed_loop"]["ar"]["success"]["episodes"]
-    return starts
-
-
-def _percent(rows: list[Result], device: str, mode: str, follower: str) -> int:
-    """Success over all arms."""
-    found = [
-        row["success"] for row in rows if (row["device"], row["mode"], row["follower"]) == (device, mode, follower)
-    ]
-    return round(100 * sum(each["successes"] for each in found) / sum(each["episodes"] for each in found))
 
 
 def section(result: Result) -> str:

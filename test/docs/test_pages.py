@@ -84,8 +84,8 @@ def test_the_reference_lists_every_reason_of_a_drop() -> None:
     assert {reason.value for reason in DropReason} <= set(re.findall(r"`([a-z_]+)`", listed))
 
 
-def test_the_readme_names_every_room() -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_guide_names_every_room() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^  ([\w.]+?)/? ", page.partition("\nspecvla_ros/\n")[2], re.MULTILINE))
     rooms = {path.name for path in (ROOT / "specvla_ros").iterdir() if path.is_dir() and not path.name.startswith("__")}
     assert rooms <= named
