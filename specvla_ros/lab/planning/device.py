@@ -83,6 +83,11 @@ class Device:
     def bytes_per_s(self) -> float:
         return self.bandwidth_gb_s * 1e9
 
+    def computes(self, arithmetic: Arithmetic) -> bool:
+        """True if the device has a rate for a number format."""
+        rates = {Arithmetic.INT8: self.int8_tops, Arithmetic.FP8: self.fp8_tflops}
+        return rates.get(arithmetic, self.dense_tflops) is not None
+
     def operations_per_s(self, arithmetic: Arithmetic, rows: int) -> float:
         """Matrix rate [operations/s] with so many rows in the left matrix."""
         if arithmetic is Arithmetic.DENSE:

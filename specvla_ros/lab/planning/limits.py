@@ -363,24 +363,35 @@ class ModeLimit(LoopResult):
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
 
 
+def loop_on(
+    mode: Mode,
+    model: ModelCost,
+    device: Device,
+    weights: WeightFormat,
+    lengths: AcceptanceLengths,
+    efficiency: Efficiency,
+) -> LoopResult:
+    """Runs the tick loop with a device's times."""
+
+    @cache
+    def seconds(tick: Tick) -> float:
+        # Without the draft head's forward over the prompt: it may run concurrently with the next frame.
+        parts = forward_parts(tick.forward, model, weights, device.value_bytes)
+        if tick.drafting:
+            rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
+            parts += (draft_part(model, device.value_bytes, steps=mode.depth, rows=rows, prefix_rows=prefix),)
+        return roofline_seconds(parts, device, efficiency)
+
+    return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)
+
+
 def mode_limit(
     mode: Mode, model: ModelCost, device: Device, weights: WeightFormat, lengths: AcceptanceLengths
 ) -> ModeLimit:
     """Runs the tick loop at the limit and derated."""
-
-    def run(efficiency: Efficiency) -> LoopResult:
-        @cache
-        def seconds(tick: Tick) -> float:
-            # Without the draft head's forward over the prompt: it may run beside the next frame.
-            parts = forward_parts(tick.forward, model, weights, device.value_bytes)
-            if tick.drafting:
-                rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
-                parts += (draft_part(model, device.value_bytes, steps=mode.depth, rows=rows, prefix_rows=prefix),)
-            return roofline_seconds(parts, device, efficiency)
-
-        return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)
-
-    best, expected = run(LIMIT), run(device.efficiency)
+    best, expected = (
+        loop_on(mode, model, device, weights, lengths, efficiency) for efficiency in (LIMIT, device.efficiency)
+    )
     slot_rows = model.prompt_rows + model.action_tokens + (mode.nodes if mode.drafts else 0)
     return ModeLimit(
         mode=mode,

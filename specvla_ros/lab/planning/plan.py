@@ -20,8 +20,10 @@ from specvla_ros.lab.planning.limits import (
     MODES,
     NODES,
     AcceptanceLengths,
+    Mode,
     ModeLimit,
     chunk_rows,
+    loop_on,
     mode_limit,
     spec_vla_relaxed,
 )
@@ -33,6 +35,10 @@ _TREES = (8, 16, 24, 32, 48, 64)
 _PACKED_NODES = 16
 _TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
+_AUTO_IN_FLIGHT = EngineSettings("auto").slots_per_stream
+_AS_GOOD = 1.03  # mode auto's age is that of a few hundred drawn answers
+# w8a8_hadamard takes as long as w8a8, but for two small products.
+_FORMATS = tuple(each for each in WeightFormat if each is not WeightFormat.W8A8_HADAMARD)
 _SUITE = "goal"  # whose accept lengths are planned with
 _PLANNED = (
     "decode.mode",
@@ -71,11 +77,39 @@ def choose(
     limits: Sequence[ModeLimit],
     lengths: AcceptanceLengths,
 ) -> Profile:
-    """The profile whose actions answer the freshest images, of the modes that fit in memory (of all, if none does)."""
+    """Mode auto with the trees of the best fixed mode, unless that one clearly acts on younger images."""
+    fixed = best_fixed(model, device, weights, limits, lengths)
+    trees = fixed.limit.mode
+    mode = replace(AUTO, nodes=trees.nodes, depth=trees.depth, robots=trees.robots, max_in_flight=_AUTO_IN_FLIGHT)
+    limit = mode_limit(mode, model, device, weights, lengths)
+    age_s, fixed_age_s = limit.derated_image_age_s, fixed.limit.derated_image_age_s
+    if age_s > _AS_GOOD * fixed_age_s or (fixed.limit.fits(device) and not limit.fits(device)):
+        return fixed
+    settings = replace(fixed.settings, mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=1)
+    reasons = {
+        "decode.mode": f"auto acts on images {_milliseconds(age_s)} old (mean over time, derated); {trees.name}, the "
+        f"best fixed mode, on images {_milliseconds(fixed_age_s)} old",
+        "decode.prefill_chunks": "auto spreads a prompt over several forwards if the measured times make this pay",
+        "decode.max_in_flight": f"auto admits up to {mode.max_in_flight} if the measured times make this pay",
+        "memory": _memory_reason(limit, device),
+        "expect": _expectation(limit),
+    }
+    kept = {name: why for name, why in fixed.reasons.items() if name != "chunk length"}
+    return Profile(settings, model.prompt_rows, limit, kept | reasons)
+
+
+def best_fixed(
+    model: cost.ModelCost,
+    device: Device,
+    weights: WeightFormat,
+    limits: Sequence[ModeLimit],
+    lengths: AcceptanceLengths,
+) -> Profile:
+    """The fixed mode that acts on the youngest images, of those that fit in memory (of all, if none does)."""
     ridge = cost.ridge_rows(model, device, weights, device.efficiency)
     fixed = [limit for limit in limits if not limit.mode.chooses]
     fitting = [limit for limit in fixed if limit.fits(device)]
-    best = min(fitting or fixed, key=lambda limit: limit.oldest_image_s)
+    best = min(fitting or fixed, key=lambda limit: limit.derated_image_age_s)
     pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
     verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
     robots = best.mode.robots
@@ -90,10 +124,9 @@ def choose(
     trees = math.ceil(verifications / chunks) if pipelined else 0
     longest = chunk_rows(model.prompt_rows, chunks)[0]
     filled = _fill_tiles(longest, trees * nodes, max_rows=model.prompt_rows) if chunks > 1 else longest
-    needed_gb = (limit.kv_bytes + limit.weight_bytes) / 1e9
     reasons = {
-        "decode.mode": f"{best.mode.name} acts on the freshest images: at most {best.oldest_image_s * 1e3:.0f} ms old "
-        "when the next action comes (latency and period, derated)",
+        "decode.mode": f"{best.mode.name} acts on images {_milliseconds(limit.derated_image_age_s)} old "
+        "(mean over time, derated)",
         "decode.prefill_chunks": _chunk_reason(model, ridge, chunks),
         "chunk length": f"{filled} rows beside {trees} x {nodes} nodes: {filled + trees * nodes}, whole tiles"
         if chunks > 1
@@ -104,10 +137,8 @@ def choose(
         else "one request at a time",
         "draft.nodes": _node_reason(ridge, in_flight * robots, nodes, packed=packed) if drafts else "no tree",
         **(_DRAFT_REASONS | {"acceptance.rule": _acceptance_reason(lengths)} if drafts else {}),
-        "memory": f"{needed_gb:.3g} of {device.memory_gb:.0f} GB for weights, keys and values"
-        + ("" if fitting else ": IT DOES NOT FIT; try --weights int4"),
-        "expect": f"{limit.derated_rate_hz:.3g} actions/s{f' for each of {robots} robots' if robots > 1 else ''}, "
-        f"{limit.derated_latency_s * 1e3:.0f} ms (derated)",
+        "memory": _memory_reason(limit, device),
+        "expect": _expectation(limit),
     }
     settings = EngineSettings(
         mode=best.mode.decode_mode,
@@ -120,6 +151,30 @@ def choose(
         acceptance=lengths.acceptance if drafts else AcceptanceSettings(),
     )
     return Profile(settings, filled, limit, reasons)
+
+
+def _format_reason(mode: Mode, model: cost.ModelCost, device: Device, lengths: AcceptanceLengths) -> str:
+    """The age of the images acted on with each weight format that the device computes."""
+    formats = [each for each in _FORMATS if device.computes(cost.arithmetic_of(each))]
+    ages = [loop_on(mode, model, device, each, lengths, device.efficiency).image_age_s for each in formats]
+    shown = ", ".join(f"{each.value} {_milliseconds(age_s)}" for each, age_s in zip(formats, ages, strict=True))
+    return f"{shown} (derated); `specvla simulate --quantization` and `specvla compare` show what rounding changes"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def _memory_reason(limit: ModeLimit, device: Device) -> str:
+    needed_gb = (limit.kv_bytes + limit.weight_bytes) / 1e9
+    needed = f"{needed_gb:.3g} of {device.memory_gb:.0f} GB for weights, keys and values"
+    return needed if limit.fits(device) else f"{needed}: IT DOES NOT FIT; try --weights int4"
+
+
+def _expectation(limit: ModeLimit) -> str:
+    robots = limit.mode.robots
+    each = f" for each of {robots} robots" if robots > 1 else ""
+    return f"{limit.derated_rate_hz:.3g} actions/s{each}, {limit.derated_latency_s * 1e3:.0f} ms (derated)"
 
 
 def _nodes(free_rows: float, *, packed: bool) -> int:
@@ -180,6 +235,12 @@ class Plan:
     profile: Profile
 
     @property
+    def parameters(self) -> dict[str, Any]:
+        """Values by full name of a parameter file for the policy node."""
+        weights = {"model.quantization": self.weights.value} if self.weights is not WeightFormat.NONE else {}
+        return weights | self.profile.parameters
+
+    @property
     def fits(self) -> bool:
         """Whether what is chosen finds room in the device's memory."""
         return self.profile.limit.fits(self.device)
@@ -205,7 +266,7 @@ class Plan:
             "forwards": [asdict(forward) for forward in self.forwards],
             "modes": [mode.as_json() for mode in self.modes],
             "profile": {
-                "parameters": self.profile.parameters,
+                "parameters": self.parameters,
                 "chunk_rows": self.profile.chunk_rows,
                 "limit": self.profile.limit.as_json(),
                 "reasons": dict(self.profile.reasons),
@@ -227,6 +288,8 @@ def make_plan(
     modes = [replace(mode, robots=robots) for mode in (*MODES, AUTO)]
     ridge = cost.ridge_rows(model, device, weights)
     limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in modes)
+    profile = choose(model, device, weights, limits, lengths)
+    formats = {"model.quantization": _format_reason(profile.limit.mode, model, device, lengths)}
     return Plan(
         checkpoint="OpenVLA-7B" if checkpoint is None else str(checkpoint),
         weights=weights,
@@ -236,7 +299,7 @@ def make_plan(
         ridge_rows=ridge,
         forwards=forward_limits(model, device, weights),
         modes=limits,
-        profile=choose(model, device, weights, limits, lengths),
+        profile=replace(profile, reasons={**profile.reasons, **formats}),
     )
 
 
@@ -306,7 +369,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if not all(mode.fits(plan.device) for mode in plan.modes):
         console.print("!: finds no room in the device's memory\n", highlight=False)
     console.print("Chosen, as a ROS 2 parameter file:", style="bold")
-    console.print(format_parameters(plan.profile.parameters), highlight=False, markup=False)
+    console.print(format_parameters(plan.parameters), highlight=False, markup=False)
     for name, reason in plan.profile.reasons.items():
         console.print(f"{name}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
