@@ -2,7 +2,7 @@
 """One decoder for Llama, Qwen2, Qwen3 and Gemma, written around the packed forward; `DecoderShape` says which."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,6 +65,12 @@ def decoder_of(model: nn.Module) -> "PackedDecoder":
     return cast(PackedDecoder, decoder)
 
 
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """Rounds a number to a dtype, as transformers rounds Gemma's scale of embeddings."""
+    return float(torch.tensor(value, dtype=dtype))
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm of rows; with `unit_offset` the weight is what is added to 1, as in Gemma."""
 
@@ -97,12 +103,7 @@ class _Embedding(nn.Embedding):
             return F.pad(embeddings, (0, self.beside))
         if not self.scaled:
             return embeddings
-        return embeddings * torch.tensor(self.scale, dtype=embeddings.dtype)
-
-    @property
-    def scale(self) -> float:
-        """Rounded to the dtype of the embeddings, as transformers does."""
-        return float(torch.tensor(self.embedding_dim**0.5, dtype=self.weight.dtype)) if self.scaled else 1.0
+        return embeddings * _rounded(self.embedding_dim**0.5, embeddings.dtype)
 
 
 def _matrix(module: nn.Linear) -> Matrix:
@@ -196,6 +197,7 @@ class PackedDecoder(nn.Module):
         self.turn: Tensor | None
         self.register_buffer("turn", None, persistent=False)
         self._rotary: tuple[Tensor, Tensor] | None = None
+        self._axes: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -269,8 +271,8 @@ class PackedDecoder(nn.Module):
         cos, sin = self.rotations(positions.device)
         if positions.ndim == 1:
             return cos[positions], sin[positions]
-        axis = torch.tensor(self._axis_of_frequencies(), device=positions.device).expand(1, positions.shape[1], -1)
-        turned = [each[positions].gather(0, axis)[0] for each in (cos, sin)]
+        axes = self._axes_of_frequencies(positions.device).expand(1, positions.shape[1], -1)
+        turned = [each[positions].gather(0, axes)[0] for each in (cos, sin)]
         return turned[0], turned[1]
 
     def rotations(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -284,12 +286,18 @@ class PackedDecoder(nn.Module):
             self._rotary = (angles.cos(), angles.sin())
         return self._rotary
 
-    def _axis_of_frequencies(self) -> list[int]:
-        """The position each frequency turns with: time 0, height 1, width 2."""
-        sections = self.config.rope_sections
-        if not self.config.rope_interleaved:
-            return [axis for axis, count in enumerate(sections) for _ in range(count)]
-        return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(self.config.head_dim // 2)]
+    def _axes_of_frequencies(self, device: torch.device) -> Tensor:
+        """The axis that each frequency rotates with (time 0, height 1, width 2), int64 [head_dim / 2].
+
+        Kept on the device: a CUDA graph cannot capture a copy from pageable host memory.
+        """
+        if self._axes is None or self._axes.device != device:
+            sections = self.config.rope_sections
+            axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+            if self.config.rope_interleaved:
+                axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(self.config.head_dim // 2)]
+            self._axes = torch.tensor(axes, device=device)
+        return self._axes
 
 
 def decoder_tensors(decoder: PackedDecoder, prefix: str = "") -> dict[str, Tensor]:
