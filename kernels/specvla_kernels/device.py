@@ -8,6 +8,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -137,7 +138,7 @@ def try_product(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def _trial_fault(device: torch.device, dtype: torch.dtype) -> str:
     try:
-        with torch.cuda.device(device):
+        with on_device(device):
             found, expected = try_product(device, dtype)
             if torch.equal(found, expected):
                 return ""
@@ -146,6 +147,11 @@ def _trial_fault(device: torch.device, dtype: torch.dtype) -> str:
         what = f"Triton {_triton.__version__} fails on sm_{major}{minor} in {_name(dtype)}"
         return f"{what}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return f"Triton {_triton.__version__} computes a wrong product in {_name(dtype)}"
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the calling thread's current device, where Triton launches kernels wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_fault(device: torch.device) -> str:

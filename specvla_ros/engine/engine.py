@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from specvla_kernels.device import device_fault, operators_on
+from specvla_kernels.device import device_fault, on_device, operators_on
 from specvla_ros.engine.batch import Batch, TickWork
 from specvla_ros.engine.kv_cache import allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
@@ -28,8 +29,21 @@ from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 _TICKS_OF_A_PACE = 16  # in which each kind of its ticks comes more than once
+
+
+def _on_its_device(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
+    """Runs a method with the target's GPU as the current device of whichever thread calls it."""
+
+    @wraps(method)
+    def run(engine: "Engine", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with on_device(engine.target.decoder.device):
+            return method(engine, *args, **kwargs)
+
+    return run
 
 
 class Engine:
@@ -114,6 +128,7 @@ class Engine:
                     return outcome
             outcomes = self.tick()
 
+    @_on_its_device
     @torch.inference_mode()
     def tick(self) -> list[Outcome]:
         """One packed forward and what surrounds it.
@@ -185,6 +200,7 @@ class Engine:
     def set_max_image_age(self, seconds: float) -> None:
         self._change_settings(replace(self.settings, max_image_age_s=seconds))
 
+    @_on_its_device
     def switch(self, settings: EngineSettings) -> list[Drop]:
         """Decodes with other settings from the next tick on; what is in flight is dropped, what waits is kept.
 
@@ -196,6 +212,7 @@ class Engine:
             self.runner.graphs.warm_up()
         return before.flush(DropReason.MODE_CHANGED)
 
+    @_on_its_device
     def warm_up(self) -> None:
         """Decodes one black image and captures CUDA graphs, so that the first real image needs no preparation.
 

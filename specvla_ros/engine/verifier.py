@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, islice, product
 
 import torch
 from torch import Tensor
@@ -158,12 +158,14 @@ class Verifier:
         for n in blocks(MIN_NODES, self._max_nodes):
             rows = torch.arange(n, device=device)[None]
             packed = PackedTrees(root, choices=first, positions=first, rows=rows)
+            alone = PackedTrees(Nodes(*(column.repeat(n) for column in root)), first.repeat(n), first, rows=None)
             trees = packed.padded()
             if self._distances is not None:
                 self._distances.compare(trees)  # uploads its tables
             for length in blocks(MIN_PATH, self._max_depth + 1):
-                for within in (Strict().within, replace(Strict().within, tolerances=first)):
-                    accept_within(packed, within, (ids.first, ids.stop, ids.bins), length - 1)
+                for each, tolerances in product((packed, alone), (Strict().within.tolerances, first)):
+                    within = replace(Strict().within, tolerances=tolerances)
+                    accept_within(each, within, (ids.first, ids.stop, ids.bins), length - 1)
                 path = accept(Strict(), Verification(trees, ids, length - 1, torch.empty(0)))
                 commit_kv(self._cache.keys, self._cache.values, first, first, path[:, :length])
 

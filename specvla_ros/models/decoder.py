@@ -67,7 +67,7 @@ def decoder_of(model: nn.Module) -> "PackedDecoder":
 
 @cache
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """Rounds a number to a dtype, as transformers rounds Gemma's scale of embeddings."""
+    """Rounds a number to a dtype, which makes a tensor the first time only: no CUDA graph can capture that."""
     return float(torch.tensor(value, dtype=dtype))
 
 
@@ -103,7 +103,12 @@ class _Embedding(nn.Embedding):
             return F.pad(embeddings, (0, self.beside))
         if not self.scaled:
             return embeddings
-        return embeddings * _rounded(self.embedding_dim**0.5, embeddings.dtype)
+        return embeddings * self.scale
+
+    @property
+    def scale(self) -> float:
+        """Scale factor, rounded to the embeddings' dtype as in transformers."""
+        return _rounded(self.embedding_dim**0.5, self.weight.dtype) if self.scaled else 1.0
 
 
 def _matrix(module: nn.Linear) -> Matrix:

@@ -9,8 +9,9 @@ from support.verifications import ACTIONS, VOCAB, make_tree
 
 from specvla_kernels import accept_tree, compare_drafts
 from specvla_kernels.accept_tree import MIN_PATH
+from specvla_kernels.accept_within import Within, accept_within_reference
 from specvla_kernels.commit_kv import commit_kv_reference
-from specvla_kernels.compare_drafts import MIN_NODES
+from specvla_kernels.compare_drafts import MIN_NODES, PackedTrees
 from specvla_kernels.device import blocks, power_of_two
 from specvla_kernels.graph_capture import Captures
 from specvla_ros.engine import verifier
@@ -62,6 +63,30 @@ def test_every_size_that_a_tree_may_have_is_compiled_and_nothing_moves(
     sizes = {max(MIN_NODES, power_of_two(n)) for n in range(1, nodes + 1)}
     assert accepted == {(n, length) for n in sizes for length in lengths}
     assert compared == sizes and moved == lengths
+
+
+def test_every_variant_of_the_walk_is_compiled_before_a_rule_or_a_second_robot_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: set[tuple[int | bool, ...]] = set()
+
+    def accept(trees: PackedTrees, within: Within, ids: tuple[int, int, int], max_depth: int) -> torch.Tensor:
+        sizes = power_of_two(trees.max_nodes, MIN_NODES), power_of_two(max_depth + 1, MIN_PATH)
+        met.add((within.exact, within.near, trees.rows is not None, within.tolerances is not None, *sizes))
+        return accept_within_reference(trees, within, ids, max_depth)
+
+    monkeypatch.setattr(verifier, "accept_within", accept)
+    cache = KVCache((1, 4, 40, 1, 2), dtype=torch.float32, device=torch.device("cpu"))
+    made = Verifier(Strict(), ACTIONS, cache, max_nodes=20, max_depth=7)
+    made.capture(Captures(recorded))
+    compiled = met.copy()
+    for rule in (Strict(), BinDistance((5,) * 6 + (0,))):
+        for requests, nodes in ((1, 1), (1, 8), (1, 20), (3, 1), (3, 20)):
+            tree = make_tree([13] * nodes, [-1, *[0] * (nodes - 1)])
+            parts = [VerifyInput(tree, 1, slot, 20, rule) for slot in range(requests)]
+            logits, hidden = torch.zeros(nodes * requests, VOCAB), [torch.zeros(nodes, 4)] * requests
+            made.verify(ForwardResult(logits, hidden[0]), hidden, parts, made.prepare(parts))
+    assert met == compiled and len(compiled) == 8
 
 
 def test_blocks_reach_from_the_least_to_what_holds_the_most() -> None:
