@@ -81,11 +81,14 @@ def eagerly_decoded(policy: OpenVLATarget) -> list[tuple[int, object, object]]:
     return driven(Engine(policy, SPECPIPE))
 
 
-def all_captured(policy: OpenVLATarget, chosen: EngineSettings) -> str:
-    """The status once every size of forward and of draft, and the vision towers, are captured."""
-    engine = Engine(policy, chosen)
+def all_captured(engine: Engine) -> str:
+    """The status of a warm engine once every size of forward and of draft, and the vision towers, are captured.
+
+    A GPU captures the sizes of forwards that it timed, which are not those of the rule.
+    """
+    chosen = engine.settings
     drafts = chosen.slots * chosen.draft.depth + keeps(engine) if chosen.drafts else 0
-    return f"{len(ForwardSizes.from_settings(policy, chosen).buckets()) + drafts + 1} captured"
+    return f"{len(engine.runner.forwards.sizes.buckets()) + drafts + 1} captured"
 
 
 def keeps(engine: Engine) -> int:
@@ -123,7 +126,7 @@ def test_captured_forwards_give_the_same_tokens(
     capture_with(monkeypatch, pooled())
     engine = Engine(policy, chosen)
     engine.warm_up()
-    assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
+    assert engine.describe()["cuda_graphs"] == all_captured(engine)
     only_captured(monkeypatch)
     for store in (engine.cache.keys, engine.cache.values):
         store.fill_(torch.nan)
@@ -314,7 +317,7 @@ def test_on_a_gpu_every_size_is_captured(
     engine = Engine(policy, chosen)
     assert engine.describe()["cuda_graphs"] == "off: not warmed up"
     engine.warm_up()
-    assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
+    assert engine.describe()["cuda_graphs"] == all_captured(engine)
     only_captured(monkeypatch)
     assert [each for each in driven(engine) if isinstance(each[1], tuple)] == [
         each for each in expected if isinstance(each[1], tuple)
@@ -352,7 +355,7 @@ def test_flash_attn_is_taken_where_it_is_equal_and_faster(
     monkeypatch.setattr(forwards, "seconds", lambda *_: next(clock))
     engine = Engine(policy, SPECPIPE)
     engine.warm_up()
-    assert engine.describe()["cuda_graphs"] == all_captured(policy, SPECPIPE), "what does not run costs nothing"
+    assert engine.describe()["cuda_graphs"] == all_captured(engine), "what does not run costs nothing"
     assert said in engine.describe()["attention"]
     captured = engine.runner.forwards._captured
     prompts = [bucket for bucket in captured if bucket.longest > SPECPIPE.tree_nodes]
