@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The repetition penalty over a tree: the ids of prompt, answer and the node's own path, and no others."""
 
+import json
+from pathlib import Path
+
+import pytest
 import torch
 
-from specvla_ros.models.generation import GreedyRules, seen_ids
+from specvla_ros.errors import UserError
+from specvla_ros.models.generation import GreedyRules, read_end_ids, seen_ids
 from specvla_ros.speculation.tree import Branches
 
 VOCAB = 12
@@ -38,3 +43,15 @@ def test_what_is_positive_is_divided_and_what_is_negative_multiplied() -> None:
     seen = seen_ids([[0, 1, 2]], 4, logits.device)
     changed = GreedyRules(repetition_penalty=2.0).apply(logits, [(tree.tokens, tree.ancestry)], seen)
     assert changed.tolist() == [[2.0, -8.0, 0.0, 4.0]]
+
+
+def test_the_ends_of_an_answer_are_the_generations_else_the_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert read_end_ids(tmp_path) == {7}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    assert read_end_ids(tmp_path) == {3, 4}
+    (tmp_path / "generation_config.json").write_text(json.dumps({}))
+    assert read_end_ids(tmp_path) == {7}
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with pytest.raises(UserError, match="eos_token_id"):
+        read_end_ids(tmp_path)

@@ -20,6 +20,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftPrompt
 from specvla_ros.speculation.reference import Node, bin_distance, decode, strict
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
@@ -121,6 +122,26 @@ def test_without_a_draft_it_is_plain_decoding(policy: Target, plain) -> None:
     with torch.inference_mode():
         commits = decode(lambda answer: (), forward(policy, 1), strict, LENGTH)
     assert commits == [[token] for token in plain(1)]
+
+
+def test_the_targets_own_choice_is_at_no_distance_and_nothing_else_is_taken_strictly() -> None:
+    assert strict(5, 5, 0) == 0 and strict(5, 6, 0) is None
+    rule = bin_distance((9,), lambda token: token if token < 100 else None)
+    assert [rule(one, other, 0) for one, other in ((50, 50), (50, 59), (50, 60), (100, 100), (100, 50))] == [
+        0, 9, None, 0, None,
+    ]  # fmt: skip
+
+
+def test_each_reason_has_a_number_of_its_own() -> None:
+    """Messages and recordings hold the numbers."""
+    names = ["TARGET", "EXACT", "NEAR", "DEFERRED", "IRRELEVANT", "SHIFTED", "REJECTED"]
+    assert [(reason.name, reason.value) for reason in AcceptReason] == list(zip(names, range(7), strict=True))
+
+
+def test_a_root_is_a_tree_of_one_node() -> None:
+    root = Tree.from_root(torch.tensor(3))
+    columns = (root.tokens, root.ancestry.parents, root.ancestry.depths, root.log_probs, root.valid, root.relaxable)
+    assert [each.shape for each in columns] == [(1,)] * len(columns)
 
 
 def test_ties_go_to_the_nearest_then_to_the_likelier_then_to_the_first() -> None:

@@ -20,7 +20,9 @@ from specvla_ros.cli.app import app
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.evaluation import certificate
 from specvla_ros.lab.evaluation.certificate import certify, differences, read_certificate, settings_of
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 FRAMES = 4
@@ -79,6 +81,20 @@ def test_the_two_largest_logits_are_the_plain_decoders(policy: OpenVLATarget, re
     for frame in certificate.frames_in(policy, recorded[:1], ALONE):
         engine.act(frame)
     assert closest == pytest.approx(min(margins), abs=1e-5)
+
+
+def test_margins_of_several_positions_per_row_are_those_of_each_prefix(tmp_path: Path) -> None:
+    """M-RoPE: an answer's rows follow the largest position of the image, not the number of rows."""
+    pytest.importorskip("transformers")
+    from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, write_qwen_vl
+
+    directory = add_nora(write_qwen_vl(tmp_path / "nora", SHAPES[0], seed=0, actions=FAST_IDS, penalty=1.0))
+    target = load_target(directory, device="cpu")
+    seen = Observation(np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8), "put it away", 1)
+    tokens = [7, 11, 5, 9]
+    whole = certificate._margins(target, seen, tokens)
+    prefixes = [certificate._margins(target, seen, tokens[: n + 1])[-1] for n in range(len(tokens))]
+    assert len(whole) == len(tokens) and whole == pytest.approx(prefixes, abs=1e-4)
 
 
 def test_relaxed_settings_say_how_far(policy: OpenVLATarget, recorded: list[Path]) -> None:
