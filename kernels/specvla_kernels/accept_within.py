@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_kernels.accept_tree import MIN_PATH, accept_tree_reference, write_path
+from specvla_kernels.accept_tree import MIN_PATH, TARGET, accept_tree_reference, write_path
 from specvla_kernels.compare_drafts import MIN_NODES, PackedTrees, compare, compare_drafts_reference
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
@@ -33,6 +33,8 @@ def accept_within(trees: PackedTrees, within: Within, ids: tuple[int, int, int],
 
 def accept_within_reference(trees: PackedTrees, within: Within, ids: tuple[int, int, int], max_depth: int) -> Tensor:
     """`accept_within` in PyTorch."""
+    if max_depth == 0:
+        return _roots_alone(trees)
     padded = trees.padded()
     comparison = compare_drafts_reference(padded, *ids)
     accepted = comparison.exact
@@ -41,6 +43,13 @@ def accept_within_reference(trees: PackedTrees, within: Within, ids: tuple[int, 
         accepted = accepted | (comparison.distances <= within.tolerances[dimensions])
     reasons = torch.where(comparison.exact, within.exact, within.near)
     return accept_tree_reference(padded, comparison, accepted[:, None], reasons, max_depth)
+
+
+def _roots_alone(trees: PackedTrees) -> Tensor:
+    """What the walk yields of trees of one node, in four operators: plain decoding on a CPU is mostly their dispatch."""
+    choices = trees.choices if trees.rows is None else trees.choices[trees.rows[:, 0]]
+    none = torch.zeros_like(choices)
+    return torch.stack((none, choices, none, torch.full_like(choices, TARGET), torch.ones_like(choices)), dim=1)
 
 
 def accept_within_triton(trees: PackedTrees, within: Within, ids: tuple[int, int, int], max_depth: int) -> Tensor:
