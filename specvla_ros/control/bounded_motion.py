@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Motion of a tool within limits of speed, acceleration, jerk and workspace, by jerk-limited trajectories (ruckig).
+"""Tool motion within limits of speed, acceleration, jerk and workspace, as jerk-limited trajectories (ruckig).
 
-Ruckig (Berscheid and Kröger 2021, arXiv 2105.04830) bounds each axis by itself. The limits here are of the vector's
-length, so each of three axes gets 1/sqrt(3) of them: whatever the axes do at the same time, the length holds. Along
-one axis of the base frame 58 % of a limit is used, along the diagonal all of it.
+Ruckig (Berscheid and Kröger 2021, arXiv 2105.04830) bounds each axis separately. The limits here apply to the vector's
+length, so each of three axes gets 1/sqrt(3) of them, which bounds the length for any combination of axes. Motion along
+one axis of the base frame uses 58 % of a limit, motion along the diagonal all of it.
 
-A rotation is planned as the rotation vector from where its plan began. The tool's angular velocity is never larger
-than that vector's rate of change, since no singular value of the left Jacobian of SO(3) is larger than one. Its angular
-acceleration is the vector's up to half the square of its speed, which is left out of the limit.
+A rotation is planned as the rotation vector from the orientation at the plan's start. The tool's angular velocity never
+exceeds that vector's rate of change, since no singular value of the left Jacobian of SO(3) exceeds one. Its angular
+acceleration differs from the vector's by up to half the square of its speed, which the limit ignores.
 """
 
 import math
@@ -31,11 +31,11 @@ _NO_PACE = (math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tool is to be at one moment."""
+    """Desired pose and velocity of a tool at one moment."""
 
     pose: Pose  # in the base frame
     velocity: np.ndarray  # float64 [6], m/s and rad/s in the base frame
-    passed_s: float = 0.0  # of the motion since the target before; 0: not known
+    passed_s: float = 0.0  # motion time since the previous target; 0: unknown
 
     @property
     def moving(self) -> bool:
@@ -44,19 +44,19 @@ class Target:
 
 @dataclass(frozen=True)
 class _State:
-    """Three axes, float64 [3] each."""
+    """State of three axes, float64 [3] each."""
 
     position: np.ndarray
     velocity: np.ndarray
     acceleration: np.ndarray
 
 
-_Legs = tuple[Trajectory, ...]  # one after the other; the last one ends at rest
-_Onward = tuple[Pose, float] | None  # the goal after a goal, and the seconds from one to the other
+_Legs = tuple[Trajectory, ...]  # consecutive; the last one ends at rest
+_Onward = tuple[Pose, float] | None  # the goal after the current one, and the seconds between them
 
 
 class _ThreeAxes:
-    """Trajectories of three axes from `begun_s` on, each within its limits."""
+    """Trajectories of three axes, each within its limits."""
 
     def __init__(self, speed: float, acceleration: float, jerk: float) -> None:
         self._ruckig = Ruckig(3)
@@ -84,9 +84,9 @@ class _ThreeAxes:
         return self._rest
 
     def to(self, goal: np.ndarray, start: _State, seconds: float, velocity: np.ndarray, speed: float) -> _Legs:
-        """A way to a goal in `seconds` or as soon as possible, and to rest behind it; empty: there is none.
+        """Legs to a goal in `seconds` or as soon as possible, then to rest beyond it; empty if there are none.
 
-        Its own largest speed is shared out among the axes as the way is, with something left for each to brake with.
+        `speed` is divided among the axes in proportion to their distances, with a minimum share for braking.
         """
         way = np.abs(goal - start.position)
         shares = np.maximum(way / max(float(np.linalg.norm(way)), 1e-12), _LEAST_SHARE)
@@ -103,9 +103,9 @@ class _ThreeAxes:
         return (*legs, *brake) if brake else ()
 
     def brake(self, start: _State) -> _Legs:
-        """To rest as soon as possible, each axis by itself; empty: there is no way.
+        """Legs to rest as soon as possible, each axis independently; empty if there are none.
 
-        An axis that waited for the slowest would go further than its way did, out of the workspace.
+        An axis that waited for the slowest one would travel further than planned, possibly out of the workspace.
         """
         given = self._given(start, ControlInterface.Velocity)
         given.synchronization = Synchronization.No
@@ -127,13 +127,13 @@ class _ThreeAxes:
         trajectory = Trajectory(3)
         try:
             result = self._ruckig.calculate(self._input, trajectory)
-        except RuckigError:  # its solver finds nothing, for the rounding of a number
+        except RuckigError:  # rounding errors can make its solver fail
             return ()
         return (trajectory,) if result in (Result.Working, Result.Finished) else ()
 
 
 def _without_dust(values: np.ndarray) -> list[float]:
-    """Rounding errors as starting velocities make ruckig fail."""
+    """Sets rounding errors to zero: ruckig fails on them as initial velocities."""
     dusted: list[float] = np.where(np.abs(values) < _DUST, 0.0, values).tolist()
     return dusted
 
@@ -143,9 +143,9 @@ def _end(leg: Trajectory) -> _State:
 
 
 class BoundedMotion:
-    """Moves a tool from goal to goal, at rest at each unless a newer one comes; never faster than its limits.
+    """Moves a tool from goal to goal within its limits. It comes to rest at each goal unless a newer one arrives.
 
-    All times are seconds on one clock, which does not go back between two calls. Raises UserError for a missing limit.
+    All times are seconds on one clock, which never goes back between calls. Raises UserError for a missing limit.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -156,7 +156,7 @@ class BoundedMotion:
         self._turned_from = np.eye(3)
 
     def rest_at(self, pose: Pose) -> None:
-        """Forgets all motion: the tool is here, and stays."""
+        """Drops all motion; the tool is at this pose and stays there."""
         self._way.rest_at(pose.position.copy())
         self._turned_from = pose.rotation.copy()
         self._turn.rest_at(np.zeros(3))
@@ -176,23 +176,23 @@ class BoundedMotion:
         pace: tuple[float, float] = _NO_PACE,
         onward: _Onward = None,
     ) -> bool:
-        """Sets out for a goal.
+        """Plans the motion to a goal.
 
         Args:
-            goal: taken into the workspace where it is outside.
-            move_s, turn_s: of translation and rotation; longer where the limits or the pace ask for it.
-            pace: m/s and rad/s that are not to be exceeded on this way, beside the limits.
-            onward: the goal is then passed at that speed, and the tool comes to rest behind it should nobody aim again.
-                Without it the tool comes to rest there.
+            goal: clamped to the workspace.
+            move_s, turn_s: durations of translation and rotation; longer if the limits or the pace require it.
+            pace: maximum m/s and rad/s of this motion, in addition to the limits.
+            onward: next goal. The tool passes the goal at the speed that this implies, and comes to rest beyond it
+                unless `aim` is called again. Without it the tool comes to rest at the goal.
 
         Returns:
-            False when a way there would leave the workspace: the motion goes on as it was, within it.
+            False if every motion to the goal would leave the workspace; the previous motion then continues.
         """
         moves = self._move(goal, now_s, move_s, pace[0], onward)
         return moves and self._rotate(goal, now_s, turn_s, pace[1], onward)
 
     def brake(self, now_s: float) -> None:
-        """Comes to rest as soon as the limits allow."""
+        """Brings the tool to rest as soon as the limits allow."""
         present = self._way.at(now_s)
         legs = self._way.brake(present)
         if legs:
@@ -208,7 +208,7 @@ class BoundedMotion:
         velocity = np.zeros(3)
         if onward is not None:
             velocity = (self._limits.clamped(onward[0]).position - wanted) / onward[1]
-        # A slow way may swing out further than the fastest one, which brakes at once.
+        # A slow motion may swing out further than the fastest one, which brakes immediately.
         for attempt in ((seconds, velocity), (seconds, np.zeros(3)), (0.0, np.zeros(3))):
             legs = self._way.to(wanted, start, *attempt, pace)
             if legs and self._stays(legs, start.position):
@@ -219,7 +219,7 @@ class BoundedMotion:
     def _rotate(
         self, goal: Pose | None, now_s: float, seconds: float = 0.0, pace: float = math.inf, onward: _Onward = None
     ) -> bool:
-        """Counts rotation from the present one, where a rotation vector's rates are the tool's own; no goal: brakes."""
+        """Plans from the current rotation, where a rotation vector's rate is the tool's; brakes without a goal."""
         present = self._turn.at(now_s)
         turned_from = rotation_matrix(present.position) @ self._turned_from
         velocity = _angular_velocity(present.position, present.velocity)
@@ -239,8 +239,8 @@ class BoundedMotion:
         return True
 
     def _stays(self, legs: _Legs, start: np.ndarray) -> bool:
-        """Whether a way stays in the workspace, or, where it starts outside, goes no further out."""
-        # Sampled: ruckig's own extrema leave out the part in which a way that starts too fast slows down.
+        """True if a motion stays in the workspace or, from a start outside, goes no further out."""
+        # Sampled: ruckig's own extrema omit the phase in which a motion that starts too fast slows down.
         places = np.array([leg.at_time(time_s)[0] for leg in legs for time_s in _samples(leg.duration)])
         low, high = places.min(axis=0), places.max(axis=0)
         allowed_low = np.minimum(self._limits.workspace_min, start) - _TOLERANCE_M
@@ -249,13 +249,13 @@ class BoundedMotion:
 
 
 def tracking_velocity(target: Target, measured: Pose, limits: Limits, speed_scale: float = 1.0) -> np.ndarray:
-    """What to send to a robot that takes velocities, so that it is where its target is.
+    """Velocity command that keeps a velocity-controlled robot at its target.
 
-    A velocity interface answers late and with an error of its own (MoveIt Servo's filter makes a tool 4/7 as fast as it
-    is told), so what is missing is added to the target's velocity, within the limits of speed.
+    A velocity interface responds late and inexactly (MoveIt Servo's filter makes a tool 4/7 as fast as commanded), so a
+    correction proportional to the pose error is added to the target's velocity, within the speed limits.
 
     Returns:
-        float64 [6], m/s and rad/s; zeros for a target at rest that is reached.
+        float64 [6], m/s and rad/s; zeros once a target at rest is reached.
     """
     missing = measured.way_to(target.pose)
     if not target.moving and (np.abs(missing) < _REACHED).all():
@@ -265,7 +265,7 @@ def tracking_velocity(target: Target, measured: Pose, limits: Limits, speed_scal
 
 
 def shortened(vector: np.ndarray, linear: float, angular: float) -> np.ndarray:
-    """The vector, float64 [6], with translation and rotation each no longer than this; their directions stay."""
+    """Limits the lengths of a float64 [6] vector's translation and rotation; keeps their directions."""
     lengths = np.array([np.linalg.norm(vector[:3]), np.linalg.norm(vector[3:])])
     shares = np.minimum(1.0, np.array([linear, angular]) / np.maximum(lengths, 1e-12))
     return vector * shares.repeat(3)
@@ -276,7 +276,7 @@ def _samples(duration: float) -> np.ndarray:
 
 
 def _angular_velocity(vector: np.ndarray, rate: np.ndarray) -> np.ndarray:
-    """Of a rotation vector [3] that changes by `rate`: the left Jacobian of SO(3) times the rate."""
+    """Angular velocity of a rotation vector [3] that changes at `rate`: the left Jacobian of SO(3) times the rate."""
     angle = float(np.linalg.norm(vector))
     if angle < 1e-9:
         return rate

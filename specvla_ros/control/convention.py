@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the numbers of an action mean: what its training dataset is known for, and what the user says instead."""
+"""Conventions of action values: known ones by training dataset, overridden by the user's settings."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -12,60 +12,60 @@ from specvla_ros.settings.parameter import check, parameter
 
 _AUTO = "auto"
 
-# The columns of an action's values, in this order; a robot without a gripper has the first six.
+# Columns of an action's values, in order; a robot without a gripper has the first six.
 ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 
 
 class Reference(str, Enum):
-    """What an action's pose is counted from."""
+    """Reference of an action's pose."""
 
-    DELTA = "delta"  # from the tool's pose at the image's stamp
-    ABSOLUTE = "absolute"  # from the origin of the base frame
+    DELTA = "delta"  # relative to the tool's pose at the image's stamp
+    ABSOLUTE = "absolute"  # relative to the origin of the base frame
 
 
 class ActionFrame(str, Enum):
-    """The frame in which a displacement is written."""
+    """Frame in which a displacement is given."""
 
     BASE = "base"
     TOOL = "tool"
 
 
 class Rotation(str, Enum):
-    """How three numbers say a rotation, in radians."""
+    """Encoding of a rotation as three numbers, in radians."""
 
     ROTATION_VECTOR = "rotation_vector"  # axis times angle
     RPY = "rpy"  # roll, pitch, yaw about the fixed axes x, y, z, in this order: Rz(yaw) Ry(pitch) Rx(roll)
 
 
 class GripperSign(str, Enum):
-    """What the gripper's number says."""
+    """Meaning of the gripper value."""
 
-    OPEN_HIGH = "open_high"  # larger opens: 1 open, 0 closed in OpenVLA's data
-    CLOSE_HIGH = "close_high"  # larger closes
+    OPEN_HIGH = "open_high"  # larger values open: 1 open, 0 closed in OpenVLA's data
+    CLOSE_HIGH = "close_high"  # larger values close
     NONE = "none"  # there is no gripper
 
 
 @dataclass(frozen=True)
 class ActionConvention:
-    """How the values of an action are to be read."""
+    """Interpretation of an action's values."""
 
-    dt_s: float  # seconds over which a displacement is meant, and between two actions of a chunk: the data's period
-    reference: Reference = Reference.DELTA  # what the pose is counted from
-    frame: ActionFrame = ActionFrame.BASE  # in which a displacement is written
-    rotation: Rotation = Rotation.ROTATION_VECTOR  # how its rotation is written
-    gripper: GripperSign = GripperSign.OPEN_HIGH  # what the last number says
-    translation_unit_m: float = 1.0  # metres that 1 of x, y, z stands for; what is published is in metres
-    rotation_unit_rad: float = 1.0  # radians that 1 of roll, pitch, yaw stands for; what is published is in radians
+    dt_s: float  # duration of a displacement, and time between two actions of a chunk: the data's period
+    reference: Reference = Reference.DELTA  # of the pose
+    frame: ActionFrame = ActionFrame.BASE  # of a displacement
+    rotation: Rotation = Rotation.ROTATION_VECTOR  # encoding of rotations
+    gripper: GripperSign = GripperSign.OPEN_HIGH  # meaning of the last value
+    translation_unit_m: float = 1.0  # metres per unit of x, y, z; published values are in metres
+    rotation_unit_rad: float = 1.0  # radians per unit of roll, pitch, yaw; published values are in radians
 
 
 @dataclass(frozen=True)
 class StampedAction:
-    """An action, or a chunk of them, as it arrives."""
+    """An action or a chunk of actions, as received."""
 
-    stamp_s: float  # of the image, seconds on the robot's clock
+    stamp_s: float  # stamp of the image, seconds on the robot's clock
     values: np.ndarray  # float64 [horizon, 6 or 7]: translation in metres, rotation in radians, gripper
-    convention: ActionConvention  # how to read them
-    partial: bool = False  # whether a longer chunk with this stamp follows, which begins with these
+    convention: ActionConvention  # interpretation of the values
+    partial: bool = False  # true if a longer chunk with the same stamp and first rows follows
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -74,47 +74,47 @@ def _choices(kind: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ConventionSettings:
-    """What the user says of the actions; the rest is looked up by the dataset's name."""
+    """The user's action conventions; unset ones are looked up by the dataset's name."""
 
     ROS_PREFIX = "action."
 
     dt: float = parameter(
         0.0,
-        "Time over which a displacement is meant, the period of the training data; 0: that of the known dataset.",
+        "Duration of a displacement: the training data's period; 0: from the checkpoint or the known dataset.",
         unit="s",
         minimum=0.0,
         maximum=10.0,
     )
     reference: str = parameter(
         _AUTO,
-        "What an action's pose is counted from: the tool's pose at the image's stamp (delta) or the base frame; auto: "
-        "as the known dataset.",
+        "Reference of an action's pose: the tool's pose at the image's stamp (delta) or the base frame (absolute); "
+        "auto: as in the known dataset.",
         choices=_choices(Reference),
     )
     frame: str = parameter(
-        _AUTO, "Frame in which a displacement is written; auto: as the known dataset.", choices=_choices(ActionFrame)
+        _AUTO, "Frame in which a displacement is given; auto: as in the known dataset.", choices=_choices(ActionFrame)
     )
     rotation: str = parameter(
         _AUTO,
-        "How three numbers say a rotation: axis times angle, or roll, pitch, yaw about the fixed axes; auto: as the "
-        "known dataset.",
+        "Encoding of rotations: axis times angle, or roll, pitch, yaw about the fixed axes; auto: as in the known "
+        "dataset.",
         choices=_choices(Rotation),
     )
     gripper: str = parameter(
         _AUTO,
-        "Whether a larger number opens or closes the gripper; auto: as the known dataset.",
+        "Whether a larger value opens or closes the gripper; auto: as in the known dataset.",
         choices=_choices(GripperSign),
     )
     translation_unit: float = parameter(
         0.0,
-        "Metres that 1 of x, y, z stands for in the checkpoint's statistics; 0: as the known dataset.",
+        "Metres per unit of x, y, z in the checkpoint's statistics; 0: as in the known dataset.",
         unit="m",
         minimum=0.0,
         maximum=100.0,
     )
     rotation_unit: float = parameter(
         0.0,
-        "Radians that 1 of roll, pitch, yaw stands for in the checkpoint's statistics; 0: as the known dataset.",
+        "Radians per unit of roll, pitch, yaw in the checkpoint's statistics; 0: as in the known dataset.",
         unit="rad",
         minimum=0.0,
         maximum=100.0,
@@ -124,10 +124,10 @@ class ConventionSettings:
         check(self)
 
     def convention(self, unnorm_key: str, dt_s: float | None = None) -> ActionConvention:
-        """What the actions of a policy mean that was trained on a dataset; `dt_s`: as its checkpoint says.
+        """The action convention of a policy trained on a dataset; `dt_s`: the period given by its checkpoint.
 
         Raises:
-            UserError: neither the user nor a source says all of it; with the parameters that are to be set.
+            UserError: neither the settings nor a source give every value; names the parameters to set.
         """
         dataset = known_dataset(unnorm_key)
         said: dict[str, Any] = {
@@ -143,8 +143,8 @@ class ConventionSettings:
         missing = [name for name, value in found.items() if value is None]
         if missing:
             raise UserError(
-                f"how the actions of dataset '{unnorm_key}' are meant is not known here, and a wrong guess moves the "
-                f"robot wrongly; set {', '.join(_WHAT[name] for name in missing)}, each as -p action.dt:=0.2 or in a "
+                f"the action convention of dataset '{unnorm_key}' is unknown, and a wrong guess moves the robot "
+                f"wrongly; set {', '.join(_WHAT[name] for name in missing)}, each as -p action.dt:=0.2 or in a "
                 "parameter file; see docs/reference/conventions.md"
             )
         return ActionConvention(**found)
@@ -165,16 +165,16 @@ def _said(kind: Any, value: str) -> Any:
     return None if value == _AUTO else kind(value)
 
 
-# Facts with their sources; what no source says is None, and then the user has to say it.
+# Facts with their sources. A value without a source is None, and the user must set it.
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The actions of a training dataset, as OpenVLA's loader hands them to the policy; see `ActionConvention`."""
+    """Convention of a training dataset's actions, as OpenVLA's loader passes them on; see `ActionConvention`."""
 
-    source: str  # where this is written
+    source: str  # references for these facts
     dt_s: float
-    # OpenVLA takes datasets whose poses are displacements, and no others (oxe/materialize.py).
+    # OpenVLA accepts only datasets whose poses are displacements (oxe/materialize.py).
     reference: Reference = Reference.DELTA
     frame: ActionFrame | None = None
     rotation: Rotation | None = None
@@ -184,7 +184,7 @@ class Dataset:
 
 
 def known_dataset(unnorm_key: str) -> Dataset | None:
-    """The dataset of a key of norm_stats, where a source for it is known."""
+    """The dataset of a norm_stats key; None if no source for it is known."""
     return DATASETS.get(unnorm_key.removesuffix("_no_noops"))
 
 
@@ -195,12 +195,12 @@ _SIMPLER = "SimplerEnv simpler_env/policies/openvla/openvla_model.py (fixed-axis
 
 
 def _scaled(source: str, rate_hz: float, rotation: Rotation, unit_m: float = 1.0, unit_rad: float = 1.0) -> Dataset:
-    """In the base frame; units: the metres and radians that 1 stands for."""
+    """A dataset in the base frame; `unit_m`, `unit_rad`: metres and radians per unit."""
     return Dataset(source, 1 / rate_hz, Reference.DELTA, _BASE, rotation, _OPEN, unit_m, unit_rad)
 
 
 def _rate(rate_hz: float, gripper: GripperSign | None = None, source: str = _RATES) -> Dataset:
-    """The rate alone, and what OpenVLA's loader makes of the gripper."""
+    """A dataset with a known rate only, and the gripper sign of OpenVLA's loader."""
     return Dataset(f"{source}; {_TRANSFORMS}" if gripper else source, 1 / rate_hz, gripper=gripper)
 
 
@@ -214,7 +214,7 @@ _LIBERO = _scaled(
     0.05,
     0.5,
 )
-# Shares of the largest step: 1 is 0.075 m or 0.15 rad.
+# Fractions of the maximum step: 1 is 0.075 m or 0.15 rad.
 _DROID = _scaled(
     "DROID, arXiv 2403.12945 (15 Hz); droid/robot_ik/robot_ik_solver.py, droid/misc/transformations.py; "
     "openvla prismatic/vla/datasets/rlds/oxe/utils/droid_utils.py",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's control step. It begins where the tool is measured, and follows actions.
+"""The driver's control step. It starts at the measured tool pose and follows actions.
 
-It comes to rest when poses fail to come, when its own loop stood still, when the clock jumps, and while a guard lets
-nothing through; then it begins anew where the robot really is.
+It comes to rest when poses stop arriving, when its own loop stalls, when the clock jumps, and while a guard blocks
+motion. It then starts again at the robot's measured pose.
 """
 
 import math
@@ -19,31 +19,31 @@ from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import PoseHistory
 from specvla_ros.errors import UserError
 
-# A clock that runs this much ahead of the steady one, or back, between two control steps has jumped.
+# Between two control steps, a clock that gains this much on the steady one, or goes back, has jumped.
 _JUMP_S = 0.25
 STALL_S = 0.5
 _OUTSIDE_M = 0.005
-_STILL_M = 0.0003  # a sensor's noise
+_STILL_M = 0.0003  # sensor noise
 _NEAR_M, _NEAR_RAD = 0.003, 0.02
 _AWAY_S = 0.5
-_SAMPLES = 8  # of the clocks' offset: NTP's clock filter
+_SAMPLES = 8  # for the clocks' offset, as in NTP's clock filter
 
 
 class NotFollowingError(RuntimeError):
-    """Why no action is followed at present."""
+    """No action is followed at present; the message says why."""
 
 
 class Driver:
-    """Follows actions while poses are fresh and the clock is sound, and tells what to send; else it comes to rest.
+    """Follows actions while poses are fresh and the clock is sound; otherwise it comes to rest.
 
-    Times `now_s` are seconds on the robot's clock, on which actions and poses are stamped.
+    Times `now_s` are seconds on the robot's clock, which also stamps actions and poses.
 
     Args:
         follower: moves within the limits.
-        history: measured poses, which the caller adds; the follower's own.
-        follows_velocity: whether the robot is sent velocities, so that where it is must be measured again and again.
-        pose_timeout_s: age of the newest pose with which the tool comes to rest.
-        start_output: called where the motion begins; raises UserError when it cannot.
+        history: measured poses, added by the caller; shared with the follower.
+        follows_velocity: whether the robot takes velocities, so that its pose must be measured continuously.
+        pose_timeout_s: the tool comes to rest if the newest pose is older than this.
+        start_output: called when motion starts; raises UserError if it cannot.
         say: called with each reason to come to rest, in words.
     """
 
@@ -65,15 +65,15 @@ class Driver:
         self._start_output, self._say = start_output, say
         self._away_since_s = math.inf
         self._last_step: tuple[float, float] | None = None  # robot's clock, steady clock
-        self._velocity = np.zeros(6)  # that was sent last
+        self._velocity = np.zeros(6)  # sent last
         self.target: Target
-        self.anchored = False  # whether motion began, at a measured pose
-        self.holding = False  # whether it was told to hold
-        self.guarded = False  # whether a guard said that it lets nothing through
+        self.anchored = False  # motion has started at a measured pose
+        self.holding = False  # a hold was requested
+        self.guarded = False  # a guard reports that it blocks motion
         self.action_publishers = 1
-        self.mismatch = ""  # between two measurements of the robot, in words; empty: they agree
-        self.speed_scale = 1.0  # share of the speed to move with
-        self.problem = ""  # why the tool rests, in words; empty: it does not
+        self.mismatch = ""  # of two measurements of the robot, in words; empty: they agree
+        self.speed_scale = 1.0  # fraction of the speed to move with
+        self.problem = ""  # why the tool is at rest, in words; empty: it is not
         self.stalls = self.clock_jumps = 0
 
     def take(self, action: StampedAction, now_s: float) -> None:
@@ -81,23 +81,23 @@ class Driver:
         if self.problem:
             raise NotFollowingError(self.problem)
         if self.holding:
-            raise NotFollowingError("it holds")
+            raise NotFollowingError("the driver is holding")
         if self.guarded:
-            raise NotFollowingError("the guard lets nothing through")
+            raise NotFollowingError("the guard blocks motion")
         if not self.anchored:
             raise NotFollowingError("no tool pose yet")
         self.follower.take(action, now_s)
 
     def passing(self, passing: bool, now_s: float) -> None:
-        """Takes what the guard says: while it lets nothing through the robot stays, and so must its target."""
+        """Takes the guard's state. While the guard blocks motion the robot stays, so its target must stay too."""
         if not passing:
-            self.follower.forget_gripper()  # nor is its last command repeated when motion resumes
+            self.follower.forget_gripper()  # its last command must not be repeated when motion resumes
             if not self.guarded:
                 self.follower.hold(now_s)
         self.guarded = not passing
 
     def step(self, now_s: float, steady_s: float) -> Target | None:
-        """One control step: what to send; None: nothing yet."""
+        """Runs one control step and returns the target to send; None: nothing yet."""
         passed_s = self._watch_clock(now_s, steady_s)
         if not self.anchored and not self._anchor(now_s):
             self._velocity = np.zeros(6)
@@ -115,7 +115,7 @@ class Driver:
         return replace(self.target, velocity=self._velocity)
 
     def _velocity_to_send(self, passed_s: float) -> np.ndarray:
-        """Velocities also make up for what is missing; once that is not known, no more, but without a jump."""
+        """The velocity with a pose error correction; if the error is unknown, slews to the uncorrected velocity."""
         newest, limits = self._history.newest, self._limits
         if not self.problem and not self.guarded and newest is not None:
             return tracking_velocity(self.target, newest[1], limits, self.speed_scale)
@@ -125,13 +125,13 @@ class Driver:
         )
 
     def _return_where_held(self, now_s: float) -> None:
-        """A robot that is held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
+        """Moves the target to a robot held elsewhere, by the guard or by hand, so that it is not pulled back."""
         newest, follower = self._history.newest, self.follower
         if newest is None:
             return
         if self.guarded:
             way_m, turn_rad = self.target.pose.distance(newest[1])
-            # Outside of the workspace the guard takes no target that is further out than the tool.
+            # Outside the workspace the guard refuses targets further out than the tool.
             sunk = self._limits.outside_m(self.target.pose.position) > 0
             away = way_m > (_STILL_M if sunk else _NEAR_M) or turn_rad > _NEAR_RAD
         else:
@@ -141,14 +141,14 @@ class Driver:
             return
         self._away_since_s = min(self._away_since_s, now_s)
         if newest[0] < self._away_since_s + (0.0 if self.guarded else _AWAY_S):
-            return  # it may have been on its way when it was measured
+            return  # it may still have been moving when it was measured
         if self._follows_velocity or (self.guarded and not self._start_problem()):
-            follower.rest_at(newest[1])  # the robot does not see where its target is
+            follower.rest_at(newest[1])  # a jump of the target does not reach the robot
         else:
             follower.return_to(newest[1], now_s)
 
     def _anchor(self, now_s: float) -> bool:
-        """Begins where the tool is measured, once it is."""
+        """Starts at the measured tool pose, once there is one."""
         newest = self._history.newest
         problem = self._input_problem(now_s)
         if newest is not None and not problem:
@@ -169,7 +169,7 @@ class Driver:
         return True
 
     def _start_problem(self) -> str:
-        """Begins the output where the robot is; why that cannot be, in words."""
+        """Starts the output at the robot's position; returns why it cannot, in words."""
         try:
             self._start_output()
         except UserError as error:
@@ -179,7 +179,7 @@ class Driver:
     def _input_problem(self, now_s: float) -> str:
         newest = self._history.newest
         if newest is None:
-            return f"no tool pose has come from {self._pose_source} yet"
+            return f"no tool pose received from {self._pose_source} yet"
         age_s = now_s - newest[0]
         if age_s > self._pose_timeout_s:
             return f"the newest tool pose is {age_s:.2f} s old, and the limit is {self._pose_timeout_s:g} s"
@@ -190,9 +190,9 @@ class Driver:
         return ""
 
     def _watch_clock(self, now_s: float, steady_s: float) -> float:
-        """Time that passed since the last step, steady.
+        """Steady time since the last step.
 
-        After a standstill what was followed is out of date; stamps around a jump of the clock do not compare.
+        After a stall the followed action is out of date; stamps before and after a clock jump do not compare.
         """
         last, self._last_step = self._last_step, (now_s, steady_s)
         if last is None:
@@ -200,11 +200,11 @@ class Driver:
         passed_s, real_s = now_s - last[0], steady_s - last[1]
         if real_s > STALL_S and self.anchored:
             self.stalls += 1
-            self._say(f"the control loop stood still for {real_s:.3f} s: coming to rest")
+            self._say(f"the control loop stalled for {real_s:.3f} s: coming to rest")
             self.follower.hold(now_s)
         if 0 <= passed_s <= real_s + _JUMP_S:
             return real_s
-        self._say(f"the clock jumped by {passed_s:.3f} s: coming to rest, and beginning anew")
+        self._say(f"the clock jumped by {passed_s:.3f} s: coming to rest and starting again")
         self.clock_jumps += 1
         self._history.clear()
         if self.anchored:
@@ -216,30 +216,30 @@ class Driver:
 
 @dataclass(frozen=True, order=True)
 class Offset:
-    """An estimate; those of shorter ways compare as smaller."""
+    """A clock offset estimate, ordered by its error bound."""
 
-    error_s: float  # by how much it can be wrong
-    ahead_s: float  # of the policy's clock before the robot's
+    error_s: float  # error bound
+    ahead_s: float  # lead of the policy's clock over the robot's
 
 
 class ClockOffset:
-    """How far a policy's clock is ahead of the robot's, from the actions that come back: NTP's on-wire protocol.
+    """Lead of a policy's clock over the robot's, estimated from returned actions by NTP's on-wire protocol.
 
     An image leaves with the robot's clock as its stamp (T1), arrives (T2) and is answered (T3) by the policy's clock,
-    and its action arrives by the robot's (T4). The offset is ((T2 - T1) + (T3 - T4)) / 2, and wrong by at most half of
-    what both ways take, since neither takes less than nothing (RFC 5905, sections 8 and 10: of the newest samples that
-    with the shortest way counts).
+    and its action arrives by the robot's (T4). The offset is ((T2 - T1) + (T3 - T4)) / 2. Its error is at most half the
+    sum of both transfer times, since neither is negative (RFC 5905, sections 8 and 10: of the newest samples, the one
+    with the shortest transfer counts).
     """
 
     def __init__(self) -> None:
         self._samples: deque[Offset] = deque(maxlen=_SAMPLES)
 
     def add(self, *, receive_s: float, latency_s: float, age_s: float) -> None:
-        """Takes the times of an action since its image's stamp: T2 - T1, T3 - T1, T4 - T1."""
+        """Adds a sample: an action's times since its image's stamp, T2 - T1, T3 - T1, T4 - T1."""
         back_s = age_s - latency_s
         self._samples.append(Offset(error_s=(receive_s + back_s) / 2, ahead_s=(receive_s - back_s) / 2))
 
     @property
     def best(self) -> Offset | None:
-        """The estimate with the smallest error."""
+        """The estimate with the smallest error bound; None if there is none."""
         return min(self._samples, default=None)

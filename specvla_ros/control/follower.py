@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows stamped actions with bounded motion: from where the tool was in the image, at the training data's rate.
+"""Follows stamped actions with bounded motion, from the tool's pose in the image, at the training data's rate.
 
-The goal of an action is where the tool was at its image's stamp, and its displacement from there (the image goal),
-to be reached `dt` after the stamp. However late, often or repeatedly actions come, the same way never counts twice.
+The goal of an action is the tool's pose at the image's stamp plus the displacement (the image goal), to be reached `dt`
+after the stamp. Late, frequent or repeated actions therefore never count the same motion twice.
 
-Where the tool was is where it had been sent, while the robot follows that closely: a position controller lags, and
-counting from the measured pose would take that lag off every displacement, and let a tool that sags under its load
-sink a little with every action. A robot that was not where it was sent (pushed, blocked, held) counts
-from its measured pose. docs/explanation/late-actions.md has the figures.
+While the robot follows closely, the pose at the stamp is the commanded pose. A position controller lags: counting from
+the measured pose would subtract that lag from every displacement, and a tool that sags under its load would sink a
+little with every action. If the robot was away from its commanded pose (pushed, blocked, held), its measured pose
+counts. docs/explanation/late-actions.md has the figures.
 """
 
 import math
@@ -23,21 +23,21 @@ from specvla_ros.control.convention import ActionConvention, ActionFrame, Refere
 from specvla_ros.control.gripper import Gripper
 from specvla_ros.control.pose import Pose, PoseHistory, PoseUnknownError, rotation_matrix, rpy_matrix
 
-# The fastest actions of this long are the pace at which a late goal is caught up with.
+# A late goal is caught up with at the pace of the fastest action within this time.
 _PACE_S = 2.0
-# And what it takes to be there in time in spite of accelerating and braking.
+# Factor on that pace, to make up for accelerating and braking.
 _HASTE = 1.5
-MAX_ADVANCE_S = 0.05  # of the motion, in one control step
-_SCALE_RATE = 2.0  # 1/s, by which the share of the speed changes: a motion's own time must not stand still at once
+MAX_ADVANCE_S = 0.05  # max advance of the motion in one control step
+_SCALE_RATE = 2.0  # 1/s, rate of change of the speed scale: the motion's time must not stop at once
 _POSE_VALUES = 6
-_FOLLOWING_M, _FOLLOWING_RAD = 0.03, 0.2  # a tool further from where it was sent counts from where it was measured
+_FOLLOWING_M, _FOLLOWING_RAD = 0.03, 0.2  # further from its commanded pose, the measured pose counts
 
 
 class Compensation(str, Enum):
-    """What is done about the motion between an action's image and its arrival."""
+    """Compensation of the motion between an action's image and its arrival."""
 
-    IMAGE_GOAL = "image_goal"  # the goal counts from the measured pose at the image's stamp
-    NONE = "none"  # the goal counts from where the tool is being sent when the action arrives
+    IMAGE_GOAL = "image_goal"  # the goal counts from the tool's pose at the image's stamp
+    NONE = "none"  # the goal counts from the commanded pose when the action arrives
 
 
 class RefusalReason(str, Enum):
@@ -47,14 +47,14 @@ class RefusalReason(str, Enum):
     WRONG_SHAPE = "wrong_shape"
     TOO_OLD = "too_old"
     FROM_THE_FUTURE = "from_the_future"
-    NOT_NEWER = "not_newer"  # than the last one that was taken: out of order, or a repetition
+    NOT_NEWER = "not_newer"  # than the last action taken: out of order or repeated
     NO_POSE = "no_pose"
     TOO_LARGE = "too_large"
-    BLOCKED = "blocked"  # no way to the goal stays in the workspace
+    BLOCKED = "blocked"  # no motion to the goal stays in the workspace
 
 
 class ActionRefusedError(ValueError):
-    """An action that is not followed, and why: the kind, for counting, and in words."""
+    """An action is not followed; has the reason as a code, for counting, and in words."""
 
     def __init__(self, refusal: RefusalReason, detail: str) -> None:
         super().__init__(detail)
@@ -63,29 +63,29 @@ class ActionRefusedError(ValueError):
 
 @dataclass(frozen=True)
 class _Step:
-    """One goal of what is followed."""
+    """One goal of the followed action."""
 
     goal: Pose  # in the base frame
-    due_s: float  # when to be there
-    gripper: float | None  # the action's number; None: it has none
+    due_s: float  # time to reach it
+    gripper: float | None  # the action's gripper value; None: it has none
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """Where a chunk began that is not complete."""
+    """Start of an incomplete chunk."""
 
     pose: Pose
     begin_s: float
-    rows: int  # that are known
+    rows: int  # received so far
 
 
 class ActionFollower:
-    """Moves a tool as actions say; without one that is new it comes to rest at the last goal.
+    """Moves a tool according to actions. Without a new action it comes to rest at the last goal.
 
     All times are seconds on the robot's clock. `step` is called at the control rate.
 
     Args:
-        history: measured poses, which the caller adds.
+        history: measured poses, added by the caller.
         max_age_s, max_future_s: an action whose image is older, or further ahead of the clock, is refused.
         max_step_m, max_step_rad: an action with a longer translation or rotation is refused.
     """
@@ -110,37 +110,37 @@ class ActionFollower:
         self._steps: deque[_Step] = deque()
         self._convention: ActionConvention | None = None
         self._last_stamp_s = -math.inf
-        self._begun: _Begun | None = None  # a chunk of which more may follow
+        self._begun: _Begun | None = None  # a chunk that may be extended
         self._pace: deque[tuple[float, float, float]] = deque()  # time, m/s, rad/s
-        self._stepped_s, self._motion_s = -math.inf, 0.0  # the last control step: its time, and the motion's own
-        self._scale = 1.0  # of the motion's own time
+        self._stepped_s, self._motion_s = -math.inf, 0.0  # last control step: its time, and the motion's
+        self._scale = 1.0  # rate of the motion's time
 
     def set_ages(self, max_age_s: float, max_future_s: float) -> None:
-        """Takes other limits of an action's age, from the next action on; see the class."""
+        """Changes the limits of the next actions' age; see the class."""
         self._max_age_s, self._max_future_s = max_age_s, max_future_s
 
     def rest_at(self, pose: Pose) -> None:
-        """Drops what is followed; the tool is here, and stays."""
+        """Drops the followed action; the tool is at this pose and stays there."""
         self._drop()
         self._sent.clear()
         self._motion.rest_at(pose)
 
     def forget(self) -> None:
-        """A new epoch: what was taken before is void, and stamps may begin anew."""
+        """Starts a new epoch: earlier actions are void, and stamps may start again."""
         self._last_stamp_s = -math.inf
         self._pace.clear()
 
     def forget_gripper(self) -> None:
-        """Commands the gripper nothing until an action says so."""
+        """Sends no gripper command until the next action."""
         self._gripper.reset()
 
     def hold(self, now_s: float) -> None:
-        """Drops what is followed, and comes to rest as soon as the limits allow."""
+        """Drops the followed action and comes to rest as soon as the limits allow."""
         self._drop()
         self._motion.brake(self._motion_time(now_s))
 
     def return_to(self, pose: Pose, now_s: float) -> None:
-        """Drops what is followed, and goes to where the tool really is, within the limits: for it that is no motion."""
+        """Drops the followed action and moves the target to the measured pose, within the limits; the tool stays."""
         self._drop()
         self._motion.aim(pose, self._motion_time(now_s), move_s=0.0, turn_s=0.0)
 
@@ -149,9 +149,9 @@ class ActionFollower:
         self._begun = None
 
     def take(self, action: StampedAction, now_s: float) -> None:
-        """Follows an action instead of the one before; that one goes on if ActionRefusedError is raised.
+        """Follows an action in place of the previous one, which continues if ActionRefusedError is raised.
 
-        A longer chunk with the stamp of a partial one goes on from where that one began.
+        A longer chunk with the stamp of a partial one continues from that one's start.
         """
         self._check(action, now_s)
         begun = self._begun if self._continues(action) else None
@@ -168,7 +168,7 @@ class ActionFollower:
         passed = sum(step.due_s <= now_s for step in steps)
         remaining = deque(steps[min(passed, len(steps) - 1) :])
         if not self._aim(remaining, now_s):
-            raise ActionRefusedError(RefusalReason.BLOCKED, "no way to its goal stays within the workspace")
+            raise ActionRefusedError(RefusalReason.BLOCKED, "no motion to its goal stays within the workspace")
         self._steps = remaining
         self._begun = replace(begun, rows=len(action.values)) if action.partial else None
 
@@ -177,7 +177,7 @@ class ActionFollower:
         return begun is not None and action.stamp_s == self._last_stamp_s and len(action.values) > begun.rows
 
     def step(self, now_s: float, speed_scale: float = 1.0) -> Target:
-        """One control step. With a share of the speed below 1 the motion's own time passes more slowly."""
+        """Runs one control step. A speed scale below 1 slows down the motion's time."""
         passed_s = min(max(0.0, now_s - self._stepped_s), MAX_ADVANCE_S)
         change = speed_scale - self._scale
         self._scale += math.copysign(min(abs(change), _SCALE_RATE * passed_s), change)
@@ -191,18 +191,18 @@ class ActionFollower:
         return target
 
     def _motion_time(self, now_s: float) -> float:
-        """The motion's own time: a control loop that comes late must not make up for it by a leap."""
+        """The motion's time. Its advance is bounded, so that a late control loop does not cause a jump."""
         return self._motion_s + min(max(0.0, now_s - self._stepped_s), MAX_ADVANCE_S) * self._scale
 
     def follows(self, sent: Pose, measured: Pose) -> bool:
-        """Whether a tool that was sent to one pose and measured at another counts as following."""
+        """True if a tool measured at one pose counts as following the commanded one."""
         error_m, error_rad = sent.distance(measured)
         return error_m <= _FOLLOWING_M and error_rad <= _FOLLOWING_RAD
 
     def _check(self, action: StampedAction, now_s: float) -> None:
         values = action.values
         if values.ndim != 2 or not len(values) or values.shape[1] not in (_POSE_VALUES, _POSE_VALUES + 1):
-            detail = f"it has values of shape {values.shape}, but [horizon, 6 or 7] can be followed"
+            detail = f"expected values of shape [horizon, 6 or 7], got {values.shape}"
             raise ActionRefusedError(RefusalReason.WRONG_SHAPE, detail)
         if not (np.isfinite(values).all() and math.isfinite(action.stamp_s)):
             raise ActionRefusedError(RefusalReason.NOT_FINITE, "its values are not all finite")
@@ -210,12 +210,12 @@ class ActionFollower:
             raise ActionRefusedError(RefusalReason.NOT_FINITE, f"its action_dt is {action.convention.dt_s} s")
         age_s = now_s - action.stamp_s
         if age_s > self._max_age_s:
-            detail = f"its picture is {age_s:.3f} s old, and the limit is {self._max_age_s:g} s"
+            detail = f"its image is {age_s:.3f} s old, and the limit is {self._max_age_s:g} s"
             raise ActionRefusedError(RefusalReason.TOO_OLD, detail)
         if age_s < -self._max_future_s:
             raise ActionRefusedError(RefusalReason.FROM_THE_FUTURE, f"its stamp lies {-age_s:.3f} s ahead of the clock")
         if action.stamp_s <= self._last_stamp_s and not self._continues(action):
-            raise ActionRefusedError(RefusalReason.NOT_NEWER, "its picture is no newer than that of the last action")
+            raise ActionRefusedError(RefusalReason.NOT_NEWER, "its image is not newer than that of the last action")
         if action.convention.reference is Reference.DELTA:
             self._check_size(values)
 
@@ -238,7 +238,7 @@ class ActionFollower:
         measured = self._history.at(stamp_s)
         try:
             sent = self._sent.at(stamp_s)
-        except PoseUnknownError:  # just begun
+        except PoseUnknownError:  # just started
             return measured
         return sent if self.follows(sent, measured) else measured
 
@@ -251,7 +251,7 @@ class ActionFollower:
             self._pace.popleft()
 
     def _aim(self, steps: Sequence[_Step], now_s: float) -> bool:
-        """What is late is caught up with at the pace of the last actions: deciding late must not move it faster."""
+        """Plans the motion to the next goal. A late goal is caught up with at the pace of the last actions."""
         step = steps[0]
         onward = (steps[1].goal, steps[1].due_s - step.due_s) if len(steps) > 1 else None
         present = self._motion.at(self._motion_time(now_s)).pose
@@ -272,7 +272,7 @@ class ActionFollower:
 
 
 def _steps(action: StampedAction, begin: Pose, begin_s: float) -> list[_Step]:
-    """The goals of a chunk, one after the other."""
+    """The goals of a chunk, in order."""
     convention, pose = action.convention, begin
     steps = []
     for index, row in enumerate(action.values):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gripper: what it may be told, and its position from an action's number, without chatter around the middle."""
+"""Gripper: limits of its commands, and its position from an action's value, with hysteresis against chatter."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,38 +8,38 @@ from specvla_ros.control.convention import GripperSign
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
 
-TRAVEL_S = 0.3  # that a trajectory gives a gripper
+TRAVEL_S = 0.3  # duration of a gripper trajectory
 
 
 class GripperOutput(str, Enum):
-    """How a gripper is commanded."""
+    """Command interface of a gripper."""
 
     NONE = "none"
     ARRAY = "array"
     TRAJECTORY = "trajectory"
-    ACTION = "action"  # the driver sends an array, and the guard makes a goal of it
+    ACTION = "action"  # the driver sends an array, which the guard converts to a goal
 
 
 @dataclass(frozen=True)
 class GripperLimits:
-    """What a gripper may be told."""
+    """Limits of gripper commands."""
 
     ROS_PREFIX = "gripper."
 
     output: str = parameter(
         GripperOutput.NONE.value,
-        "How the gripper is commanded: as an array, as a trajectory, as an action's goals, or not at all.",
+        "Command interface of the gripper: array, trajectory, action goals or none.",
         choices=tuple(each.value for each in GripperOutput),
     )
     joint: str = parameter("", "Name of the gripper's joint, for a trajectory.")
-    open_value: float = parameter(0.0, "Position of an open gripper; as the closed one's: not set.", unit="m or rad")
-    closed_value: float = parameter(0.0, "Position of a closed gripper.", unit="m or rad")
+    open_value: float = parameter(0.0, "Position of the open gripper; same as closed: not set.", unit="m or rad")
+    closed_value: float = parameter(0.0, "Position of the closed gripper.", unit="m or rad")
 
     def __post_init__(self) -> None:
         check(self)
 
     def require(self) -> None:
-        """Raises UserError with what is missing."""
+        """Raises UserError for missing settings."""
         if self.output == GripperOutput.TRAJECTORY.value and not self.joint:
             raise UserError("gripper.output: trajectory needs gripper.joint: the name of the gripper's joint")
         if self.output != GripperOutput.NONE.value and self.open_value == self.closed_value:
@@ -51,29 +51,29 @@ class GripperLimits:
 
 @dataclass(frozen=True)
 class GripperSettings(GripperLimits):
-    """What the driver tells a gripper, and when it opens and closes."""
+    """The driver's gripper commands, and its thresholds for opening and closing."""
 
     open_value: float = parameter(
-        0.04, "The robot's value of an open gripper: metres of a finger, or radians of a joint.", unit="m or rad"
+        0.04, "The robot's value for an open gripper: metres of a finger, or radians of a joint.", unit="m or rad"
     )
     threshold: float = parameter(
-        0.5, "The gripper opens above this share of openness, and closes below it.", minimum=0.0, maximum=1.0
+        0.5, "The gripper opens above this openness and closes below it; 0: closed, 1: open.", minimum=0.0, maximum=1.0
     )
     hysteresis: float = parameter(
-        0.1, "Half the width of the band around the threshold in which the gripper stays.", minimum=0.0, maximum=0.5
+        0.1, "Half the width of the band around the threshold in which the state is kept.", minimum=0.0, maximum=0.5
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.threshold - self.hysteresis <= self.threshold + self.hysteresis < 1:
             raise UserError(
-                f"gripper.threshold {self.threshold:g} with gripper.hysteresis {self.hysteresis:g} leaves no openness "
-                "at which the gripper would open, or none at which it would close; both must fit between 0 and 1"
+                f"gripper.threshold {self.threshold:g} with gripper.hysteresis {self.hysteresis:g} never opens or "
+                "never closes the gripper; threshold ± hysteresis must lie between 0 and 1"
             )
 
 
 class Gripper:
-    """Open or closed, as the actions say; it begins without a command."""
+    """Open or closed according to actions; starts without a command."""
 
     def __init__(self, settings: GripperSettings) -> None:
         self._settings = settings
@@ -81,17 +81,17 @@ class Gripper:
 
     @property
     def position(self) -> float | None:
-        """What to command, in the robot's unit; None: nothing yet."""
+        """Position to command, in the robot's unit; None: nothing yet."""
         if self._opened is None:
             return None
         return self._settings.open_value if self._opened else self._settings.closed_value
 
     def reset(self) -> None:
-        """Forgets the last command: none is given until an action says so."""
+        """Drops the last command; there is none until the next action."""
         self._opened = None
 
     def take(self, value: float, sign: GripperSign) -> None:
-        """An action's gripper number, in [0, 1] by the training data."""
+        """Takes an action's gripper value, in [0, 1] in the training data."""
         if sign is GripperSign.NONE:
             return
         openness = value if sign is GripperSign.OPEN_HIGH else 1.0 - value

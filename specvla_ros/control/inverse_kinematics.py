@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint positions that take a tool to a pose, within the joints' limits, by `mink` on the robot's model."""
+"""Inverse kinematics: joint positions for a tool pose, within the joints' limits, by `mink` on the robot's model."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,19 +13,19 @@ from specvla_ros.errors import missing_package
 if TYPE_CHECKING:  # the guard has no ruckig
     from specvla_ros.control.bounded_motion import Target
 
-# A joint_trajectory_controller begins each new trajectory at the measured joints: a point of the present would stay
-# behind for ever. So a point lies this far ahead, where the joints get at their present speeds.
+# A joint_trajectory_controller starts each new trajectory at the measured joints: a point for the current time would
+# always lag. So points lie this far ahead, extrapolated with the current joint speeds.
 TRAJECTORY_AHEAD_S = 0.06
 _SOLVER = "daqp"
-_POSTURE_COST = 1e-3  # against 1 for the tool: what the pose leaves free stays near the posture at the start
+_POSTURE_COST = 1e-3  # against 1 for the tool: redundant joints stay near the initial posture
 _DAMPING = 1e-3
-_GAIN = 6.0  # 1/s, with which bounded joints catch up, as a tool that is sent velocities
+_GAIN = 6.0  # 1/s, error correction of acceleration-limited joints, as for tool velocities
 _MAX_LAG_M = 0.05
 _MAX_LAG_RAD = 0.3
 
 
 class JointSolver(ToolKinematics):
-    """Follows tool poses with joint positions, one control step at a time; `period_s`: between two that are in time."""
+    """Follows tool poses with joint positions, one control step at a time; `period_s`: nominal time between two."""
 
     def __init__(self, robot: JointModel, period_s: float) -> None:
         try:
@@ -37,10 +37,10 @@ class JointSolver(ToolKinematics):
         model = robot.model
         self._configuration = mink.Configuration(model)
         self._tool = mink.FrameTask(robot.tool, robot.tool_kind, 1.0, 1.0, lm_damping=_DAMPING)
-        # What goes back to the posture in one step swings about it, once joints cannot brake in one.
+        # Returning to the posture in one step oscillates about it if the joints cannot brake in one step.
         share = 1.0 if robot.max_acceleration is None else _GAIN * period_s
         self._posture = mink.PostureTask(model, _POSTURE_COST, gain=share)
-        # What is no joint of the arm stands still: mink's limits take a speed of zero as an equality.
+        # Joints outside the arm stand still; mink's limits take a speed of zero as an equality.
         free = [dof for dof in range(model.nv) if dof not in set(self._dofs.tolist())]
         self._still = mink.DofFreezingTask(model, free) if free else None
         speeds = {name: np.array([speed]) for name, speed in zip(robot.in_model, robot.max_speed, strict=True)}
@@ -49,10 +49,10 @@ class JointSolver(ToolKinematics):
         if robot.max_acceleration is not None:
             self._reach = _Reach(robot, self.ranges, self._addresses, self._dofs)
             self._limits = [self._reach]
-        self.positions = self._configuration.q[self._addresses].copy()  # float64 [n], where the joints were sent last
+        self.positions = self._configuration.q[self._addresses].copy()  # float64 [n], last commanded positions
 
     def start(self, positions: Mapping[str, float]) -> None:
-        """Begins at measured joint positions; raises UserError where one is missing or out of the joint's range."""
+        """Starts at measured joint positions; raises UserError if one is missing or outside the joint's range."""
         q, self.positions = self._configuration.q.copy(), self._in_range(positions)
         q[self._addresses] = self.positions
         self._configuration.update(q)
@@ -63,11 +63,11 @@ class JointSolver(ToolKinematics):
     def follow(self, target: "Target") -> tuple[np.ndarray, np.ndarray]:
         """Positions and velocities of the joints, float64 [n] each, one control step towards a target's pose.
 
-        The step takes as long as the target's motion did, whatever the loop's period: in a late loop the target has
-        gone further, and a velocity over one period would be too high. The pose is in the model's world frame.
+        The step takes as long as the target's motion, not the loop's period: in a late loop the target has moved
+        further, and a velocity over one period would be too high. The pose is in the model's world frame.
 
         Raises:
-            UnreachableError: it is out of reach, or faster than the joints may go.
+            UnreachableError: the pose is out of reach, or moves faster than the joints may.
         """
         import mink
 
@@ -100,15 +100,15 @@ class JointSolver(ToolKinematics):
         return self.positions, velocities
 
     def _aim(self, target: "Target", passed_s: float) -> Pose:
-        """Where the tool is to be after a step. What is missing is not made up for at once: joints could not brake."""
+        """The tool's pose after a step. Errors are corrected gradually: otherwise the joints could not brake."""
         here, goes = self.pose_at(self.positions), target.velocity * passed_s
         return here.displaced(goes + _GAIN * passed_s * (here.way_to(target.pose) - goes))
 
 
 class _Reach:
-    """Velocities that joints can have next, for mink: within speed, acceleration, jerk, and what brakes before an end.
+    """Velocity limits of the next step, for mink: from speed, acceleration, jerk, and braking before a range's end.
 
-    Limits of speed alone let a velocity jump where a joint reaches its own: by 200 rad/s² for a Panda held to 1 rad/s.
+    Speed limits alone let the velocity jump when a joint reaches its own: by 200 rad/s² for a Panda held to 1 rad/s.
     """
 
     def __init__(self, robot: JointModel, ranges: np.ndarray, addresses: np.ndarray, dofs: np.ndarray) -> None:
@@ -126,7 +126,7 @@ class _Reach:
         self._accelerating, self._velocity = (velocity - self._velocity) / passed_s, velocity
 
     def compute_qp_inequalities(self, configuration: Any, dt: float) -> Any:
-        """As of `mink.Limit`: bounds of the joints' ways within a step."""
+        """Bounds of the joints' displacements within a step; see `mink.Limit`."""
         import mink
 
         at = configuration.q[self._addresses]
@@ -135,11 +135,11 @@ class _Reach:
         return mink.Constraint(G=self._sides, h=np.concatenate([np.maximum(most, least), -least]) * dt)
 
     def _fastest(self, velocity: np.ndarray, acceleration: np.ndarray, room: np.ndarray, dt: float) -> np.ndarray:
-        """Forwards, float64 [n]; `room`: to where the range ends."""
+        """Maximum forward velocity, float64 [n]; `room`: distance to the range's end."""
         jerk, limit = self._jerk, self._acceleration
         gap = np.maximum(self._speed - velocity, 0.0)
-        room = np.maximum(room - np.maximum(velocity, 0.0) * limit / jerk, 0.0)  # once braking has begun
-        # What accelerates now must be able to let go of it before the speed is reached, from the next step on.
+        room = np.maximum(room - np.maximum(velocity, 0.0) * limit / jerk, 0.0)  # left once braking is in full effect
+        # From the next step, the acceleration must be able to fall to zero before the speed limit is reached.
         lets_go = jerk * (np.sqrt((1.5 * dt) ** 2 + 2 * gap / jerk) - 1.5 * dt)
         rises = np.minimum(np.minimum(limit, acceleration + jerk * dt), lets_go)
         ends = np.minimum(np.sqrt(limit * room), room / dt)
@@ -148,7 +148,7 @@ class _Reach:
 
 
 def trajectory_point(positions: np.ndarray, velocities: np.ndarray) -> np.ndarray:
-    """Where joints get to within TRAJECTORY_AHEAD_S; float64 [n] each, the joints' present targets."""
+    """Positions in TRAJECTORY_AHEAD_S, extrapolated from the joints' current targets, float64 [n] each."""
     ahead: np.ndarray = positions + TRAJECTORY_AHEAD_S * velocities
     return ahead
 

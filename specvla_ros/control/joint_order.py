@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out whether joints are commanded in the controller's order: each moves a little and back, and no other.
+"""Tests whether joints are commanded in the controller's order: moves one joint at a time a little and back.
 
 An array of positions has no names. In a wrong order its first message already sends joints to each other's positions,
-so the trial begins by asking for no motion at all, and ends at the first joint that moves unasked.
+so the trial first commands no motion, and ends at the first joint that moves without a command.
 """
 
 from collections import deque
@@ -14,26 +14,26 @@ from ruckig import InputParameter, Ruckig, Trajectory
 from specvla_ros.errors import UserError
 
 WAY = 0.02  # rad or m that each joint moves, and back
-_ANSWER, _UNASKED = 0.5 * WAY, 0.25 * WAY  # by which the right joint moves at least, and any other at most
-_SPEED, _SPEED_SHARE = 0.05, 0.2  # rad/s or m/s at most, and of the joint's largest
+_ANSWER, _UNASKED = 0.5 * WAY, 0.25 * WAY  # min motion of the commanded joint, max of any other
+_SPEED, _SPEED_SHARE = 0.05, 0.2  # rad/s or m/s, and fraction of the joint's maximum
 _ACCELERATION, _JERK = 0.5, 20.0
-_STILL_S, _PATIENCE_S = 0.2, 1.0  # that are waited at the end of each way: if the joint has answered, and if not
-_MAX_PASSED_S = 0.05  # in one control step: a late loop does not leap
+_STILL_S, _PATIENCE_S = 0.2, 1.0  # wait after each move: if the joint has moved, and if not
+_MAX_PASSED_S = 0.05  # per control step, so that a late loop causes no jump
 
 
 def choose_ways(
     names: Sequence[str], start: np.ndarray, ranges: np.ndarray, allowed: Callable[[np.ndarray], bool]
 ) -> np.ndarray:
-    """Which way each joint is moved, float64 [n]: forwards where that stays in its range and is allowed, or back.
+    """Displacement of each joint, float64 [n]: forward if in range and allowed, else backward.
 
     Args:
-        names: of the joints.
-        start: float64 [n], where they are.
+        names: joint names.
+        start: float64 [n], current positions.
         ranges: float64 [n, 2].
-        allowed: whether the arm may be at these positions, float64 [n].
+        allowed: returns whether the arm may be at these positions, float64 [n].
 
     Raises:
-        UserError: a joint can go neither way.
+        UserError: a joint can move in neither direction.
     """
     ways = np.zeros(len(names))
     for index, (name, (low, high)) in enumerate(zip(names, ranges, strict=True)):
@@ -44,14 +44,14 @@ def choose_ways(
                 ways[index] = way
         if not ways[index]:
             raise UserError(
-                f"to find out the joints' order '{name}' would be moved by {WAY:g}, which leaves its range or the "
-                "workspace either way; bring the arm further inside by other means, or set joints.controller"
+                f"the joint order trial would move '{name}' by {WAY:g}, which leaves its range or the workspace in "
+                "both directions; move the arm further inside by other means, or set joints.controller"
             )
     return ways
 
 
 class _Creep:
-    """A jerk-limited motion of one number, from 0."""
+    """Jerk-limited motion of one value, starting at 0."""
 
     def __init__(self) -> None:
         self._ruckig, self._input = Ruckig(1), InputParameter(1)
@@ -79,9 +79,9 @@ class JointOrderTrial:
     """One trial; `step` is called at the control rate until it is `done`.
 
     Args:
-        names: of the joints, in the order of the commands.
-        start: float64 [n], where they were sent last.
-        ways: float64 [n], of `choose_ways`.
+        names: joint names, in the order of the commands.
+        start: float64 [n], last commanded positions.
+        ways: float64 [n], from `choose_ways`.
         max_speed: float64 [n].
     """
 
@@ -89,15 +89,15 @@ class JointOrderTrial:
         self._names, self._start = names, start
         self._speeds = np.minimum(_SPEED, _SPEED_SHARE * max_speed)
         turns = [(joint, change) for joint, way in enumerate(ways) for change in (way, -way)]
-        self._turns = deque([(0, 0.0), *turns])  # which joint is moved, and how far: at first none
+        self._turns = deque([(0, 0.0), *turns])  # joint and displacement of each turn; the first has none
         self._creep, self._goal = _Creep(), 0.0
-        self._from: np.ndarray | None = None  # float64 [n], as measured when this turn began
+        self._from: np.ndarray | None = None  # float64 [n], as measured at the start of this turn
         self._passed_s, self._stepped_s = 0.0, 0.0
-        self.problem = ""  # what is wrong, in words; empty: nothing so far
+        self.problem = ""  # what failed, in words; empty: nothing so far
         self.done = False
 
     def step(self, measured: np.ndarray, now_s: float) -> np.ndarray:
-        """Where to send the joints, float64 [n]; `measured`: where they are; `now_s`: steady."""
+        """Joint positions to send, float64 [n]; `measured`: current ones; `now_s`: steady time."""
         if self._from is None:
             self._from, self._stepped_s = measured, now_s
             self._creep.go(0.0, self._speeds[0], 0.0)
@@ -119,12 +119,12 @@ class JointOrderTrial:
         if unasked.any():
             ways = zip(self._names, moved, unasked, strict=True)
             others = ", ".join(f"'{name}' by {way:.3f}" for name, way, wrong in ways if wrong)
-            sent = f"'{self._names[joint]}' was sent on by {change:g}" if change else "each was sent to where it is"
-            self._fail(f"{sent}, and what moved is {others}")
+            sent = f"'{self._names[joint]}' was commanded to move by {change:g}" if change else "no joint was commanded"
+            self._fail(f"{sent}, but these moved: {others}")
         elif rested_s >= _STILL_S and (not change or moved[joint] * np.sign(change) >= _ANSWER):
             self._next(measured)
         elif rested_s >= _PATIENCE_S:
-            self._fail(f"'{self._names[joint]}' was sent on by {change:g} and moved by {moved[joint]:.3f}")
+            self._fail(f"'{self._names[joint]}' was commanded to move by {change:g} but moved by {moved[joint]:.3f}")
 
     def _next(self, measured: np.ndarray) -> None:
         if len(self._turns) == 1:
@@ -138,7 +138,7 @@ class JointOrderTrial:
 
     def _fail(self, what: str) -> None:
         self.problem = (
-            f"{what}: joints.names is not in the controller's order, or a joint does not obey; it is "
-            f"{', '.join(self._names)}; mend it, then configure the driver again"
+            f"{what}: joints.names is not in the controller's order, or a joint does not follow; it is "
+            f"{', '.join(self._names)}; correct it, then configure the driver again"
         )
         self._creep.go(0.0, self._speeds.min(), self._passed_s)

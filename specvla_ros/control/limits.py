@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of a tool's motion and of joints, and where the tool is measured: what driver and guard are both told."""
+"""Limits of tool and joint motion, and the source of the measured tool pose; shared by driver and guard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") fo
 _NO_CORNER = (0.0, 0.0, 0.0)
 _NO_NUMBERS = (0.0,)
 NO_NAMES = ("",)
-_RAMP_S = 0.04  # to a joint's largest acceleration, where its jerk is not given; a tool's limits take as long
+_RAMP_S = 0.04  # to a joint's max acceleration if its jerk is not given; as long as with a tool's limits
 
 
 def _largest(what: str, unit: str, maximum: float) -> float:
-    size: float = parameter(0.0, f"Largest {what}; 0: not set.", unit=unit, minimum=0.0, maximum=maximum, basic=True)
+    size: float = parameter(0.0, f"Maximum {what}; 0: not set.", unit=unit, minimum=0.0, maximum=maximum, basic=True)
     return size
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the tool's motion in the base frame. None has a default: a bound that nobody chose protects nobody."""
+    """Limits of the tool's motion in the base frame. None has a default: the user must choose each one."""
 
     ROS_PREFIX = "limits."
 
@@ -35,10 +35,10 @@ class Limits:
     linear_jerk: float = _largest("jerk of the tool", "m/s³", 10_000.0)
     angular_jerk: float = _largest("jerk of the tool's rotation", "rad/s³", 30_000.0)
     workspace_min: tuple[float, ...] = parameter(
-        _NO_CORNER, "Smallest x y z of the tool in the base frame; both corners zero: not set.", unit="m", basic=True
+        _NO_CORNER, "Minimum x y z of the tool in the base frame; both corners zero: not set.", unit="m", basic=True
     )
     workspace_max: tuple[float, ...] = parameter(
-        _NO_CORNER, "Largest x y z of the tool in the base frame.", unit="m", basic=True
+        _NO_CORNER, "Maximum x y z of the tool in the base frame.", unit="m", basic=True
     )
 
     def __post_init__(self) -> None:
@@ -60,29 +60,29 @@ class Limits:
 
     @property
     def stop_s(self) -> float:
-        """Longest time in seconds that a stop from full speed takes within these limits; translation or rotation."""
+        """Maximum time in seconds to stop from full speed within these limits, over translation and rotation."""
         return max(
             _stop_s(self.linear_speed, self.linear_acceleration, self.linear_jerk),
             _stop_s(self.angular_speed, self.angular_acceleration, self.angular_jerk),
         )
 
     def require(self, what_for: str) -> None:
-        """Raises UserError with the names of the limits that are missing; `what_for`: such as "output: twist"."""
+        """Raises UserError with the names of missing limits; `what_for`: what needs them, such as "output: twist"."""
         if self.missing:
             raise UserError(f"{what_for} needs limits, which have no defaults; set {', '.join(self.missing)}")
 
     def clamped(self, pose: Pose) -> Pose:
-        """The nearest pose within the workspace; the rotation stays."""
+        """The nearest pose within the workspace, with the same rotation."""
         return Pose(np.clip(pose.position, self.workspace_min, self.workspace_max), pose.rotation)
 
     def outside_m(self, position: np.ndarray) -> float:
-        """How far out of the workspace a position, float64 [3], is along its worst axis; 0 inside, infinite for NaN."""
+        """Distance of a position, float64 [3], outside the workspace on its worst axis; 0 inside, infinite for NaN."""
         low, high = np.array(self.workspace_min) - position, position - np.array(self.workspace_max)
         worst = float(np.max([low, high]))
         return np.inf if np.isnan(worst) else max(0.0, worst)
 
     def widened(self, here: np.ndarray, edge_m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-        """The workspace's corners, float64 [3] each, widened to the tool: it may come back, and not get further."""
+        """The workspace's corners, float64 [3] each, widened to the tool: it may move back, but not further out."""
         low, high = np.array(self.workspace_min) - edge_m, np.array(self.workspace_max) + edge_m
         return np.minimum(low, here), np.maximum(high, here)
 
@@ -92,11 +92,11 @@ class Limits:
 
 
 def _stop_s(speed: float, acceleration: float, jerk: float) -> float:
-    """From full speed, in the middle of full acceleration, along one axis of a plan (see bounded_motion)."""
+    """Time to stop from full speed during full acceleration, along one axis of a plan (see bounded_motion)."""
     if not (speed and acceleration and jerk):
         return 0.0
     ramp_s = acceleration / jerk
-    # The acceleration is taken back first; then a trapezoid, or a triangle where the speed is too small for one.
+    # The acceleration falls to zero first; then a trapezoid, or a triangle if the speed is too small for one.
     braking_s = speed / acceleration + ramp_s if speed * jerk > acceleration**2 else 2 * (speed / jerk) ** 0.5
     return ramp_s + braking_s
 
@@ -110,28 +110,28 @@ class Joints:
     names: tuple[str, ...] = parameter(NO_NAMES, "Names of the arm's joints, in the order of the commands.")
     model: str = parameter("", "The robot's MJCF or URDF file, whose world frame is base_frame; for joint outputs.")
     model_names: tuple[str, ...] = parameter(
-        NO_NAMES, "Names of the same joints in the model, where they differ; empty: joints.names."
+        NO_NAMES, "Names of the same joints in the model, if they differ; empty: joints.names."
     )
     tool: str = parameter("", "Name of the tool's site or body in the model: the point whose pose is measured.")
     position_min: tuple[float, ...] = parameter(
-        _NO_NUMBERS, "Smallest position of every joint; neither end given: the model's ranges.", unit="rad or m"
+        _NO_NUMBERS, "Minimum position of each joint; neither end given: the model's ranges.", unit="rad or m"
     )
-    position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest position of each joint.", unit="rad or m")
+    position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Maximum position of each joint.", unit="rad or m")
     max_speed: tuple[float, ...] = parameter(
         _NO_NUMBERS,
-        "Largest speed of each joint, or one for all of them; 0: that of the URDF's <limit velocity>.",
+        "Maximum speed of each joint, or one value for all; 0: the URDF's <limit velocity>.",
         unit="rad/s or m/s",
         minimum=0.0,
     )
     max_acceleration: tuple[float, ...] = parameter(
         _NO_NUMBERS,
-        "Largest acceleration of each joint, or one for all of them; 0: not set, and the driver then bounds none.",
+        "Maximum acceleration of each joint, or one value for all; 0: not set, and the driver then has no limit.",
         unit="rad/s² or m/s²",
         minimum=0.0,
     )
     max_jerk: tuple[float, ...] = parameter(
         _NO_NUMBERS,
-        "Largest jerk of each joint, or one for all of them, of the driver; 0: it reaches max_acceleration in 0.04 s.",
+        "Maximum jerk of each joint in the driver, or one value for all; 0: reaches max_acceleration in 0.04 s.",
         unit="rad/s³ or m/s³",
         minimum=0.0,
     )
@@ -154,18 +154,18 @@ class Joints:
         return self.position_min != _NO_NUMBERS or self.position_max != _NO_NUMBERS
 
     def require_positions(self, what_for: str) -> None:
-        """Raises UserError where the positions are missing or do not fit."""
+        """Raises UserError if the positions are missing or invalid."""
         self._require_one_each(what_for, ("position_min", "position_max"))
         wrong = np.array(self.position_min) >= np.array(self.position_max)
         if wrong.any():
             names = ", ".join(np.array(self.names)[wrong])
             raise UserError(
-                f"joints.position_min must be smaller than joints.position_max for every joint, and is not for {names}"
-                "; where neither is given the ranges of joints.model are taken"
+                f"joints.position_min must be smaller than joints.position_max for every joint, but is not for {names}"
+                "; if neither is given, the ranges of joints.model are used"
             )
 
     def require_bounds(self, what_for: str) -> None:
-        """Raises UserError where accelerations or jerks that are given are not one for each joint, or one for all."""
+        """Raises UserError if given accelerations or jerks are neither one per joint nor one for all."""
         self._require_one_each(what_for, ("max_acceleration", "max_jerk"), one_for_all=True)
         if any(self.max_acceleration) and min(self.max_acceleration) <= 0:
             raise UserError("joints.max_acceleration must be larger than 0 for every joint, or 0 for all")
@@ -176,7 +176,7 @@ class Joints:
             given = len(getattr(self, name))
             if given != count and not (one_for_all and given == 1):
                 words = f"{count} numbers, one for each of joints.names" + (", or one for all" if one_for_all else "")
-                instead = "" if one_for_all else "; or set joints.model to an MJCF or URDF, whose ranges are then taken"
+                instead = "" if one_for_all else "; or set joints.model to an MJCF or URDF, whose ranges are then used"
                 raise UserError(f"{what_for} needs joints.{name}: {words}; got {given}{instead}")
 
     @property
@@ -195,10 +195,10 @@ class Joints:
 
 @dataclass(frozen=True)
 class JointLimits(Joints):
-    """What the guard holds joints to; required where joints are commanded."""
+    """Joint limits that the guard enforces; required if joints are commanded."""
 
     def require(self, what_for: str) -> None:
-        """Raises UserError with what is missing or does not fit."""
+        """Raises UserError for missing or invalid settings."""
         count = len(self.names)
         if not all(self.names) or len(set(self.names)) != count:
             raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
@@ -207,19 +207,19 @@ class JointLimits(Joints):
         if min(self.max_speed) <= 0 or min(self.max_acceleration) <= 0:
             raise UserError(
                 f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults; a URDF in "
-                "joints.model with <limit velocity> for every joint gives the first"
+                "joints.model with <limit velocity> for every joint gives the speeds"
             )
 
 
 @dataclass(frozen=True)
 class ToolSource:
-    """Where the tool's measured pose comes from."""
+    """Source of the tool's measured pose."""
 
     ROS_PREFIX = "tool_"
 
     pose_source: str = parameter(
         "topic",
-        "Where the tool's measured pose comes from: the topic tool_pose, tf, or joint_states by forward kinematics.",
+        "Source of the tool's measured pose: the topic tool_pose, tf, or joint_states by forward kinematics.",
         choices=("topic", "tf", "joint_states"),
         basic=True,
     )
@@ -233,7 +233,7 @@ class ToolSource:
         return self.pose_source == "joint_states"
 
     def require(self, joints: Joints) -> None:
-        """Raises UserError where it needs kinematics and there are none."""
+        """Raises UserError if it needs kinematics that are not set."""
         if self.from_joints and not (joints.model and joints.tool):
             raise UserError(
                 "tool_pose_source: joint_states needs the robot's kinematics; set joints.model, joints.names and "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poses of a tool, rotations between them, and the poses of the last seconds."""
+"""Tool poses, rotation conversions, and a history of recent poses."""
 
 import math
 from bisect import bisect_right
@@ -22,20 +22,20 @@ class Pose:
     rotation: np.ndarray  # float64 [3, 3]
 
     def displaced(self, displacement: np.ndarray) -> "Pose":
-        """The goal of a displacement, float64 [6]: translation in metres, rotation vector in radians, base frame."""
+        """The pose after a displacement, float64 [6]: translation in metres, rotation vector in radians, base frame."""
         return Pose(self.position + displacement[:3], rotation_matrix(displacement[3:6]) @ self.rotation)
 
     def way_to(self, other: "Pose") -> np.ndarray:
-        """The displacement that ends at another pose, float64 [6]; see `displaced`."""
+        """The displacement to another pose, float64 [6]; see `displaced`."""
         return np.concatenate([other.position - self.position, rotation_vector(other.rotation @ self.rotation.T)])
 
     def distance(self, other: "Pose") -> tuple[float, float]:
-        """Metres and radians between two poses."""
+        """Distance to another pose, in metres and radians."""
         way = self.way_to(other)
         return float(np.linalg.norm(way[:3])), float(np.linalg.norm(way[3:]))
 
     def toward(self, other: "Pose", share: float) -> "Pose":
-        """The pose on the straight way, and the shortest turn, to another; share 0 is this one, 1 the other."""
+        """Interpolates to another pose, linearly and by the shortest rotation; share 0 is this pose, 1 the other."""
         return self.displaced(share * self.way_to(other))
 
 
@@ -62,7 +62,7 @@ def rpy_matrix(rpy: np.ndarray) -> np.ndarray:
 
 
 def quaternion_matrix(w: float, x: float, y: float, z: float) -> np.ndarray:
-    """A quaternion to a rotation matrix [3, 3]; raises ValueError if its length is not 1, by more than 1 %."""
+    """A quaternion to a rotation matrix [3, 3]; raises ValueError if its length is off 1 by more than 1 %."""
     size = math.sqrt(w * w + x * x + y * y + z * z)
     if not abs(size - 1) <= _UNIT_TOLERANCE:
         raise ValueError(f"the quaternion w x y z {w:g} {x:g} {y:g} {z:g} is not of unit length")
@@ -105,15 +105,15 @@ def quaternion(matrix: np.ndarray) -> Quaternion:
 
 
 class PoseUnknownError(LookupError):
-    """The tool's pose at that time is not known."""
+    """The tool's pose at that time is unknown."""
 
 
 class PoseHistory:
-    """Measured poses by their stamps, interpolated in between: an action counts from where the tool was in its image.
+    """Poses by stamp, interpolated in between: an action counts from the tool's pose in its image.
 
     Args:
-        kept_s: how far back it reaches.
-        gap_s: two poses further apart than this say nothing about the time between them.
+        kept_s: length of the history.
+        gap_s: two poses further apart in time than this are not interpolated.
     """
 
     def __init__(self, kept_s: float = 2.0, gap_s: float = 0.25) -> None:
@@ -122,15 +122,15 @@ class PoseHistory:
 
     @property
     def newest(self) -> tuple[float, Pose] | None:
-        """Stamp in seconds and pose; None: there is none yet."""
+        """Stamp in seconds and pose of the newest entry; None if empty."""
         return self._poses[-1] if self._poses else None
 
     def clear(self) -> None:
-        """Forgets all, as after a jump of the clock."""
+        """Drops all poses, as after a clock jump."""
         self._poses.clear()
 
     def add(self, stamp_s: float, pose: Pose) -> bool:
-        """Takes a pose; False: it is no newer than the last one, and is left out."""
+        """Adds a pose; returns False and ignores it if it is not newer than the last one."""
         if self._poses and stamp_s <= self._poses[-1][0]:
             return False
         self._poses.append((stamp_s, pose))
@@ -139,12 +139,12 @@ class PoseHistory:
         return True
 
     def at(self, stamp_s: float) -> Pose:
-        """The pose at a time, or PoseUnknownError; that of the newest one holds for as long as a gap may be."""
+        """The pose at a time, or PoseUnknownError; the newest pose stays valid for `gap_s`."""
         if not self._poses:
             raise PoseUnknownError("no tool pose has been measured yet")
         first_s, last_s = self._poses[0][0], self._poses[-1][0]
         if stamp_s < first_s:
-            raise PoseUnknownError(f"the tool's poses are known from {first_s - stamp_s:.3f} s later on")
+            raise PoseUnknownError(f"the oldest known tool pose is {first_s - stamp_s:.3f} s newer")
         if stamp_s >= last_s:
             if stamp_s - last_s > self._gap_s:
                 raise PoseUnknownError(f"the newest tool pose is {stamp_s - last_s:.3f} s older")
@@ -152,5 +152,5 @@ class PoseHistory:
         after = bisect_right(self._poses, stamp_s, key=lambda each: each[0])
         (earlier_s, earlier), (later_s, later) = self._poses[after - 1], self._poses[after]
         if later_s - earlier_s > self._gap_s:
-            raise PoseUnknownError(f"no tool pose was measured for {later_s - earlier_s:.3f} s around it")
+            raise PoseUnknownError(f"no tool pose was measured for {later_s - earlier_s:.3f} s around that time")
         return earlier.toward(later, (stamp_s - earlier_s) / (later_s - earlier_s))

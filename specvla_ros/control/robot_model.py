@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A robot's model file, MJCF or URDF, as kinematics: joints, their ranges and frames, and where they take the tool."""
+"""Kinematics from a robot's MJCF or URDF file: joints, their ranges and frames, and the tool's pose."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from specvla_ros.control.limits import NO_NAMES, Joints
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError, missing_package
 
-if TYPE_CHECKING:  # a robot that takes poses or twists, and tells its tool's, has no MuJoCo
+if TYPE_CHECKING:  # a robot that takes poses or twists and reports its tool's needs no MuJoCo
     import mujoco
 
 _SAME_POINT_M, _SAME_POINT_RAD = 0.005, 0.03
-_ENDLESS_RAD = 1e3  # the range of a joint that turns without end, for who needs a number
-_KEPT = ("parent", "child", "origin", "axis", "limit")  # of a URDF's joint
+_ENDLESS_RAD = 1e3  # finite range of a continuous joint, for code that needs a number
+_KEPT = ("parent", "child", "origin", "axis", "limit")  # elements of a URDF's joint
 _FRAMES = {"fusestatic": "false", "discardvisual": "true"}  # MuJoCo would fuse a fixed tool0 with its parent
 _INERTIA = '<inertial><mass value="1"/><inertia ixx="1" iyy="1" izz="1" ixy="0" ixz="0" iyz="0"/></inertial>'
 
@@ -28,41 +28,40 @@ AnyJoints = TypeVar("AnyJoints", bound=Joints)
 
 @dataclass(frozen=True)
 class RobotModel:
-    """A robot's kinematics, and what MuJoCo does not keep of a URDF; joints by their names in the file."""
+    """A robot's kinematics, and URDF data that MuJoCo drops; joints have their names from the file."""
 
     path: Path
     model: "mujoco.MjModel"
-    max_speed: Mapping[str, float] = field(default_factory=dict)  # rad/s or m/s, of <limit velocity>
-    endless: frozenset[str] = frozenset()  # joints that turn without end
+    max_speed: Mapping[str, float] = field(default_factory=dict)  # rad/s or m/s, from <limit velocity>
+    endless: frozenset[str] = frozenset()  # continuous joints
 
     def require(self, joints: Sequence[str]) -> None:
-        """Raises UserError for a joint that the file does not have, with those that it has."""
+        """Raises UserError for a joint that the file lacks, with the joints that it has."""
         known = [self.model.joint(index).name for index in range(self.model.njnt)]
         for joint in joints:
             if joint not in known:
                 raise UserError(
-                    f"{self.path} has no joint '{joint}'; it has: {', '.join(known) or 'none'}; joints.model_names "
-                    "says how the model calls each of joints.names"
+                    f"{self.path} has no joint '{joint}'; it has: {', '.join(known) or 'none'}; set "
+                    "joints.model_names to the model's names of joints.names"
                 )
 
     def ranges(self, joints: Sequence[str]) -> np.ndarray:
-        """float64 [n, 2], joints' smallest and largest positions; raises UserError for one without a range."""
+        """Min and max positions of joints, float64 [n, 2]; raises UserError for a joint without a range."""
         self.require(joints)
         found = [self.model.joint(name) for name in joints]
         lacking = [each.name for each in found if not each.limited[0] and each.name not in self.endless]
         if lacking:
             names = ", ".join(f"'{name}'" for name in lacking)
             raise UserError(
-                f"joint {names} of {self.path} has no range; give joints.position_min and joints.position_max, a "
-                "number for every joint: of one that turns without end how far joint_states may count, such as -6.28 "
-                "and 6.28"
+                f"joint {names} of {self.path} has no range; give joints.position_min and joints.position_max, one "
+                "number per joint; for a continuous joint the range of its joint_states values, such as -6.28 and 6.28"
             )
         ranges = [each.range if each.limited[0] else (-_ENDLESS_RAD, _ENDLESS_RAD) for each in found]
         return np.array(ranges, dtype=np.float64)
 
 
 def load_robot_model(path: Path) -> RobotModel:
-    """Reads a robot's MJCF or URDF; of a URDF the kinematics alone, so that its meshes need not be there.
+    """Loads a robot's MJCF or URDF. Only the kinematics of a URDF are read, so its meshes may be missing.
 
     Raises:
         UserError: the file cannot be read, is xacro, or has several roots.
@@ -80,8 +79,8 @@ def load_robot_model(path: Path) -> RobotModel:
         model = mujoco.MjModel.from_xml_string(kinematics)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"robot model {path} cannot be read by MuJoCo {mujoco.__version__}: {error}; an MJCF needs its meshes "
-            "where it names them, a URDF none"
+            f"robot model {path} cannot be read by MuJoCo {mujoco.__version__}: {error}; an MJCF needs its mesh "
+            "files, a URDF does not"
         ) from None
     joints = tree.findall("joint")
     speeds = {joint.get("name", ""): _velocity(joint) for joint in joints}
@@ -94,7 +93,7 @@ def load_robot_model(path: Path) -> RobotModel:
 
 
 def _parsed(path: Path, text: bytes) -> ElementTree.Element | None:
-    """The file's tree; None: it is no XML, of which MuJoCo knows more to say."""
+    """The file's XML tree; None if it is not XML, which MuJoCo reports in more detail."""
     try:
         tree = ElementTree.fromstring(text)
     except ElementTree.ParseError:
@@ -102,19 +101,19 @@ def _parsed(path: Path, text: bytes) -> ElementTree.Element | None:
     is_xacro = b"<xacro:" in text if tree is None else any("xacro}" in str(each.tag) for each in tree.iter())
     if is_xacro or path.suffix == ".xacro":
         urdf = f"{path.name.partition('.')[0]}{'' if path.suffix == '.xacro' else '_plain'}.urdf"
-        raise UserError(f"robot model {path} is xacro: run `ros2 run xacro xacro {path} > {urdf}` and name that file")
+        raise UserError(f"robot model {path} is xacro: run `ros2 run xacro xacro {path} > {urdf}` and use that file")
     return tree
 
 
 def _kinematics(path: Path, urdf: ElementTree.Element) -> ElementTree.Element:
-    """Links and joints alone; each link gets an inertia, which MuJoCo wants and kinematics do without."""
+    """Links and joints only; each link gets a dummy inertia, which MuJoCo requires."""
     links, joints = urdf.findall("link"), [each for each in urdf.findall("joint") if each.find("child") is not None]
     parents = Counter(joint.find("child").get("link") for joint in joints)  # type: ignore[union-attr]
     roots = [str(link.get("name")) for link in links if link.get("name") not in parents]
     if len(roots) != 1:
         raise UserError(
-            f"robot model {path} has {len(roots)} roots ({', '.join(roots) or 'its joints form a loop'}), and a robot "
-            "has one; join them with fixed joints, or remove what is no part of the robot"
+            f"robot model {path} has {len(roots)} roots ({', '.join(roots) or 'its joints form a loop'}), but must "
+            "have one; join them with fixed joints, or remove links that do not belong to the robot"
         )
     made = ElementTree.Element("robot", {"name": "robot"})
     ElementTree.SubElement(ElementTree.SubElement(made, "mujoco"), "compiler", _FRAMES)
@@ -128,7 +127,7 @@ def _kinematics(path: Path, urdf: ElementTree.Element) -> ElementTree.Element:
 
 
 def _velocity(joint: ElementTree.Element) -> float:
-    """Of <limit velocity>; 0: it has none."""
+    """Value of <limit velocity>; 0 if there is none."""
     limit = joint.find("limit")
     try:
         speed = float(limit.get("velocity", 0.0)) if limit is not None else 0.0
@@ -139,15 +138,15 @@ def _velocity(joint: ElementTree.Element) -> float:
 
 @dataclass(frozen=True)
 class JointModel:
-    """A robot's kinematics."""
+    """Kinematics of an arm and its tool, with joint limits."""
 
     model: "mujoco.MjModel"  # compiled MJCF or URDF
     joints: tuple[str, ...]  # names of the arm's joints, in the order of the commands
-    tool: str  # name of the tool's site, or body where no site has that name
+    tool: str  # name of the tool's site, or of its body if no site has that name
     max_speed: np.ndarray  # float64 [n], rad/s or m/s of each joint
-    model_names: tuple[str, ...] = ()  # of the same joints in the model; empty: as `joints`
-    max_acceleration: np.ndarray | None = None  # float64 [n], per s², of what is commanded; None: not bounded
-    max_jerk: np.ndarray | None = None  # float64 [n], per s³; with the acceleration
+    model_names: tuple[str, ...] = ()  # names of the same joints in the model; empty: as `joints`
+    max_acceleration: np.ndarray | None = None  # float64 [n], per s², of the commands; None: not limited
+    max_jerk: np.ndarray | None = None  # float64 [n], per s³; given with the acceleration
 
     @property
     def in_model(self) -> tuple[str, ...]:
@@ -155,14 +154,14 @@ class JointModel:
 
     @property
     def tool_kind(self) -> str:
-        """What `tool` names: site or body."""
+        """Kind of element that `tool` names: site or body."""
         import mujoco
 
         return "site" if mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, self.tool) >= 0 else "body"
 
 
 def completed(joints: AnyJoints) -> AnyJoints:
-    """With the limits that are not given from the model, if it has them; raises UserError as it is read."""
+    """Fills in missing limits from the model, if it has them; raises UserError if it cannot be read."""
     if not joints.model or joints.names == NO_NAMES or (joints.has_positions and any(joints.max_speed)):
         return joints
     robot = load_robot_model(Path(joints.model).expanduser())
@@ -176,10 +175,10 @@ def completed(joints: AnyJoints) -> AnyJoints:
 
 
 def load_joint_model(joints: Joints) -> JointModel:
-    """The kinematics of `joints.model`, within the limits that are given; see `JointModel`.
+    """Loads the kinematics of `joints.model`, with the given limits; see `JointModel`.
 
     Raises:
-        UserError: the file cannot be read, or has no such joint or tool, with those that it has; the joints are not
+        UserError: the file cannot be read or lacks a joint or the tool (lists those it has); the joints are not
             named; a limit is missing.
     """
     if joints.names == NO_NAMES:
@@ -214,7 +213,7 @@ def load_joint_model(joints: Joints) -> JointModel:
 
 
 def _speeds(joints: Joints, robot: RobotModel) -> np.ndarray:
-    """Largest speed of each joint, float64 [n]: as given, or the model's."""
+    """Maximum speed of each joint, float64 [n]: as given, else from the model."""
     speeds = joints.max_speed
     if not any(speeds):
         speeds = tuple(robot.max_speed.get(name, 0.0) for name in joints.in_model)
@@ -222,14 +221,14 @@ def _speeds(joints: Joints, robot: RobotModel) -> np.ndarray:
         raise UserError(f"joints.max_speed has {len(speeds)} numbers for {len(joints.names)} joints; give one for each")
     if min(speeds) <= 0:
         raise UserError(
-            "joints.max_speed must be set, larger than 0, or joints.model be a URDF with <limit velocity> for every "
-            "joint: a joint's limit has no default"
+            "joints.max_speed must be set and larger than 0, or joints.model must be a URDF with <limit velocity> for "
+            "every joint: joint limits have no default"
         )
     return np.broadcast_to(speeds, len(joints.names)).astype(np.float64)
 
 
 class ToolKinematics:
-    """Where joints take the tool, in the model's world frame. What is no joint of the arm stands as in the file."""
+    """Forward kinematics of the tool in the model's world frame. Joints outside the arm stay as in the file."""
 
     def __init__(self, robot: JointModel) -> None:
         import mujoco
@@ -243,7 +242,7 @@ class ToolKinematics:
         self._dofs = np.array([model.joint(name).dofadr[0] for name in robot.in_model])
         self._mujoco = mujoco
         joints = [model.joint(name) for name in robot.in_model]
-        # float64 [n, 2], the joints' smallest and largest positions; infinite where the model has none.
+        # float64 [n, 2], min and max joint positions; infinite if the model has none.
         self.ranges = np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
 
     @property
@@ -251,13 +250,13 @@ class ToolKinematics:
         return self._robot.max_speed
 
     def pose_at(self, positions: np.ndarray) -> Pose:
-        """The tool's pose at joint positions, float64 [n], whatever they are."""
+        """The tool's pose at joint positions, float64 [n], within their ranges or not."""
         self._data.qpos[self._addresses] = positions
         self._mujoco.mj_kinematics(self._robot.model, self._data)
         return Pose(self._tool_frame.xpos.copy(), self._tool_frame.xmat.reshape(3, 3).copy())
 
     def tool_moves(self, positions: np.ndarray) -> np.ndarray:
-        """The Jacobian, float64 [6, n]: the tool's velocity, m/s then rad/s in the world's frame, per rad/s or m/s."""
+        """The Jacobian, float64 [6, n]: the tool's velocity, m/s then rad/s in the world frame, per rad/s or m/s."""
         model, data = self._robot.model, self._data
         place, moves = self.pose_at(positions).position, np.zeros((6, model.nv))
         self._mujoco.mj_comPos(model, data)
@@ -265,13 +264,13 @@ class ToolKinematics:
         return moves[:, self._dofs]
 
     def pose_of(self, positions: Mapping[str, float]) -> Pose:
-        """The tool's pose at measured joints; raises UserError where one is missing or out of the joint's range."""
+        """The tool's pose at measured joints; raises UserError if one is missing or outside its range."""
         return self.pose_at(self._in_range(positions))
 
     def mismatch(self, positions: Mapping[str, float], tool: Pose) -> str:
-        """How the tool's pose at joint positions differs from a measured one, in words; empty: within what sensors do.
+        """How the tool's pose at joint positions differs from a measured one; empty if within sensor accuracy.
 
-        The model's tool must be the point whose pose is measured: else every target is off by what lies between them.
+        The model's tool must be the measured point: otherwise every target is off by the distance between them.
         """
         computed = self.pose_of(positions)
         way_m, turn_rad = computed.distance(tool)
@@ -280,11 +279,11 @@ class ToolKinematics:
         return (
             f"joints.tool '{self._robot.tool}' is at {_text(computed)} by joint_states and the model, but the tool was "
             f"measured at {_text(tool)}: {way_m:.3f} m and {turn_rad:.3f} rad apart; set joints.tool to the point "
-            "whose pose is measured, or mend joints.model, joints.names or base_frame"
+            "whose pose is measured, or correct joints.model, joints.names or base_frame"
         )
 
     def _in_range(self, positions: Mapping[str, float]) -> np.ndarray:
-        """float64 [n], measured joints in the order of the commands, taken into their ranges by a thousandth."""
+        """Measured joints in command order, float64 [n], clipped to their ranges if outside by at most 0.001."""
         found = []
         for name, (low, high) in zip(self._robot.joints, self.ranges, strict=True):
             if name not in positions:

@@ -152,7 +152,7 @@ class Started:
 def test_motion_begins_where_the_tool_is_measured_and_not_before():
     robot = Started(at=(0.1, 0.2, -0.3))
     assert robot.step(measured=False) is None
-    assert not robot.driver.anchored and robot.refused() == "no tool pose has come from here yet"
+    assert not robot.driver.anchored and robot.refused() == "no tool pose received from here yet"
     target = robot.step()
     assert robot.driver.anchored and robot.driver.problem == ""
     np.testing.assert_allclose(target.pose.position, [0.1, 0.2, -0.3])
@@ -243,10 +243,10 @@ def test_actions_are_refused_while_it_holds_and_while_the_guard_lets_nothing_thr
     robot = Started()
     robot.step()
     robot.driver.holding = True
-    assert robot.refused() == "it holds"
+    assert robot.refused() == "the driver is holding"
     robot.driver.holding = False
     robot.driver.passing(False, robot.now_s)
-    assert robot.refused() == "the guard lets nothing through"
+    assert robot.refused() == "the guard blocks motion"
     robot.driver.passing(True, robot.now_s)
     robot.act()
 

@@ -132,7 +132,7 @@ def test_a_pose_between_two_is_interpolated_and_the_newest_holds_for_a_gap():
     poses = history(1.0, 1.1, 1.2, 1.6)
     for stamp_s, where in ((1.0, 1.0), (1.03, 1.03), (1.1, 1.1), (1.17, 1.17), (1.6, 1.6), (1.84, 1.6)):
         np.testing.assert_allclose(poses.at(stamp_s).position, where, atol=1e-12)
-    for stamp_s, words in ((0.9, "0.100 s later on"), (1.3, "measured for 0.400 s"), (1.86, "is 0.260 s older")):
+    for stamp_s, words in ((0.9, "is 0.100 s newer"), (1.3, "measured for 0.400 s"), (1.86, "is 0.260 s older")):
         with pytest.raises(PoseUnknownError, match=words):
             poses.at(stamp_s)
 

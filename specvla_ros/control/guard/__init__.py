@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between a driver and a robot: deny by default, and a stop within a stated time. Needs NumPy alone."""
+"""The guard between driver and robot: denies by default and stops within a stated time. Needs only NumPy."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why motion is refused, and which reasons latch."""
+"""Causes for refusing motion, and which of them latch."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Cause(str, Enum):
-    """Every reason for which the guard lets no motion through, in words that name settings of the guard."""
+    """All causes for which the guard blocks motion, with a description that may contain guard settings."""
 
     words: str
 
@@ -18,35 +18,34 @@ class Cause(str, Enum):
 
     STOP = "stop", "stop was pressed"
     NOT_FINITE = "not_finite", "NaN or infinity in a command"
-    BAD_FORM = "bad_form", "a command of another frame, other names or lengths, or no message at all"
-    OVER_SPEED = "over_speed", "a command, or two in a row, faster than the limits"
-    OVER_ACCELERATION = "over_acceleration", "commands that change faster than the limits let anything follow"
-    OUTSIDE = "outside", "the robot, a command, or where it leads, out of the workspace or of a joint's range"
-    TOOL_TOO_FAST = "tool_too_fast", "joints within their limits move the tool faster than its own"
-    FAR = "far", "a command too far from where the robot is measured"
-    NOT_FOLLOWING = "not_following", "the robot does not go where it was sent"
-    POSE_LEAPS = "pose_leaps", "the measured pose moved as no robot can: nobody knows where it is"
-    DRIVER_SILENT = "driver_silent", "no new command of the driver within {command_timeout_s:g} s"
-    POLICY_SILENT = "policy_silent", "no new action within {action_timeout_s:g} s, and the driver asks for motion"
-    STATE_MISSING = "state_missing", "no sound measured pose or joints within {state_timeout_s:g} s"
-    CLOCK = "clock", "the clock stood still, or jumped"
+    BAD_FORM = "bad_form", "a command with a wrong frame, wrong names or lengths, or an undecodable message"
+    OVER_SPEED = "over_speed", "a command, or the step between two, faster than the limits"
+    OVER_ACCELERATION = "over_acceleration", "commands that change faster than the limits allow to follow"
+    OUTSIDE = "outside", "the robot, a command or its stopping point outside the workspace or a joint's range"
+    TOOL_TOO_FAST = "tool_too_fast", "joints within their limits move the tool faster than its limit"
+    FAR = "far", "a command too far from the measured robot"
+    NOT_FOLLOWING = "not_following", "the robot does not follow its commands"
+    POSE_LEAPS = "pose_leaps", "the measured pose jumped further than the robot can move: its real pose is unknown"
+    DRIVER_SILENT = "driver_silent", "no new command from the driver within {command_timeout_s:g} s"
+    POLICY_SILENT = "policy_silent", "no new action within {action_timeout_s:g} s, while the driver commands motion"
+    STATE_MISSING = "state_missing", "no valid measured pose or joints within {state_timeout_s:g} s"
+    CLOCK = "clock", "the clock stood still or jumped"
     STALLED = "stalled", "the guard itself did not run for a while"
-    ROBOT_STOPPED = "robot_stopped", "the robot says that it does not run: a protective stop, another mode"
-    NOT_OBEYING = "not_obeying", "the robot went on though it was told to stand"
+    ROBOT_STOPPED = "robot_stopped", "the robot reports that it is not running: a protective stop or another mode"
+    NOT_OBEYING = "not_obeying", "the robot kept moving after a stop command"
     NOT_ENABLED = "not_enabled", "the dead-man's switch was not held, or the stop button fell silent"
-    NOT_CONFIRMED = "not_confirmed", "nobody confirmed the instruction in force"
-    TWO_SOURCES = "two_sources", "two publishers of one topic, or two nodes of one name"
+    NOT_CONFIRMED = "not_confirmed", "the current instruction is not confirmed"
+    TWO_SOURCES = "two_sources", "two publishers on one topic, or two nodes with one name"
     NOT_NEAR = "not_near", "after a hold: the driver's command is not near the robot"
 
     @property
     def latches(self) -> bool:
-        """Whether motion needs `clear_stop` afterwards.
+        """True if motion needs `clear_stop` afterwards.
 
-        A stop that somebody pressed does; what a right driver never sends, as the same driver would go on with it; a
-        robot that does not follow, which has met something, does not obey, or says that it was stopped; and a
-        measurement that leaps, as from where it leads to motion would begin. Everything else ends by itself, from rest:
-        who is late, out of reach or alone is not broken, and a hand on the dead-man's switch is a decision to go on
-        already.
+        Latching causes: a pressed stop; commands that a correct driver never sends, since that driver would continue to
+        send them; a robot that does not follow (it hit something), does not obey or reports a stop; a measured pose
+        that jumps, since motion would resume from it. All other causes end by themselves, from rest: a late or missing
+        component is not a broken one, and holding the dead-man's switch is already a decision to resume.
         """
         return self in _LATCHING
 
@@ -64,19 +63,19 @@ _LATCHING = frozenset(
         Cause.NOT_OBEYING,
     }
 )
-_KEPT = 100  # refusals between two looks of the log
+_KEPT = 100  # max refusals between two log reports
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A cause, and what it is in words: one sentence with figures."""
+    """A cause with its detail: one sentence with figures."""
 
     cause: Cause
     detail: str
 
 
 class Tally:
-    """Counts refusals: each rejected command, and each time that a condition begins to fail."""
+    """Counts refusals: each rejected command, and each time a condition starts to fail."""
 
     def __init__(self) -> None:
         self.counts: Counter[Cause] = Counter()
@@ -91,13 +90,13 @@ class Tally:
             self._new.append(refusal)
 
     def failing(self, refusals: list[Refusal]) -> None:
-        """Notes the conditions that fail now; those that did not fail before count."""
+        """Takes the conditions that fail now; counts those that did not fail before."""
         for refusal in refusals:
             if refusal.cause not in self._failing:
                 self.add(refusal)
         self._failing = frozenset(refusal.cause for refusal in refusals)
 
     def take_new(self) -> list[Refusal]:
-        """Those since the last call, for the log."""
+        """Returns the refusals since the last call, for the log."""
         new, self._new = self._new, []
         return new

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands and measurements as they come in, unchecked; where the robot is; and what goes out."""
+"""Incoming commands and measurements, unchecked; the robot's measured state; and outgoing commands."""
 
 from dataclasses import dataclass
 
@@ -10,21 +10,21 @@ from specvla_ros.control.pose import Pose
 
 @dataclass(frozen=True)
 class Instant:
-    """Now, on both clocks."""
+    """The current time on both clocks."""
 
-    steady_s: float  # of the steady clock, which nobody sets
-    clock_ns: int  # of the node's clock, which stamps are of
+    steady_s: float  # steady clock, which is never set
+    clock_ns: int  # node's clock, the clock of stamps
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Of a message."""
+    """Stamp of a message."""
 
     ns: int | None  # on the node's clock; None: the message has none
     frame_id: str = ""
 
     def seconds(self, now: Instant) -> float:
-        """When the message was sent, as far as it says: delivery bunches what was apart, so stamps beat arrivals."""
+        """Time of sending: the stamp, since delivery may bunch messages; without a stamp the arrival time."""
         return now.steady_s if self.ns is None else self.ns * 1e-9
 
 
@@ -38,7 +38,7 @@ class TwistCommand:
 
 @dataclass(frozen=True)
 class ToolPose:
-    """Where the tool is, or is to be."""
+    """Measured or commanded pose of the tool."""
 
     stamp: Stamp
     position: np.ndarray  # float64 [3], metres
@@ -47,32 +47,32 @@ class ToolPose:
 
 @dataclass(frozen=True)
 class JointCommand:
-    """Where joints are to be; a single point is wanted as soon as the limits allow."""
+    """Commanded joint positions; a single point must be reached as soon as the limits allow."""
 
-    stamp: Stamp  # its frame does not matter
-    names: tuple[str, ...] | None  # of the joints; None: in the order of the parameters
+    stamp: Stamp  # its frame is ignored
+    names: tuple[str, ...] | None  # joint names; None: in the order of the parameters
     positions: np.ndarray  # float64 [points, joints]
-    times_s: np.ndarray  # float64 [points], from now to each point
+    times_s: np.ndarray  # float64 [points], time from now to each point
 
 
 @dataclass(frozen=True)
 class GripperCommand:
-    """Where a gripper is to be."""
+    """Commanded gripper position."""
 
-    names: tuple[str, ...] | None  # of joints; None: it names none
-    positions: np.ndarray  # float64, one
+    names: tuple[str, ...] | None  # joint names; None: not given
+    positions: np.ndarray  # float64 [1]
 
 
 @dataclass(frozen=True)
 class JointPositions:
-    """Where joints were measured."""
+    """Measured joint positions."""
 
     stamp: Stamp
-    names: tuple[str, ...]  # of the joints, more than are commanded perhaps
+    names: tuple[str, ...]  # joint names, possibly more than are commanded
     positions: np.ndarray  # float64 [joints]
 
     def of(self, names: tuple[str, ...]) -> np.ndarray | None:
-        """Positions of these joints, float64 [names]; NaN where they are not one each, None: of another part."""
+        """Positions of these joints, float64 [names]; NaN if the counts differ, None if a name is missing."""
         if not set(names) <= set(self.names):
             return None
         if len(self.positions) != len(self.names):
@@ -82,27 +82,27 @@ class JointPositions:
 
 @dataclass(frozen=True)
 class Measured:
-    """Where the robot is."""
+    """Measured state of the robot."""
 
-    tool: Pose | None  # in the base frame; None: not known
-    joints: np.ndarray | None  # float64 [joints] in the order of the parameters; None: not known, or not needed
-    velocity: np.ndarray | None  # float64 [3] m/s, of the tool over the last 0.1 s; None: not known
+    tool: Pose | None  # in the base frame; None: unknown
+    joints: np.ndarray | None  # float64 [joints] in the order of the parameters; None: unknown or not needed
+    velocity: np.ndarray | None  # float64 [3] m/s, of the tool over the last 0.1 s; None: unknown
 
 
 @dataclass(frozen=True)
 class SentTwist:
-    """Goes out: float64 [6], m/s and rad/s in the base frame."""
+    """Outgoing twist: float64 [6], m/s and rad/s in the base frame."""
 
     velocity: np.ndarray
 
 
 @dataclass(frozen=True)
 class SentJoints:
-    """Goes out: float64 [joints] each, positions and velocities, in the order of the parameters."""
+    """Outgoing joint positions and velocities, float64 [joints] each, in the order of the parameters."""
 
     positions: np.ndarray
     velocities: np.ndarray
-    after_s: float  # in which a trajectory's point is to be reached: the measured joints get there within their speed
+    after_s: float  # time to a trajectory's point, which the measured joints can reach within their speed limits
 
 
 Command = TwistCommand | ToolPose | JointCommand

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gate judges one kind of command, and makes what goes out; gates of positions follow their commands smoothly.
+"""A gate checks one kind of command and produces the output; position gates follow their commands smoothly.
 
-What goes out follows within limits of speed and acceleration, so that a stop from any moment stays within them too.
-Ways and velocities are *blocks*: float64 [blocks, dims], of which each block's length is limited. A tool is two blocks
-of three numbers, translation and rotation; each joint is a block of one.
+The output stays within limits of speed and acceleration, so that a stop at any moment stays within them too.
+Displacements and velocities are *blocks*: float64 [blocks, dims], with a limit on each block's length. A tool has two
+blocks of three numbers, translation and rotation; each joint is a block of one.
 """
 
 import math
@@ -18,18 +18,18 @@ from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Command, Instant, Measured, Sent
 from specvla_ros.control.guard.settings import GuardSettings
 
-# A driver's period is never even; what these allow more, the bounds of what goes out take back.
+# Tolerances for a driver's uneven period; the output still keeps its bounds.
 SLACK_S = 0.02
 TOLERANCE = 1.001
 REST = 1e-9
-_NEAR = 0.5  # how near to the robot, as a share of the lead, a driver must be for motion to resume
-_BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the commands, and by their timeout
-RETURN_M = 0.05  # how far outside of the workspace a tool may be, and be brought back by commands; past it, by hand
-_GAIN = 20.0  # 1/s: an error decays in 50 ms where the limits allow it
+_NEAR = 0.5  # max distance of command and robot for motion to resume, as a fraction of the lead
+_BEHIND_S = 0.1  # max lag of the output, as time at full speed; the command timeout is added
+RETURN_M = 0.05  # commands may return a tool up to this far outside the workspace; beyond, return it by hand
+_GAIN = 20.0  # 1/s: an error decays in 50 ms if the limits allow it
 _WINDOW_S = 0.05
 _TINY = 1e-12
 _REACHED = 1e-4  # metres or radians
-_PERIODS = 2.0  # a tick that comes later than this sends no more than this
+_PERIODS = 2.0  # max motion of a late tick, in periods
 
 Place = TypeVar("Place")
 
@@ -48,18 +48,18 @@ def lengths(blocks: np.ndarray) -> np.ndarray:
 
 
 def shortened_to(blocks: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Each block, shortened to its limit [blocks] where it is longer."""
+    """Each block, shortened to its limit [blocks] if longer."""
     return blocks * np.minimum(1.0, limit / np.maximum(lengths(blocks), _TINY))[:, None]
 
 
 def slewed(velocity: np.ndarray, wanted: np.ndarray, bounds: Bounds, dt_s: float) -> np.ndarray:
-    """As near to the wanted velocity as the limits allow; within the speed if `velocity` is, as a ball is convex."""
+    """The velocity closest to the wanted one within the limits; within the speed limit if `velocity` is (convexity)."""
     step = shortened_to(shortened_to(wanted, bounds.speed) - velocity, bounds.acceleration * dt_s)
     return velocity + step
 
 
 def braked(velocity: np.ndarray, bounds: Bounds, dt_s: float) -> np.ndarray:
-    """The velocity after braking straight ahead for a time."""
+    """The velocity after braking for `dt_s` without a change of direction."""
     speed = lengths(velocity)
     left = np.maximum(0.0, speed - bounds.acceleration * dt_s)
     return velocity * (left / np.maximum(speed, _TINY))[:, None]
@@ -68,30 +68,30 @@ def braked(velocity: np.ndarray, bounds: Bounds, dt_s: float) -> np.ndarray:
 def toward(
     velocity: np.ndarray, error: np.ndarray, feed: np.ndarray, bounds: Bounds, dt_s: float, gain: float = _GAIN
 ) -> np.ndarray:
-    """The velocity with which to follow a reference that is `error` away and moves at `feed`."""
+    """The velocity that follows a reference at displacement `error`, moving at `feed`."""
     far = lengths(error)
-    # Never faster than what can be braked on the way that is left; half of the acceleration, as the feed takes some.
+    # Slow enough to brake within the remaining distance, at half the acceleration, since the feed uses some of it.
     pace = np.minimum(min(gain, 1 / dt_s) * far, np.sqrt(bounds.acceleration * far))
     return slewed(velocity, feed + error * (pace / np.maximum(far, _TINY))[:, None], bounds, dt_s)
 
 
 def stopping_way(velocity: np.ndarray, bounds: Bounds) -> np.ndarray:
-    """How far braking straight ahead leads at most, float64 [blocks, dims]."""
+    """Displacement while braking without a change of direction, float64 [blocks, dims]."""
     return velocity * (lengths(velocity) / (2 * bounds.acceleration))[:, None]
 
 
 class Window(Generic[Place]):
-    """The commands of the last moments: how fast they go, whatever the jitter of their arrival."""
+    """Recent commands, to estimate their speed in spite of jitter."""
 
     def __init__(self) -> None:
         self._places: deque[tuple[float, Place]] = deque()
 
     def forget(self) -> None:
-        """The next one is a first one."""
+        """Drops all commands; the next one is the first."""
         self._places.clear()
 
     def add(self, time_s: float, place: Place) -> tuple[Place, float, float] | None:
-        """Takes a later command; the oldest, the time since then and the mean time between two; None: the first one."""
+        """Adds a command; returns the oldest, the time since it and the mean period, or None for the first."""
         while len(self._places) > 1 and time_s - self._places[0][0] > _WINDOW_S:
             self._places.popleft()
         self._places.append((time_s, place))
@@ -102,13 +102,13 @@ class Window(Generic[Place]):
 
 
 class Gate(ABC):
-    """Judges commands of one kind, and makes what goes out. It is called by the guard only, at its rate."""
+    """Checks commands of one kind and produces the output. Called only by the guard, at its rate."""
 
     return_m = RETURN_M
 
     def __init__(self, settings: GuardSettings, bounds: Bounds, zero: np.ndarray) -> None:
         self._settings, self._bounds = settings, bounds
-        self._pace = bounds  # the limits with the share of speed that is allowed now
+        self._pace = bounds  # the limits with the current speed scale
         self._longest_s = _PERIODS / settings.rate_hz
         self._zero = zero  # float64 [blocks, dims], the velocity of a robot at rest
         self._velocity = zero
@@ -116,11 +116,11 @@ class Gate(ABC):
         self._sent_s = 0.0  # when the driver sent it
 
     def scale(self, share: float) -> None:
-        """What goes out is no faster than this share of the limits of speed."""
+        """Limits the output to this fraction of the speed limits."""
         self._pace = Bounds(self._bounds.speed * share, self._bounds.acceleration)
 
-    def recall(self, measured: Measured) -> None:  # noqa: B027 (a velocity leads nowhere once it is zero)
-        """The robot was stopped by something else: where it was sent must not wait for it to be let go."""
+    def recall(self, measured: Measured) -> None:  # noqa: B027 (a zero velocity has no target)
+        """Returns the target to a robot that something else stopped, so that it does not move when released."""
 
     @property
     def at_rest(self) -> bool:
@@ -129,55 +129,55 @@ class Gate(ABC):
     @property
     @abstractmethod
     def wants_motion(self) -> bool:
-        """Whether the command is more than to stay."""
+        """True if the command asks for motion."""
 
     @abstractmethod
     def take(self, command: Any, measured: Measured, now: Instant) -> Refusal | None:
-        """Takes a command, or says why not; the one before is then forgotten."""
+        """Takes a command, or returns why it is refused; the previous command is then dropped."""
 
     def forget(self) -> None:
-        """There is no command any more."""
+        """Drops the command."""
         self._command = None
 
     @abstractmethod
     def watch(self, measured: Measured) -> None:
-        """Takes each measurement: a robot that is sent on must move, or it is not reached."""
+        """Takes each measurement, to detect a robot that does not move although commanded to."""
 
     @abstractmethod
     def conditions(self, measured: Measured) -> list[Refusal]:
-        """What is wrong with going on, as the robot is."""
+        """Reasons not to continue in the robot's current state."""
 
     def lag(self, now: Instant) -> Refusal | None:
-        """Commands that change faster than the limits let anything follow; asked while motion passes."""
+        """Refusal of commands that change faster than the limits allow to follow; called while motion passes."""
         return None
 
     def not_near(self, measured: Measured) -> Refusal | None:
-        """Why motion must not resume, as the robot is."""
+        """Reason not to resume motion in the robot's current state."""
         return None
 
     def begin(self, measured: Measured) -> None:
-        """Motion begins or resumes, from rest."""
+        """Starts or resumes motion, from rest."""
         self._velocity = self._zero
 
     @abstractmethod
     def go(self, now: Instant, dt_s: float) -> Sent | None:
-        """What goes out next, following the command."""
+        """The next output, following the command; None: nothing."""
 
     @abstractmethod
     def stop(self, measured: Measured, dt_s: float) -> Sent | None:
-        """What goes out next, braking, then holding; None: nothing."""
+        """The next output, braking, then holding; None: nothing."""
 
     def halt(self) -> None:
-        """The output stood still for so long that the robot has stopped by itself."""
+        """Resets the velocity after an output gap in which the robot has stopped by itself."""
         self._velocity = self._zero
 
 
 class SmoothGate(Gate, Generic[Place]):
-    """Places of a tool or of joints. What goes out follows the command within the limits, and brakes to hold.
+    """Gate of tool or joint positions. The output follows the command within the limits, and brakes to hold.
 
     Args:
-        lead: float64 [blocks], how far a command, or what goes out, may lie from the measured robot.
-        apart: float64 [blocks], how far a robot at rest may stand from where it was sent.
+        lead: float64 [blocks], max distance of a command, or of the output, from the measured robot.
+        apart: float64 [blocks], max distance of a robot at rest from its commanded position.
     """
 
     # Messages, filled in by `_words`.
@@ -191,19 +191,19 @@ class SmoothGate(Gate, Generic[Place]):
         super().__init__(settings, bounds, zero)
         self._lead, self._apart = lead, apart
         self._command: Place | None = None
-        self._feed = zero  # how fast successive commands go
-        self._fed_s = 0.0  # for how long the feed holds
-        self._arrived_s = 0.0  # of the command, on the steady clock
+        self._feed = zero  # velocity of successive commands
+        self._fed_s = 0.0  # how long the feed is valid
+        self._arrived_s = 0.0  # arrival of the command, on the steady clock
         self._sent: Place | None = None
         self._joined = False
-        self._lost_s = 0.0  # by late ticks, since what goes out was last near the command
-        self._held = True  # at rest by stop, not by command
+        self._lost_s = 0.0  # lost by late ticks since the output was last near the command
+        self._held = True  # at rest by a stop, not by a command
         self._recalling = False
-        self._recall: Place | None = None  # where a robot is that did not move, to which its target returns
-        self._recalled = False  # it has returned, since motion passed last
+        self._recall: Place | None = None  # position of a robot that did not move; the target returns to it
+        self._recalled = False  # the target has returned since motion last passed
         self._window: Window[Place] = Window()
 
-    # The space in which it moves
+    # Operations on positions
 
     @abstractmethod
     def _way(self, there: Place, here: Place) -> np.ndarray: ...
@@ -213,15 +213,15 @@ class SmoothGate(Gate, Generic[Place]):
 
     @abstractmethod
     def _where(self, measured: Measured) -> Place | None:
-        """Where the robot is; None: not known."""
+        """Position of the robot; None: unknown."""
 
     @abstractmethod
     def _accept(self, command: Any, measured: Measured, elapsed_s: float) -> Place | Refusal:
-        """Where a command leads first, or why it is not let through; `elapsed_s` after the one before."""
+        """A command's first position, or why it is refused; `elapsed_s`: time since the previous command."""
 
     @abstractmethod
     def _inside(self, sent: Place, velocity: np.ndarray, dt_s: float) -> np.ndarray:
-        """The velocity, braked where it leads out of where the robot may be."""
+        """The velocity, braked if it leads out of the allowed region."""
 
     @abstractmethod
     def _message(self, sent: Place) -> Sent: ...
@@ -230,12 +230,12 @@ class SmoothGate(Gate, Generic[Place]):
     def _words(self, message: str, away: np.ndarray, allowed: np.ndarray) -> str: ...
 
     def _ahead(self, command: Place, sent: Place, now: Instant) -> tuple[np.ndarray, np.ndarray]:
-        """The way to where the command leads now, and its velocity."""
+        """Displacement to the command's current position, and its velocity."""
         ahead_s = min(now.steady_s - self._arrived_s, self._fed_s)
         return self._way(command, sent) + self._feed * ahead_s, self._feed
 
     def _behind(self, command: Place, sent: Place, now: Instant) -> tuple[np.ndarray, float]:
-        """The way to the command's end, and the time that it gives for it."""
+        """Displacement to the command's end, and the time left for it."""
         return self._way(command, sent), 0.0
 
     # The gate
@@ -304,13 +304,13 @@ class SmoothGate(Gate, Generic[Place]):
         dt_s = self._brake_lost_time(dt_s)
         sent = self._move(self._sent, self._stopping_velocity(self._sent, dt_s), dt_s)
         self._held = self.at_rest and self._recall is None
-        # Somebody moved the robot meanwhile, or it was not reached: to hold it where it was sent would move it.
+        # The robot was moved by hand or did not follow: holding its commanded position would move it.
         return None if self._held and self._left_behind(measured) else sent
 
     def lag(self, now: Instant) -> Refusal | None:
         if self._sent is None or self._command is None:
             return None
-        if (self._pace.speed < self._bounds.speed).any():  # it is slower than the driver was told to be
+        if (self._pace.speed < self._bounds.speed).any():  # slower than the driver's own limits
             self._joined = False
             return None
         way, left_s = self._behind(self._command, self._sent, now)
@@ -324,7 +324,7 @@ class SmoothGate(Gate, Generic[Place]):
         return Refusal(Cause.OVER_ACCELERATION, self._words(self.ran_away, behind, allowed))
 
     def _stopping_velocity(self, sent: Place, dt_s: float) -> np.ndarray:
-        """Braking; then back to a robot that did not move, or it would go on by itself once it is let go."""
+        """Brakes, then returns to a robot that did not move: otherwise it would move by itself when released."""
         if self._recall is None or not (self._recalling or self.at_rest):
             return braked(self._velocity, self._bounds, dt_s)
         way = self._way(self._recall, sent)
@@ -332,21 +332,21 @@ class SmoothGate(Gate, Generic[Place]):
         if not self._recalling:
             self._recall, self._recalled = None, True
             return braked(self._velocity, self._bounds, dt_s)
-        # As soon as the limits allow: a robot that hears again meanwhile follows what is left of the way.
+        # As fast as the limits allow: a robot that reacts again meanwhile follows the rest of this motion.
         return toward(self._velocity, way, self._zero, self._bounds, dt_s, gain=math.inf)
 
     def recall(self, measured: Measured) -> None:
-        # Once: a robot that hears again moves late. To return to where it is by then, again and again, is to swing it.
+        # Only once: a robot that reacts again moves late, and returning to it repeatedly would make it oscillate.
         if self._recall is None and not self._recalled:
             self._recall, self._recalling = self._where(measured), False
 
     def _not_moved(self, measured: Measured, detail: str) -> list[Refusal]:
-        """The robot was sent on and did not move."""
+        """Recalls the target to a robot that did not move, and returns the refusal."""
         self.recall(measured)
         return [Refusal(Cause.NOT_FOLLOWING, detail)]
 
     def _brake_lost_time(self, dt_s: float) -> float:
-        """The time to move for. A late tick must not send what it missed in one message: the robot waited meanwhile."""
+        """Time to move for. A late tick must not catch up in one message, since the robot waited meanwhile."""
         lost_s = dt_s - self._longest_s
         if lost_s > 0:
             self._lost_s += lost_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard: commands in, bounded motion out while everything holds, and a stop when something does not."""
+"""The guard: passes commands as bounded motion while all conditions hold, and stops the robot otherwise."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -16,39 +16,39 @@ from specvla_ros.control.guard.tool_gates import PoseGate, TwistGate
 from specvla_ros.control.guard.watch import Watch
 from specvla_ros.control.robot_model import ToolKinematics
 
-# How long everything must be well before motion resumes: what fails and heals by turns must not make a robot stutter.
+# Time without failures before motion resumes, so that an intermittent failure does not make the robot stutter.
 _QUIET_S = 0.5
-# A cause that latched counts as persisting for so long after it was last seen.
+# A latched cause counts as persisting for this long after it was last seen.
 _PERSISTS_S = 0.5
-# Silence of this process after which the robot has stopped by itself (Servo halts after 0.1 s).
+# Stall of this process after which the robot has stopped by itself (Servo halts after 0.1 s).
 STALL_S = 0.1
 _ROUNDING = 1e-9
 
 
 class State(str, Enum):
-    """What the guard does."""
+    """State of the guard."""
 
     PASSING = "passing"  # commands go through
-    HOLDING = "holding"  # a condition fails: zero, or hold; goes on by itself
+    HOLDING = "holding"  # a condition fails: zero or hold is sent; resumes by itself
     STOPPED = "stopped"  # latched: needs clear_stop
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What goes out now."""
+    """Output of one tick."""
 
     sent: Sent | None  # to the robot; None: nothing
-    gripper: float | None  # position, if a new command of it goes through; else None
-    stopped: Refusal | None  # why passing has just ended: a reason to keep what led to it
-    disobeyed: bool = False  # whether the robot is now known not to obey: a reason to ask for something stronger
+    gripper: float | None  # position of a new command that passes; else None
+    stopped: Refusal | None  # why passing has just ended: a reason to write a recording
+    disobeyed: bool = False  # the robot has just been found not to obey: a reason to escalate
 
 
 class Guard:
-    """Deny by default: nothing goes through unless every condition holds.
+    """Denies by default: nothing passes unless every condition holds.
 
-    Not thread-safe. `tick` is called at the rate of the settings by a steady clock, and everything else as it arrives.
-    Raises UserError for settings with which nothing would be guarded. `kinematics`: of the joints that are commanded;
-    None: not known.
+    Not thread-safe. `tick` is called at the settings' rate by a steady clock, all other methods as messages arrive.
+    Raises UserError for settings with which nothing would be guarded. `kinematics`: of the commanded joints; None:
+    unknown.
     """
 
     def __init__(self, settings: GuardSettings, kinematics: ToolKinematics | None = None) -> None:
@@ -57,24 +57,24 @@ class Guard:
         self._gate = _gate(settings, kinematics)
         self._watch = Watch(settings, self._gate.return_m)
         self._obedience = Obedience(settings.obey_time_s)
-        self._override_s = -np.inf  # when the source that outranks the driver was heard last
+        self._override_s = -np.inf  # last command of the source that replaces the driver
         self.scale_speed(settings.speed_scale)
         self.tally = Tally()
         self.state = State.HOLDING
         self._failing: list[Refusal] = []
         self._latched: Refusal | None = None
-        self._first: Refusal | None = None  # of what failed since motion began to pass
+        self._first: Refusal | None = None  # first failure since motion started to pass
         self._last: Refusal | None = None
         self._latch_seen_s = self._failed_s = -np.inf
-        self._failed = False  # since motion began to pass
+        self._failed = False  # since motion started to pass
         self._ticked: Instant | None = None
         self._gripper: float | None = None
         self.stalls = 0
 
-    # What arrives
+    # Inputs
 
     def command(self, command: Command, now: Instant, *, override: bool = False) -> None:
-        """Takes a command; one that is not let through costs a stop. `override`: of who outranks the driver."""
+        """Takes a command; a refused one stops motion. `override`: from the source that replaces the driver."""
         if override:
             if not self.overridden(now):
                 self._gate.forget()
@@ -84,20 +84,20 @@ class Guard:
         if not self._watch.hears(now) or not self._watch.command(command.stamp, now):
             return
         if self.state is not State.PASSING:
-            self._gate.forget()  # a driver may begin anew meanwhile: nothing follows its commands
+            self._gate.forget()  # a driver may start again meanwhile: its commands are not followed
         refusal = self._gate.take(command, self._watch.measured(now), now)
         if refusal is not None:
             self.reject(refusal, now)
 
     def reject(self, refusal: Refusal, now: Instant) -> None:
-        """A command is not let through."""
+        """Refuses a command."""
         self.tally.add(refusal)
         self._gate.forget()
         self._watch.refuse_command()
         self._fail(refusal, now)
 
     def gripper(self, command: GripperCommand, now: Instant) -> None:
-        """Takes a command of the gripper; it goes out once, while motion is let through, and is not kept for later."""
+        """Takes a gripper command. It is sent once, while motion passes, and is not kept for later."""
         if not self._watch.hears(now):
             return
         refusal = _gripper_problem(command, self._settings)
@@ -119,7 +119,7 @@ class Guard:
             self._gate.watch(self._watch.measured(now))
 
     def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
-        """Takes the policy's sign of life."""
+        """Takes the policy's heartbeat."""
         if self._watch.hears(now):
             self._watch.action(stamp, instruction, now)
 
@@ -135,15 +135,15 @@ class Guard:
         self._watch.confirmation.confirm(text)
 
     def sources(self, problem: str) -> None:
-        """Who publishes what: what is wrong with it, in words; empty: nothing."""
+        """Takes a problem with the topics' publishers, in words; empty: none."""
         self._watch.sources_problem = problem
 
     def overridden(self, now: Instant) -> bool:
-        """Whether another source is followed in place of the driver."""
+        """True while another source replaces the driver."""
         return now.steady_s - self._override_s <= self._settings.command_timeout_s
 
     def scale_speed(self, share: float) -> bool:
-        """Takes the share of the limits of speed to move with, 0 to 1; False: it is none, and the former one holds."""
+        """Sets the fraction of the speed limits, 0 to 1; returns False and keeps the old one if out of range."""
         if not 0 <= share <= 1:
             return False
         self.speed_scale = share
@@ -151,15 +151,15 @@ class Guard:
         return True
 
     def stop_button(self, pressed: bool, now: Instant) -> None:
-        """Takes the level of a stop button, which must go on coming once it came."""
+        """Takes the level of a stop button, which must be repeated once it was received."""
         self._watch.stop_button(pressed, now)
 
     def robot_state(self, rule: StateRule, message: object) -> None:
-        """Takes what the robot says of itself."""
+        """Takes a message about the robot's own state."""
         self._watch.robot.take(rule, message)
 
     def robot_gone(self, topics: frozenset[str]) -> None:
-        """Topics of the robot's state that nobody publishes."""
+        """Takes the topics of the robot's state that have no publisher."""
         self._watch.robot.gone(topics)
 
     def press_stop(self, who: str, now: Instant) -> None:
@@ -168,19 +168,19 @@ class Guard:
         self._fail(refusal, now)
 
     def end(self, now: Instant) -> None:
-        """Lets nothing through any more: motion that passes brakes."""
+        """Stops passing commands; motion in progress brakes."""
         if self.state is State.PASSING:
-            self.press_stop("the guard was told to end", now)
+            self.press_stop("the guard is shutting down", now)
         else:
-            self._fail(Refusal(Cause.NOT_ENABLED, "the guard was told to end"), now)
+            self._fail(Refusal(Cause.NOT_ENABLED, "the guard is shutting down"), now)
 
     @property
     def at_rest(self) -> bool:
-        """Whether what goes out stands still, and nothing else can begin before a tick."""
+        """True if the output is at rest and no motion can start before a tick."""
         return self._gate.at_rest and self.state is not State.PASSING
 
     def clear_stop(self, now: Instant) -> str:
-        """Ends a latched stop; returns why not, in words, if its cause persists."""
+        """Ends a latched stop; returns why it cannot, in words, or an empty string."""
         if self._latched is None:
             return ""
         if now.steady_s - self._latch_seen_s < _PERSISTS_S:
@@ -188,10 +188,10 @@ class Guard:
         if not self._gate.at_rest:
             return "the robot is still being stopped"
         self._latched, self.state = None, State.HOLDING
-        self._failed_s = now.steady_s  # who clears a stop has a moment to step back
+        self._failed_s = now.steady_s  # gives the operator a moment to step back
         return ""
 
-    # What goes out
+    # Output
 
     def tick(self, now: Instant) -> Outcome:
         dt_s = self._elapsed_s(now)
@@ -217,24 +217,24 @@ class Guard:
 
     @property
     def cause(self) -> str:
-        """Why nothing goes through, by its first cause; empty: it does, or is about to."""
+        """First cause that blocks motion; empty while motion passes or is about to."""
         found = [*([self._latched] if self._latched else []), *self._failing]
         return found[0].cause.value if found and self.state is not State.PASSING else ""
 
     @property
     def reason(self) -> str:
-        """Why nothing goes through, in words; empty: it does."""
+        """All causes that block motion, in words; empty while motion passes."""
         if self.state is State.PASSING:
             return ""
         found = [*([self._latched] if self._latched else []), *self._failing]
         words = "; ".join(f"{each.cause.value}: {each.detail}" for each in found)
         if words or self._last is None:
-            return words or "everything is well: about to resume"
+            return words or "about to resume: all conditions hold"
         last = f"{self._last.cause.value}: {self._last.detail}"
-        return f"about to resume, after {_QUIET_S:g} s in which everything is well; the last cause was {last}"
+        return f"about to resume, after {_QUIET_S:g} s without failures; the last cause was {last}"
 
     def _elapsed_s(self, now: Instant) -> float:
-        """Since the last tick; a process that did not run begins anew."""
+        """Time since the last tick; after a stall or a clock jump, all that was received is void."""
         last, self._ticked = self._ticked, now
         elapsed_s = now.steady_s - last.steady_s if last is not None else 0.0
         jump = self._watch.clock.look(now)
@@ -302,11 +302,11 @@ def _gate(settings: GuardSettings, kinematics: ToolKinematics | None) -> Gate:
 def _gripper_problem(command: GripperCommand, settings: GuardSettings) -> Refusal | None:
     limits = settings.gripper
     if len(command.positions) != 1 or command.names not in (None, (limits.joint,)):
-        return Refusal(Cause.BAD_FORM, "a gripper command is not of one position, for gripper.joint")
+        return Refusal(Cause.BAD_FORM, "a gripper command must have one position, for gripper.joint")
     position = float(command.positions[0])
     if not np.isfinite(position):
         return Refusal(Cause.NOT_FINITE, "a gripper command holds NaN or infinity")
     low, high = sorted((limits.open_value, limits.closed_value))
     if not low - _ROUNDING <= position <= high + _ROUNDING:
-        return Refusal(Cause.OUTSIDE, f"a gripper command of {position:g} is out of {low:g} to {high:g}")
+        return Refusal(Cause.OUTSIDE, f"a gripper command of {position:g} is outside {low:g} to {high:g}")
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of commands to joints: trajectories, and arrays of positions."""
+"""Gate of joint commands: trajectories and position arrays."""
 
 from dataclasses import dataclass
 
@@ -13,24 +13,24 @@ from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, lea
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.control.robot_model import ToolKinematics
 
-_MOVED = 0.005  # radians or metres, more than an encoder's noise
-_UNANSWERED = 0.03  # radians or metres that a joint may be sent on for ANSWERS_S without moving
-# What joints do to the tool the guard sees only in its measured pose: an arm that overshoots, and a sensor's noise.
+_MOVED = 0.005  # radians or metres, more than encoder noise
+_UNANSWERED = 0.03  # max radians or metres commanded to a joint for ANSWERS_S that it does not follow
+# Margins on the measured tool's speed limit: a factor for an arm that overshoots, and m/s for sensor noise.
 _TOOL_SPEED, _TOOL_NOISE = 1.25, 0.03
 
 
 @dataclass(frozen=True)
 class _Path:
-    """What is commanded."""
+    """A commanded joint trajectory."""
 
     positions: np.ndarray  # float64 [points, joints]
-    times_s: np.ndarray  # float64 [points], from its arrival
-    begun: np.ndarray | None  # float64 [joints], where a trajectory begins: what went out when it came
+    times_s: np.ndarray  # float64 [points], since its arrival
+    begun: np.ndarray | None  # float64 [joints], the trajectory's start: the output at arrival
 
     def at(self, age_s: float) -> tuple[np.ndarray, np.ndarray]:
         """Position and velocity, float64 [joints] each."""
         positions, times_s = self.positions, self.times_s
-        if self.begun is not None and times_s[0] > 0:  # as a joint_trajectory_controller: from here to its first point
+        if self.begun is not None and times_s[0] > 0:  # as joint_trajectory_controller: from here to its first point
             positions, times_s = np.vstack([self.begun, positions]), np.append(0.0, times_s)
         if age_s < times_s[0] or age_s >= times_s[-1]:
             return positions[0 if age_s < times_s[0] else -1], np.zeros(positions.shape[1])
@@ -41,30 +41,30 @@ class _Path:
 
 
 class JointGate(SmoothGate[np.ndarray]):
-    """Positions of joints, float64 [joints]; each joint is held to limits of its own.
+    """Gate of joint positions, float64 [joints]; each joint has its own limits.
 
-    With `kinematics` the tool that they mean is held to the workspace and to its limit of speed, too; without, it is
-    stopped once it is measured beyond them.
+    With `kinematics` the tool of the commanded joints is also limited to the workspace and its speed limit. Without,
+    motion stops once the measured tool exceeds them.
     """
 
-    not_following = "{name} is {away:.3f} from where it was sent"
-    too_far_to_resume = "the command for {name} is {away:.3f} from where it is measured, too far to resume"
+    not_following = "{name} is {away:.3f} from its commanded position"
+    too_far_to_resume = "the command for {name} is {away:.3f} from its measured position, too far to resume"
     ran_away = "the commands for {name} ran away by {away:.3f} from what the limits allow"
 
     def __init__(self, settings: GuardSettings, kinematics: ToolKinematics | None = None) -> None:
         self._kinematics = kinematics
         if kinematics is None:
-            self.return_m = EDGE_M  # which way is back is not known
+            self.return_m = EDGE_M  # the direction back is unknown
         joints = settings.joints
         count = len(joints.names)
         lead = np.full(count, settings.max_lead_rad)
         super().__init__(settings, Bounds(joints.speeds, joints.accelerations), np.zeros((count, 1)), lead, apart=lead)
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
-        self._path: _Path  # of the command, while there is one
+        self._path: _Path  # of the command, if there is one
         self._tool_bounds, self._tool_speed = tool_bounds(settings), settings.limits.linear_speed
         self._here: np.ndarray | None = None  # float64 [joints], as measured
-        self._unmoved_from: np.ndarray | None = None  # each joint, when it moved last; and where it was sent then
+        self._unmoved_from: np.ndarray | None = None  # positions when each joint last moved, and commands then
         self._sent_then: np.ndarray | None = None
         self._unanswered_s = np.zeros(count)
 
@@ -101,11 +101,11 @@ class JointGate(SmoothGate[np.ndarray]):
         if self._held or not late.any() or self._sent is None or self._sent_then is None:
             return found
         on = np.abs(self._sent - self._sent_then) * late
-        detail = f"{self._names[on.argmax()]} was sent {on.max():.3f} on, and did not move for {ANSWERS_S:g} s"
+        detail = f"{self._names[on.argmax()]} was commanded {on.max():.3f} further but did not move for {ANSWERS_S:g} s"
         return [*found, *self._not_moved(measured, detail)]
 
     def _tool_problems(self, measured: Measured) -> list[Refusal]:
-        """Where the measured tool would come to rest if the stop began now, and how fast it is."""
+        """Checks where the measured tool would come to rest if it braked now, and its speed."""
         tool, bounds = measured.tool, self._tool_bounds
         velocity = np.zeros(3) if measured.velocity is None else measured.velocity
         if tool is None or self._held:
@@ -113,7 +113,7 @@ class JointGate(SmoothGate[np.ndarray]):
         blocks = np.stack([velocity, np.zeros(3)])
         rest = tool.position + velocity * AHEAD_S + stopping_way(blocks, bounds)[0]
         if not within(rest, self._settings.limits.widened(tool.position, EDGE_M)):
-            return [Refusal(Cause.OUTSIDE, f"the tool moves to {text(rest)} m, out of the workspace")]
+            return [Refusal(Cause.OUTSIDE, f"the tool moves to {text(rest)} m, outside the workspace")]
         speed, most = float(np.linalg.norm(velocity)), float(bounds.speed[0])
         if speed <= _TOOL_SPEED * most + _TOOL_NOISE:
             return []
@@ -121,7 +121,7 @@ class JointGate(SmoothGate[np.ndarray]):
         return [Refusal(Cause.TOOL_TOO_FAST, detail)]
 
     def _leads_out(self) -> list[Refusal]:
-        """Where the tool that the sent joints mean would come to rest if the stop began now."""
+        """Checks where the tool of the sent joints would come to rest if they braked now."""
         if self._kinematics is None or self._sent is None or self._held:
             return []
         way = self._velocity * AHEAD_S + stopping_way(self._velocity, self._bounds)
@@ -130,7 +130,7 @@ class JointGate(SmoothGate[np.ndarray]):
             return []
         if within(rest, limits.widened(self._kinematics.pose_at(self._sent).position, EDGE_M)):
             return []
-        return [Refusal(Cause.OUTSIDE, f"the joints take the tool to {text(rest)} m, out of the workspace")]
+        return [Refusal(Cause.OUTSIDE, f"the joints take the tool to {text(rest)} m, outside the workspace")]
 
     def scale(self, share: float) -> None:
         super().scale(share)
@@ -138,7 +138,7 @@ class JointGate(SmoothGate[np.ndarray]):
 
     def halt(self) -> None:
         if self._sent is not None and self._settings.kind is Output.JOINT_TRAJECTORY:
-            self._sent = trajectory_point(self._sent, self._velocity[:, 0])  # there the controller went, and holds
+            self._sent = trajectory_point(self._sent, self._velocity[:, 0])  # where the controller moved and holds
         super().halt()
 
     def _way(self, there: np.ndarray, here: np.ndarray) -> np.ndarray:
@@ -181,22 +181,22 @@ class JointGate(SmoothGate[np.ndarray]):
         return self._slow_enough(sent, brakes, np.where(leaves[:, None], brakes, velocity))
 
     def _slow_enough(self, sent: np.ndarray, brakes: np.ndarray, velocity: np.ndarray) -> np.ndarray:
-        """As far from braking to a velocity as the tool's limit of speed allows; whatever lies between is in reach."""
+        """As close to `velocity` as the tool's speed limit allows; any value between `brakes` and it is reachable."""
         if self._kinematics is None:
             return velocity
         moves = self._kinematics.tool_moves(sent)[:3]
         slow, more = moves @ brakes[:, 0], moves @ (velocity - brakes)[:, 0]
-        # The largest share for which the tool's speed, |slow + share * more|, is within the limit.
+        # Maximum share for which the tool's speed, |slow + share * more|, is within the limit.
         room, along, square = self._tool_speed**2 - slow @ slow, slow @ more, more @ more
         if square + 2 * along <= room:
             return velocity
-        self._joined = False  # what it falls behind by is not the driver's fault
+        self._joined = False  # the resulting lag is not the driver's fault
         share = (np.sqrt(along**2 + square * room) - along) / square if room > 0 else 0.0
         return brakes + share * (velocity - brakes)
 
     def _message(self, sent: np.ndarray) -> SentJoints:
         after_s, velocity = TRAJECTORY_AHEAD_S, self._velocity[:, 0]
-        if self._here is not None:  # a controller that begins at the measured joints makes up for nothing in a hurry
+        if self._here is not None:  # a controller that starts at the measured joints must not catch up too fast
             way = np.abs(trajectory_point(sent, velocity) - self._here)
             after_s = max(after_s, float((way / self._bounds.speed).max()))
         return SentJoints(sent, velocity, after_s)
@@ -206,17 +206,17 @@ class JointGate(SmoothGate[np.ndarray]):
         return message.format(name=self._names[worst], away=away[worst])
 
     def _ordered(self, command: JointCommand) -> np.ndarray | Refusal:
-        """Positions [points, joints] in the order of the parameters, or what is wrong with the message's form."""
+        """Positions [points, joints] in the order of the parameters, or a refusal of the message's form."""
         names, positions, times_s = command.names, command.positions, command.times_s
         if positions.ndim != 2 or not len(positions) or len(times_s) != len(positions):
-            return Refusal(Cause.BAD_FORM, "the command has no points of one position per joint")
+            return Refusal(Cause.BAD_FORM, "the command must have points with one position per joint")
         if positions.shape[1] != len(self._names):
-            detail = f"the command has {positions.shape[1]} positions, and joints.names {len(self._names)}"
+            detail = f"the command has {positions.shape[1]} positions, but joints.names has {len(self._names)}"
             return Refusal(Cause.BAD_FORM, detail)
         if not (np.isfinite(positions).all() and np.isfinite(times_s).all()):
             return Refusal(Cause.NOT_FINITE, "the command holds NaN or infinity")
         if times_s[0] < 0 or (np.diff(times_s) <= 0).any():
-            return Refusal(Cause.BAD_FORM, "the points' times do not rise")
+            return Refusal(Cause.BAD_FORM, "the points' times do not increase")
         if names is None:
             return positions
         if sorted(names) != sorted(self._names):
@@ -225,12 +225,12 @@ class JointGate(SmoothGate[np.ndarray]):
 
     def _problem(self, positions: np.ndarray, times_s: np.ndarray, measured: Measured) -> Refusal | None:
         low, high = self._low, self._high
-        if measured.joints is not None:  # it may come back, and never get further out
+        if measured.joints is not None:  # it may move back, but not further out
             low, high = np.minimum(low, measured.joints), np.maximum(high, measured.joints)
         outside = ((positions < low - 1e-9) | (positions > high + 1e-9)).any(axis=0)
         if outside.any():
             worst = int(outside.argmax())
-            detail = f"{self._names[worst]} is commanded out of {self._low[worst]:g} to {self._high[worst]:g}"
+            detail = f"{self._names[worst]} is commanded outside {self._low[worst]:g} to {self._high[worst]:g}"
             return Refusal(Cause.OUTSIDE, detail)
         speed = np.abs(np.diff(positions, axis=0)) / np.diff(times_s)[:, None]
         if (speed > self._bounds.speed * TOLERANCE).any():
@@ -242,18 +242,18 @@ class JointGate(SmoothGate[np.ndarray]):
         away = np.abs(positions[0] - measured.joints)
         if (away <= self._lead).all():
             return None
-        detail = f"the command for {self._names[away.argmax()]} is {away.max():.3f} from where it is measured"
+        detail = f"the command for {self._names[away.argmax()]} is {away.max():.3f} from its measured position"
         return Refusal(Cause.FAR, f"{detail}; max_lead_rad is {self._settings.max_lead_rad:g}")
 
     def _tool_outside(self, positions: np.ndarray, measured: Measured) -> Refusal | None:
-        """Whether commanded joints, float64 [points, joints], mean a tool outside; it may come back, no further out."""
+        """Refuses joints, float64 [points, joints], whose tool is outside; it may move back, but not further out."""
         if self._kinematics is None:
             return None
         limits = self._settings.limits
         here = np.array(limits.workspace_min) if measured.tool is None else measured.tool.position
         for place in (self._kinematics.pose_at(point).position for point in positions):
             if leads_out(place, here, limits, EDGE_M):
-                detail = f"the joints are commanded to take the tool to {text(place)} m, out of the workspace"
+                detail = f"the joints are commanded to take the tool to {text(place)} m, outside the workspace"
                 return Refusal(Cause.OUTSIDE, detail)
         return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a robot says of itself, by rules on fields of its own messages; and if it comes to rest when it is stopped."""
+"""The robot's own state, by rules on fields of its messages, and a check that it comes to rest when stopped."""
 
 import re
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from specvla_ros.errors import UserError
 
 _RULE = re.compile(r"(?P<topic>\S+)\s+(?P<type>\w+/msg/\w+)\s+(?P<field>\w[^=]*?)\s*=\s*(?P<values>.+)")
 _PART = re.compile(r"(\w+)(?:\[([^\]]+)\])?")
-_STILL_M_S = 0.02  # slower than this a tool stands, as far as its measured pose tells
+_STILL_M_S = 0.02  # a tool measured slower than this is at rest
 
 
 @dataclass(frozen=True)
 class StateRule:
-    """A field that must have one of some values for the robot to be moved: 'TOPIC TYPE FIELD=VALUE|VALUE'.
+    """A field that must have one of the given values to allow motion: 'TOPIC TYPE FIELD=VALUE|VALUE'.
 
-    A field is a path such as `state.id`; `controllers[arm]` is that element of a list whose `name` is arm.
+    A field is a path such as `state.id`; `controllers[arm]` is the element of a list whose `name` is arm.
     """
 
     topic: str
@@ -31,25 +31,25 @@ class StateRule:
 
     @classmethod
     def parse(cls, text: str) -> "StateRule":
-        """Reads a rule; raises UserError with the form that it must have."""
+        """Parses a rule; raises UserError with the required form."""
         found = _RULE.fullmatch(text.strip())
         if found is None:
             raise UserError(
-                f"robot_states has '{text}', but it must be 'TOPIC PACKAGE/msg/TYPE FIELD=VALUE|VALUE', such as "
+                f"invalid robot_states rule '{text}': expected 'TOPIC PACKAGE/msg/TYPE FIELD=VALUE|VALUE', such as "
                 "'/io_and_status_controller/safety_mode ur_dashboard_msgs/msg/SafetyMode mode=1|2'"
             )
         values = tuple(value.strip() for value in found["values"].split("|"))
         return cls(found["topic"], found["type"], found["field"], values)
 
     def problem(self, message: Any) -> str:
-        """Why the robot must not be moved, in words; empty: it may."""
+        """Why the rule forbids motion, in words; empty: it does not."""
         try:
             value = _text(self._value(message))
         except LookupError as error:
             return f"{self.topic} has no {error.args[0]}"
         if value in self.allowed:
             return ""
-        return f"{self.topic} says {self.field} {value}, and {' or '.join(self.allowed)} is needed"
+        return f"{self.topic}: {self.field} is {value}, but must be {' or '.join(self.allowed)}"
 
     def _value(self, message: Any) -> Any:
         for name, key in _PART.findall(self.field):
@@ -65,23 +65,23 @@ class StateRule:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bytes):  # what ROS calls a byte
+    if isinstance(value, bytes):  # a ROS byte
         return str(int.from_bytes(value, "little"))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class RobotStates:
-    """The newest of each rule. A state that is published only when it changes holds while its publisher lives."""
+    """The newest state per rule. A state published only on change stays valid while its publisher lives."""
 
     def __init__(self, rules: Sequence[StateRule]) -> None:
-        self._problems: dict[StateRule, str | None] = dict.fromkeys(rules)  # None: nothing was heard yet
+        self._problems: dict[StateRule, str | None] = dict.fromkeys(rules)  # None: nothing received yet
         self._gone: frozenset[str] = frozenset()
 
     def take(self, rule: StateRule, message: Any) -> None:
         self._problems[rule] = rule.problem(message)
 
     def gone(self, topics: frozenset[str]) -> None:
-        """Topics that nobody publishes: what was heard of them no longer counts."""
+        """Takes topics without a publisher: states received on them no longer count."""
         self._gone = topics
         for rule in self._problems:
             if rule.topic in topics:
@@ -91,7 +91,7 @@ class RobotStates:
         found = []
         for rule, problem in self._problems.items():
             if problem is None:
-                what = "nobody publishes it" if rule.topic in self._gone else "none came yet"
+                what = "it has no publisher" if rule.topic in self._gone else "no message yet"
                 found.append(Refusal(Cause.STATE_MISSING, f"{rule.topic}: {what}"))
             elif problem:
                 found.append(Refusal(Cause.ROBOT_STOPPED, problem))
@@ -99,17 +99,17 @@ class RobotStates:
 
 
 class Obedience:
-    """Looks if the robot comes to rest once motion has ended, so that something stronger can be asked if not."""
+    """Checks that the robot comes to rest after motion has ended, so that the guard can escalate if not."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
         self._looking = False
-        self._zero_s: float | None = None  # since when what goes out stands still
+        self._zero_s: float | None = None  # since when the output is at rest
 
     def look(self, passing: bool, at_rest: bool, measured: Measured, now_s: float) -> Refusal | None:
-        """Looks once a tick; a refusal, once, where the robot goes on though it was told to stand.
+        """Checks once per tick; returns a refusal, once, if the robot keeps moving after a stop command.
 
-        `now_s` is of the node's clock, which a simulated robot moves by.
+        `now_s` is on the node's clock, which a simulated robot moves by.
         """
         if passing:
             self._looking, self._zero_s = True, None
@@ -121,6 +121,6 @@ class Obedience:
             self._looking = False
         elif now_s - self._zero_s > self._after_s:
             self._looking = False
-            detail = f"the tool still moves at {speed:.3f} m/s, {now_s - self._zero_s:.2f} s after it was told to stand"
+            detail = f"the tool still moves at {speed:.3f} m/s, {now_s - self._zero_s:.2f} s after the stop command"
             return Refusal(Cause.NOT_OBEYING, detail)
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates of the commands to a tool: its velocity, and its pose."""
+"""Gates of tool commands: velocities and poses."""
 
 import numpy as np
 
@@ -23,18 +23,18 @@ from specvla_ros.control.pose import Pose, quaternion_matrix
 
 _ZERO = np.zeros((2, 3))
 _UNITS = (("m/s", "limits.linear_speed"), ("rad/s", "limits.angular_speed"))
-_JITTER_S = 0.05  # what a busy machine may delay one of two commands
+_JITTER_S = 0.05  # max delay of one of two commands by a busy machine
 _ROUNDING = 1e-9
-_STANDS_M = 0.0005  # from the measured tool to where a driver stands that took over its pose
-EDGE_M = 0.01  # a driver that brakes to the workspace's very edge is right
-AHEAD_S = 0.03  # commands on their way to the robot
-_MOVED_M, _MOVED_RAD = 0.001, 0.005  # more than a sensor's noise
-ANSWERS_S = 0.2  # at full speed, a robot that is sent on and does not move at all is not reached
-_APART = np.array([0.01, 0.05])  # metres and radians that an arm at rest may stand from where it was sent
+_STANDS_M = 0.0005  # max distance from the measured tool of a target that copied its pose
+EDGE_M = 0.01  # tolerance for a driver that brakes at the workspace's very edge
+AHEAD_S = 0.03  # delay of commands to the robot
+_MOVED_M, _MOVED_RAD = 0.001, 0.005  # more than sensor noise
+ANSWERS_S = 0.2  # motion at full speed for this long without any response: the robot does not follow
+_APART = np.array([0.01, 0.05])  # max metres and radians of an arm at rest from its commanded pose
 
 
 def tool_bounds(settings: GuardSettings) -> Bounds:
-    """Of translation and rotation."""
+    """Bounds of translation and rotation."""
     limits = settings.limits
     return Bounds(
         np.array([limits.linear_speed, limits.angular_speed]),
@@ -43,7 +43,7 @@ def tool_bounds(settings: GuardSettings) -> Bounds:
 
 
 def pose_of(message: ToolPose, base_frame: str) -> Pose | Refusal:
-    """A pose that came in, or why it is none."""
+    """The pose of a message, or why it is refused."""
     if message.stamp.frame_id != base_frame:
         return Refusal(Cause.BAD_FORM, f"its frame is '{message.stamp.frame_id}', and base_frame is '{base_frame}'")
     if not (np.isfinite(message.position).all() and np.isfinite(message.quaternion).all()):
@@ -55,21 +55,21 @@ def pose_of(message: ToolPose, base_frame: str) -> Pose | Refusal:
 
 
 def text(position: np.ndarray) -> str:
-    """Numbers for a message."""
+    """Formats a position for a message."""
     return " ".join(f"{number:.3f}" for number in position)
 
 
 def leads_out(place: np.ndarray, here: np.ndarray, limits: Limits, edge_m: float = 0.0) -> bool:
-    """Whether a commanded place, float64 [3], is out of the workspace, and further out than the tool is measured.
+    """True if a commanded position, float64 [3], is outside the workspace and further out than the measured tool.
 
-    A driver that stands where the tool was measured a moment ago is right too; what is sent gets no further out.
+    A target at the just measured position is also allowed; the output does not move further out.
     """
     stands = float(np.linalg.norm(place - here)) <= _STANDS_M
     return not stands and not within(place, limits.widened(here, edge_m))
 
 
 def within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
-    """If a position, float64 [3], lies between two corners."""
+    """True if a position, float64 [3], lies between two corners."""
     return bool((here >= box[0] - _ROUNDING).all() and (here <= box[1] + _ROUNDING).all())
 
 
@@ -83,13 +83,13 @@ def _too_fast(what: str, value: float, limit: float, unit: str, name: str) -> Re
 
 
 def _answers(settings: GuardSettings, bounds: Bounds) -> np.ndarray:
-    """How far, metres and radians, a tool may be sent on without moving: what it makes up for when it is let go."""
+    """Max metres and radians commanded without a response: a blocked tool covers this distance when released."""
     lead = np.array([settings.max_lead_m, settings.max_lead_rad])
     return np.minimum(lead, bounds.speed * ANSWERS_S + _APART / 2)
 
 
 class TwistGate(Gate):
-    """Velocities of the tool. What goes out slews towards the command, and to zero when it must stop."""
+    """Gate of tool velocities. The output slews towards the command, and to zero for a stop."""
 
     def __init__(self, settings: GuardSettings) -> None:
         super().__init__(settings, tool_bounds(settings), _ZERO)
@@ -112,20 +112,20 @@ class TwistGate(Gate):
         tool = measured.tool
         if tool is None or self._command is None:
             return []
-        # Where it would come to rest if the stop began now, of the command and of what goes out.
+        # Where the tool would come to rest if it braked now, from the command and from the output.
         box = self._settings.limits.widened(tool.position, EDGE_M)
         for velocity in (self._command, self._velocity):
             rest = tool.position + velocity[0] * AHEAD_S + stopping_way(velocity, self._bounds)[0]
             if not within(rest, box):
-                return [Refusal(Cause.OUTSIDE, f"the twist leads to {text(rest)} m, out of the workspace")]
+                return [Refusal(Cause.OUTSIDE, f"the twist leads to {text(rest)} m, outside the workspace")]
         if (self._unmoved <= self._answers).all():
             return []
         unmoved_m, unmoved_rad = self._unmoved
-        detail = f"{unmoved_m:.3f} m and {unmoved_rad:.3f} rad were commanded, and the tool did not move"
+        detail = f"{unmoved_m:.3f} m and {unmoved_rad:.3f} rad were commanded, but the tool did not move"
         return [Refusal(Cause.NOT_FOLLOWING, detail)]
 
     def begin(self, measured: Measured) -> None:
-        super().begin(measured)  # wherever the tool is: a velocity has no place
+        super().begin(measured)  # at any tool pose: a velocity has no position
         self._unmoved_from = None
 
     def go(self, now: Instant, dt_s: float) -> SentTwist:
@@ -168,9 +168,9 @@ class TwistGate(Gate):
 
 
 class PoseGate(SmoothGate[Pose]):
-    """Poses of the tool."""
+    """Gate of tool poses."""
 
-    not_following = "the tool is {0:.3f} m and {1:.3f} rad from where it was sent"
+    not_following = "the tool is {0:.3f} m and {1:.3f} rad from its commanded pose"
     too_far_to_resume = "the command is {0:.3f} m and {1:.3f} rad from the measured tool, too far to resume"
     ran_away = "the commands ran away by {0:.3f} m and {1:.3f} rad from what the limits allow"
 
@@ -178,7 +178,7 @@ class PoseGate(SmoothGate[Pose]):
         lead, bounds = np.array([settings.max_lead_m, settings.max_lead_rad]), tool_bounds(settings)
         super().__init__(settings, bounds, _ZERO, lead, apart=np.minimum(lead, _APART))
         self._unmoved_from: Pose | None = None
-        self._sent_then: Pose | None = None  # when the tool moved last
+        self._sent_then: Pose | None = None  # commanded pose when the tool last moved
         self._answers = _answers(settings, bounds)
 
     def conditions(self, measured: Measured) -> list[Refusal]:
@@ -188,7 +188,7 @@ class PoseGate(SmoothGate[Pose]):
         on = lengths(self._way(self._sent, self._sent_then))
         if (on <= self._answers).all():
             return []
-        detail = f"the tool was sent {on[0]:.3f} m and {on[1]:.3f} rad on, and did not move"
+        detail = f"the tool was commanded to move by {on[0]:.3f} m and {on[1]:.3f} rad but did not move"
         return self._not_moved(measured, detail)
 
     def watch(self, measured: Measured) -> None:
@@ -231,7 +231,7 @@ class PoseGate(SmoothGate[Pose]):
         limits = self._settings.limits
         here = pose.position if measured.tool is None else measured.tool.position
         if leads_out(pose.position, here, limits):
-            return Refusal(Cause.OUTSIDE, f"the pose {text(pose.position)} m is outside of the workspace")
+            return Refusal(Cause.OUTSIDE, f"the pose {text(pose.position)} m is outside the workspace")
         if measured.tool is None:
             return None
         away = lengths(self._way(pose, measured.tool))

@@ -14,21 +14,21 @@ from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.guard.tool_gates import pose_of, text
 from specvla_ros.control.pose import Pose
 
-MAX_FUTURE_S = 0.1  # how far a stamp may lie ahead of the node's clock
-_JUMP_S = 0.25  # how much more than the steady clock the node's may go at once
-# After this process did not run, or a clock jumped, what is still queued is old.
+MAX_FUTURE_S = 0.1  # max lead of a stamp over the node's clock
+_JUMP_S = 0.25  # max lead that the node's clock may gain on the steady clock at once
+# Messages still queued after a stall of this process or a clock jump are old.
 _QUEUE_S = 0.05
-# What a measured pose may do between two messages: twice the limits' speed, for an arm that overshoots, and this.
+# A measured pose may move between two messages at twice the speed limits, for an arm that overshoots, plus this.
 _LEAP_M, _LEAP_RAD = 0.02, 0.1
-_SWING_S = 0.1  # over which an arm that swings, and leaps in no message, is seen to go too far
+_SWING_S = 0.1  # window to detect an arm that swings too far without a jump between two messages
 
 
 @dataclass
 class _Seen:
-    """The newest of one kind of message."""
+    """The newest message of one kind."""
 
     at_s: float = -np.inf  # steady clock at its arrival; -inf: none yet
-    stamp_ns: int = -(2**63)  # its own
+    stamp_ns: int = -(2**63)  # its stamp
     problem: str = ""  # why the last one does not count; empty: it counts
 
     def age_s(self, now: Instant) -> float:
@@ -36,13 +36,13 @@ class _Seen:
 
 
 class ClockWatch:
-    """The node's clock against the steady one."""
+    """Compares the node's clock with the steady one."""
 
     def __init__(self) -> None:
         self._advanced: Instant | None = None
 
     def look(self, now: Instant) -> str:
-        """How the clock jumped since the last look, in words; empty: it did not."""
+        """A clock jump since the last call, in words; empty: none."""
         last = self._advanced
         if last is None or now.clock_ns != last.clock_ns:
             self._advanced = now
@@ -59,7 +59,7 @@ class ClockWatch:
 
 
 class Confirmation:
-    """The confirmed instruction. One that differs from it ends the confirmation: to come back to it needs another."""
+    """The confirmed instruction. A different one ends the confirmation; returning to it needs a new one."""
 
     def __init__(self) -> None:
         self._confirmed = self._asked = self._followed = ""
@@ -73,40 +73,40 @@ class Confirmation:
             self._confirmed = ""
 
     def follow(self, instruction: str) -> None:
-        """The policy acts on this."""
+        """Takes the instruction that the policy follows."""
         if self._followed == self._confirmed != instruction:
             self._confirmed = ""
         self._followed = instruction
 
     def problem(self) -> str:
-        """Why motion is not agreed to; empty: it is."""
+        """Why motion is not confirmed; empty: it is."""
         if not self._confirmed:
-            return f"nobody confirmed '{(self._followed or self._asked)[:80]}' on ~/confirm"
+            return f"'{(self._followed or self._asked)[:80]}' is not confirmed on ~/confirm"
         if self._asked and self._asked != self._confirmed:
-            return f"'{self._confirmed[:80]}' is confirmed, but '{self._asked[:80]}' is asked for"
+            return f"'{self._confirmed[:80]}' is confirmed, but '{self._asked[:80]}' is requested"
         if self._followed != self._confirmed:
             return f"'{self._confirmed[:80]}' is confirmed, but the policy follows '{self._followed[:80]}'"
         return ""
 
 
 class Watch:
-    """Freshness of all that must be heard, by the steady clock, and of stamps, by the node's.
+    """Checks that all required messages are fresh: arrivals by the steady clock, stamps by the node's.
 
-    `return_m`: how far outside of the workspace the tool may be.
+    `return_m`: max distance of the tool outside the workspace.
     """
 
     def __init__(self, settings: GuardSettings, return_m: float = RETURN_M) -> None:
         self._settings, self._return_m = settings, return_m
         self.clock, self.confirmation, self.robot = ClockWatch(), Confirmation(), RobotStates(settings.state_rules)
-        self._button_s: float | None = None  # when the stop button was heard last
+        self._button_s: float | None = None  # last message of the stop button
         self._button_pressed = False
-        self._poses: deque[tuple[int, Pose]] = deque()  # with their stamps, of the last _SWING_S
+        self._poses: deque[tuple[int, Pose]] = deque()  # stamps and poses of the last _SWING_S
         self._hear_nothing_yet()
         self._deaf_until_s = -np.inf
         self._enable_said = self._leap = self.sources_problem = ""
 
     def forget(self, now: Instant) -> None:
-        """What was heard no longer counts: the clock jumped, or this process stood still."""
+        """Voids everything received, after a clock jump or a stall of this process."""
         self._hear_nothing_yet()
         self._deaf_until_s = now.steady_s + _QUEUE_S
 
@@ -117,11 +117,11 @@ class Watch:
         self._positions: np.ndarray | None = None
 
     def hears(self, now: Instant) -> bool:
-        """Whether what comes in now can be new."""
+        """True if a message that arrives now can be new."""
         return now.steady_s >= self._deaf_until_s
 
     def tool(self, message: ToolPose, now: Instant) -> Pose | None:
-        """Takes the measured pose; returns it if it is one, and newer."""
+        """Takes the measured pose; returns it if it is valid and newer."""
         pose = pose_of(message, self._settings.base_frame)
         if isinstance(pose, Refusal):
             self._tool.problem = pose.detail
@@ -139,7 +139,7 @@ class Watch:
         return pose
 
     def take_leap(self) -> str:
-        """A leap of the measured pose since the last call, in words; empty: none."""
+        """Returns a jump of the measured pose since the last call, in words; empty: none."""
         leap, self._leap = self._leap, ""
         return leap
 
@@ -148,33 +148,33 @@ class Watch:
         most_m, most_rad = 2 * limits.linear_speed * passed_s + _LEAP_M, 2 * limits.angular_speed * passed_s + _LEAP_RAD
         if way_m <= most_m and turn_rad <= most_rad:
             return ""
-        return f"the measured pose went {way_m:.3f} m and {turn_rad:.2f} rad within {passed_s:.3f} s"
+        return f"the measured pose moved {way_m:.3f} m and {turn_rad:.2f} rad within {passed_s:.3f} s"
 
     def joints(self, message: JointPositions, now: Instant) -> None:
-        """Takes measured joints; those that are not commanded do not matter."""
+        """Takes measured joints; joints that are not commanded are ignored."""
         positions = message.of(self._settings.joints.names)
-        if positions is None:  # of another part of the robot, if such with these names come too
+        if positions is None:  # from another part of the robot, if messages with these names also arrive
             if self._joints.at_s == -np.inf:
                 lacking = next(name for name in self._settings.joints.names if name not in message.names)
-                self._joints.problem = f"none has '{lacking}' yet; the last one has {', '.join(message.names)}"
+                self._joints.problem = f"no message has '{lacking}' yet; the last one has {', '.join(message.names)}"
             return
         if len(message.positions) != len(message.names):
-            self._joints.problem = f"it has {len(message.names)} names and {len(message.positions)} positions"
+            self._joints.problem = f"the last one has {len(message.names)} names and {len(message.positions)} positions"
         elif not np.isfinite(positions).all():
             self._joints.problem = "it holds NaN or infinity"
         elif self._newer(self._joints, message.stamp, now):
             self._positions = positions
 
     def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
-        """Takes a sign of life of the policy."""
+        """Takes an action as the policy's heartbeat."""
         age_s = (now.clock_ns - (stamp.ns or 0)) * 1e-9
         if age_s > self._settings.max_action_age_s:
-            self._action.problem = f"the last one's picture was {age_s:.3f} s old"
+            self._action.problem = f"the last one's image was {age_s:.3f} s old"
         elif self._newer(self._action, stamp, now):
             self.confirmation.follow(instruction)
 
     def command(self, stamp: Stamp, now: Instant) -> bool:
-        """Notes that a command came; whether it is new enough to be judged."""
+        """Notes that a command arrived; returns whether it is new enough to be checked."""
         if stamp.ns is None:
             self._command.at_s, self._command.problem = now.steady_s, ""
             return True
@@ -185,30 +185,30 @@ class Watch:
         return self._newer(self._command, stamp, now)
 
     def refuse_command(self) -> None:
-        """The last command does not count."""
+        """Voids the last command."""
         self._command.at_s = -np.inf
 
     def enable(self, held: bool, now: Instant) -> None:
         self._enabled_s = now.steady_s if held else -np.inf
-        self._enable_said = "" if held else "~/enable says false"
+        self._enable_said = "" if held else "~/enable is false"
 
     def stop_button(self, pressed: bool, now: Instant) -> None:
         self._button_s, self._button_pressed = now.steady_s, pressed
 
     def _button_problem(self, now: Instant) -> Refusal | None:
         if self._button_pressed:
-            return Refusal(Cause.STOP, "~/stop_pressed says true")
+            return Refusal(Cause.STOP, "~/stop_pressed is true")
         if self._button_s is None:
             if not self._settings.require_stop_button:
                 return None
-            return Refusal(Cause.NOT_ENABLED, "~/stop_pressed: none came yet, and require_stop_button is set")
+            return Refusal(Cause.NOT_ENABLED, "~/stop_pressed: no message yet, and require_stop_button is set")
         silent_s = now.steady_s - self._button_s
         if silent_s <= self._settings.enable_timeout_s:
             return None
         return Refusal(Cause.NOT_ENABLED, f"~/stop_pressed is silent for {silent_s:.2f} s: is the button connected?")
 
     def measured(self, now: Instant) -> Measured:
-        """Where the robot is, as far as it is known now."""
+        """The robot's state, as far as it is known now."""
         limit_s = self._settings.state_timeout_s
         seen = bool(self._poses) and self._tool.age_s(now) <= limit_s and not self._tool.problem
         return Measured(
@@ -235,7 +235,7 @@ class Watch:
         return Refusal(Cause.POLICY_SILENT, _silence("action", self._action, now))
 
     def problems(self, now: Instant) -> list[Refusal]:
-        """Everything that fails, beside the commands themselves."""
+        """All failing conditions except the commands themselves."""
         settings, found = self._settings, []
         still_s = self.clock.still_s(now)
         if still_s > settings.clock_timeout_s:
@@ -244,8 +244,8 @@ class Watch:
         if measured.tool is None:
             found.append(Refusal(Cause.STATE_MISSING, _silence("tool_pose", self._tool, now)))
         elif settings.limits.outside_m(measured.tool.position) > self._return_m:
-            where = f"the tool is at {text(measured.tool.position)} m, outside of the workspace"
-            found.append(Refusal(Cause.OUTSIDE, f"{where}: bring it back by hand"))
+            where = f"the tool is at {text(measured.tool.position)} m, outside the workspace"
+            found.append(Refusal(Cause.OUTSIDE, f"{where}: move it back by hand"))
         if settings.kind.of_joints and measured.joints is None:
             found.append(Refusal(Cause.STATE_MISSING, _silence("joint_states", self._joints, now)))
         if settings.require_enable and now.steady_s - self._enabled_s > settings.enable_timeout_s:
@@ -261,7 +261,7 @@ class Watch:
         return found
 
     def _newer(self, seen: _Seen, stamp: Stamp, now: Instant) -> bool:
-        """Frozen, repeated and reordered messages do not count; nor do those from the future."""
+        """True for a newer message. Frozen, repeated, reordered and future messages do not count."""
         stamp_ns = stamp.ns or 0
         ahead_s = (stamp_ns - now.clock_ns) * 1e-9
         if ahead_s > MAX_FUTURE_S:
@@ -281,5 +281,5 @@ def _silence(topic: str, seen: _Seen, now: Instant) -> str:
     if seen.problem:
         return f"{topic}: {seen.problem}"
     if seen.at_s == -np.inf:
-        return f"{topic}: none came yet"
+        return f"{topic}: no message yet"
     return f"{topic}: nothing new for {seen.age_s(now):.3f} s"

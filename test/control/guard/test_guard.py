@@ -426,7 +426,7 @@ def test_a_twist_out_of_the_workspace_stops_before_the_edge_and_one_back_in_goes
 def test_a_confirmation_is_of_one_instruction() -> None:
     each = rig("twist", require_confirm=True)
     each.run(1.0)
-    assert "nobody confirmed 'lift'" in each.guard.reason
+    assert "'lift' is not confirmed" in each.guard.reason
     each.guard.confirm("lift")
     each.until_passing()
     each.guard.instruction("drop")
@@ -551,7 +551,7 @@ def test_a_measured_pose_that_leaps_latches_until_somebody_looked(output: str) -
     each.run(0.5)
     each.tool = each.tool + np.array([0.0, 0.0, 0.05])
     each.run(0.01)
-    assert each.guard.state is State.STOPPED and "pose_leaps: the measured pose went 0.05" in each.guard.reason
+    assert each.guard.state is State.STOPPED and "pose_leaps: the measured pose moved 0.05" in each.guard.reason
     each.run(3.0)
     assert each.guard.state is State.STOPPED
     assert each.guard.clear_stop(each.now) == ""
@@ -641,7 +641,7 @@ def test_a_stop_button_that_is_pressed_latches_and_one_that_falls_silent_holds()
 def test_a_stop_button_that_is_required_must_be_heard_first() -> None:
     each = rig("twist", require_stop_button=True)
     each.run(1.5)
-    assert each.guard.state is State.HOLDING and "none came yet" in each.guard.reason
+    assert each.guard.state is State.HOLDING and "no message yet" in each.guard.reason
     for _ in range(10):
         each.guard.stop_button(False, each.now)
         each.run(0.1)
@@ -918,7 +918,7 @@ def test_a_hand_that_lets_go_is_heard_even_then() -> None:
     each.tick()
     each.guard.enable(False, each.now)
     each.tick()
-    assert "~/enable says false" in each.guard.reason
+    assert "~/enable is false" in each.guard.reason
 
 
 @pytest.mark.parametrize("passing", [True, False])
@@ -969,7 +969,7 @@ def test_the_reason_is_empty_while_motion_passes_and_says_the_last_cause_when_it
     assert each.guard.reason == "two_sources: two of them"
     each.guard.sources("")
     each.run(0.1)
-    resumes = "about to resume, after 0.5 s in which everything is well; the last cause was "
+    resumes = "about to resume, after 0.5 s without failures; the last cause was "
     assert each.guard.reason == resumes + "two_sources: two of them"
 
 

@@ -88,7 +88,7 @@ def test_one_stuck_joint_is_noticed_beside_others_that_move(output: str) -> None
     each = rig(output)
     each.until_passing()
     push(each, SLOW, 1.0, moving=np.array([True, False]))
-    assert each.guard.state is State.STOPPED and "elbow was sent" in each.guard.reason
+    assert each.guard.state is State.STOPPED and "elbow was commanded" in each.guard.reason
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -114,7 +114,7 @@ def test_joints_do_not_move_while_the_tool_is_outside_of_the_workspace(
         each.begin_anew()
         each.run(0.01)
     assert (each.guard.state is State.PASSING) is passes
-    assert passes or "outside of the workspace" in each.guard.reason
+    assert passes or "outside the workspace" in each.guard.reason
 
 
 @pytest.mark.parametrize(("share", "stops"), [(1.1, False), (1.6, True)])
@@ -386,7 +386,7 @@ def test_a_tool_outside_is_brought_back_by_joints_whose_kinematics_are_known(out
     assert each.guard.state is State.PASSING and each.joints[0] < 1.32
     far = arm_rig(output, 1.5)  # 7 cm
     far.run(1.0)
-    assert "bring it back by hand" in far.guard.reason
+    assert "move it back by hand" in far.guard.reason
 
 
 def test_a_way_between_two_places_inside_that_leads_outside_is_stopped_before() -> None:

@@ -33,9 +33,9 @@ def activity(**states: int) -> Message:
 @pytest.mark.parametrize(
     ("text", "right", "wrong", "said"),
     [
-        (SAFETY, Message(mode=2), Message(mode=3), "safety_mode says mode 3, and 1 or 2 is needed"),
-        (PROGRAM, Message(data=True), Message(data=False), "says data false, and true is needed"),
-        (FRANKA, Message(robot_mode=2), Message(robot_mode=4), "says robot_mode 4, and 2 is needed"),
+        (SAFETY, Message(mode=2), Message(mode=3), "safety_mode: mode is 3, but must be 1 or 2"),
+        (PROGRAM, Message(data=True), Message(data=False), "data is false, but must be true"),
+        (FRANKA, Message(robot_mode=2), Message(robot_mode=4), "robot_mode is 4, but must be 2"),
         (HARDWARE, activity(gripper=1, arm=3), activity(gripper=3, arm=2), "hardware_components[arm].state.id 2"),
         (HARDWARE, activity(arm=3), activity(gripper=3), "has no hardware_components[arm]"),
         (SAFETY, Message(mode=1), Message(other=1), "has no mode"),
@@ -58,7 +58,7 @@ def running(output: str, **changes: object) -> tuple[Rig, StateRule]:
     each = rig(output, robot_states=(SAFETY,), **changes)
     rule = StateRule.parse(SAFETY)
     each.run(1.0)
-    assert each.guard.state is State.HOLDING and "safety_mode: none came yet" in each.guard.reason
+    assert each.guard.state is State.HOLDING and "safety_mode: no message yet" in each.guard.reason
     each.guard.robot_state(rule, Message(mode=1))
     each.until_passing()
     return each, rule
@@ -81,7 +81,7 @@ def test_a_state_that_nobody_publishes_any_more_holds() -> None:
     each, rule = running("twist")
     each.guard.robot_gone(frozenset({rule.topic}))
     each.run(0.5)
-    assert each.guard.state is State.HOLDING and "nobody publishes it" in each.guard.reason
+    assert each.guard.state is State.HOLDING and "it has no publisher" in each.guard.reason
     each.guard.robot_gone(frozenset())
     each.guard.robot_state(rule, Message(mode=1))
     each.until_passing()

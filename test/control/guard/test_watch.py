@@ -81,10 +81,10 @@ def test_joints_are_not_missed_where_the_tool_is_commanded(output: str) -> None:
 def test_who_was_never_heard_is_told_from_who_fell_silent() -> None:
     watch = Watch(settings("joint_trajectory"))
     words = [refusal.detail for refusal in watch.problems(at(0.0))]
-    assert "tool_pose: none came yet" in words and "joint_states: none came yet" in words
+    assert "tool_pose: no message yet" in words and "joint_states: no message yet" in words
     watch.joints(JointPositions(stamped(0.0), ("finger", "left_shoulder"), np.zeros(2)), at(0.0))
     words = [refusal.detail for refusal in watch.problems(at(0.0))]
-    assert "joint_states: none has 'shoulder' yet; the last one has finger, left_shoulder" in words
+    assert "joint_states: no message has 'shoulder' yet; the last one has finger, left_shoulder" in words
     silent = heard().command_silent(at(0.35))
     assert silent is not None and silent.detail == "command: nothing new for 0.350 s"
 
@@ -228,7 +228,7 @@ def test_a_released_switch_is_told_and_a_held_one_ends_it() -> None:
     watch = heard()
     watch.enable(False, at(0.01))
     (problem,) = watch.problems(at(0.01))
-    assert problem == Refusal(Cause.NOT_ENABLED, "~/enable says false")
+    assert problem == Refusal(Cause.NOT_ENABLED, "~/enable is false")
     watch.enable(True, at(0.02))
     assert not watch.problems(at(0.02))
     assert not heard(require_enable=False).problems(at(0.0))
@@ -269,18 +269,18 @@ def agreed(*said: tuple[str, str]) -> str:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ([], "nobody confirmed ''"),
-        ([("follow", "lift")], "nobody confirmed 'lift'"),
-        ([("ask", "lift")], "nobody confirmed 'lift'"),
+        ([], "'' is not confirmed"),
+        ([("follow", "lift")], "'lift' is not confirmed"),
+        ([("ask", "lift")], "'lift' is not confirmed"),
         ([("confirm", "lift"), ("follow", "lift")], ""),
         ([("ask", "lift"), ("confirm", "lift"), ("follow", "lift")], ""),
         ([("confirm", "lift"), ("ask", "lift"), ("follow", "lift")], ""),
         ([("confirm", "lift"), ("follow", "drop")], "the policy follows 'drop'"),
         ([("confirm", "lift"), ("follow", "drop"), ("follow", "lift")], ""),
-        ([("ask", "drop"), ("confirm", "lift"), ("follow", "lift")], "'drop' is asked for"),
-        ([("confirm", "lift"), ("follow", "lift"), ("follow", "drop")], "nobody confirmed 'drop'"),
-        ([("confirm", "lift"), ("follow", "lift"), ("follow", "drop"), ("follow", "lift")], "nobody confirmed"),
-        ([("confirm", "lift"), ("follow", "lift"), ("ask", "drop"), ("ask", "lift")], "nobody confirmed"),
+        ([("ask", "drop"), ("confirm", "lift"), ("follow", "lift")], "'drop' is requested"),
+        ([("confirm", "lift"), ("follow", "lift"), ("follow", "drop")], "'drop' is not confirmed"),
+        ([("confirm", "lift"), ("follow", "lift"), ("follow", "drop"), ("follow", "lift")], "is not confirmed"),
+        ([("confirm", "lift"), ("follow", "lift"), ("ask", "drop"), ("ask", "lift")], "is not confirmed"),
     ],
 )
 def test_only_what_was_confirmed_is_asked_for_and_followed(said: list[tuple[str, str]], words: str) -> None:
