@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy node on a Jetson AGX Orin: bringup with its profile, and all of its other arguments."""
+"""The policy node on a Jetson AGX Orin: bringup with the profile orin, and with all other arguments of bringup."""
 
 from launch import LaunchDescription
 from specvla_ros.ros.bringup import policy_launch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded bag through the policy node, on simulated time; ends when the bag has been played."""
+"""Plays a recorded bag through the policy node on simulated time; ends with the bag."""
 
 from pathlib import Path
 
@@ -31,25 +31,25 @@ def generate_launch_description() -> LaunchDescription:
         DeclareLaunchArgument("bag", description="The bag: a directory, or an .mcap or .db3 file."),
         DeclareLaunchArgument("rate", default_value="1.0", description="Speed against real time."),
         DeclareLaunchArgument(
-            "loop", default_value="false", choices=["true", "false"], description="Begin again at the end."
+            "loop", default_value="false", choices=["true", "false"], description="Start again at the end."
         ),
         DeclareLaunchArgument(
-            "profile", default_value="cpu", choices=["cpu", "desktop", "orin"], description="Parameters."
+            "profile", default_value="cpu", choices=["cpu", "desktop", "orin"], description="Parameters to use."
         ),
         DeclareLaunchArgument(
             "exit_on_failure",
             default_value="true",
             choices=["true", "false"],
-            description="End the launch when the policy cannot be started: nobody else is of use without it.",
+            description="End the launch if the policy cannot start: the other nodes are of no use without it.",
         ),
         DeclareLaunchArgument("image_topic", default_value="/camera/image_raw", description="The bag's image topic."),
         DeclareLaunchArgument(
-            "instruction_topic", default_value="/instruction", description="The bag's std_msgs/String."
+            "instruction_topic", default_value="/instruction", description="Instruction topic, std_msgs/String."
         ),
         DeclareLaunchArgument(
             "wait_for",
             default_value="",
-            description="Topic that the policy must listen to first; empty: the image topic.",
+            description="Topic that the policy must subscribe to before the bag starts; empty: the image topic.",
         ),
     ]
     forwarded = {
@@ -57,7 +57,7 @@ def generate_launch_description() -> LaunchDescription:
     }
     source = PythonLaunchDescriptionSource(str(bringup))
     policy = IncludeLaunchDescription(source, launch_arguments={**forwarded, **forced}.items())
-    # The player first: a bag that cannot be opened must end the launch before a policy process has begun to start.
+    # The player first: a bag that cannot be opened must end the launch before a policy process starts.
     return LaunchDescription([*arguments, OpaqueFunction(function=_play), policy])
 
 
@@ -74,7 +74,7 @@ def _play(context: LaunchContext) -> list:
         wait_for = argument("wait_for") or next(
             (name for name in (image, f"{image}/compressed") if name in held), image
         )
-        opened.topic(wait_for)  # a topic that is not there is an error that lists those that are
+        opened.topic(wait_for)  # for a missing topic it raises an error that lists the others
     player = Node(
         package="specvla_ros",
         executable="bag_player",

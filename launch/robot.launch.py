@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A robot: policy, driver, guard and tasks, a process each. The camera and the robot's controllers are yours."""
+"""Policy, driver, guard and tasks of a robot, one process each. Camera and controllers are started separately."""
 
 from pathlib import Path
 
@@ -30,13 +30,13 @@ def generate_launch_description() -> LaunchDescription:
         [
             DeclareLaunchArgument(
                 "robot",
-                description="Parameter file of driver, guard, task: limits, output, frames; see config/robots.",
+                description="Parameter file of driver, guard and task: limits, output, frames; see config/robots.",
             ),
-            DeclareLaunchArgument("tool_pose_topic", default_value="tool_pose", description="PoseStamped, measured."),
-            DeclareLaunchArgument("joint_states_topic", default_value="joint_states", description="JointState."),
+            DeclareLaunchArgument("tool_pose_topic", default_value="tool_pose", description="Measured PoseStamped."),
+            DeclareLaunchArgument("joint_states_topic", default_value="joint_states", description="JointState topic."),
             *(
                 DeclareLaunchArgument(
-                    f"{name}_topic", default_value=f"guard/{name}", description=f"Where the guard sends {name} to."
+                    f"{name}_topic", default_value=f"guard/{name}", description=f"Topic for the guard's {name}."
                 )
                 for name in COMMANDS
             ),
@@ -44,11 +44,11 @@ def generate_launch_description() -> LaunchDescription:
                 "task",
                 default_value="false",
                 choices=["true", "false"],
-                description="Take tasks on the action run_task; the policy then acts during tasks alone.",
+                description="Accept tasks on the action run_task; the policy then acts only during tasks.",
             ),
-            DeclareLaunchArgument("rerun", default_value="", description="File for Rerun, such as run.rrd."),
+            DeclareLaunchArgument("rerun", default_value="", description="Output file for Rerun, such as run.rrd."),
             DeclareLaunchArgument(
-                "viewer", default_value="", description="Rerun's viewer: spawn, or the address of one that listens."
+                "viewer", default_value="", description="Rerun's viewer: spawn, or the address of a running one."
             ),
             OpaqueFunction(function=_read_robot),
             IncludeLaunchDescription(PythonLaunchDescriptionSource(str(bringup))),
@@ -58,9 +58,9 @@ def generate_launch_description() -> LaunchDescription:
 
 
 def _read_robot(context: LaunchContext) -> list:
-    """Reads the robot's file before any process begins to start: what is wrong with it must leave none behind.
+    """Reads the robot's file before any process starts, so that an error in it leaves none behind.
 
-    It names the frame for the policy too, unless an argument does.
+    Its base_frame is the policy's too, unless an argument gives one.
     """
     nodes = NODES if _with_task(context) else NODES.keys() - {"task"}
     parameters = {node: _file_parameters(node, context) for node in nodes}
@@ -95,7 +95,7 @@ def _start(context: LaunchContext) -> list:
     )
     nodes = [*_old_pictures(context), *autostart(driver, "driver", context), driver, *_live_view(context, topics)]
     if _file_parameters("driver", context).get("output", DRY_RUN) == DRY_RUN:
-        nodes.append(LogInfo(msg="output: none, a dry run: there is nothing to guard"))
+        nodes.append(LogInfo(msg="output: none is a dry run: no guard is started"))
     else:
         guard = Node(
             executable="guard",
@@ -103,7 +103,7 @@ def _start(context: LaunchContext) -> list:
             parameters=[_parameters("guard", context)],
             remappings=topics.guard,
             on_exit=_guard_ended,
-            **common,  # never again: it would have forgotten that somebody pressed stop
+            **common,  # never restarted: it would forget a latched stop
         )
         nodes.append(guard)
     if _with_task(context):
@@ -120,16 +120,16 @@ def _start(context: LaunchContext) -> list:
 
 
 def _guard_ended(event: ProcessExited, context: LaunchContext) -> None:
-    """A guard that refuses its parameters ends the launch, with the last word: nothing can move without it."""
+    """Ends the launch, with the last message, if the guard refuses its parameters: nothing can move without it."""
     if event.returncode == 2 and not context.is_shutdown:
         robot = LaunchConfiguration("robot").perform(context)
         raise RuntimeError(
-            f"the guard refused {robot}: its own message above says what to mend; nothing can move without it"
+            f"the guard refused {robot}: its own message above says what to fix; nothing can move without it"
         )
 
 
 def _old_pictures(context: LaunchContext) -> list:
-    """Says before any motion that the policy answers pictures which driver and guard refuse."""
+    """Warns before any motion if the policy answers images that driver and guard refuse."""
     if not as_bool("policy", LaunchConfiguration("policy").perform(context)):
         return []
     usual = {"driver": DriverParameters().max_action_age_s, "guard": GuardParameters().guard.max_action_age_s}
@@ -143,7 +143,7 @@ def _with_task(context: LaunchContext) -> bool:
 
 
 def _live_view(context: LaunchContext, topics: RobotTopics) -> list:
-    """A process of its own that shows the run, if anybody asked for it."""
+    """A separate process that shows the run, if an argument asks for it."""
 
     def argument(name: str) -> str:
         return LaunchConfiguration(name).perform(context)
@@ -167,7 +167,7 @@ def _live_view(context: LaunchContext, topics: RobotTopics) -> list:
 
 
 def _parameters(node: str, context: LaunchContext) -> dict:
-    """What the robot's file says of a node; what stands for all nodes goes to those that have it."""
+    """A node's parameters in the robot's file; those for all nodes go to the nodes that declare them."""
     merged = _file_parameters(node, context)
     known = {name: {declared.name for declared in walk(kind())} for name, kind in NODES.items()}
     others = set().union(*(names for name, names in known.items() if name != node)) - known[node]
@@ -182,6 +182,6 @@ def _parameters(node: str, context: LaunchContext) -> dict:
 
 def _file_parameters(node: str, context: LaunchContext) -> dict:
     robot = Path(LaunchConfiguration("robot").perform(context)).expanduser()
-    # The namespace is an argument of bringup, and so may not be there yet.
+    # The namespace is an argument of bringup, so it may not be declared yet.
     namespace = context.launch_configurations.get("namespace", "")
     return merge_parameters([robot], {}, node=node, namespace=namespace)

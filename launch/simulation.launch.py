@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy node on the simulated robot, on simulated time; ends when the robot has had its episodes."""
+"""The policy node on the simulated robot, on simulated time; ends after the last episode."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from specvla_ros.settings.profiles import as_number
 
 IMAGE_TOPIC = "/camera/image_raw"
 INSTRUCTION_TOPIC = "/instruction"
-# For a policy of two cameras, or that reads the joints.
+# For a policy with two cameras, or one that reads the joints.
 SENSOR_TOPICS = "wrist=/wrist/image_raw,state=/joint_states"
 
 
@@ -48,27 +48,27 @@ def generate_launch_description() -> LaunchDescription:
             "clock",
             default_value="realtime",
             choices=["lockstep", "realtime"],
-            description="How the world's time passes while the policy decides: not at all, or as it does.",
+            description="Time in the simulated world while the policy computes: stopped (lockstep) or running.",
         ),
         DeclareLaunchArgument(
-            "tasks", default_value="all", description="Names of tasks, separated by commas; all: every one."
+            "tasks", default_value="all", description="Names of tasks, comma-separated; all: every task."
         ),
-        DeclareLaunchArgument("episodes", default_value="3", description="Of each task; 0: without an end."),
-        DeclareLaunchArgument("seed", default_value="0", description="Of the first starts."),
+        DeclareLaunchArgument("episodes", default_value="3", description="Episodes of each task; 0: endless."),
+        DeclareLaunchArgument("seed", default_value="0", description="Seed of the first round."),
         DeclareLaunchArgument(
-            "profile", default_value="cpu", choices=["cpu", "desktop", "orin"], description="Parameters."
+            "profile", default_value="cpu", choices=["cpu", "desktop", "orin"], description="Parameters to use."
         ),
         DeclareLaunchArgument(
             "exit_on_failure",
             default_value="true",
             choices=["true", "false"],
-            description="End the launch when the policy cannot be started: nobody else is of use without it.",
+            description="End the launch if the policy cannot start: the other nodes are of no use without it.",
         ),
     ]
     forwarded = {name: LaunchConfiguration(name) for name in ("checkpoint", "profile", "exit_on_failure")}
     source = PythonLaunchDescriptionSource(str(bringup))
     policy = IncludeLaunchDescription(source, launch_arguments={**forwarded, **forced}.items())
-    # The robot first: a wrong task must end the launch before a policy process has begun to start.
+    # The robot first: a wrong task must end the launch before a policy process starts.
     return LaunchDescription([*arguments, OpaqueFunction(function=_act), policy])
 
 
@@ -82,7 +82,7 @@ def _act(context: LaunchContext) -> list:
     require_gl()
     tasks = [name.strip() for name in argument("tasks").split(",") if name.strip()] or ["all"]
     if tasks != ["all"]:
-        choose_tasks(tasks)  # a task that is not there is an error that lists those that are
+        choose_tasks(tasks)  # for an unknown task it raises an error that lists the others
     robot = Node(
         package="specvla_ros",
         executable="sim_robot",
@@ -103,4 +103,4 @@ def _act(context: LaunchContext) -> list:
 def _end(event: ProcessExited, context: LaunchContext) -> list:
     if event.returncode:
         raise RuntimeError(f"the simulated robot ended with code {event.returncode}: its own message above says why")
-    return [EmitEvent(event=Shutdown(reason="the robot has had its episodes"))]
+    return [EmitEvent(event=Shutdown(reason="the last episode has ended"))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launch files of the policy node share: its arguments, its parameters, and how it is started."""
+"""Arguments, parameters and start of the policy node, shared by the launch files."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from specvla_ros.ros.wiring import Autostart, Step, image_remappings, sensor_rem
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import Value, as_bool, as_number, merge_parameters
 
-_AGAIN_S = 5.0  # longer than a process takes to come up on most machines
+_AGAIN_S = 5.0  # longer than a process takes to start on most machines
 PROFILES = ["cpu", "desktop", "orin"]
-# Arguments that are parameters; an empty one leaves the value of the parameter files.
+# Launch arguments that set parameters. An empty argument keeps the value of the parameter files.
 PARAMETERS = {
     declared.name: declared.description
     for declared in walk(PolicyParameters())
@@ -34,28 +34,28 @@ PARAMETERS = {
 
 
 def policy_launch(profile: str = "") -> LaunchDescription:
-    """The policy node, configured and activated, with the profile's parameters; empty: an argument chooses it."""
+    """Starts, configures and activates the policy node with a profile; if it is empty, an argument chooses it."""
     return LaunchDescription(
         [
             *([_choice("profile", "desktop", PROFILES, "Parameters to use.")] if not profile else []),
-            _text("params_file", "", "Parameter file, stronger than the profile."),
+            _text("params_file", "", "Parameter file; overrides the profile."),
             *(_text(name, "", description) for name, description in PARAMETERS.items()),
-            _text("image_topic", "image", "Raw images; compressed ones below it."),
-            _text("sensor_topics", "", "Of further cameras and the state: NAME=TOPIC, comma-separated."),
-            _text("instruction_topic", "instruction", "std_msgs/String."),
+            _text("image_topic", "image", "Topic of the raw images; the compressed ones are below it."),
+            _text("sensor_topics", "", "Topics of further cameras and the state: NAME=TOPIC, comma-separated."),
+            _text("instruction_topic", "instruction", "Topic of the instruction, std_msgs/String."),
             _text("namespace", "", "Namespace of the node and its topics."),
-            _text("robots", "", "Robots that share the policy, comma-separated: each has its topics below its name."),
-            _switch("policy", "true", "Start the policy node; false: another launch does, or another machine."),
+            _text("robots", "", "Robots that share the policy, comma-separated. A robot's topics are below its name."),
+            _switch("policy", "true", "Start the policy node; false if another launch or machine starts it."),
             _switch("use_sim_time", "false", "Follow /clock."),
-            _switch("autostart", "true", "Configure and activate, once for each start of the process."),
+            _switch("autostart", "true", "Configure and activate the node once for each start of its process."),
             _switch(
                 "exit_on_failure",
                 "false",
-                "End the whole launch when policy or driver cannot be started; otherwise the others go on without it.",
+                "End the launch if the policy or the driver cannot start; otherwise the other nodes keep running.",
             ),
-            _switch("respawn", "false", "Start a process again when it has ended; the guard never."),
-            _text("respawn_delay", "2.0", "Seconds before it starts again."),
-            _choice("log_level", "info", ["debug", "info", "warn", "error"], "Of the node."),
+            _switch("respawn", "false", "Restart a process that ended; the guard is never restarted."),
+            _text("respawn_delay", "2.0", "Seconds before a restart."),
+            _choice("log_level", "info", ["debug", "info", "warn", "error"], "Log level of the node."),
             OpaqueFunction(function=_start, args=[profile]),
         ]
     )
@@ -74,7 +74,7 @@ def _choice(name: str, default: str, choices: list[str], description: str) -> De
 
 
 def policy_parameters(context: LaunchContext, profile: str = "") -> dict[str, Value]:
-    """The policy's parameters by the launch's arguments and files; see `merge_parameters`."""
+    """The policy's parameters from the launch's arguments and files; see `merge_parameters`."""
 
     def argument(name: str) -> str:
         return str(LaunchConfiguration(name).perform(context))
@@ -103,7 +103,7 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
     robots = [name.strip() for name in argument("robots").split(",") if name.strip()]
     if robots:
         parameters["robots"] = robots
-    # As a file, since only so it reaches the robots' own nodes; the policy node's share of it is in `parameters` too.
+    # Passed as a file, which also reaches the robots' own nodes. `parameters` already has the policy node's share.
     whole = [str(Path(argument("params_file")).expanduser())] if robots and argument("params_file") else []
     image_topic = argument("image_topic")
     node = LifecycleNode(
@@ -125,14 +125,14 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
 
 
 def respawning(context: LaunchContext) -> dict[str, Any]:
-    """Whether and how soon a node's process starts again, by the launch arguments."""
+    """Respawn options of a node, from the launch arguments."""
     again = as_bool("respawn", LaunchConfiguration("respawn").perform(context))
     delay_s = as_number("respawn_delay", LaunchConfiguration("respawn_delay").perform(context))
     return {"respawn": again, "respawn_delay": delay_s}
 
 
 def autostart(node: LifecycleNode, name: str, context: LaunchContext) -> list[RegisterEventHandler]:
-    """What configures and activates a node once for each start of its process, where the launch arguments say so."""
+    """Handlers that configure and activate a node once for each start of its process, if the arguments ask for it."""
     if not as_bool("autostart", LaunchConfiguration("autostart").perform(context)):
         return []
     ends = as_bool("exit_on_failure", LaunchConfiguration("exit_on_failure").perform(context))
@@ -140,7 +140,7 @@ def autostart(node: LifecycleNode, name: str, context: LaunchContext) -> list[Re
 
 
 class _Lifecycle:
-    """Has a node configured and activated by the events of its process."""
+    """Configures and activates a node on the events of its process."""
 
     def __init__(self, node: LifecycleNode, name: str, exit_on_failure: bool) -> None:
         self._node, self._name = node, name
@@ -158,11 +158,11 @@ class _Lifecycle:
 
     def _started(self, context: LaunchContext) -> list[Any]:
         if self._autostart.process_started() is Step.NOTHING:
-            return [LogInfo(msg=f"the {self._name} was shut down by hand: it starts again, and stays unconfigured")]
+            return [LogInfo(msg=f"the {self._name} was shut down by hand: it restarts, but stays unconfigured")]
         return self._configure(context)
 
     def _configure(self, context: LaunchContext) -> list[Any]:
-        """After a process was killed its services are still seen for a while, and swallow requests."""
+        """Repeats the request after a kill: the killed process's services stay visible for a while, and swallow it."""
         if not self._autostart.waiting:
             return []
         again = TimerAction(
@@ -185,9 +185,9 @@ class _Lifecycle:
     def _fail(self, what: str) -> list[Any]:
         what += ": its own message above says why"
         if self._exit_on_failure:
-            # An exception is how a launch file ends `ros2 launch` with a code other than 0.
+            # Only an exception makes `ros2 launch` exit with a non-zero code.
             raise RuntimeError(what)
-        return [LogInfo(msg=f"{what}. The launch goes on without it; exit_on_failure:=true ends it instead")]
+        return [LogInfo(msg=f"{what}. The launch continues without it; exit_on_failure:=true ends it instead")]
 
     def _change(self, transition: int) -> EmitEvent:
         matcher = matches_action(self._node)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of motion: commands to a robot as driver and guard send them, and what the guard reads.
+"""Motion messages: the commands that driver and guard send, and readers of the guard's inputs.
 
-Reading checks nothing, and may not raise.
+Readers check nothing and must not raise.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _NONE = np.zeros((0, 0))
 
 
 def twist_message(velocity: np.ndarray, stamp_ns: int, frame_id: str) -> TwistStamped:
-    """A velocity of the tool, float64 [6], stamped now: Servo drops what is older than 0.1 s."""
+    """The tool's velocity, float64 [6], to be stamped with the present: Servo drops twists older than 0.1 s."""
     message = TwistStamped(header=_header(stamp_ns, frame_id))
     linear, angular = message.twist.linear, message.twist.angular
     linear.x, linear.y, linear.z, angular.x, angular.y, angular.z = velocity.tolist()
@@ -42,7 +42,7 @@ def twist_message(velocity: np.ndarray, stamp_ns: int, frame_id: str) -> TwistSt
 
 
 def pose_message(pose: Pose, stamp_ns: int, frame_id: str) -> PoseStamped:
-    """Where the tool is to be."""
+    """A pose of the tool."""
     message = PoseStamped(header=_header(stamp_ns, frame_id))
     position, turn = message.pose.position, message.pose.orientation
     position.x, position.y, position.z = pose.position.tolist()
@@ -53,21 +53,21 @@ def pose_message(pose: Pose, stamp_ns: int, frame_id: str) -> PoseStamped:
 def trajectory_message(
     names: tuple[str, ...], positions: np.ndarray, velocities: np.ndarray, after_s: float = TRAJECTORY_AHEAD_S
 ) -> JointTrajectory:
-    """One point where joints get within TRAJECTORY_AHEAD_S, float64 [joints] each, to be reached after `after_s`.
+    """One point, TRAJECTORY_AHEAD_S ahead of `positions` at `velocities`, float64 [joints], to be reached in `after_s`.
 
-    A nearer one makes an arm swing: the controller begins each trajectory at the joints as it measured them. The stamp
-    is zero, which it reads as "now".
+    A nearer point makes an arm swing, as the controller starts each trajectory at the measured joints. The stamp is
+    zero, which the controller reads as "now".
     """
     return _one_point(names, trajectory_point(positions, velocities).tolist(), after_s)
 
 
 def array_message(positions: np.ndarray) -> Float64MultiArray:
-    """Where joints are to be, float64 [joints]."""
+    """Commanded joint positions, float64 [joints]."""
     return Float64MultiArray(data=positions.tolist())
 
 
 def gripper_message(position: float, gripper: GripperLimits) -> Float64MultiArray | JointTrajectory:
-    """Where a gripper is to be."""
+    """Commanded gripper position."""
     if gripper.output == GripperOutput.TRAJECTORY.value:
         return _one_point((gripper.joint,), [position], TRAVEL_S)
     return Float64MultiArray(data=[position])
@@ -86,7 +86,7 @@ def _header(stamp_ns: int, frame_id: str) -> Header:
 
 
 def stamp_of(header: Header, sent_ns: int | None = None) -> Stamp:
-    """Of a message; where it has none (0 means "now" to trajectory controllers), when it was sent."""
+    """The header's stamp, or the time of sending if it is 0 ("now" to trajectory controllers)."""
     return Stamp(_ns(header) or sent_ns, header.frame_id)
 
 
@@ -96,21 +96,21 @@ def _ns(header: Header) -> int:
 
 
 def twist_command(message: TwistStamped, sent_ns: int | None) -> TwistCommand:
-    """A velocity of the tool. A stamp of 0 is a stamp here: Servo takes it for one."""
+    """The tool's commanded velocity. A stamp of 0 is taken literally, as Servo does."""
     linear, angular = message.twist.linear, message.twist.angular
     velocity = np.array([linear.x, linear.y, linear.z, angular.x, angular.y, angular.z])
     return TwistCommand(Stamp(_ns(message.header), message.header.frame_id), velocity)
 
 
 def tool_pose(message: PoseStamped, sent_ns: int | None) -> ToolPose:
-    """Where the tool is, or is to be; a stamp of 0 is one."""
+    """The tool's measured or commanded pose. A stamp of 0 is taken literally."""
     place, turn = message.pose.position, message.pose.orientation
     stamp = Stamp(_ns(message.header), message.header.frame_id)
     return ToolPose(stamp, np.array([place.x, place.y, place.z]), (turn.w, turn.x, turn.y, turn.z))
 
 
 def trajectory_command(message: JointTrajectory, sent_ns: int | None) -> JointCommand:
-    """Where joints are to be, and when."""
+    """Commanded joint positions and their times."""
     rows = [list(point.positions) for point in message.points]
     positions = np.array(rows) if rows and len({len(row) for row in rows}) == 1 else _NONE
     times_s = np.array([_seconds(point.time_from_start) for point in message.points])
@@ -122,22 +122,22 @@ def _seconds(duration: Duration) -> float:
 
 
 def array_command(message: Float64MultiArray, sent_ns: int | None) -> JointCommand:
-    """Where joints are to be, in the order of the parameters."""
+    """Commanded joint positions, in the order of the parameters."""
     return JointCommand(Stamp(sent_ns), None, np.array([message.data]), np.zeros(1))
 
 
 def joint_positions(message: JointState) -> JointPositions:
-    """Where joints were measured."""
+    """Measured joint positions."""
     return JointPositions(stamp_of(message.header), tuple(message.name), np.array(message.position))
 
 
 def gripper_array(message: Float64MultiArray) -> GripperCommand:
-    """Where a gripper is to be."""
+    """Commanded gripper position."""
     return GripperCommand(None, np.array(message.data))
 
 
 def gripper_trajectory(message: JointTrajectory) -> GripperCommand:
-    """Where a gripper is to be at its trajectory's end."""
+    """Commanded gripper position: the trajectory's last point."""
     positions = message.points[-1].positions if message.points else ()
     return GripperCommand(tuple(message.joint_names), np.array(positions))
 
@@ -145,7 +145,7 @@ def gripper_trajectory(message: JointTrajectory) -> GripperCommand:
 def sent_message(
     sent: Sent, settings: GuardSettings, stamp_ns: int
 ) -> TwistStamped | PoseStamped | JointTrajectory | Float64MultiArray:
-    """What the guard sends, as its output's message."""
+    """The guard's command as a message of its output."""
     if isinstance(sent, SentTwist):
         return twist_message(sent.velocity, stamp_ns, settings.base_frame)
     if isinstance(sent, Pose):
@@ -155,7 +155,7 @@ def sent_message(
     return trajectory_message(settings.joints.names, sent.positions, sent.velocities, sent.after_s)
 
 
-# Of each output: its topic, its message and what reads it.
+# Topic, message type and reader of each output.
 COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
     Output.POSE: ("pose", PoseStamped, tool_pose),
     Output.TWIST: ("twist", TwistStamped, twist_command),

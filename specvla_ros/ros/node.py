@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes of this package share: how one runs, the lifecycle with what rclpy's lacks, diagnostics, a loop."""
+"""Shared by the nodes: running a node, a lifecycle base class with what rclpy's lacks, diagnostics, a steady loop."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ from specvla_ros.ros.qos import DIAGNOSTICS
 
 AnyNode = TypeVar("AnyNode", bound=Node)
 
-# Of timers that a simulator or a clock that stands still must not silence.
+# For timers that must keep firing when simulated time stands still.
 STEADY = Clock(clock_type=ClockType.STEADY_TIME)
 _SPIN_S = 0.5
 _STOP_TIMEOUT_S = 2.0
@@ -49,18 +49,18 @@ def run_node(
     others: Callable[[AnyNode], Iterable[Node]] = lambda node: (),
     last_words: bool = False,
 ) -> int:
-    """Makes a node and spins it, on one thread, until SIGINT, SIGTERM or its own end.
+    """Makes a node and spins it on one thread until SIGINT, SIGTERM or the end of its work.
 
     Args:
         name: first word of the messages on stderr.
-        close: stops what the node runs beside the executor; False when something does not stop.
-        finished: whether the node has done its work; looked at twice a second and after each callback.
-        failure: what went wrong in the node's work, once it is closed; empty: nothing.
-        others: nodes that belong to it, to be spun with it; it destroys them itself.
-        last_words: whether `close` still publishes: a signal then ends the node first and its context afterwards.
+        close: stops what the node runs outside the executor; returns False if something does not stop.
+        finished: returns True once the node has done its work; checked twice a second and after each callback.
+        failure: returns what went wrong in the node's work, once it is closed; empty: nothing.
+        others: returns further nodes to spin; the node destroys them itself.
+        last_words: True if `close` still publishes: a signal then ends the node first and its context afterwards.
 
     Returns:
-        The exit code: 0, or 2 for what a user can mend. When something does not stop, the process ends here with 1.
+        The exit code: 0, or 2 for errors that a user can fix. If something does not stop, the process ends here with 1.
     """
     told = threading.Event()
     if last_words:
@@ -70,7 +70,7 @@ def run_node(
         rclpy.init(signal_handler_options=SignalHandlerOptions.NO if last_words else None)
     except KeyboardInterrupt:
         return 0
-    except Exception as error:  # rclpy has no common type for a command line or a parameter file it cannot read
+    except Exception as error:  # rclpy has no common type for an unreadable command line or parameter file
         print(f"{name}: {_first_sentence(error)}", file=sys.stderr)
         return 2
     try:
@@ -85,14 +85,14 @@ def run_node(
     except Exception:
         if rclpy.ok():
             raise
-        return 0  # a signal ended the context in the middle of it
+        return 0  # a signal ended the context meanwhile
     executor = SingleThreadedExecutor()
     executor.add_node(node)
     for other in others(node):
         executor.add_node(other)
     with contextlib.suppress(KeyboardInterrupt, ExternalShutdownException):
         _spin(node, executor, lambda: told.is_set() or finished(node))
-    # A launcher and the terminal often both send SIGINT: the second must not cut the cleaning up short. And rclpy's
+    # A launcher and the terminal often both send SIGINT: the second must not interrupt the cleanup. And rclpy's
     # thread, which ends every context some time after the signal, must not end one that `close` makes.
     with contextlib.suppress(KeyboardInterrupt):
         uninstall_signal_handlers()
@@ -103,7 +103,7 @@ def run_node(
     node.destroy_node()
     rclpy.try_shutdown()
     if not stopped:
-        print(f"{name}: a thread did not stop in time; leaving without it", file=sys.stderr, flush=True)
+        print(f"{name}: a thread did not stop in time; exiting without it", file=sys.stderr, flush=True)
         os._exit(1)  # the interpreter's own exit would abort in a thread that hangs inside a device driver
     if failure(node):
         print(f"{name}: {failure(node)}", file=sys.stderr)
@@ -112,35 +112,35 @@ def run_node(
 
 
 def _spin(node: Node, executor: Executor, finished: Callable[[], bool]) -> None:
-    """An exception in a callback is logged, and the node lives on."""
+    """Spins the node. An exception in a callback is logged, and spinning continues."""
     while rclpy.ok() and not finished():
         try:
             executor.spin_once(timeout_sec=_SPIN_S)
         except (KeyboardInterrupt, ExternalShutdownException):
             raise
         except Exception:
-            if not rclpy.ok():  # a signal ended the context in the middle of it
+            if not rclpy.ok():  # a signal ended the context meanwhile
                 return
             node.get_logger().error(f"a callback failed:\n{traceback.format_exc()}", throttle_duration_sec=5.0)
 
 
 def _first_sentence(error: Exception) -> str:
-    """Without the positions in C files that rcl appends."""
+    """The error's text without the positions in C files that rcl appends."""
     return str(error).split(", at ")[0]
 
 
 class ManagedNode(LifecycleNode):
-    """Sets up in configure, works while active; a node gives what is its own in the hooks below.
+    """A lifecycle node that sets up in configure and works while active; subclasses implement the hooks below.
 
-    The lifecycle services have a callback group of their own, which LifecycleNode's own constructor does not offer: so
+    The lifecycle services have their own callback group, which LifecycleNode's constructor does not offer. So
     `get_state`, parameters and diagnostics are served while a transition waits.
 
     Attributes:
-        active: whether it works.
-        stop_reason: why it does not, in words: the first reason since it last did or was told to; empty: it does.
+        active: True while the node works.
+        stop_reason: why it does not work: the first reason since configure or activate was last tried; empty: none.
     """
 
-    mendable: type[Exception] = UserError  # what `_setup` raises for a user to mend; anything else is an error
+    mendable: type[Exception] = UserError  # errors of `_setup` that a user can fix; others end in `on_error`
 
     def __init__(self, name: str, **node_arguments: Any) -> None:
         Node.__init__(self, name, **node_arguments)
@@ -151,25 +151,25 @@ class ManagedNode(LifecycleNode):
 
     @abstractmethod
     def _setup(self) -> None:
-        """Makes everything that work needs."""
+        """Creates everything that the work needs."""
 
     @abstractmethod
     def _start(self) -> None:
-        """Begins to work."""
+        """Starts the work."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """Ends work; may be called again, or after a `_start` that failed."""
+        """Ends the work. May be called again, or after a `_start` that failed."""
 
     @abstractmethod
     def _teardown(self) -> bool:
-        """Lets everything go that `_setup` made, however far it came; False when something hangs."""
+        """Releases everything that `_setup` created, also if it failed halfway. Returns False if something hangs."""
 
     def _change(self, changed: Mapping[str, Any]) -> None:
-        """Follows new values of parameters, or refuses all of them with UserError; see `_follow_changes`."""
+        """Applies new parameter values, or refuses all of them with UserError; see `_follow_changes`."""
 
     def _follow_changes(self, kind: type) -> None:
-        """Hands new values to `_change` from now on, each of which `kind` allows by itself."""
+        """From now on checks each new parameter value against `kind` and passes it to `_change`."""
 
         def on_set(parameters: list[Any]) -> SetParametersResult:
             changed = {parameter.name: parameter.value for parameter in parameters}
@@ -183,7 +183,7 @@ class ManagedNode(LifecycleNode):
         self.add_on_set_parameters_callback(on_set)
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Sets up; what a user can mend is refused, and configure may be tried again."""
+        """Sets up. After an error that a user can fix, configure may be tried again."""
         return self._attempt("not configured", self._setup, self.mendable, undo=self.close)
 
     def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
@@ -204,15 +204,15 @@ class ManagedNode(LifecycleNode):
         return TransitionCallbackReturn.SUCCESS
 
     def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """As deactivate and cleanup; the node can then only end."""
+        """Deactivates and cleans up. The node can then only end."""
         return self._end("shut down", state)
 
     def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Back to unconfigured, with nothing left running."""
+        """Returns to unconfigured, with nothing left running."""
         return self._end("an error in a transition", state)
 
     def close(self) -> bool:
-        """Ends work and lets everything go; False when something hangs."""
+        """Ends the work and releases everything. Returns False if something hangs."""
         self.active = False
         self._stop()
         return self._teardown()
@@ -242,9 +242,9 @@ class ManagedNode(LifecycleNode):
 
 
 def answer_impossible_transitions(node: Node) -> None:
-    """Has a transition that the state does not allow refused.
+    """Refuses transitions that the state does not allow.
 
-    Jazzy's rclpy raises for it, which leaves a traceback in the log and whoever asked without an answer.
+    Jazzy's rclpy raises for them, which leaves a traceback in the log and the client without an answer.
     """
     for service in node.services:
         if service.srv_type is ChangeState:
@@ -262,13 +262,13 @@ def _change_state(node: Node, change: Callable[[Any, Any], Any], request: Any, r
 
 
 def make_status(level: bytes, message: str, values: Mapping[str, object] | None = None) -> DiagnosticStatus:
-    """A status without the name, which the publisher fills in: one of its levels, the cause in words, and figures."""
+    """A status from its level, the cause in words, and values. The publisher fills in the name."""
     pairs = [KeyValue(key=key, value=str(value)) for key, value in (values or {}).items()]
     return DiagnosticStatus(level=level, message=message, values=pairs)
 
 
 class DiagnosticsPublisher:
-    """Publishes every task's status on /diagnostics, periodically; the node's full name tells two policies apart."""
+    """Publishes every task's status on /diagnostics periodically. The node's full name distinguishes two policies."""
 
     def __init__(self, node: Node, period_s: float, statuses: Callable[[], Mapping[str, DiagnosticStatus]]) -> None:
         self._clock = node.get_clock()
@@ -292,10 +292,10 @@ class DiagnosticsPublisher:
 
 
 def raise_priority(priority: int) -> str:
-    """Lets every thread of this process run before ordinary ones; returns how they are scheduled, in words.
+    """Schedules every thread of this process before ordinary ones; returns the scheduling in words.
 
     On a busy machine (load 9 on 2 cores) the 99th percentile of the loop's lateness was 1 ms with this, 15 ms without.
-    All threads, since the interpreter's lock may be with any of them. `priority`: of SCHED_FIFO; 0: as they are.
+    All threads are raised, as any of them may hold the interpreter's lock. `priority`: of SCHED_FIFO; 0: unchanged.
     """
     if priority == 0:
         return "ordinary"
@@ -308,11 +308,10 @@ def raise_priority(priority: int) -> str:
 
 
 class SteadyLoop:
-    """Calls `step` at a rate, on a thread of its own and the steady clock: no callback holds up what goes out.
+    """Calls `step` at a fixed rate of the steady clock, on its own thread, so that no callback delays output.
 
-    A tick that comes too late is not made up for: the next one is due on the old grid.
-
-    `on_fault` is called with the traceback of a step that raised; the loop goes on.
+    A late tick is not made up for: the next one is due on the old grid. `on_fault` gets the traceback of a step that
+    raised; the loop continues.
     """
 
     def __init__(self, rate_hz: float, step: Callable[[], None], on_fault: Callable[[str], None]) -> None:
@@ -323,21 +322,21 @@ class SteadyLoop:
         self._thread = threading.Thread(target=self._run, name="guard output", daemon=True)
 
     def start(self) -> None:
-        # What lives now lives on, and is out of the collector's way: on a busy machine the 99th percentile of lateness
-        # was 14 ms with this and 30 ms without. A shorter switch interval of the interpreter changed nothing.
+        # The collector skips the present objects, which live on: on a busy machine the 99th percentile of lateness was
+        # 14 ms with this and 30 ms without. A shorter switch interval of the interpreter changed nothing.
         gc.collect()
         gc.freeze()
         self._thread.start()
 
     def stop(self) -> bool:
-        """Ends; False when a step hangs."""
+        """Ends the loop. Returns False if a step hangs."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
         return not self._thread.is_alive()
 
     def take_figures(self) -> dict[str, object]:
-        """Of the ticks since the last call: how many, how late they began and how long they took, in milliseconds."""
+        """Figures of the ticks since the last call: their number, lateness and duration in milliseconds."""
         with self._lock:
             late_s, self._late_s, took_s, self._took_s = self._late_s, [], self._took_s, []
         figures: dict[str, object] = {"ticks": len(late_s)}

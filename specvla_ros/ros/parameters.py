@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ROS parameters from the tree of settings that declares them."""
+"""ROS parameters of a node, declared from a tree of settings."""
 
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,9 +28,9 @@ def parameters_declared(
     usual: Parameters | None = None,
     declared_later: Collection[str] = (),
 ) -> Iterator[None]:
-    """Declares every parameter of `kind` for the block that makes a node, then warns of names that it does not have.
+    """Declares every parameter of `kind`, runs the block that makes the node, then warns of unknown parameters.
 
-    UserError, of a parameter or of the block, destroys the node. For the arguments see the functions below.
+    A UserError from a parameter or from the block destroys the node. See the functions below for the arguments.
     """
     try:
         declare_parameters(node, kind, lifecycle=lifecycle, usual=usual)
@@ -48,11 +48,11 @@ def declare_parameters(
     """Declares every parameter of `kind` at the node.
 
     Args:
-        lifecycle: whether those that are not writable are read anew whenever the node is configured: ROS does not know
-            them as read-only then, and the node refuses changes in between with `refuse_fixed`.
-        usual: values of what is not given; None: the class's own defaults.
+        lifecycle: True if parameters that are not writable are read at each configure. They are then not read-only to
+            ROS; the node refuses changes in between with `refuse_fixed`.
+        usual: values of parameters that are not given; None: the class's defaults.
 
-    Raises UserError: a value of the wrong type, out of range or not among the choices.
+    Raises UserError for a value of the wrong type, out of range or not among the choices.
     """
     defaults = kind() if usual is None else usual
     overrides = {name: override.value for name, override in _overrides(node).items()}
@@ -70,7 +70,7 @@ def declare_parameters(
 
 
 def check_values(kind: type[Parameters], changed: Mapping[str, Any]) -> None:
-    """Raises UserError for a new value that is not allowed by itself; ROS knows types and ranges, but no choices."""
+    """Raises UserError for a new value that is not allowed by itself. ROS checks types and ranges, but not choices."""
     for declared in walk(kind()):
         problem = declared.problem(_hashable(changed[declared.name])) if declared.name in changed else ""
         if problem:
@@ -80,14 +80,14 @@ def check_values(kind: type[Parameters], changed: Mapping[str, Any]) -> None:
 def refuse_fixed(
     node: Node, kind: type[Parameters], changed: Mapping[str, Any], *, read_in_activate: Collection[str], active: bool
 ) -> None:
-    """Refuses changes of what a lifecycle node has already read; for one that is configured.
+    """Refuses changes of parameters that a configured lifecycle node has already read.
 
     Args:
-        node: whose values count: the same value again is no change.
+        node: holds the present values; setting the same value again is allowed.
         changed: new values by name.
         read_in_activate: parameters that are not read before the node is activated.
 
-    Raises UserError: one was read, with the transitions after which it can change.
+    Raises UserError with the transitions after which the parameter can change.
     """
     for declared in walk(kind()):
         name = declared.name
@@ -103,7 +103,7 @@ def refuse_fixed(
 
 
 def read_parameters(node: Node, kind: type[Parameters], changed: Mapping[str, Any] | None = None) -> Parameters:
-    """The values that the parameters have now, or, in `changed`, are to have; UserError if they do not fit together."""
+    """The parameters' values, with those of `changed` in place; raises UserError if they do not fit together."""
     new, defaults = changed or {}, kind()
     names = [declared.name for declared in walk(defaults)]
     values = {name: new[name] if name in new else node.get_parameter(name).value for name in names}
@@ -113,7 +113,7 @@ def read_parameters(node: Node, kind: type[Parameters], changed: Mapping[str, An
 def unknown_parameters(node: Node, declared_later: Collection[str] = ()) -> dict[str, str]:
     """Parameters that were given but that the node does not have, each with a hint. ROS ignores them silently.
 
-    `declared_later`: those that it will have, as those of subscriptions that it has not made yet.
+    `declared_later`: parameters that the node declares later, such as those of its subscriptions.
     """
     declared = [*node.get_parameters_by_prefix(""), *filter(node.has_parameter, _overrides(node)), *declared_later]
     known = dict.fromkeys(declared)
@@ -127,12 +127,12 @@ def _hashable(value: Any) -> Any:
 
 
 def is_given(node: Node, name: str) -> bool:
-    """Whether a parameter was set on the command line, in a file or by a launch file."""
+    """True if a parameter was set on the command line, in a file or by a launch file."""
     return name in _overrides(node)
 
 
 def _answer_unknown_types(node: Node) -> None:
-    """Has a value whose type ROS does not know refused; rclpy raises for it, and whoever asked waits for ever."""
+    """Refuses values of a type that ROS does not know. rclpy raises for them, and the client waits forever."""
     for service in node.services:
         if service.srv_type in (SetParameters, SetParametersAtomically):
             service.callback = partial(_refuse_unknown_types, service.callback)
@@ -144,7 +144,7 @@ def _refuse_unknown_types(set_parameters: Callable[[Any, Any], Any], request: An
     if not wrong:
         return set_parameters(request, response)
     refused = SetParametersResult(
-        successful=False, reason=f"nothing was set: {', '.join(wrong)}, which is none of rcl_interfaces/ParameterType"
+        successful=False, reason=f"nothing was set: {', '.join(wrong)}, which rcl_interfaces/ParameterType lacks"
     )
     if hasattr(response, "results"):
         response.results = [refused for _ in request.parameters]
@@ -155,7 +155,7 @@ def _refuse_unknown_types(set_parameters: Callable[[Any, Any], Any], request: An
 
 def _descriptor(declared: Declared, lifecycle: bool) -> ParameterDescriptor:
     parameter = declared.parameter
-    # A preset is what the others' defaults were when they were declared.
+    # A preset has set the defaults of other parameters when they were declared, and can no longer change.
     read_only = not parameter.writable and (not lifecycle or bool(parameter.presets))
     descriptor = ParameterDescriptor(description=declared.description, read_only=read_only)
     if parameter.choices:
@@ -170,6 +170,6 @@ def _descriptor(declared: Declared, lifecycle: bool) -> ParameterDescriptor:
 
 
 def _overrides(node: Node) -> Mapping[str, Any]:
-    # Only the node itself knows what it was given before a parameter is declared.
+    # Only this attribute has the given values before a parameter is declared.
     overrides: Mapping[str, Any] = getattr(node, "_parameter_overrides", {})
     return overrides

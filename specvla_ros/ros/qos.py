@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The QoS profiles of every topic of the package, and who publishes one."""
+"""QoS profiles of all topics of the package, and checks of a topic's publishers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,39 +13,39 @@ def _profile(reliability: ReliabilityPolicy, durability: DurabilityPolicy, depth
     return QoSProfile(history=HistoryPolicy.KEEP_LAST, depth=depth, reliability=reliability, durability=durability)
 
 
-# A camera's images: the newest one only, and never one sent again.
+# Camera images: only the newest one, without retransmission.
 NEWEST_IMAGE = _profile(ReliabilityPolicy.BEST_EFFORT, DurabilityPolicy.VOLATILE, depth=1)
-# Instructions of publishers that do not latch, as `ros2 topic pub` is by default.
+# Instructions from publishers that do not latch, the default of `ros2 topic pub`.
 INSTRUCTION = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.VOLATILE, depth=1)
-# Instructions of publishers that latch, so that one sent before this node started arrives too.
+# Instructions from latched publishers: one sent before this node started arrives too.
 LATCHED_INSTRUCTION = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.TRANSIENT_LOCAL, depth=1)
 ACTION = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.VOLATILE, depth=10)
-# What a node is, for whoever comes later.
+# A node's state, also for late subscribers.
 LATCHED_STATE = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.TRANSIENT_LOCAL, depth=1)
 DIAGNOSTICS = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.VOLATILE, depth=10)
 CLOCK = _profile(ReliabilityPolicy.BEST_EFFORT, DurabilityPolicy.VOLATILE, depth=1)
-# Motion commands: an old one is worth nothing.
+# Motion commands: only the newest one counts.
 COMMAND = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.VOLATILE, depth=1)
-# Of a hand on a switch, reliable or not: what is lost counts as silence.
+# Switches held by a person, from reliable or best-effort publishers; a lost message counts as silence.
 HEARTBEAT = _profile(ReliabilityPolicy.BEST_EFFORT, DurabilityPolicy.VOLATILE, depth=1)
-# A robot's measured state, as broadcasters and sensors offer it: reliable or not.
+# A robot's measured state, from reliable or best-effort broadcasters and sensors.
 STATE = _profile(ReliabilityPolicy.BEST_EFFORT, DurabilityPolicy.VOLATILE, depth=10)
 
-# What `qos_overrides.<topic>.subscription.*` may change of an image subscription.
+# QoS policies of an image subscription that `qos_overrides.<topic>.subscription.*` may change.
 IMAGE_OVERRIDES = (QoSPolicyKind.HISTORY, QoSPolicyKind.DEPTH, QoSPolicyKind.RELIABILITY)
-_RECENT_S = 0.5  # within which two publishers of a topic take turns
+_RECENT_S = 0.5  # two publishers heard within this time take turns
 
 
 def newest_image(reliability: ReliabilityPolicy) -> QoSProfile:
-    """As NEWEST_IMAGE; a profile of its own each time, as rclpy writes overrides into it."""
+    """Like NEWEST_IMAGE, but a new profile at each call, as rclpy writes overrides into it."""
     return _profile(reliability, DurabilityPolicy.VOLATILE, depth=1)
 
 
 def offered_reliability(node: Node, topic: str) -> ReliabilityPolicy | None:
-    """The best that all of a topic's publishers offer; None while there is none.
+    """The best reliability that all publishers of a topic offer; None if it has no publisher.
 
-    A lost packet of a large image costs a best-effort subscriber the image. A reliable subscriber gets it again, but
-    nothing at all from a best-effort publisher.
+    With one lost packet a best-effort subscriber loses a large image. A reliable subscriber gets the packet again, but
+    receives nothing at all from a best-effort publisher.
     """
     offers = [each.qos_profile.reliability for each in node.get_publishers_info_by_topic(topic)]
     if not offers:
@@ -60,21 +60,21 @@ def publishers(node: Node, topic: str) -> list[str]:
 
 
 class Senders:
-    """Tells at once when two take turns on a topic: the graph tells later, and only of those it has found."""
+    """Detects at once that two publishers take turns on a topic. The ROS graph shows it only after discovery."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[bytes, float]] = {}
         self._heard: dict[str, tuple[str, int]] = {}
 
     def again(self, topic: str, info: Any) -> bool:
-        """If the topic's last message comes once more, by a second subscription of other QoS."""
+        """True if this is the topic's last message again, from a second subscription with another QoS."""
         sent_ns = info.get("source_timestamp", 0) if isinstance(info, dict) else 0
         sent = str(info.get("publisher_gid")) if sent_ns else "", sent_ns
         last, self._heard[topic] = self._heard.get(topic), sent
         return bool(sent_ns) and last == sent
 
     def another(self, topic: str, info: Any, steady_s: float) -> bool:
-        """Whether another publisher than this message's was heard on the topic a moment ago."""
+        """True if another publisher than this message's was heard on the topic a moment ago."""
         identity = info.get("publisher_gid") if isinstance(info, dict) else None
         gid = bytes(identity["data"]) if isinstance(identity, dict) else b""
         last, self._last[topic] = self._last.get(topic), (gid, steady_s)
@@ -82,7 +82,7 @@ class Senders:
 
 
 def sources_problem(node: Node, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    """What is wrong with who publishes, in words: inputs have one publisher at most, outputs the guard alone."""
+    """Describes wrong publishers; empty if all are right. Inputs have at most one publisher, outputs only the guard."""
     found = {topic: publishers(node, topic) for topic in (*inputs, *outputs)}
     for topic in inputs:
         if len(found[topic]) > 1:

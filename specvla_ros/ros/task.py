@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node `task`: runs an instruction as the ROS action `run_task`, and stops the robot at its end."""
+"""The node `task`: runs an instruction as the ROS action `run_task`, and stops the robot when it ends."""
 
 import math
 import sys
@@ -32,11 +32,11 @@ from specvla_ros.settings.parameter import parameter
 
 _TICK_S = 0.05
 _FEEDBACK_S = 0.5
-_SILENT_S = 1.0  # without an action, after which the feedback says so
-_START_S = 5.0  # for the policy to take the beginning of a task
-_STOP_S = 1.0  # for policy and driver to confirm its end
-_LAST_CALL_S = 4.0  # the same where this node ends during a task; `ros2 launch` kills it after 5 s
-_LOST_S = 0.5  # an answer that has not come by then was lost, with its server or before both had found each other
+_SILENT_S = 1.0  # without an action, before the feedback reports silence
+_START_S = 5.0  # for the policy to confirm the start of a task
+_STOP_S = 1.0  # for policy and driver to confirm the end of a task
+_LAST_CALL_S = 4.0  # the same if this node ends during a task; `ros2 launch` kills it after 5 s
+_LOST_S = 0.5  # an answer that takes longer was lost, with its server or before discovery was complete
 _RATE_OVER_S = 2.0
 _ACKNOWLEDGED = Duration(nanoseconds=200_000_000)
 
@@ -44,9 +44,9 @@ Goal = Any  # ServerGoalHandle, generic in some versions of rclpy and not in oth
 
 
 class Judge(str, Enum):
-    """Who says that a task is done."""
+    """The component that decides when a task is done."""
 
-    NONE = "none"  # nobody: the time limit is the end
+    NONE = "none"  # no judge: the task ends at its time limit
     TOPIC = "topic"  # a message on ~/succeeded
     SIM_EPISODE = "sim_episode"  # the simulated robot
 
@@ -57,7 +57,7 @@ class TaskParameters:
 
     judge: str = parameter(
         Judge.NONE.value,
-        "Who says that a task is done: nobody (the time limit is its end), a std_msgs/Bool on ~/succeeded, or the "
+        "Decides when a task is done: nothing (it ends at its time limit), a std_msgs/Bool on ~/succeeded, or the "
         "simulated robot.",
         choices=tuple(judge.value for judge in Judge),
     )
@@ -66,7 +66,7 @@ class TaskParameters:
     )
     max_silence_s: float = parameter(
         10.0,
-        "Wall time without an action after which a task has failed; 0: never.",
+        "A task fails after this wall time without an action; 0: never.",
         unit="s",
         minimum=0.0,
         maximum=3600.0,
@@ -75,10 +75,10 @@ class TaskParameters:
 
 @dataclass
 class Progress:
-    """One task's time, on the node's clock, and its actions' rate and silence, on a clock that never stands still."""
+    """A task's elapsed time, on the node's clock, and the rate and silence of its actions, on the steady clock."""
 
     time_limit_s: float  # on the node's clock
-    began_s: float  # likewise
+    began_s: float  # on the node's clock
     steady_s: float  # the same moment on the steady clock
     actions: int = 0
     latency_s: float = math.nan
@@ -91,7 +91,7 @@ class Progress:
         self._forget(steady_s)
 
     def elapsed_s(self, now_s: float) -> float:
-        """Since the beginning, on the node's clock; 0 while that clock is before it."""
+        """Time since the start on the node's clock; 0 while that clock is before the start."""
         return max(0.0, now_s - self.began_s)
 
     def left_s(self, now_s: float) -> float:
@@ -101,7 +101,7 @@ class Progress:
         return steady_s - (self._arrivals_s[-1] if self._arrivals_s else self.steady_s)
 
     def rate_hz(self, steady_s: float) -> float:
-        """Actions per second of the last two, or of the time since the beginning where that is less."""
+        """Actions per second over the last 2 s, or since the start if that is shorter."""
         newest = self._arrivals_s[-1] if self._arrivals_s else self.steady_s
         self._forget(steady_s)
         recent = sum(steady_s - arrival_s <= _RATE_OVER_S for arrival_s in self._arrivals_s)
@@ -114,35 +114,35 @@ class Progress:
 
 
 class Switch:
-    """Keeps a SetBool service of another node at a wanted value, also one that comes later or has started again."""
+    """Keeps a SetBool service of another node at a wanted value, also if that node starts later or restarts."""
 
     def __init__(self, node: Node, service: str) -> None:
         self._client: Client = node.create_client(SetBool, service)
         self.name = node.resolve_service_name(service)
         self._wanted = True
-        self._wish = 0  # how many values were wanted so far
+        self._wish = 0  # number of values wanted so far
         self._asked: Future | None = None
         self._asked_s = 0.0
         self.settled = False
-        self.called = False  # once at least: somebody is there, or was, and may have taken it without being heard
+        self.called = False  # at least once: the server may have taken the value even if no answer came
 
     @property
     def present(self) -> bool:
         return bool(self._client.service_is_ready())
 
     def want(self, value: bool) -> None:
-        """Asks for a value at once; `settled` says when it has been taken."""
+        """Requests a value at once. `settled` is true once it was confirmed."""
         self._wanted, self.settled, self._asked = value, False, None
         self._wish += 1
         self.keep()
 
     def observe(self, value: bool) -> None:
-        """Takes what the other node says its value is."""
-        if self.settled and value is not self._wanted:  # it started again
+        """Handles the value that the other node reports."""
+        if self.settled and value is not self._wanted:  # it restarted
             self.want(self._wanted)
 
     def keep(self) -> None:
-        """Asks again where no answer came; to be called often."""
+        """Repeats a request that got no answer. Call this often."""
         lost = self._asked is not None and time.monotonic() - self._asked_s > _LOST_S
         if self.settled or (self._asked is not None and not lost) or not self.present:
             return
@@ -151,34 +151,34 @@ class Switch:
         self._asked.add_done_callback(partial(self._on_answer, self._wish))
 
     def _on_answer(self, wish: int, answered: Future) -> None:
-        if wish != self._wish:  # of a value that is wanted no more
+        if wish != self._wish:  # another value has been requested since
             return
-        answer = answered.result()  # also one that came after it was asked again
+        answer = answered.result()  # possibly to a request that was repeated meanwhile
         self.settled, self._asked = bool(answer is not None and answer.success), None
 
 
 @dataclass
 class Run:
-    """The goal that is being run."""
+    """A goal from its start until it is closed."""
 
     goal: Goal
     instruction: str
     progress: Progress
-    ended: Future = field(default_factory=Future)  # once it is over; then there are `outcome` and `message`
-    stopped: Future = field(default_factory=Future)  # policy and driver have confirmed it, or have had their time to
+    ended: Future = field(default_factory=Future)  # done once the task is over, with `outcome` and `message`
+    stopped: Future = field(default_factory=Future)  # done once the stop was confirmed, or not in time
     outcome: int = RunTask.Result.FAILED
     message: str = ""
     ended_s: float = 0.0
     fed_back_s: float = -math.inf
-    judged: bool = False  # the judge has begun to look at this task
-    unconfirmed: bool = False  # nobody said that the robot stops
+    judged: bool = False  # the judge has started on this task
+    unconfirmed: bool = False  # policy or driver did not confirm the stop
 
 
 class TaskNode(Node):
-    """One task at a time; a newer goal takes the older one's place, as nav2 and MoveIt have it.
+    """Runs one task at a time. A newer goal replaces the older one, as in nav2 and MoveIt.
 
-    While this node runs, the policy acts only during a task: it is paused before the first one and after each, and the
-    driver, where there is one, holds. Both are asked again when they have started anew.
+    While this node runs, the policy acts only during a task. Before the first task and after each one the policy is
+    paused, and the driver, if there is one, holds. Both are asked again after a restart.
     """
 
     def __init__(self, **node_arguments: Any) -> None:
@@ -201,24 +201,24 @@ class TaskNode(Node):
         self._timer = self.create_timer(_TICK_S, self._on_tick, clock=STEADY)
 
     def close(self) -> bool:
-        """Takes no goals any more, and stops what a task has begun."""
+        """Accepts no more goals, and stops the robot if a task is running."""
         running = self._run is not None or bool(self._stopping)
         self._server.destroy()
-        # The policy may act before its service is found: it is unpaused from its start.
+        # The policy may act before its service is found, as it starts unpaused.
         asked = [switch.name for switch in (self._pause, self._hold) if switch.called or switch is self._pause]
         silent = _stop_at_last(asked) if running else []
-        if silent:  # Ctrl-C at a launch file ends everybody at once
-            why = "did not answer: unless who offers them has ended too, THE ROBOT MAY STILL MOVE"
+        if silent:  # Ctrl-C at a launch file ends all nodes at once
+            why = "did not answer: unless their nodes have ended too, THE ROBOT MAY STILL MOVE"
             print(f"task: {' and '.join(silent)} {why}", file=sys.stderr, flush=True)
         return True
 
-    # A goal's life
+    # Life of a goal
 
     async def _execute(self, goal: Goal) -> RunTask.Result:
         limit_s = goal.request.time_limit_s or self._chosen.time_limit_s
         run = Run(goal, str(goal.request.instruction), Progress(limit_s, self._now_s(), time.monotonic()))
         run.message = _problem(run.instruction, limit_s)
-        if run.message:  # a rejection could not say why
+        if run.message:  # a rejection could not give the reason
             goal.abort()
             return self._result(run)
         self._begin(run)
@@ -231,9 +231,9 @@ class TaskNode(Node):
     def _begin(self, run: Run) -> None:
         older, self._run = self._run, run
         if older is not None:
-            self._end(older, RunTask.Result.PREEMPTED, "a newer goal took its place")
+            self._end(older, RunTask.Result.PREEMPTED, "replaced by a newer goal")
         self.get_logger().info(f"task '{run.instruction}', {run.progress.time_limit_s:g} s")
-        # The policy has the new instruction before it may act, and the driver holds until it acts on it.
+        # The policy gets the new instruction before it may act; the driver holds until the policy acts on it.
         self._hold.want(True)
         self._instruction.publish(String(data=run.instruction))
         self._instruction.wait_for_all_acked(_ACKNOWLEDGED)
@@ -244,7 +244,7 @@ class TaskNode(Node):
             return
         run.outcome, run.message, run.ended_s = outcome, message, time.monotonic()
         run.ended.set_result(None)
-        if self._run is not run:  # another one goes on
+        if self._run is not run:  # a newer task is running
             run.stopped.set_result(None)
             return
         self._run = None
@@ -253,9 +253,9 @@ class TaskNode(Node):
         self._stopping.append(run)
 
     def _close(self, run: Run) -> None:
-        """Ends the goal in the state that fits; one that somebody cancels in its last moment is a canceled one."""
+        """Ends the goal in the state of its outcome. A goal canceled at the last moment ends as canceled."""
         goal, done = run.goal, run.outcome == RunTask.Result.SUCCEEDED
-        # Without a judge the whole time is what was asked for.
+        # Without a judge a task succeeds by running until its time limit.
         done |= run.outcome == RunTask.Result.TIMED_OUT and self._chosen.judge == Judge.NONE.value
         done &= not run.unconfirmed
         if goal.status == GoalStatus.STATUS_CANCELING:
@@ -273,7 +273,7 @@ class TaskNode(Node):
             duration_s=run.progress.elapsed_s(self._now_s()),
         )
 
-    # What happens meanwhile
+    # During a task
 
     def _on_tick(self) -> None:
         self._pause.keep()
@@ -289,7 +289,7 @@ class TaskNode(Node):
     def _check_stopped(self, run: Run) -> None:
         asked = [switch for switch in (self._pause, self._hold) if switch.present or switch is self._pause]
         unsettled = [switch.name for switch in asked if not switch.settled]
-        replaced = self._run is not None  # a new task goes on: nothing is to be stopped any more
+        replaced = self._run is not None  # a newer task is running, so nothing needs to stop
         if unsettled and not replaced and time.monotonic() - run.ended_s < _STOP_S:
             return
         self._stopping.remove(run)
@@ -336,13 +336,13 @@ class TaskNode(Node):
                 self._hold.want(False)
             if not message.partial:
                 run.progress.add_action(message.latency_s, time.monotonic())
-        elif run.progress.actions:  # before, it may have been on its way
-            other = f"the policy follows '{message.instruction}', which somebody else has published"
+        elif run.progress.actions:  # earlier, it may be a late action of the old instruction
+            other = f"the policy follows '{message.instruction}', which another node has published"
             self._end(run, RunTask.Result.PREEMPTED, other)
 
     def _on_judged(self, message: Bool) -> None:
         if self._run is not None:
-            self._judge(self._run, message.data, "the judge says so" if message.data else "the judge gave it up")
+            self._judge(self._run, message.data, "judged as done" if message.data else "judged as failed")
 
     def _on_episode(self, episode: SimEpisode) -> None:
         run = self._run
@@ -350,7 +350,7 @@ class TaskNode(Node):
             return
         if episode.state == SimEpisode.RUNNING:
             run.judged = True
-        elif run.judged:  # else it is the end of an episode before this task
+        elif run.judged:  # otherwise an episode before this task has ended
             succeeded = episode.state == SimEpisode.SUCCEEDED
             why = episode.detail or ("the task is done" if succeeded else "not done within the episode's steps")
             self._judge(run, succeeded, why)
@@ -368,7 +368,7 @@ class TaskNode(Node):
 
 
 def _stop_at_last(services: list[str]) -> list[str]:
-    """Switches them on, from a context of its own as a signal has ended the node's; those that did not answer."""
+    """Switches services on and returns those that did not answer. Needs its own context: a signal ended the node's."""
     context = Context()
     rclpy.init(context=context, signal_handler_options=SignalHandlerOptions.NO)
     executor = SingleThreadedExecutor(context=context)
@@ -388,9 +388,9 @@ def _stop_at_last(services: list[str]) -> list[str]:
 
 def _problem(instruction: str, time_limit_s: float) -> str:
     if not instruction.strip():
-        return "the instruction is empty: say what the robot shall do"
+        return "the instruction is empty: say what the robot should do"
     if not (math.isfinite(time_limit_s) and time_limit_s > 0):
-        return f"time_limit_s is {time_limit_s}: give seconds above 0, or 0 for the node's own limit"
+        return f"time_limit_s is {time_limit_s}: give a positive number of seconds, or 0 for the node's own limit"
     return ""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a node gets the tool's measured pose from, and its joints."""
+"""Inputs for the tool's measured pose and the measured joints."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +29,8 @@ OnJoints = Callable[[float, Mapping[str, float]], None]
 class JointInput:
     """Measured joints, from `joint_states`: their stamp in seconds and their positions by name.
 
-    As for the guard, only `names` matter, and a message that lacks one is of another part of the robot, such as its
-    gripper's: it is no error, and told in `lacking` until a whole one comes.
+    As in the guard, only `names` matter. A message that lacks one of them is from another part of the robot, such as
+    the gripper. That is not an error; `lacking` reports it until a complete message arrives.
     """
 
     def __init__(self, node: Node, names: Sequence[str], on_joints: OnJoints, on_bad: OnBad) -> None:
@@ -60,14 +60,14 @@ class JointInput:
 
 
 class PoseTopic:
-    """`tool_pose`, PoseStamped in the base frame, read as the guard reads it."""
+    """The topic `tool_pose`, PoseStamped in the base frame, read as in the guard."""
 
     def __init__(self, node: Node, base_frame: str, on_pose: OnPose, on_bad: OnBad) -> None:
         self._node, self._base_frame, self._on_pose, self._on_bad = node, base_frame, on_pose, on_bad
         self._subscription = node.create_subscription(PoseStamped, "tool_pose", self._on_message, STATE)
 
     def look(self) -> None:
-        """Called at the control rate: a source that has to ask does it then."""
+        """Called at the control rate, for sources that poll."""
 
     def destroy(self) -> None:
         self._node.destroy_subscription(self._subscription)

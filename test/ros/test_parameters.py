@@ -129,7 +129,7 @@ def test_what_is_given_is_read_into_the_tree(context: Context) -> None:
     assert read.engine.acceptance.bins == (1, 2) and read.engine.acceptance.rules["fly"].entropy == "code"
     assert read.model.action_head
     assert read_parameters(made, PolicyParameters).engine.max_image_age_s == 1.0
-    with pytest.raises(UserError, match="say the same thing"):
+    with pytest.raises(UserError, match="are exclusive"):
         read_parameters(made, PolicyParameters, {"acceptance.tolerance_m": 0.1})
     made.destroy_node()
 
@@ -140,7 +140,7 @@ def test_what_is_given_is_read_into_the_tree(context: Context) -> None:
         (dict(draft__nodes=65), "parameter 'draft.nodes' is 65, but it must be a whole number from 1 to 64"),
         (dict(acceptance__bins=[1, 300]), "a list of whole numbers from 0 to 254"),
         (dict(acceptance__rule="kind"), "one of: strict"),
-        ({"action.dt": 1}, "a number with a decimal point from 0 to 10"),
+        ({"action.dt": 1}, "a float from 0 to 10"),
     ],
 )
 def test_a_wrong_value_stops_the_node(context: Context, given: dict, message: str) -> None:

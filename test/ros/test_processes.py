@@ -124,8 +124,8 @@ def test_a_looping_bag_begins_a_new_epoch_each_time(checkpoint: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
-        ({"action.dt": "-1.0"}, "parameter 'action.dt' is -1.0, but it must be a number"),
-        ({"action.dt": "fast"}, "parameter 'action.dt' is 'fast', but it must be a number"),
+        ({"action.dt": "-1.0"}, "parameter 'action.dt' is -1.0, but it must be a float"),
+        ({"action.dt": "fast"}, "parameter 'action.dt' is 'fast', but it must be a float"),
         (dict(image_transport="carrier_pigeon"), "must be one of: auto, raw, compressed"),
         ({"decode.mode": "psychic"}, "parameter 'decode.mode' is 'psychic', but it must be one of: ar"),
         ({"decode.max_text_tokens": 0}, "'decode.max_text_tokens' is 0"),
@@ -188,7 +188,7 @@ def test_bags_that_cannot_be_played(tmp_path: Path) -> None:
         (dict(bag=tmp_path / "empty.mcap"), "empty.mcap"),
         (dict(bag=good, wait_for_subscriber="/nope"), "no messages on topic '/nope'"),
         (dict(bag=good, rate=0.0), "'rate' is 0.0"),
-        (dict(bag=cut_off(tmp_path), rate=50.0), "what could be read was played"),
+        (dict(bag=cut_off(tmp_path), rate=50.0), "the readable part was played"),
     ]
     for parameters, text in cases:
         done = run("bag_player", **parameters)

@@ -18,7 +18,7 @@ def test_cameras_and_the_state_are_remapped() -> None:
 
 @pytest.mark.parametrize("text", ["wrist", "wrist=", "=/topic", "wrist=/a,state"])
 def test_what_is_no_pair_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"must be NAME=TOPIC, comma-separated"):
+    with pytest.raises(UserError, match=r"expected NAME=TOPIC, comma-separated"):
         sensor_remappings(text)
 
 

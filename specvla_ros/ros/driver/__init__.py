@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver as a node: from actions to bounded motion commands of a robot's interface."""
+"""The driver node: turns actions into bounded motion commands of a robot's interface."""

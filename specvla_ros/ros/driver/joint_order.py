@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an array of positions is in the controller's order: the controller is asked, or the arm tries it."""
+"""Checks that a position_array is in the controller's order: by asking the controller, or by a trial on the arm."""
 
 import time
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from specvla_ros.ros.driver.outputs import OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 
 _ANSWER_S = 3.0
-_LOOKS = 2  # a guard's publisher is found a little after its subscription
-_OUTSIDE_M = 0.005  # as the driver allows where it begins
+_LOOKS = 2  # a guard's publisher is discovered a little after its subscription
+_OUTSIDE_M = 0.005  # as the driver allows at its start
 
 
 class JointOrder:
-    """Lets nothing be sent before the controller's order is known to be right, nor actions be followed.
+    """Blocks commands and actions until the controller's order is known to be right.
 
-    What is found wrong stays so until the driver is configured anew.
+    A wrong order blocks them until the driver is configured again.
     """
 
     def __init__(self, context: OutputContext, chosen: DriverParameters, output: RobotOutput) -> None:
@@ -31,8 +31,8 @@ class JointOrder:
         self._names, self._limits = context.joints, chosen.limits
         self._controller = chosen.joints.controller.rstrip("/") if output.by_order else ""
         tries = output.by_order and chosen.joints.check_order and not self._controller
-        self.pending = tries and context.solver is not None  # whether it is still to be tried
-        self.problem = f"{self._controller} has not told its joints yet" if self._controller else ""
+        self.pending = tries and context.solver is not None  # whether a trial is still needed
+        self.problem = f"{self._controller} has not reported its joints yet" if self._controller else ""
         self._client: Client | None = None
         if self._controller:
             self._client = context.node.create_client(GetParameters, f"{self._controller}/get_parameters")
@@ -44,7 +44,7 @@ class JointOrder:
         self._looks = 0
 
     def look(self, *, heard: bool) -> None:
-        """Called now and then; `heard`: whether somebody takes what is sent, and any guard said what it does."""
+        """To be called periodically. `heard`: commands have a subscriber, and the guard, if any, sent its state."""
         self._looks = self._looks + 1 if heard else 0
         if self._client is None:
             return
@@ -59,20 +59,20 @@ class JointOrder:
             self._compare(tuple(values[0].string_array_value) if values else ())
         elif time.monotonic() - self._asked_s > _ANSWER_S:
             self._tell(
-                f"joints.controller '{self._controller}' does not tell its joints, which must be {list(self._names)} "
-                "as in joints.names; start it, or name the controller's node as `ros2 node list` does"
+                f"joints.controller '{self._controller}' does not report its joints, which must be {list(self._names)} "
+                "as in joints.names; start it, or give the controller's node name as in `ros2 node list`"
             )
             self._answer, self._asked_s = None, time.monotonic()
 
     def start(self) -> None:
-        """Called when the joints' start is known; raises UserError while nothing may be sent."""
+        """Called once the joints' start is known. Raises UserError while nothing may be sent."""
         if self.problem:
             raise UserError(self.problem)
         if self.pending and self._solver is not None:
             self._ways = choose_ways(self._names, self._solver.positions, self._solver.ranges, self._allowed)
 
     def step(self, driver: Driver, joints: Mapping[str, float], steady_s: float) -> bool:
-        """Tries the order, if it is to be tried and may be; False: what the driver wants to send goes out."""
+        """Runs a step of the trial, if one is needed and allowed. Returns False if the driver's command goes out."""
         if not self.pending or self._solver is None:
             return False
         if all(name in joints for name in self._names):
@@ -82,13 +82,13 @@ class JointOrder:
             driver.anchored = driver.anchored and not interrupted
             return interrupted
         if self._trial is None:
-            self._node.get_logger().info("moving each joint a little: is joints.names in the controller's order?")
+            self._node.get_logger().info("moving each joint a little to check the order of joints.names")
             self._trial = JointOrderTrial(self._names, self._solver.positions, self._ways, self._solver.max_speed)
         self._output.send_positions(self._trial.step(self._here, steady_s))
         if self._trial.done:
             self._tell(self._trial.problem)
             self.pending, self._trial = False, None
-            driver.anchored = False  # it begins anew where the robot is now
+            driver.anchored = False  # it starts again from the robot's present pose
         return True
 
     def _allowed(self, positions: np.ndarray) -> bool:
@@ -98,8 +98,8 @@ class JointOrder:
 
     def _compare(self, theirs: tuple[str, ...]) -> None:
         self._close()
-        wrong = f"{self._controller} takes {list(theirs)}, and joints.names is {list(self._names)}"
-        self._tell("" if theirs == self._names else f"{wrong}; write its order, then configure the driver again")
+        wrong = f"{self._controller} takes {list(theirs)}, but joints.names is {list(self._names)}"
+        self._tell("" if theirs == self._names else f"{wrong}; use its order, then configure the driver again")
 
     def _tell(self, problem: str) -> None:
         if problem and problem != self.problem:

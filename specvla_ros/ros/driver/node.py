@@ -34,15 +34,15 @@ from specvla_ros.ros.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTo
 
 _NS = 1e-9
 _WATCH_S = 0.2
-_STANDS = 0.001  # metres and radians that a measured tool that stands may move meanwhile
+_STANDS = 0.001  # max motion of a measured tool at rest within _WATCH_S, in metres and radians
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe", "auto")
 _LOG_PERIOD_S = 5.0
-_TRIES_ORDER = "each joint is moved a little first, to see that joints.names is in the controller's order"
-_CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are synchronised over a network
+_TRIES_ORDER = "each joint is moved a little first, to check that joints.names is in the controller's order"
+_CLOCKS_APART_S = 0.02  # beyond the error; machines that are synchronised over a network differ by less
 
 
 class DriverNode(ManagedNode):
-    """Moves the robot as actions say, within limits; without actions, poses or a sound clock it comes to rest."""
+    """Moves the robot by actions, within limits. Without actions, poses or a sound clock it comes to rest."""
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("driver", **node_arguments)
@@ -50,7 +50,7 @@ class DriverNode(ManagedNode):
             self._chosen = DriverParameters()  # read when the node is configured
         self._output_context: OutputContext | None = None
         self._driver: Driver | None = None
-        self._listening = ExitStack()  # ends what `_start` begins
+        self._listening = ExitStack()  # ends the subscriptions and timers of `_start`
         self._holding = False
         self._reset()
         self._follow_changes(DriverParameters)
@@ -89,12 +89,12 @@ class DriverNode(ManagedNode):
     def _introduction(self) -> str:
         chosen = self._chosen
         if chosen.limits.missing:
-            return f"a dry run that plans no motion: {', '.join(chosen.limits.missing)} not set"
-        rests = f"its own motion comes to rest in {chosen.limits.stop_s:.3f} s at most"
+            return f"a dry run without motion planning: {', '.join(chosen.limits.missing)} not set"
+        rests = f"its own motion comes to rest within {chosen.limits.stop_s:.3f} s"
         return f"output {chosen.output}, {chosen.rate_hz:g} Hz, {rests}"
 
     def _start(self) -> None:
-        """Listens, waits for a measured pose within the workspace, and moves from there."""
+        """Subscribes, waits for a measured pose within the workspace, and moves from there."""
         self._reset()
         chosen = self._chosen
         if not chosen.limits.missing:
@@ -144,7 +144,7 @@ class DriverNode(ManagedNode):
             self._listening.callback(self.destroy_subscription, subscription)
 
     def _stop(self) -> None:
-        """Sends nothing more: the robot's own controller, or the guard, brings it to rest."""
+        """Stops sending: the robot's own controller, or the guard, brings it to rest."""
         self._listening.close()
         self._driver = None
 
@@ -183,7 +183,7 @@ class DriverNode(ManagedNode):
             self._driver.follower.set_ages(self._chosen.max_action_age_s, self._chosen.max_future_s)
 
     def _on_hold(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
-        """Comes to rest and follows nothing, until it is told to go on."""
+        """Comes to rest and follows no actions until the hold is released."""
         self._holding = request.data
         if self._driver is not None:
             self._driver.holding = self._holding
@@ -221,23 +221,24 @@ class DriverNode(ManagedNode):
             self._driver.passing(passing, self._now_s())
 
     def _read(self, message: VlaAction) -> StampedAction:
-        """The action that a message holds; raises ValueError where it cannot be one of this robot's."""
+        """The message's action; raises ValueError if it does not fit this robot."""
         action = stamped_action(message, Time.from_msg(message.header.stamp).nanoseconds * _NS)
         convention = action.convention
         if self._convention is not None and convention != self._convention:
             raise ValueError(
-                f"its numbers mean {_words(convention)}, those of the first action since activation "
+                f"its convention is {_words(convention)}, but the first action since activation had "
                 f"{_words(self._convention)}; deactivate and activate the driver after a change of policy"
             )
         if message.header.frame_id != self._chosen.base_frame:
             raise ValueError(
-                f"it is in the frame '{message.header.frame_id}', not in base_frame '{self._chosen.base_frame}': set "
-                "the policy's base_frame"
+                f"its frame is '{message.header.frame_id}', but base_frame is '{self._chosen.base_frame}': set the "
+                "policy's base_frame"
             )
         if self._chosen.compensate == Compensation.NONE.value and message.mode in _SEVERAL_IN_FLIGHT:
             raise ValueError(
-                f"it was decoded as {message.mode}, with several frames in flight, and compensate is none: the same "
-                "way would count several times; set compensate to image_goal, or the policy's decode.mode to ar or spec"
+                f"its decode mode is {message.mode}, with several frames in flight, but compensate is none: the same "
+                "motion would count several times; set compensate to image_goal, or the policy's decode.mode to ar or "
+                "spec"
             )
         self._convention = convention
         return action
@@ -276,14 +277,14 @@ class DriverNode(ManagedNode):
         self._order.start()
 
     def _mismatch(self) -> str:
-        """How the measured joints differ from the measured pose, in words; empty: not, or only one of them is known."""
+        """Describes how measured joints and measured pose disagree; empty if they agree or one of them is unknown."""
         newest = self._history.newest
         if self._solver is None or newest is None or self._pose_source is None or not self._joints:
             return ""
         return self._solver.mismatch(self._joints, newest[1])
 
     def _look_around(self) -> None:
-        """Not at every control step: asking the graph takes as long as a step."""
+        """Watches the graph, at a lower rate than the control steps: a query takes as long as a step."""
         if self._driver is None:
             return
         self._driver.action_publishers = self.count_publishers(self._action_topic)
@@ -292,8 +293,8 @@ class DriverNode(ManagedNode):
         newest = self._history.newest
         before, self._stood_at = self._stood_at, newest[1] if newest is not None else None
         if before is None or self._stood_at is None or max(before.distance(self._stood_at)) > _STANDS:
-            return  # what moves is at another place in each message
-        with suppress(UserError):  # joints that are not known, or out of range, are told at the start
+            return  # while the tool moves, joints and pose are of different moments
+        with suppress(UserError):  # unknown joints, or joints out of range, are reported at the start
             self._driver.mismatch = self._mismatch()
 
     # Diagnostics
@@ -334,7 +335,7 @@ class DriverNode(ManagedNode):
         if driver.problem:
             return DiagnosticStatus.ERROR, lacking or driver.problem
         if self._holding:
-            return DiagnosticStatus.WARN, "holding, as ~/hold was told"
+            return DiagnosticStatus.WARN, "holding, as requested on ~/hold"
         if driver.guarded:
             return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
         if not driver.anchored:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Robot outputs: motion commands of a robot's interface from bounded targets.
+"""Robot outputs: turn bounded targets into motion commands of a robot's interface.
 
-Another package adds one by an entry point of the group `specvla_ros.robot_outputs`; docs/how-to/add-a-robot-output.md.
+Other packages add outputs by the entry point group `specvla_ros.robot_outputs`; see docs/how-to/add-a-robot-output.md.
 """
 
 from collections.abc import Mapping
@@ -32,22 +32,22 @@ from specvla_ros.ros.qos import COMMAND
 from specvla_ros.settings.registry import Registry
 
 ROBOT_OUTPUTS = Registry("specvla_ros.robot_outputs", ())
-_REPEAT_S = 0.5  # of a gripper's command that does not change
+_REPEAT_S = 0.5  # period at which an unchanged gripper command is repeated
 
 
 @dataclass(frozen=True)
 class OutputContext:
-    """What an output is made with."""
+    """The constructor argument of an output."""
 
     node: LifecycleNode
     base_frame: str  # of the targets
-    joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none are named
-    solver: JointSolver | None = None  # inverse kinematics; None: no model of the robot is given
+    joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none given
+    solver: JointSolver | None = None  # inverse kinematics; None: no robot model given
     publishers: list[Any] = field(default_factory=list)
-    ending: ExitStack = field(default_factory=ExitStack)  # what else ends when the driver is cleaned up
+    ending: ExitStack = field(default_factory=ExitStack)  # further callbacks at the driver's cleanup
 
     def create_publisher(self, kind: type, topic: str) -> Any:
-        """A publisher that is silent while the driver is not active."""
+        """Creates a publisher that is silent while the driver is not active."""
         self.publishers.append(self.node.create_lifecycle_publisher(kind, topic, COMMAND))
         return self.publishers[-1]
 
@@ -58,11 +58,11 @@ class OutputContext:
 
     @property
     def heard(self) -> bool:
-        """Whether anybody subscribes to what is sent."""
+        """True if any command has a subscriber."""
         return any(publisher.get_subscription_count() for publisher in self.publishers)
 
     def require_solver(self, output: str) -> JointSolver:
-        """The inverse kinematics; raises UserError where there is no model to compute it with."""
+        """Returns the inverse kinematics; raises UserError without a robot model."""
         if self.solver is None:
             raise UserError(
                 f"output: {output} needs the robot's kinematics; set joints.model to its MJCF or URDF, joints.names, "
@@ -72,30 +72,30 @@ class OutputContext:
 
 
 class RobotOutput(Protocol):
-    """Commands of one interface; registered as what makes one from an `OutputContext`: its class, or a function.
+    """Commands of one robot interface. A class, or a function, that takes an `OutputContext` is registered.
 
     Attributes:
-        follows_velocity: whether the robot is sent velocities, so that where it is must be measured again and again;
-            otherwise it is sent to positions.
-        by_order: whether joints are sent without their names, so that their order must be the controller's.
+        follows_velocity: True if velocities are sent, so that the robot must be measured continuously; otherwise
+            positions are sent.
+        by_order: True if joints are sent without names, so that their order must be the controller's.
     """
 
     follows_velocity: bool = False
     by_order: bool = False
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
-        """Begins at the robot's present joints, or raises UserError where they are not known; sends nothing yet."""
+        """Starts at the robot's present joints and sends nothing yet. Raises UserError if they are not known."""
 
     def send(self, target: Target, now: Time) -> None:
         """Sends the command of one control step, or raises UnreachableError."""
 
     def send_positions(self, positions: np.ndarray) -> None:
-        """Sends joints' positions, float64 [n], as they are; of outputs that are `by_order`."""
+        """Sends joint positions, float64 [n], unchanged; only for outputs that are `by_order`."""
 
 
 @ROBOT_OUTPUTS.register("none", order=0)
 class DryRun(RobotOutput):
-    """A dry run: everything is computed and reported, and nothing is sent."""
+    """A dry run: everything is computed and reported, but nothing is sent."""
 
     def __init__(self, context: OutputContext) -> None:
         pass
@@ -108,7 +108,7 @@ class DryRun(RobotOutput):
 class PoseOutput(RobotOutput):
     """PoseStamped on `~/pose`, for MoveIt Servo's pose target and Cartesian controllers.
 
-    The tool's target in the base frame, at the control rate; the last one again when it stands still.
+    The tool's target pose in the base frame, at the control rate. At rest the last one is repeated.
     """
 
     def __init__(self, context: OutputContext) -> None:
@@ -124,8 +124,8 @@ class TwistOutput(RobotOutput):
     """TwistStamped on `~/twist`, for MoveIt Servo and Cartesian velocity controllers.
 
     The tool's velocity in the base frame: m/s and rad/s (Servo's `command_in_type: speed_units`). Servo drops a command
-    whose stamp is older than 0.1 s (`incoming_command_timeout`) and stops then, so twists are stamped with the present
-    and sent at the control rate, zeros included.
+    whose stamp is older than 0.1 s (`incoming_command_timeout`) and then stops. So twists get the present stamp and are
+    sent at the control rate, zeros included.
     """
 
     follows_velocity = True
@@ -142,8 +142,8 @@ class TwistOutput(RobotOutput):
 class JointTrajectoryOutput(RobotOutput):
     """JointTrajectory on `~/joint_trajectory`, for ros2_control's joint_trajectory_controller.
 
-    The joints' positions in a trajectory of one point, a few periods ahead, replaced at each control step: the
-    controller interpolates to it from where it is, and holds it when no other comes.
+    Each control step sends a new trajectory of one point, a few periods ahead. The controller interpolates to it from
+    its present positions, and holds it if no other arrives.
     """
 
     def __init__(self, context: OutputContext) -> None:
@@ -182,11 +182,11 @@ class PositionArrayOutput(RobotOutput):
 
 
 class GripperCommands:
-    """Sends a gripper's position when it changes, and again twice a second: a lost command must not stay lost.
+    """Sends a gripper's position when it changes, and again twice a second in case a command was lost.
 
-    An array, of which the guard makes an action's goal where it is asked to, or a trajectory.
+    It is sent as a trajectory or an array; with `output: action` the guard turns the array into an action's goal.
 
-    Raises UserError where a trajectory's joint, or the gripper's range, is not given.
+    Raises UserError if a trajectory's joint, or the gripper's range, is not given.
     """
 
     def __init__(self, context: OutputContext, settings: GripperSettings) -> None:
@@ -200,7 +200,7 @@ class GripperCommands:
         self._sent_s = 0.0
 
     def command(self, position: float | None, now_s: float) -> None:
-        """Sends a position in the robot's unit; None: nothing, and the next one whatever it is. `now_s`: steady."""
+        """Sends a position in the robot's unit; after None the next one is always sent. `now_s`: steady time."""
         if position is None:
             self._sent = None
             return

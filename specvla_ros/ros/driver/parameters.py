@@ -14,16 +14,16 @@ DRY_RUN = "none"
 
 @dataclass(frozen=True)
 class JointParameters(Joints):
-    """The arm's joints, and how the order of a position_array is known."""
+    """The arm's joints, and how the order of a position_array is checked."""
 
     controller: str = parameter(
         "",
-        "Node of the controller that takes a position_array, such as /forward_position_controller: it is asked for its "
-        "joints, whose order must be that of joints.names, before anything moves.",
+        "Node of the controller that takes a position_array, such as /forward_position_controller. Before any motion "
+        "the driver asks it for its joints, whose order must be that of joints.names.",
     )
     check_order: bool = parameter(
         True,
-        "Without joints.controller: at the first enabling each joint is moved by 0.02 and back, to see that a "
+        "Without joints.controller: at the first enabling each joint is moved by 0.02 and back, to check that a "
         "position_array is in the controller's order.",
     )
 
@@ -34,7 +34,7 @@ class DriverParameters:
 
     output: str = parameter(
         DRY_RUN,
-        "What the robot is sent; none is a dry run, which sends nothing.",
+        "Kind of command sent to the robot; none is a dry run, which sends nothing.",
         choices=ROBOT_OUTPUTS.names,
         basic=True,
     )
@@ -42,17 +42,17 @@ class DriverParameters:
     base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.", basic=True)
     tool: ToolSource = section(ToolSource)
     tool_pose_timeout_s: float = parameter(
-        0.25, "Without a measured pose for this long the tool comes to rest.", unit="s", minimum=0.02, maximum=2.0
+        0.25, "The tool comes to rest after this time without a measured pose.", unit="s", minimum=0.02, maximum=2.0
     )
     compensate: str = parameter(
         Compensation.IMAGE_GOAL.value,
-        "What an action counts from: where the tool was measured at the picture's stamp (image_goal), or where it is "
-        "being sent on arrival (none), which is refused for actions of pipeline, specpipe and auto.",
+        "Reference of an action: the tool's measured pose at the image's stamp (image_goal), or its target when the "
+        "action arrives (none), which is refused for actions of pipeline, specpipe and auto.",
         choices=tuple(each.value for each in Compensation),
     )
     max_action_age_s: float = parameter(
         1.0,
-        "Actions whose picture is older are refused.",
+        "Actions from older images are refused.",
         unit="s",
         minimum=0.01,
         maximum=60.0,
@@ -60,13 +60,13 @@ class DriverParameters:
         basic=True,
     )
     max_future_s: float = parameter(
-        0.1, "How far an action's stamp may lie ahead of the clock.", unit="s", minimum=0.0, maximum=10.0, writable=True
+        0.1, "How far an action's stamp may be ahead of the clock.", unit="s", minimum=0.0, maximum=10.0, writable=True
     )
     max_step_m: float = parameter(
-        0.3, "A longer translation of one action is refused.", unit="m", minimum=0.001, maximum=2.0
+        0.3, "Actions with a longer translation are refused.", unit="m", minimum=0.001, maximum=2.0
     )
     max_step_rad: float = parameter(
-        1.5, "A larger rotation of one action is refused.", unit="rad", minimum=0.001, maximum=3.1416
+        1.5, "Actions with a larger rotation are refused.", unit="rad", minimum=0.001, maximum=3.1416
     )
     realtime_priority: int = parameter(
         8,
@@ -83,7 +83,7 @@ class DriverParameters:
         check(self)
 
     def check_complete(self) -> None:
-        """Raises UserError for what has to be set before a robot moves."""
+        """Raises UserError if a parameter is missing that must be set before a robot moves."""
         if self.output != DRY_RUN:
             self.limits.require(f"output: {self.output}")
         self.tool.require(self.joints)

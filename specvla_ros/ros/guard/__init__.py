@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node `guard`, a process of its own between driver and robot: rclpy and NumPy only."""
+"""The node `guard`, a separate process between driver and robot. Needs only rclpy and NumPy (a model: MuJoCo too)."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The black box: the guard hands every message to a process of its own, and never waits for it.
+"""The black box: the guard passes every message to a separate process, and never waits for it.
 
-That process, `python -m specvla_ros.ros.guard.black_box`, keeps the last minutes, and writes an MCAP file some seconds
-after each stop, and when the guard is gone without a goodbye. Needs neither rclpy nor NumPy: messages are bytes, their
-definitions files of ROS.
+That process, `python -m specvla_ros.ros.guard.black_box`, keeps the last minutes. It writes an MCAP file some seconds
+after each stop, and when the guard ends unexpectedly. It needs neither rclpy nor NumPy: messages are bytes, and their
+definitions are files of ROS.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ HEAD = struct.Struct("<cHQ")  # kind, channel, time in nanoseconds since the epo
 TOPIC, MESSAGE, STOP, BYE = b"T", b"M", b"S", b"B"
 _BUFFER_BYTES = 4 << 20
 _END_TIMEOUT_S = 20.0
-_AFTERMATH_S = 2.0  # of what follows a stop, written with it
-_PAUSE_S = 10.0  # between two files
+_AFTERMATH_S = 2.0  # time after a stop that its file includes
+_PAUSE_S = 10.0  # min time between two files
 _LARGEST_BYTES = 64 << 20
 _SEPARATOR = "=" * 80
 _PACKET_BYTES = 8 << 20
@@ -36,12 +36,12 @@ _FIELD_WORDS = 2
 
 
 class BlackBox:
-    """Records messages as bytes; a message that the recorder has no room for is lost and counted.
+    """Records messages as bytes. A message that the recorder has no room for is lost and counted.
 
     Args:
-        directory: where stops are written.
-        seconds: of the past that are kept.
-        files: that are kept.
+        directory: folder of the files.
+        seconds: length of the past that is kept.
+        files: number of files that are kept.
     """
 
     def __init__(self, directory: Path, seconds: float, files: int) -> None:
@@ -61,7 +61,7 @@ class BlackBox:
 
     def add_topic(self, topic: str, msgtype: str) -> None:
         """Announces a topic, with its type such as std_msgs/msg/Empty."""
-        if topic in self._channels:  # that another subscription announced
+        if topic in self._channels:  # another subscription announced it
             return
         self._channels[topic] = len(self._channels)
         self._send(TOPIC, self._channels[topic], json.dumps({"topic": topic, "type": msgtype}).encode())
@@ -71,7 +71,7 @@ class BlackBox:
         self._send(MESSAGE, self._channels[topic], raw)
 
     def stop(self, cause: str, reason: str) -> None:
-        """What led here is written, with a moment of what follows."""
+        """Requests a file of the messages before the stop and shortly after it."""
         self._send(STOP, 0, json.dumps({"cause": cause, "reason": reason}).encode())
 
     def look(self) -> None:
@@ -84,7 +84,7 @@ class BlackBox:
             self.problem = f"the recorder ended with code {self._process.returncode}"
 
     def close(self) -> bool:
-        """Lets the recorder finish what it is writing; False when it does not."""
+        """Lets the recorder finish writing. Returns False if it does not."""
         self._send(BYE, 0, b"")
         self._socket.close()
         try:
@@ -96,7 +96,7 @@ class BlackBox:
     def _send(self, kind: bytes, channel: int, data: bytes) -> None:
         try:
             self._socket.send(HEAD.pack(kind, channel, time.time_ns()) + data)
-        except OSError:  # no room, too long, or nobody there any more
+        except OSError:  # no room, too long, or the recorder is gone
             self.lost += 1
 
 
@@ -105,11 +105,11 @@ Topics = dict[int, tuple[str, str]]  # name and type by channel
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a file is written."""
+    """The reason for writing a file."""
 
     cause: str
     reason: str
-    time_ns: int  # of the first tick that braked
+    time_ns: int  # of the first braking tick
     due_s: float
 
 
@@ -129,7 +129,7 @@ class Ring:
             self._bytes -= len(self._messages.popleft()[2]) + HEAD.size
 
     def snapshot(self) -> list[tuple[int, int, bytes]]:
-        """Time in nanoseconds, channel and bytes of each."""
+        """Time in nanoseconds, channel and bytes of each message."""
         return list(self._messages)
 
 
@@ -149,10 +149,10 @@ class Recorder:
             self._guard.settimeout(0.2)
             try:
                 packet = self._guard.recv(_PACKET_BYTES)
-            except (TimeoutError, ConnectionError):  # reset by reports that it left unread; what it sent follows
+            except (TimeoutError, ConnectionError):  # reset as the guard left reports unread; its packets still follow
                 packet = None
             if packet == b"":
-                self._stop = Stop("guard_died", "the guard's process ended without a goodbye", time.time_ns(), 0.0)
+                self._stop = Stop("guard_died", "the guard's process ended unexpectedly", time.time_ns(), 0.0)
             if packet == b"" or (packet is not None and packet[:1] == BYE):
                 break
             if packet is not None:
@@ -182,7 +182,7 @@ class Recorder:
             self._start_writing()
 
     def _start_writing(self) -> None:
-        """On a thread: a disk that hangs must not keep the guard's messages from coming in."""
+        """Writes on a thread, so that a hanging disk does not block the guard's messages."""
         stop, self._stop = self._stop, None
         self._written_s = time.monotonic()
         assert stop is not None
@@ -207,7 +207,7 @@ class Recorder:
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink()
-            self._report({"problem": f"{path} could not be written: {error.strerror}; the guard goes on without it"})
+            self._report({"problem": f"{path} could not be written: {error.strerror}; the guard continues without it"})
 
     def _make_room(self) -> None:
         for leftover in self._directory.glob("guard_*.part"):
@@ -225,7 +225,7 @@ class Recorder:
 
 
 def write_mcap(path: Path, stop: Stop, messages: list[tuple[int, int, bytes]], topics: Topics) -> None:
-    """Writes a recording; raises OSError, or ModuleNotFoundError where the package mcap is not installed."""
+    """Writes a recording; raises OSError, or ModuleNotFoundError if the package mcap is not installed."""
     from mcap.writer import CompressionType, Writer
 
     with path.open("wb") as file:
@@ -286,7 +286,7 @@ def main(arguments: list[str]) -> None:
     """Runs until the guard is gone."""
     number, directory, seconds, files = arguments
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # it ends with the guard, having written
+        signal.signal(each, signal.SIG_IGN)  # it ends with the guard, after writing
     os.nice(_NICENESS)
     guard = socket.socket(fileno=int(number))
     Recorder(guard, Path(directory).expanduser(), float(seconds), int(files)).run()

@@ -51,8 +51,8 @@ from specvla_ros.ros.tool_pose import PoseFromTf
 
 _SOURCES_S = 0.5
 _LOG_S = 0.1
-_LOOK_S = 0.01  # between two looks at tf
-_END_S = 0.2  # more than a stop takes
+_LOOK_S = 0.01  # between two lookups in tf
+_END_S = 0.2  # margin beyond the duration of a stop
 _LOG_PERIOD_S = 5.0  # between two messages of one cause
 _LEVELS = {
     State.PASSING: DiagnosticStatus.OK,
@@ -67,9 +67,9 @@ _STATES = {
 
 
 class GuardNode(Node):
-    """Listens on the executor's thread, and sends on a loop of its own.
+    """Receives on the executor's thread, and sends from its own loop.
 
-    Every message is taken as bytes, for the black box, and read here: bytes that are no message are refused, too.
+    Every message is received as bytes, for the black box, and deserialized here; malformed bytes are refused.
     """
 
     def __init__(self, **node_arguments: Any) -> None:
@@ -100,13 +100,13 @@ class GuardNode(Node):
         self.create_timer(_SOURCES_S, self._look_for_sources, clock=STEADY)
         self.create_timer(_LOG_S, self._log, clock=STEADY)
         self._diagnostics = DiagnosticsPublisher(self, self._chosen.diagnostics_period_s, self._statuses)
-        promise = f"a stop takes at most {self._settings.ramp_s:.3f} s from when its cause is noticed"
-        self.get_logger().info(f"guards {self._settings.output} in '{self._settings.base_frame}'; {promise}")
+        promise = f"a stop takes at most {self._settings.ramp_s:.3f} s after its cause is detected"
+        self.get_logger().info(f"guarding {self._settings.output} in '{self._settings.base_frame}'; {promise}")
         self._loop.start()
         self._scheduling = raise_priority(self._chosen.realtime_priority)
 
     def close(self) -> bool:
-        """Brakes, ends the loop, and the black box with what it is writing; False when something hangs."""
+        """Brakes, ends the loop and lets the black box finish writing. Returns False if something hangs."""
         with self._lock:
             self.guard.end(self._now())
         deadline_s = time.monotonic() + _END_S + self._settings.ramp_s
@@ -116,13 +116,13 @@ class GuardNode(Node):
         return (self.black_box is None or self.black_box.close()) and ended
 
     def _load_kinematics(self) -> ToolKinematics | None:
-        """Where joints take the tool, if that is needed; raises UserError where it is, and cannot be known."""
+        """The forward kinematics if needed, else None; raises UserError if needed but not available."""
         source, joints = self._chosen.tool, self._settings.joints
         source.require(joints)
         needed = joints.model and (source.from_joints or (self._settings.kind.of_joints and joints.tool))
         return ToolKinematics(load_joint_model(joints)) if needed else None
 
-    # What arrives
+    # Inputs
 
     def _subscribe(self) -> None:
         kind, gripper = self._settings.kind, GripperOutput(self._settings.gripper.output)
@@ -182,7 +182,7 @@ class GuardNode(Node):
         self.create_service(Trigger, "~/clear_stop", self._on_clear_stop)
 
     def _listen_to_robot(self) -> None:
-        """States that are published when they change are latched, and those published all the time are not."""
+        """Subscribes twice to each state: latched for those published on a change, and not for periodic ones."""
         for rule in self._rules:
 
             def on_state(message: Any, sent_ns: int | None, now: Instant, rule: StateRule = rule) -> None:
@@ -203,7 +203,7 @@ class GuardNode(Node):
         self.create_timer(_LOOK_S, source.look, clock=STEADY)
 
     def _take_pose(self, pose: Pose, stamp: Any) -> None:
-        """A measured pose that no message told; the black box gets it as if it had come on `tool_pose`."""
+        """Takes a measured pose that no message carried; the black box records it as one on `tool_pose`."""
         message = messages.pose_message(pose, 0, self._settings.base_frame)
         message.header.stamp = stamp
         self._record(self._tool_topic, serialize_message(message))
@@ -211,7 +211,7 @@ class GuardNode(Node):
 
     def _on_speed_scale(self, message: Float64, sent_ns: int | None, now: Instant) -> None:
         if not self.guard.scale_speed(message.data):
-            problem = f"~/speed_scale {message.data:g} is not from 0 to 1: {self.guard.speed_scale:g} still holds"
+            problem = f"~/speed_scale {message.data:g} is not between 0 and 1: keeping {self.guard.speed_scale:g}"
             self.get_logger().warning(problem, throttle_duration_sec=_LOG_PERIOD_S)
 
     def _listen(
@@ -223,7 +223,7 @@ class GuardNode(Node):
         *,
         alone: bool = False,
     ) -> None:
-        """Takes a topic's messages as bytes; `alone`: one publisher at most is right."""
+        """Subscribes to a topic's messages as bytes. `alone`: it may have at most one publisher."""
         name = self.resolve_topic_name(topic)
         if alone:
             self._inputs.append(name)
@@ -236,8 +236,8 @@ class GuardNode(Node):
             self._record(name, raw)
             try:
                 message: Any = deserialize_message(raw, message_type)
-            except Exception as error:  # rclpy's own kind, for bytes from anywhere
-                problem = f"{name}: {len(raw)} bytes are no {message_type.__name__} ({error})"
+            except Exception as error:  # rclpy's own type, for arbitrary bytes
+                problem = f"{name}: {len(raw)} bytes are not a {message_type.__name__} ({error})"
                 with self._lock:
                     self.guard.reject(Refusal(Cause.BAD_FORM, problem.splitlines()[0]), self._now())
                 return
@@ -263,7 +263,7 @@ class GuardNode(Node):
         self.get_logger().warning(f"clear_stop refused: {problem}" if problem else "the stop was cleared")
         return response
 
-    # What goes out
+    # Outputs
 
     def _advertise(self) -> tuple[Callable[[Any], None], Callable[[float], None] | None]:
         name, message_type, _ = messages.COMMANDS[self._settings.kind]
@@ -307,9 +307,9 @@ class GuardNode(Node):
             self.black_box.stop(outcome.stopped.cause.value, outcome.stopped.detail)
 
     def _on_fault(self, trace: str) -> None:
-        """Zero is right for a twist whatever went wrong; positions are held by who got the last one."""
+        """A zero twist is right after any fault; of positions the receiver holds the last one."""
         self._fault = trace.strip().splitlines()[-1]
-        what = f"the guard's loop went on after a fault:\n{trace}"
+        what = f"the guard's loop continued after a fault:\n{trace}"
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
         if self._settings.kind is Output.TWIST:
             self._robot(messages.twist_message(np.zeros(6), self._now().clock_ns, self._settings.base_frame))
@@ -367,7 +367,7 @@ class GuardNode(Node):
         fault, self._fault = self._fault, ""
         values = {"scheduling": self._scheduling, "stalls": stalls, **self._loop.take_figures()}
         if fault:
-            return make_status(DiagnosticStatus.ERROR, f"the loop went on after a fault: {fault}", values)
+            return make_status(DiagnosticStatus.ERROR, f"the loop continued after a fault: {fault}", values)
         return make_status(DiagnosticStatus.OK, "the loop runs", values)
 
     def _black_box_status(self) -> dict[str, DiagnosticStatus]:
@@ -384,7 +384,7 @@ class GuardNode(Node):
 
 
 def _sent_ns(info: Any, now: Instant) -> int | None:
-    """When a message was sent, on the node's clock; for kinds without a stamp."""
+    """Time of sending on the node's clock, for message types without a stamp."""
     source_ns = info.get("source_timestamp", 0) if isinstance(info, dict) else 0
     return now.clock_ns - (time.time_ns() - source_ns) if source_ns else None
 

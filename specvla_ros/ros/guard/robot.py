@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard's side of the robot's own interfaces: its states, its gripper's action, who is asked when it disobeys."""
+"""The guard's access to the robot's own interfaces: its states, its gripper's action, the escalation service."""
 
 import importlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SWITCH = "controller_manager_msgs/srv/SwitchController"
 
 
 def state_type(rule: StateRule) -> type:
-    """The class of a rule's message; raises UserError where its package is not installed."""
+    """The class of a rule's message; raises UserError if its package is not installed."""
     package, _, name = rule.message_type.partition("/msg/")
     try:
         found: type = getattr(importlib.import_module(f"{package}.msg"), name)
@@ -30,9 +30,9 @@ def _apt(package: str) -> str:
 
 
 class GripperGoals:
-    """Sends a gripper's positions as goals of its action, each once: a goal that is repeated would begin anew.
+    """Sends a gripper's positions as goals of its action, each once: a repeated goal would start the motion again.
 
-    Raises UserError where the action's package is not installed.
+    Raises UserError if the action's package is not installed.
     """
 
     def __init__(self, node: Node) -> None:
@@ -44,12 +44,12 @@ class GripperGoals:
                 f"{_apt('control_msgs')}, or set gripper.output to array or trajectory"
             ) from None
         self._goal: Callable[[], Any] = GripperCommand.Goal
-        # Remaps are for topics, and not for actions: this way gripper_topic names either.
+        # Remaps apply to topics, not to actions. With the name resolved, gripper_topic can name either.
         self._client: Any = ActionClient(node, GripperCommand, node.resolve_topic_name("~/gripper"))
         self._sent: float | None = None
 
     def forget(self) -> None:
-        """Motion ended: a hand may open or close it meanwhile, so that the same position is a new goal."""
+        """To be called when motion ends: the gripper may be moved by hand, so the same position is then a new goal."""
         self._sent = None
 
     def send(self, position: float) -> None:
@@ -61,9 +61,9 @@ class GripperGoals:
 
 
 class Escalation:
-    """Asks a service to stop the robot: a Trigger, such as a UR's dashboard has, or ros2_control's SwitchController.
+    """Calls a service to stop the robot: a Trigger, as of a UR's dashboard, or ros2_control's SwitchController.
 
-    `controllers` are deactivated by the latter. Nothing is asked of a service that does not exist, and that is told.
+    The latter deactivates `controllers`. A service that does not exist is reported.
     """
 
     def __init__(self, node: Node, service: str, controllers: tuple[str, ...]) -> None:
@@ -73,7 +73,7 @@ class Escalation:
         self._make: Callable[[], Any] = Trigger.Request
 
     def look(self) -> str:
-        """Finds the service, outside of the loop; what is wrong with it, in words; empty: nothing."""
+        """Finds the service, outside the loop. Returns the problem in words; empty: none."""
         if not self._service or self._client is not None:
             return ""
         types = dict(self._node.get_service_names_and_types()).get(self._service)
@@ -90,8 +90,8 @@ class Escalation:
         return ""
 
     def ask(self) -> str:
-        """Asks, without waiting; what was asked, in words."""
+        """Calls the service without waiting. Returns what was called, in words."""
         if self._client is None:
-            return "nobody is asked: escalation_service is not set" if not self._service else f"no {self._service}"
+            return "nothing called: escalation_service is not set" if not self._service else f"no {self._service}"
         self._client.call_async(self._make())
-        return f"asked {self._service}"
+        return f"called {self._service}"

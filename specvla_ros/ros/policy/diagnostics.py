@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What /diagnostics says of the policy node, with causes in words."""
+"""The policy node's status on /diagnostics, with causes in words."""
 
 import math
 import threading
@@ -16,7 +16,7 @@ from specvla_ros.errors import shortened
 from specvla_ros.ros.node import make_status
 from specvla_ros.ros.policy.inputs import Instruction
 
-# These are how a queue of length one works, or were asked for: no faults.
+# Not faults: normal for a queue of length one, or requested.
 _NORMAL = frozenset(
     {DropReason.SUPERSEDED, DropReason.OVERTAKEN, DropReason.EPOCH_CHANGED, DropReason.MODE_CHANGED, DropReason.PAUSED}
 )
@@ -38,22 +38,22 @@ _INFERENCE_FAULTS = (
 )
 
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
-_STAMPS = 51  # of the newest images, whose gaps show losses
+_STAMPS = 51  # number of newest images whose stamps' gaps show losses
 _FEWEST_GAPS = 10
 _TRANSPORTS = {"raw": 0, "compressed": 0}
-_LATENCIES = 500  # of the newest actions, for the percentiles
+_LATENCIES = 500  # number of newest actions for the percentiles
 _PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
 class RecentDrops:
-    """Drops since the last diagnostics: how many of each reason, and the last detail of each."""
+    """Drops since the last diagnostics: number and last detail by reason."""
 
     counts: dict[DropReason, int]
     details: dict[DropReason, str]
 
     def worst(self, reasons: tuple[DropReason, ...]) -> str:
-        """The most frequent of `reasons` in words; empty when there was none."""
+        """The most frequent of `reasons` in words; empty if none occurred."""
         present = [reason for reason in reasons if self.counts.get(reason)]
         if not present:
             return ""
@@ -74,7 +74,7 @@ class DropLedger:
         self._logged_s: dict[DropReason, float] = {}
 
     def add(self, reason: DropReason, detail: str = "") -> str | None:
-        """Counts one drop; returns what to log, if it is time to."""
+        """Counts one drop. Returns a message if one is due."""
         with self._lock:
             self._since_activation.add(reason)
             self._recent.add(reason)
@@ -101,22 +101,22 @@ class DropLedger:
 
 
 def not_loaded_status() -> DiagnosticStatus:
-    """Of a node without a policy."""
+    """The status of a node without a policy."""
     return make_status(DiagnosticStatus.WARN, "no policy loaded; configure the node")
 
 
 def loaded_status(description: Mapping[str, str]) -> DiagnosticStatus:
-    """The status of a loaded policy; a warning where it decodes plainly because there was nothing to draft with."""
+    """The status of a loaded policy; a warning if it decodes plainly for lack of a drafter."""
     if "decode.fallback" in description:
         return make_status(DiagnosticStatus.WARN, "policy loaded, without drafts: decoding plainly", description)
     return make_status(DiagnosticStatus.OK, "policy loaded", description)
 
 
 def images_lost(stamps_ns: Sequence[int]) -> str:
-    """What to tell a user whose camera takes far more images than arrive, as the stamps show; empty when it does not.
+    """Warning if the stamps show that a camera takes far more images than arrive; empty if it does not.
 
-    Where images get lost the smallest gaps are still the camera's period, and the mean one is longer. The longest
-    tenth does not count, so that a camera may pause.
+    When images get lost, the smallest gaps still equal the camera's period, but the mean gap is longer. The longest
+    tenth is ignored, so that a camera may pause.
     """
     gaps_s = np.diff(np.array(stamps_ns, dtype=np.int64)) * 1e-9
     gaps_s = np.sort(gaps_s[gaps_s > 0])
@@ -127,14 +127,14 @@ def images_lost(stamps_ns: Sequence[int]) -> str:
     if mean_s < 2 * period_s:
         return ""
     return (
-        f"images arrive at {1 / mean_s:.1f} Hz, but by their stamps the camera takes {1 / period_s:.1f} Hz: the "
-        "others are lost on their way; let the camera publish reliably, smaller or compressed, or give this computer "
-        "less to do"
+        f"images arrive at {1 / mean_s:.1f} Hz, but their stamps show a camera rate of {1 / period_s:.1f} Hz: the "
+        "others are lost in transit; publish images reliably, smaller or compressed, or reduce the load of this "
+        "computer"
     )
 
 
 class InputHealth:
-    """Whether images and an instruction come in, and what is wrong with them."""
+    """Arrival and faults of the images and the instruction."""
 
     def __init__(self) -> None:
         self._images = dict(_TRANSPORTS)
@@ -142,20 +142,20 @@ class InputHealth:
         self._stamps_ns: deque[int] = deque(maxlen=_STAMPS)
         self._last_image_s: float | None = None
         self._period_began_s = time.monotonic()
-        self.several = ""  # which camera has several publishers, in words; empty: none
+        self.several = ""  # the camera that has several publishers, in words; empty: none
 
     def add_image(self, transport: str) -> None:
-        """Counts an image, whatever becomes of it; `transport`: after its camera's name where there are several."""
+        """Counts an arriving image, valid or not. With several cameras `transport` begins with the camera's name."""
         self._images[transport] = self._images.get(transport, 0) + 1
         self._last_image_s = time.monotonic()
 
     def add_frame(self, stamp_ns: int, age_s: float) -> None:
-        """Notes an image that could be read, and its age at receipt."""
+        """Records the stamp of a decoded image, and its age at receipt."""
         self._stamps_ns.append(stamp_ns)
         self._age_s = age_s
 
     def status(self, active: bool, instruction: Instruction, drops: RecentDrops) -> DiagnosticStatus:
-        """Begins a new period for the rates."""
+        """The status; starts a new period for the rates."""
         now_s = time.monotonic()
         elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
         images, self._images = self._images, dict.fromkeys(self._images, 0)
@@ -208,7 +208,7 @@ class InferenceHealth:
             self._fault = what
 
     def status(self, idle: str, drops: RecentDrops) -> DiagnosticStatus:
-        """Begins a new period for the rate; `idle`: why no actions are wanted, such as "paused"; empty: they are."""
+        """The status; starts a new period. `idle`: why no actions are wanted, such as "paused"; empty: they are."""
         with self._lock:
             now_s = time.monotonic()
             elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
@@ -221,7 +221,7 @@ class InferenceHealth:
         values |= {f"dropped_{reason.value}": drops.counts[reason] for reason in _INFERENCE_FAULTS}
         values["dropped_superseded"] = drops.counts[DropReason.SUPERSEDED]
         if fault:
-            return make_status(DiagnosticStatus.ERROR, f"the inference thread went on after a fault: {fault}", values)
+            return make_status(DiagnosticStatus.ERROR, f"the inference thread continued after a fault: {fault}", values)
         worst = drops.worst(_INFERENCE_FAULTS)
         if worst:
             return make_status(DiagnosticStatus.ERROR, worst, values)
@@ -232,9 +232,9 @@ class InferenceHealth:
         median_s = percentiles_s[0]
         if median_s > action_dt:
             what = (
-                f"the median latency, {median_s:.3f} s, is longer than action_dt, {action_dt:g} s: the time for which "
-                "an action is meant is over when it comes; choose a faster decode.mode or a smaller policy, or let the "
-                "follower take off what the arm has gone meanwhile"
+                f"the median latency, {median_s:.3f} s, is longer than action_dt, {action_dt:g} s: an action arrives "
+                "after its own period; choose a faster decode.mode or a smaller policy, or let the follower subtract "
+                "the arm's motion since the image"
             )
             return make_status(DiagnosticStatus.WARN, what, values)
         return make_status(DiagnosticStatus.OK, "actions are published", values)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that loads and runs the engine: the only one that touches torch."""
+"""The thread that loads and runs the engine: the only one that uses torch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
+from concurrent.futures import TimeoutError as FutureTimeoutError  # not the builtin before Python 3.11
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,10 +28,10 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class InferenceThread(EngineThread):
-    """Loads the policy, drives the engine and hands back what comes out.
+    """Loads the policy, drives the engine and hands back its outcomes.
 
-    Only `wait_loaded`, `set_acceptance`, `switch` and `stop` wait. The callbacks are called on the thread, `on_outcome`
-    also on that of `submit`; `on_progress` gets what is being done and the fraction done, `on_fault` a traceback.
+    Only `wait_loaded`, `set_acceptance`, `switch` and `stop` block. Callbacks run on this thread, `on_outcome` also on
+    that of `submit`. `on_progress` gets the present step and the fraction done, `on_fault` a traceback.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class InferenceThread(EngineThread):
         return self._loaded.done()
 
     def wait_loaded(self) -> dict[str, str]:
-        """Waits until the policy is loaded and warm, and returns its description; raises what `load` raised."""
+        """Waits until the policy is loaded and warm, and returns its description. Raises the errors of `load`."""
         self._loaded.result()
         return self._description
 
     def begin_epoch(self, epoch: int, stream: str = "", *, forget_stamps: bool = False) -> None:
-        """Has the engine drop what is of a robot's earlier epochs; an action that is just ready may still come out.
+        """Drops a robot's earlier epochs from the engine. An action that is just ready may still come out.
 
-        `forget_stamps`: any stamp may come next, as after a clock jump.
+        `forget_stamps`: the next image may have any stamp, as after a clock jump.
         """
         if forget_stamps and self._engine is not None:
             self._engine.mailbox.take_any_stamp(stream)  # at once: the next image may come before the tick's end
         self.call(lambda engine: engine.flush(before_epoch=epoch, stream=stream))
 
     def check_instruction(self, instruction: str, on_checked: Callable[[str], None]) -> None:
-        """Has the engine check an instruction; `on_checked` gets what is wrong with it, empty when nothing is."""
+        """Lets the engine check an instruction; `on_checked` gets the problem, or an empty string."""
 
         def check(engine: Engine) -> None:
             try:
@@ -79,20 +79,20 @@ class InferenceThread(EngineThread):
                 problem = ""
             except UserError as error:
                 problem = str(error)
-            except Exception as error:  # the robot does not follow what could not be checked
+            except Exception as error:  # an unchecked instruction is not followed
                 problem = f"it could not be checked: {type(error).__name__}: {error}"
             on_checked(problem)
 
         self.call(check)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Changes the engine's acceptance rule; the old one stays where UserError is raised."""
+        """Changes the engine's acceptance rule. After UserError the old one stays."""
         self._ask(lambda engine: engine.set_acceptance(settings))
 
     def switch(self, settings: EngineSettings) -> dict[str, str]:
-        """Has the engine decode otherwise, and returns the new description; what is in flight is dropped.
+        """Changes the engine's settings, drops the frames in flight, and returns the new description.
 
-        It goes on as before where UserError is raised.
+        After UserError the old settings stay.
         """
 
         def change(engine: Engine) -> dict[str, str]:
@@ -102,7 +102,7 @@ class InferenceThread(EngineThread):
         return self._ask(change)
 
     def stop(self) -> bool:
-        """Ends the thread after the tick under way and frees the engine; False when it did not end in time."""
+        """Ends the thread after the current tick and frees the engine. Returns False if it did not end in time."""
         return self.end(timeout_s=_STOP_TIMEOUT_S)
 
     def _ask(self, change: Callable[[Engine], Answer]) -> Answer:
@@ -126,7 +126,7 @@ class InferenceThread(EngineThread):
                 raise UserError(
                     f"the engine was busy with one tick for {_ANSWER_TIMEOUT_S:g} s, so nothing was changed; try again"
                 ) from None
-            return answer.result()  # it has begun: loading a draft head and capturing CUDA graphs can take longer
+            return answer.result()  # already started: loading a draft head or capturing CUDA graphs can take longer
 
     def _load_warm(self, load: Callable[[Progress], Engine]) -> Engine:
         engine = load(self._report)
@@ -144,7 +144,7 @@ class InferenceThread(EngineThread):
 def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progress: Progress) -> Engine:
     """Loads the checkpoint. Takes minutes for a large one; imports torch.
 
-    Raises UserError where a Python package is missing, or the checkpoint or a parameter is wrong.
+    Raises UserError if a Python package is missing, or if the checkpoint or a parameter is wrong.
     """
     progress("importing torch", 0.0)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a policy looks at and is told: images of its cameras and the robot's state of one moment, an instruction."""
+"""A policy's inputs: camera images and the robot's state of one moment, and an instruction."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ from specvla_ros.policy_parameters import ALL_NUMBERS, RobotParameters
 from specvla_ros.ros import qos
 from specvla_ros.ros.parameters import is_given
 
-if TYPE_CHECKING:  # it imports torch, which comes when the policy is loaded
+if TYPE_CHECKING:  # it imports torch, which is loaded with the policy
     from specvla_ros.models.target import PolicyFacts
 
 try:
@@ -41,7 +41,7 @@ _NS = 1e-9
 STATE_TOPIC = "state"
 _LOG_PERIOD_S = 5.0
 
-# Per transport: message type, what the topic ends in, decoder.
+# Per transport: message type, suffix of the topic, decoder.
 _TRANSPORTS: dict[str, tuple[type, str, Callable[[Any], np.ndarray]]] = {
     "raw": (Image, "", rgb_from_image),
     "compressed": (CompressedImage, "/compressed", rgb_from_compressed),
@@ -53,7 +53,7 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True)
 class Frame:
-    """An image that could be read."""
+    """A decoded image."""
 
     rgb: np.ndarray  # uint8 [height, width, 3]
     stamp_ns: int  # the image's stamp, in ROS time
@@ -67,17 +67,17 @@ class Frame:
 
 
 class ImageInput:
-    """Subscribes to a camera's raw topic, the compressed one below it or both, for as long as it lives.
+    """Subscribes to a camera's raw topic, the compressed one below it or both, until `destroy`.
 
-    A camera that publishes both sends each image twice: the second one is passed over.
+    A camera that publishes both sends each image twice: the second copy is ignored.
 
     Args:
         transport: raw, compressed or auto (both).
-        reliability: best_effort, reliable or auto (what the publishers offer); `qos_overrides` of a topic win.
-        topic: of the raw images.
+        reliability: best_effort, reliable or auto (as the publishers offer); `qos_overrides` of a topic win.
+        topic: topic of the raw images.
         on_message: called first, with the transport.
-        on_frame: called with each image that could be read.
-        on_bad: called with reason and detail for each one that could not.
+        on_frame: called with each decoded image.
+        on_bad: called with reason and detail for each image that cannot be decoded.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ class ImageInput:
         self._subscriptions = {}
 
     def follow_publishers(self) -> None:
-        """Subscribes anew where publishers offer something else than those before; to be called now and then."""
+        """Subscribes again where the publishers' reliability has changed; to be called periodically."""
         for transport, subscription in list(self._subscriptions.items()):
             current = subscription.qos_profile.reliability
             wanted = self._wanted(transport, current)
             if wanted != current and not is_given(self._node, self._override(transport)):
                 topic, offer = subscription.topic_name, wanted.name.lower()
-                self._node.get_logger().info(f"the publishers of '{topic}' offer {offer} images: asking for them")
+                self._node.get_logger().info(f"the publishers of '{topic}' offer {offer} images: subscribing again")
                 self._node.destroy_subscription(subscription)
                 self._subscribe(transport, wanted)
 
     @property
     def publishers(self) -> list[str]:
-        """The nodes that publish this camera's images, one for each publisher of a transport."""
+        """The nodes that publish this camera's images, one per publisher; the transport that has the most of them."""
         found = (qos.publishers(self._node, each.topic_name) for each in self._subscriptions.values())
         return max(found, key=len, default=[])
 
@@ -144,7 +144,7 @@ class ImageInput:
         def on_image(message: Any) -> None:
             self._receive(message, transport, to_rgb)
 
-        # Declared without need, the reliability of the first subscription would hold for all that follow.
+        # If it were always declared, the first subscription's reliability would hold for all later ones.
         given = is_given(self._node, self._override(transport))
         kinds = [each for each in qos.IMAGE_OVERRIDES if given or each is not QoSPolicyKind.RELIABILITY]
         try:
@@ -152,17 +152,17 @@ class ImageInput:
                 kind, topic, on_image, qos.newest_image(reliability), qos_overriding_options=QoSOverridingOptions(kinds)
             )
         except (RuntimeError, ValueError, ParameterException) as error:
-            raise UserError(f"the QoS of '{self._node.resolve_topic_name(topic)}' cannot be had: {error}") from None
+            raise UserError(f"invalid QoS for '{self._node.resolve_topic_name(topic)}': {error}") from None
 
     def _receive(self, message: Any, transport: str, to_rgb: Callable[[Any], np.ndarray]) -> None:
-        # At once and in this order: decoding the image belongs to the wait, and no stage may count it a second time.
+        # Before decoding and in this order: decoding the image counts as waiting, and no stage may count it twice.
         arrived_ns, received_ns = self._clock.now().nanoseconds, time.monotonic_ns()
         if any(message.header.stamp in taken for other, taken in self._taken.items() if other != transport):
             return
         self._on_message(transport)
         try:
             rgb = to_rgb(message)
-        except Exception as error:  # a decoder's bug costs one image, and is counted
+        except Exception as error:  # a decoder's bug costs one image, which is counted
             known = isinstance(error, UserError)
             self._on_bad(DropReason.BAD_IMAGE, str(error) if known else f"{type(error).__name__}: {error}")
             return
@@ -179,33 +179,33 @@ class ImageInput:
 
 
 def declared_overrides(node: Node, topic: str = "image") -> list[str]:
-    """The `qos_overrides` that the subscriptions of a camera heed."""
+    """Names of the `qos_overrides` parameters of a camera's subscriptions."""
     ends = (end for _, end, _ in _TRANSPORTS.values())
     return [qos.override_name(node, topic + end, kind) for end in ends for kind in qos.IMAGE_OVERRIDES]
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Images and state that belong together."""
+    """Synchronized images and state."""
 
-    lead: Frame  # of the first camera, whose stamp is the observation's
+    lead: Frame  # from the first camera; its stamp is the observation's
     images: Mapping[str, np.ndarray]  # uint8 [height, width, 3] by camera
     state: np.ndarray | None = None  # float64 [dims]; None: the policy reads none
 
 
 def image_topic(camera: str, cameras: Sequence[str]) -> str:
-    """The topic of a camera, for remapping; a policy with a single one listens to `image`."""
+    """The topic of a camera, before remapping; a policy with a single camera subscribes to `image`."""
     return "image" if len(cameras) == 1 or camera == ONLY_CAMERA else f"{camera}/image"
 
 
 class ObservationInput:
-    """Subscribes to the images of each camera and to the state, for as long as it lives.
+    """Subscribes to the images of each camera and to the state, until `destroy`.
 
     Args:
-        on_message: called with each image that comes: its transport, after the camera's name where there are several.
-        on_frames: called with what belongs together.
-        on_bad: called with reason and detail for each image that could not be read, and for each of the first camera
-            that went without the others.
+        on_message: called for each arriving image with its transport, after the camera's name if there are several.
+        on_frames: called with each synchronized set.
+        on_bad: called with reason and detail for each image that cannot be decoded, and for each image of the first
+            camera that finds no match.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class ObservationInput:
         self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, qos.STATE) if state else None
 
     def destroy(self) -> None:
-        """Stops listening; an image that still waits for the others goes without."""
+        """Unsubscribes. An image that still waits for the others is dropped."""
         for camera in self._cameras.values():
             camera.destroy()
         if self._state is not None:
@@ -248,15 +248,15 @@ class ObservationInput:
         self._end(self._together.give_up())
 
     def follow_publishers(self) -> str:
-        """Asks for what publishers offer; returns which camera has several publishers, in words, empty: none."""
+        """Follows the publishers' QoS; returns the cameras that have several publishers, in words; empty: none."""
         problems = []
         for name, camera in self._cameras.items():
             camera.follow_publishers()
             nodes = camera.publishers
             if len(nodes) > 1:
                 problems.append(
-                    f"the images of '{name}' have {len(nodes)} publishers, and actions answer each in turn: "
-                    f"{', '.join(sorted(nodes))}; leave one, or remap the others"
+                    f"the images of '{name}' have {len(nodes)} publishers, and actions alternate between them: "
+                    f"{', '.join(sorted(nodes))}; keep one, or remap the others"
                 )
         return "; ".join(problems)
 
@@ -294,19 +294,19 @@ class ObservationInput:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the robot shall do."""
+    """The user's instruction to the robot."""
 
-    text: str = ""  # the user's words; empty: none came yet
+    text: str = ""  # the user's words; empty: none received yet
     problem: str = ""  # why the policy cannot follow it; empty: it can
 
 
 class InstructionInput:
-    """Listens on the topic `instruction`.
+    """Subscribes to the topic `instruction`.
 
-    A refused instruction stands: the policy then has none to follow, which is safer than going on with the old one.
+    A refused instruction replaces the old one: the policy then follows none, which is safer than following the old one.
 
     Args:
-        initial: instruction in force until a message comes; empty: none.
+        initial: instruction in force until a message arrives; empty: none.
         on_new: called with each instruction that differs from the one before.
     """
 
@@ -315,7 +315,7 @@ class InstructionInput:
         self._on_new = on_new
         self._lock = threading.Lock()
         self._current, self._heard = Instruction(), False
-        # A volatile publisher only matches a volatile subscription, and only a latched one brings what was sent before.
+        # A volatile publisher only matches a volatile subscription, and only a latched one gets earlier messages.
         self._subscriptions = [
             self._subscribe(qos.INSTRUCTION, SubscriptionEventCallbacks()),
             self._subscribe(qos.LATCHED_INSTRUCTION, SubscriptionEventCallbacks(use_default_callbacks=False)),
@@ -328,7 +328,7 @@ class InstructionInput:
         return self._current
 
     def set(self, text: str) -> None:
-        """Takes an instruction; the same again changes nothing."""
+        """Sets the instruction; repeating it changes nothing."""
         with self._lock:
             if self._heard and text == self._current.text:
                 return
@@ -336,7 +336,7 @@ class InstructionInput:
         self._on_new(text)
 
     def refuse(self, text: str, problem: str) -> bool:
-        """Marks an instruction as one that cannot be followed; False when a newer one came meanwhile."""
+        """Marks an instruction as refused; returns False if a newer one arrived meanwhile."""
         with self._lock:
             if text != self._current.text:
                 return False

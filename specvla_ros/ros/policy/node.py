@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lifecycle node `policy`: camera images and an instruction in, stamped actions out, of one robot or of several."""
+"""The lifecycle node `policy`: camera images and an instruction in, stamped actions out, for one robot or several."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from specvla_ros.ros.policy.robot import LoadedPolicy, RobotPart
 from specvla_ros.settings.parameter import walk
 from specvla_ros.speculation.settings import AcceptanceSettings
 
-if TYPE_CHECKING:  # it imports torch, which comes when the policy is loaded
+if TYPE_CHECKING:  # it imports torch, which is loaded with the policy
     from specvla_ros.engine.engine import Engine
     from specvla_ros.models.target import Target
 
@@ -42,20 +42,20 @@ _LAST_WORDS_S = 1.0
 
 
 class PolicyNode(ManagedNode):
-    """Loads in configure, listens to images while active, and publishes what the engine answers.
+    """Loads the policy in configure, receives images while active, and publishes the engine's answers.
 
-    With the parameter `robots` it does so for several robots, at a node of each: its transitions are then theirs too,
-    and each of them can be deactivated and activated by itself meanwhile.
+    With the parameter `robots` it serves several robots, with a node for each. Its transitions then apply to these
+    nodes too, and each of them can also be deactivated and activated by itself.
 
     Args:
-        cli_args: as rclpy.node.Node's; its remappings and parameter files reach the robots' nodes too.
+        cli_args: as for rclpy.node.Node; remappings and parameter files also reach the robots' nodes.
 
     Attributes:
         robots: the nodes of several robots; they must be spun with this one.
-        parts: of each robot, by its name; of the only one by the empty name.
+        parts: each robot's part by its name; a single robot's name is empty.
     """
 
-    mendable = Exception  # whatever a checkpoint raises is for its user to mend
+    mendable = Exception  # the user can fix any error that a checkpoint raises
 
     def __init__(self, *, cli_args: Sequence[str] = (), **node_arguments: Any) -> None:
         super().__init__("policy", cli_args=[*cli_args], **node_arguments)
@@ -64,7 +64,7 @@ class PolicyNode(ManagedNode):
         self._shut_down_s = math.inf
         self._model_status = not_loaded_status()
         self._chosen = PolicyParameters()  # read when the node is configured
-        self._target: Target | None = None  # that was loaded
+        self._target: Target | None = None  # of the loaded policy
         self._policy: LoadedPolicy | None = None
         with parameters_declared(self, PolicyParameters, lifecycle=True, declared_later=declared_overrides(self)):
             names = tuple(self.get_parameter("robots").value)
@@ -78,9 +78,9 @@ class PolicyNode(ManagedNode):
         self._diagnostics = DiagnosticsPublisher(self, self.get_parameter("diagnostics_period_s").value, self._statuses)
 
     def _make_robots(self, names: Sequence[str], cli_args: Sequence[str]) -> tuple[RobotNode, ...]:
-        """The nodes of several robots.
+        """Makes the nodes of several robots.
 
-        A node's name and namespace on the command line would be every node's of the process: these are not passed on.
+        A node name or namespace on the command line would apply to every node of the process, so it is not passed on.
         """
         chosen = read_parameters(self, PolicyParameters)
         arguments = _without_names([*_ros_arguments(sys.argv), *_ros_arguments(cli_args)])
@@ -129,7 +129,7 @@ class PolicyNode(ManagedNode):
             self._own.configure(self._policy, self._chosen.robot)
         self._model_status = loaded_status(description)
         self.get_logger().info("policy loaded: " + ", ".join(f"{key} {value}" for key, value in description.items()))
-        for robot in self.robots:  # one that cannot says why, and the others go on
+        for robot in self.robots:  # a robot that cannot logs the reason; the others continue
             robot.trigger_configure()
 
     def _load(self, progress: Progress) -> Engine:
@@ -139,10 +139,10 @@ class PolicyNode(ManagedNode):
         return engine
 
     def _wait_loaded(self, thread: InferenceThread) -> dict[str, str]:
-        """Serves everything else meanwhile: the lifecycle wants configure's answer from within its callback.
+        """Spins until the policy is loaded, as configure must return its result from within the callback.
 
-        One thread for all callbacks, since rclpy's MultiThreadedExecutor hands out the same message again until a
-        worker takes it, and so keeps the interpreter from the inference thread for seconds.
+        All callbacks share one thread: rclpy's MultiThreadedExecutor hands out the same message again until a worker
+        takes it, and so keeps the interpreter from the inference thread for seconds.
         """
         while not thread.loaded and self.executor is not None:
             self.executor.spin_once(timeout_sec=_LOAD_POLL_S)
@@ -174,14 +174,14 @@ class PolicyNode(ManagedNode):
         return thread is None or thread.stop()
 
     def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """As deactivate and cleanup; the node can then only end, and its process with it."""
+        """Deactivates and cleans up. The node can then only end, and its process with it."""
         answer = super().on_shutdown(state)
         self._shut_down_s = time.monotonic()
         return answer
 
     @property
     def finished(self) -> bool:
-        """Whether it was shut down, and the answer has had time to leave."""
+        """True once the node was shut down and its answer has had time to leave."""
         return time.monotonic() - self._shut_down_s > _LAST_WORDS_S
 
     # Parameters
@@ -201,13 +201,13 @@ class PolicyNode(ManagedNode):
             thread.call(lambda engine: engine.set_max_image_age(changed["max_image_age_s"]))
 
     def _refuse_robots(self, changed: Mapping[str, Any]) -> None:
-        """What the robots' nodes were made with."""
+        """Refuses changes of `robots`, and of parameters that belong to the robots' own nodes."""
         if "robots" in changed and tuple(changed["robots"]) != tuple(self.get_parameter("robots").value):
-            raise UserError("'robots' is read when the node starts: start it again with the others")
+            raise UserError("'robots' is read when the node starts: restart it with the new robots")
         theirs = [declared.name for declared in walk(RobotParameters()) if declared.name in changed]
         if self.robots and theirs:
             node = self.robots[0].get_fully_qualified_name()
-            raise UserError(f"'{theirs[0]}' is each robot's own: set it at its node, such as {node}")
+            raise UserError(f"'{theirs[0]}' belongs to each robot: set it on the robot's node, such as {node}")
 
     def _max_image_age_s(self) -> float:
         return float(self.get_parameter("max_image_age_s").value)
@@ -220,7 +220,7 @@ class PolicyNode(ManagedNode):
     def _on_fault(self, trace: str) -> None:
         for part in self.parts.values():
             part.take_fault(trace.strip().splitlines()[-1])
-        self.get_logger().error(f"the inference thread went on after a fault:\n{trace}", throttle_duration_sec=5.0)
+        self.get_logger().error(f"the inference thread continued after a fault:\n{trace}", throttle_duration_sec=5.0)
 
     def _on_progress(self, what: str, fraction: float) -> None:
         self._model_status = make_status(DiagnosticStatus.WARN, f"loading: {what} ({fraction:.0%})")
@@ -234,11 +234,11 @@ class PolicyNode(ManagedNode):
 
 
 class RobotNode(ManagedNode):
-    """The node `<robot>/policy` that each of several robots has; takes its place in the engine in configure.
+    """The node `<robot>/policy` of one of several robots; configure gives it a place in the engine.
 
     Args:
-        policy: that is loaded; None while none is.
-        usual: the values of parameters that this robot is not given.
+        policy: returns the loaded policy, or None.
+        usual: values of parameters that this robot is not given.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class RobotNode(ManagedNode):
         **node_arguments: Any,
     ) -> None:
         super().__init__("policy", **node_arguments)
-        # What is given to every node of the name may be the policy node's.
+        # A parameter that is given to every node of this name may be the policy node's.
         others = [*declared_overrides(self), *(declared.name for declared in walk(PolicyParameters()))]
         with parameters_declared(self, SharedParameters, lifecycle=True, usual=usual, declared_later=others):
             self._robot, self._policy = robot, policy
@@ -262,7 +262,7 @@ class RobotNode(ManagedNode):
     def _setup(self) -> None:
         policy = self._policy()
         if policy is None:
-            raise UserError("the policy is not loaded; configure its own node first")
+            raise UserError("the policy is not loaded; configure the policy node first")
         chosen = read_parameters(self, SharedParameters)
         self.part.configure(policy, chosen.robot)
         self._open(policy, chosen)
@@ -289,7 +289,7 @@ class RobotNode(ManagedNode):
 
 
 def _ros_arguments(arguments: Sequence[str]) -> list[str]:
-    """Those after `--ros-args`, up to `--`."""
+    """The arguments after `--ros-args`, up to `--`."""
     if "--ros-args" not in arguments:
         return []
     ours = [*arguments[arguments.index("--ros-args") + 1 :]]
@@ -297,7 +297,7 @@ def _ros_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_names(arguments: Sequence[str]) -> list[str]:
-    """ROS arguments without the rules that name nodes."""
+    """ROS arguments without node names and namespaces."""
     kept = ["--ros-args"]
     for argument in arguments:
         if not any(f"__{what}:=" in argument for what in ("ns", "node", "name")):

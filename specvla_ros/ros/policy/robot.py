@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One robot's part of a policy node: what it sees and is told, what becomes of it, its pauses and its clock."""
+"""One robot's part of a policy node: its inputs, actions, pauses and clock."""
 
 from __future__ import annotations
 
@@ -42,20 +42,19 @@ _GRAPH_PERIOD_S = 1.0
 
 @dataclass(frozen=True)
 class Published:
-    """An action that went out."""
+    """A published action."""
 
     latency_s: float  # image's stamp to publication, on the node's clock
-    action_dt: float  # seconds over which the displacements are meant
-    continues: bool  # whether it goes on with an answer whose first actions went out before
+    action_dt: float  # duration of one action in seconds
+    continues: bool  # true if earlier actions of the same answer were already published
 
 
 class ActionPublisher:
-    """The only way out for actions, on `~/action` while the node is active: nothing void, late or reordered passes.
+    """Publishes all actions, on `~/action` while the node is active; drops void, late and reordered ones.
 
     `~/decode_stats` has one message per answer, `~/reasoning` one per answer of a policy that writes before it acts.
-    The publishers are managed: rclpy keeps them silent in every other state. What rclpy cannot know is which action
-    is void. The lock makes that promise: once `new_epoch` has returned, no action from before it goes out. What changes
-    with the policy that is loaded is asked for at each action.
+    The publishers are managed: rclpy keeps them silent in every other state. The lock does the rest: once `new_epoch`
+    has returned, no earlier action is published. Arguments that change with the loaded policy are callables.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ActionPublisher:
         self._epoch = 0
         self._next_seq = 0
         self._last_stamp_ns = 0
-        self._continues = False  # whether more actions with the last stamp may follow
+        self._continues = False  # true if more actions with the last stamp may follow
 
     @property
     def epoch(self) -> int:
@@ -87,7 +86,7 @@ class ActionPublisher:
             self._next_seq, self._last_stamp_ns, self._continues = 0, 0, False
 
     def new_epoch(self, *, forget_stamps: bool = False) -> int:
-        """Makes what is in flight void; `forget_stamps`: any stamp may come next, as after a clock jump."""
+        """Voids everything in flight. `forget_stamps`: the next action may have any stamp, as after a clock jump."""
         with self._lock:
             self._epoch += 1
             self._continues = False
@@ -96,9 +95,9 @@ class ActionPublisher:
             return self._epoch
 
     def publish(self, action: Action, drop_counts: Mapping[str, int]) -> Published | Drop:
-        """Publishes an action, or says why it must not go out.
+        """Publishes an action, or returns the reason for dropping it.
 
-        The node's clock decides on the age once more, after everything that can hold a process up.
+        The age is checked once more on the node's clock, after everything that can delay the process.
         """
         observation = action.observation
         text = text_of(self._tokenizer(), action.text_tokens)
@@ -109,7 +108,7 @@ class ActionPublisher:
             continues = self._continues and observation.stamp_ns == self._last_stamp_ns
             if observation.stamp_ns <= self._last_stamp_ns and not continues:
                 return Drop(observation, DropReason.OVERTAKEN)
-            # In this order, so that the stages never sum to more than the latency.
+            # Read in this order, so that the stages never sum to more than the latency.
             publish_s = (time.monotonic_ns() - action.finished_ns) * _NS
             now_ns = self._clock.now().nanoseconds
             latency_s = (now_ns - observation.stamp_ns) * _NS
@@ -141,14 +140,14 @@ class LoadedPolicy:
 
 
 class RobotPart:
-    """Hands a robot's images to the engine and publishes its actions, on the topics of a lifecycle node.
+    """Passes a robot's images to the engine and publishes its actions, on the topics of a lifecycle node.
 
-    The node calls `configure`, `activate`, `deactivate` and `release` from the transitions of these names, and
-    `take_outcome` with what the engine says of this robot.
+    The node calls `configure`, `activate`, `deactivate` and `release` from its transitions, and `take_outcome` with
+    the engine's outcomes for this robot.
 
     Args:
         stream: the robot's name in the engine.
-        max_image_age_s: the limit, asked for at each image; 0: none.
+        max_image_age_s: returns the limit, called for each image; 0: none.
     """
 
     def __init__(self, node: LifecycleNode, stream: str, max_image_age_s: Callable[[], float]) -> None:
@@ -184,7 +183,7 @@ class RobotPart:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Frames since activation, by reason, every reason included."""
+        """Dropped frames since activation by reason, with every reason included."""
         return self._drops.since_activation()
 
     @property
@@ -194,7 +193,7 @@ class RobotPart:
     # Transitions
 
     def configure(self, policy: LoadedPolicy, chosen: RobotParameters) -> None:
-        """Listens to instructions; raises UserError where the parameters do not fit the policy."""
+        """Subscribes to instructions; raises UserError if the parameters do not fit the policy."""
         target = policy.target
         convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s)
         self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
@@ -202,7 +201,7 @@ class RobotPart:
         self._instruction = InstructionInput(self._node, chosen.instruction, self._on_new_instruction)
 
     def activate(self, chosen: RobotParameters) -> None:
-        """Listens to images; raises UserError where the QoS of a topic cannot be had."""
+        """Subscribes to images; raises UserError if a topic does not allow the requested QoS."""
         assert self._policy is not None, "activated before it was configured"
         self._count_from_zero()
         self._publisher.start_over()
@@ -217,7 +216,7 @@ class RobotPart:
         self.active = True
 
     def deactivate(self) -> None:
-        """Publishes nothing more, and drops what is in flight."""
+        """Stops publishing, and drops everything in flight."""
         self._begin_epoch(forget_stamps=True)
         self.active = False
         if self._inputs is not None:
@@ -225,14 +224,14 @@ class RobotPart:
             self._inputs = None
 
     def release(self) -> None:
-        """Lets the policy go, and gives the place in its engine to another."""
+        """Releases the policy and the robot's place in its engine."""
         self.deactivate()
         if self._instruction is not None:
             self._instruction.destroy()
             self._instruction = None
         policy, self._policy = self._policy, None
         if policy is not None:
-            # Its newer frames stay: when the engine's turn comes, the robot may be active again.
+            # Its newer frames stay: the robot may be active again before the engine handles the call.
             epoch = self._publisher.epoch
             policy.thread.call(lambda engine: engine.close(self._stream, before_epoch=epoch))
 
@@ -240,7 +239,7 @@ class RobotPart:
 
     def _on_frames(self, frames: Frames) -> None:
         frame = frames.lead
-        if frame.arrived_ns < self._last_arrival_ns:  # rclpy tells of jumps of simulated time only
+        if frame.arrived_ns < self._last_arrival_ns:  # rclpy reports only jumps of simulated time
             self._start_over(f"the clock went back by {(self._last_arrival_ns - frame.arrived_ns) * _NS:.3f} s")
         self._last_arrival_ns = frame.arrived_ns
         self._input_health.add_frame(frame.stamp_ns, frame.age_s)
@@ -248,7 +247,7 @@ class RobotPart:
             why = "use_sim_time is set, but nothing came on /clock yet: is a bag or simulator running?"
             self._drop(DropReason.BAD_STAMP, why)
             return
-        # The age is checked again when the frame begins. Here a wrong clock shows, which needs another message.
+        # The age is checked again when decoding starts. Here it reveals a wrong clock, which needs another message.
         fresh = Freshness(self._max_image_age_s(), self._node.get_parameter("max_future_s").value)
         problem = fresh.problem(frame.stamp_ns, frame.arrived_ns)
         if problem is not None:
@@ -259,12 +258,12 @@ class RobotPart:
     def _submit(self, frames: Frames) -> None:
         frame = frames.lead
         policy, instruction = self._policy, self._instruction
-        if policy is None or instruction is None:  # cleaned up while this callback was on its way
+        if policy is None or instruction is None:  # cleaned up while this callback was pending
             return
         if self.paused:
             self._drop(DropReason.PAUSED)
             return
-        # The epoch first: an instruction that comes in between makes this frame void, never the old text valid.
+        # The epoch first: an instruction in between then voids this frame, and never makes the old text valid.
         epoch, wanted = self._publisher.epoch, instruction.current
         if wanted.problem:
             self._drop(DropReason.BAD_INSTRUCTION, wanted.problem)
@@ -299,7 +298,7 @@ class RobotPart:
             self._node.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
 
     def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
-        """No action of before leaves once this has answered; it holds across the node's states, until it is undone."""
+        """Once this has answered, no earlier action is published. A pause outlasts transitions until it is undone."""
         response.success, response.message = True, "paused" if request.data else "not paused"
         if request.data is not self.paused:
             self.paused = request.data
@@ -317,7 +316,7 @@ class RobotPart:
         self._node.get_logger().warning(f"{why}: everything in flight is void, epoch {epoch} begins")
 
     def _begin_epoch(self, *, forget_stamps: bool = False) -> int:
-        """Makes everything in flight void, and frees its slots."""
+        """Voids everything in flight, and frees its slots."""
         epoch = self._publisher.new_epoch(forget_stamps=forget_stamps)
         if self._policy is not None:
             self._policy.thread.begin_epoch(epoch, self._stream, forget_stamps=forget_stamps)
@@ -341,15 +340,15 @@ class RobotPart:
         except Exception:
             if self._node.context.ok():
                 raise
-            return  # a signal ended the context: nothing can be published any more
+            return  # a signal ended the context: nothing more can be published
         if isinstance(published, Drop):
-            if not outcome.partial:  # else its answer's end is still to come, and counted
+            if not outcome.partial:  # otherwise the end of its answer follows and is counted
                 self._drop(published.reason, published.detail)
-        elif not published.continues:  # the robot moves by the first message of an answer
+        elif not published.continues:  # the first message of an answer already moves the robot
             self._inference_health.add_action(published.latency_s, published.action_dt)
 
     def take_fault(self, what: str) -> None:
-        """Has the diagnostics say once that the inference thread went on after an exception."""
+        """Reports once on /diagnostics that the inference thread continued after an exception."""
         self._inference_health.set_fault(what)
 
     # Bookkeeping
@@ -364,7 +363,7 @@ class RobotPart:
             self._node.get_logger().warning(message)
 
     def statuses(self) -> dict[str, DiagnosticStatus]:
-        """For /diagnostics; begins a new period for the rates."""
+        """The statuses for /diagnostics; starts a new period for the rates."""
         drops = self._drops.take_recent()
         idle = "paused" if self.paused else "" if self.active else "not active"
         return {

@@ -362,7 +362,7 @@ def activated(robot):
 def test_a_controller_of_the_same_order_is_asked_and_then_the_arm_follows():
     with arm(**ASKS) as robot:
         activated(robot)
-        robot.until(lambda: "has not told its joints yet" in robot.core.problem)
+        robot.until(lambda: "has not reported its joints yet" in robot.core.problem)
         assert not robot.arrays
         with controller(robot, JOINTS):
             robot.until(lambda: robot.core.anchored)
@@ -387,7 +387,7 @@ def test_a_controller_of_another_order_is_refused_with_both_and_nothing_is_sent(
 def test_a_controller_that_does_not_answer_is_asked_again_and_nothing_is_sent():
     with patch(f"{ORDER}._ANSWER_S", 0.1), arm(**ASKS) as robot:
         activated(robot)
-        robot.until(lambda: "does not tell its joints" in robot.core.problem)
+        robot.until(lambda: "does not report its joints" in robot.core.problem)
         assert "/forward_position_controller" in robot.core.problem and str(JOINTS) in robot.core.problem
         assert not robot.arrays
         with controller(robot, JOINTS):
@@ -428,8 +428,8 @@ def test_a_wrong_order_is_named_and_nothing_is_followed_until_it_is_configured_a
         robot.wired = (2, 1, 0, 3, 4, 5, 6)  # two that stand alike
         activated(robot)
         robot.until(lambda: "configure the driver again" in robot.core.problem)
-        assert "'joint1' was sent on by 0.02, and what moved is 'joint3'" in robot.core.problem
-        assert "'joint1' was sent on by" in capfd.readouterr().err
+        assert "'joint1' was commanded to move by 0.02, but these moved: 'joint3'" in robot.core.problem
+        assert "'joint1' was commanded to move by" in capfd.readouterr().err
         robot.spin(10)  # what was sent last arrives
         sent = len(robot.arrays)
         np.testing.assert_allclose(robot.arrays[-1].data, [*HOME.values()], atol=1e-3)

@@ -72,7 +72,7 @@ def test_nothing_moves_without_the_switch() -> None:
         each.silent = {"enable"}
         each.until_stopped("not_enabled")
         each.enables.publish(Bool(data=False))
-        each.until(lambda: "says false" in each.guard.guard.reason)
+        each.until(lambda: "~/enable is false" in each.guard.guard.reason)
 
 
 @pytest.mark.parametrize("output", TOPICS)
@@ -194,7 +194,7 @@ def test_a_twin_of_the_guard_is_refused() -> None:
 
 def test_an_instruction_must_be_confirmed() -> None:
     with scene("twist", require_confirm=True) as each:
-        each.until(lambda: "nobody confirmed 'lift'" in each.guard.guard.reason)
+        each.until(lambda: "'lift' is not confirmed" in each.guard.guard.reason)
         each.confirms.publish(String(data="lift"))
         each.start()
         each.instruction = "drop it"
@@ -261,7 +261,7 @@ def test_the_state_is_told_latched_with_its_cause() -> None:
 @pytest.mark.parametrize("latched", [True, False])
 def test_what_the_robot_says_of_itself_stops_whether_it_is_latched_or_repeated(latched: bool) -> None:
     with scene("twist", robot_states=["/robot/mode lifecycle_msgs/msg/State id=3"]) as each:
-        each.until(lambda: "/robot/mode: nobody publishes it" in each.guard.guard.reason)
+        each.until(lambda: "/robot/mode: it has no publisher" in each.guard.guard.reason)
         modes = each.user.create_publisher(RobotMode, "/robot/mode", LATCHED_STATE if latched else STATE)
         modes.publish(RobotMode(id=3))
         if not latched:
@@ -277,7 +277,7 @@ def test_what_the_robot_says_of_itself_stops_whether_it_is_latched_or_repeated(l
             modes.publish(RobotMode(id=2))
         else:
             mode["id"] = 2
-        each.until_stopped("robot_stopped: /robot/mode says id 2, and 3 is needed")
+        each.until_stopped("robot_stopped: /robot/mode: id is 2, but must be 3")
         assert each.state is State.STOPPED
 
 
@@ -544,7 +544,7 @@ def test_ranges_and_speeds_that_are_not_given_are_those_of_the_model(tmp_path: P
         each.start()
         right = each.command
         each.command = lambda: Float64MultiArray(data=[*right().data[:1], 0.3])
-        each.until(lambda: "elbow is commanded out of -0.1 to 0.1" in str(each.guard.guard.tally.last))
+        each.until(lambda: "elbow is commanded outside -0.1 to 0.1" in str(each.guard.guard.tally.last))
     with pytest.raises(UserError, match="no joint 'shoulder'"):
         joints = replace(JOINTS, model=str(given["joints__model"]), max_speed=(0.0,))
         GuardSettings(output="position_array", joints=joints).completed()

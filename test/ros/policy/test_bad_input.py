@@ -146,7 +146,7 @@ def test_a_clock_that_jumps_back_begins_a_new_epoch(checkpoint: Path) -> None:
         (dict(device="cuda:77"), "device 'cuda:77'"),
         ({"decode.max_text_tokens": 4096}, "lower decode.max_text_tokens"),
         ({"model.quantization": "fp8", "device": "cpu"}, "on a CPU choose w8a8"),
-        ({"model.action_head": True, "decode.max_reasoning_tokens": 8}, "model.action_head gives no logits to text"),
+        ({"model.action_head": True, "decode.max_reasoning_tokens": 8}, "model.action_head gives no logits for text"),
     ],
 )
 def test_what_cannot_work_is_refused_in_configure(

@@ -88,7 +88,7 @@ def test_an_override_that_is_none_refuses_the_transition(checkpoint: Path, capfd
         assert r.policy.trigger_configure().name == "SUCCESS"
         assert r.policy.trigger_activate().name == "FAILURE"
     said = capfd.readouterr().err
-    assert "not activated: the QoS of '/image' cannot be had" in said and "often" in said
+    assert "not activated: invalid QoS for '/image': " in said and "often" in said
     assert "Traceback" not in said
 
 
@@ -159,7 +159,7 @@ def test_two_publishers_of_a_camera_are_told_with_their_names(
     with robot(checkpoint) as r:
         r.start()
         second = camera(r, ReliabilityPolicy.BEST_EFFORT)
-        words = "the images of 'image' have 2 publishers, and actions answer each in turn"
+        words = "the images of 'image' have 2 publishers, and actions alternate between them"
         r.until(lambda: r.diagnostics and words in r.diagnosis("inputs").message)
         assert r.user.get_fully_qualified_name() in r.diagnosis("inputs").message
         r.user.destroy_publisher(second)

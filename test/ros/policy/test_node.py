@@ -375,7 +375,7 @@ def test_a_huge_instruction_is_not_given_back(checkpoint: Path, capfd: pytest.Ca
     with robot(checkpoint, diagnostics_period_s=0.1) as r:
         r.start()
         r.instruct("lift the cube " * 20_000)
-        r.until(lambda: r.diagnostics and "at most 1000 are taken" in r.diagnosis("inputs").message)
+        r.until(lambda: r.diagnostics and "the limit is 1000" in r.diagnosis("inputs").message)
         said = r.diagnosis("inputs")
         assert len(said.message) + sum(len(pair.value) for pair in said.values) < 1000
     assert len(capfd.readouterr().err) < 10_000

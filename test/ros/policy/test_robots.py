@@ -226,7 +226,9 @@ def test_diagnostics_and_parameters_of_each(checkpoint: Path) -> None:
         assert f.left.get_parameter("priority").value == 3 and f.right.get_parameter("priority").value == 0
         assert "out of range" in change(f.left, "budget_s", -1.0)
         assert "is read when the node is configured" in change(f.left, "base_frame", "other")
-        assert "each robot's own: set it at its node, such as /hall/left/policy" in change(f.node, "max_future_s", 0.5)
+        assert "belongs to each robot: set it on the robot's node, such as /hall/left/policy" in change(
+            f.node, "max_future_s", 0.5
+        )
         assert "start it again" in change(f.node, "robots", ["left"])
         assert not change(f.node, "decode.mode", "pipeline"), "what is the engine's stays the node's"
 
@@ -235,7 +237,7 @@ def test_diagnostics_and_parameters_of_each(checkpoint: Path) -> None:
 def test_names_that_cannot_be(robots: list[str]) -> None:
     rclpy.init()
     try:
-        with pytest.raises(UserError, match="give each robot a name of its own"):
+        with pytest.raises(UserError, match="give each robot a unique name"):
             PolicyNode(parameter_overrides=[Parameter("robots", value=robots)])
     finally:
         rclpy.try_shutdown()

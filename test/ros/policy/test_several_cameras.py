@@ -118,7 +118,7 @@ def test_the_state_is_read_by_its_names(running: tuple[Robot, Any, Any], engine:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [([0.0] * 7, "it has 7 numbers, and the policy reads 8"), ([0.0] * 7 + [float("nan")], "that is not finite")],
+    [([0.0] * 7, "it has 7 values, but the policy reads 8"), ([0.0] * 7 + [float("nan")], "that is not finite")],
 )
 def test_a_state_of_another_length_or_not_finite_is_no_state(
     running: tuple[Robot, Any, Any], capfd: pytest.CaptureFixture[str], values: list[float], message: str
