@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests' shares of one tick, and the engine's one primitive: segments in a packed forward.
 
-A prefill is a chain of prompt embeddings, whole or a chunk after a committed prefix; a decode step is a tree of one
-node; a verification is a tree of drafted tokens.
+A prefill is a chain of prompt embeddings, whole or as a chunk after a committed prefix. A decode step is a tree of one
+node. A verification is a tree of drafted tokens.
 """
 
 import time
@@ -26,20 +26,20 @@ from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork, Fin
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of a packed forward; raises ValueError where its parts do not fit each other."""
+    """One request's share of a packed forward; raises ValueError if its parts are inconsistent."""
 
     slot: int
     prefix_len: int  # rows already committed in the slot
     inputs: Tensor  # embeddings [n, hidden], or int64 token ids [n]
-    # None for a chain; of a tree, -1 marks a node that follows the prefix directly (the root).
+    # None for a chain; in a tree, -1 marks a node that follows the prefix directly (the root).
     ancestry: Ancestry | None = None
-    # How many of the last nodes need logits: 0 for a chunk that does not end the prompt, 1 for the end of a prefill, n
+    # Number of last nodes that need logits: 0 for a chunk that does not end the prompt, 1 for the end of a prefill, n
     # for a tree.
     wanted: int = 1
-    # int64 [axes, n], RoPE positions of a chain's rows, or those of a tree's root in each of its rows, for a model
-    # whose rows have several; None: they count up with the slot's rows.
+    # int64 [axes, n], for a model with several RoPE positions per row: those of a chain's rows, or those of a tree's
+    # root repeated in each of its rows; None: positions count up with the slot's rows.
     positions: np.ndarray | None = None
-    sees_all: bool = False  # of a chain: every row sees all of it (the prompt of a prefix language model)
+    sees_all: bool = False  # every row of a chain sees all of it (the prompt of a prefix language model)
 
     def __post_init__(self) -> None:
         n = len(self)
@@ -58,17 +58,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Segments side by side, ready for one forward."""
+    """Concatenated segments, ready for one forward."""
 
     embeddings: Tensor  # [n_rows, hidden]
     layout: PackedLayout
-    wanted_rows: Tensor  # int64 [n_wanted], the rows whose logits are computed, segments in order
+    wanted_rows: Tensor  # int64 [n_wanted], rows whose logits are computed, in segment order
 
 
 def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
-    """Where the segments lie, side by side.
+    """The segments' positions in the packed forward, one after the other.
 
-    Raises ValueError where two segments of a slot do not follow each other, or one does not fit its slot.
+    Raises ValueError if two segments of a slot are not contiguous, or one does not fit its slot.
     """
     ends: dict[int, int] = {}
     spans: list[Span] = []
@@ -76,7 +76,7 @@ def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
     for segment in segments:
         n, prefix_len = len(segment), segment.prefix_len
         if ends.get(segment.slot, prefix_len) != prefix_len:
-            raise ValueError(f"two segments of slot {segment.slot} do not follow each other")
+            raise ValueError(f"two segments of slot {segment.slot} are not contiguous")
         is_tree = segment.ancestry is not None
         ends[segment.slot] = -1 if is_tree else prefix_len + n  # nothing can follow a tree
         if prefix_len + n > slot_rows:
@@ -87,15 +87,15 @@ def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
 
 
 def wanted_rows(segments: Sequence[Segment], spans: Sequence[Span]) -> list[int]:
-    """The packed rows whose logits are wanted, segments in order."""
+    """The packed rows whose logits are wanted, in segment order."""
     pairs = zip(segments, spans, strict=True)
     return [row for segment, span in pairs for row in range(span.stop - segment.wanted, span.stop)]
 
 
 def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], Tensor]) -> PackedBatch:
-    """Concatenates segments; a slot's second segment is a tree that begins where its first, a chain, ends.
+    """Concatenates segments; a slot's second segment is a tree that starts where its first, a chain, ends.
 
-    `embed` takes token ids [n] to embeddings [n, hidden]. Raises ValueError as `spans_of` does.
+    `embed` maps token ids [n] to embeddings [n, hidden]. Raises ValueError as `spans_of` does.
     """
     spans = spans_of(segments, slot_rows)
     parts = [(span, segment.ancestry) for span, segment in zip(spans, segments, strict=True)]
@@ -109,7 +109,7 @@ def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], 
 
 
 def _first_positions(segments: Sequence[Segment], spans: Sequence[Span], device: torch.device) -> Tensor | None:
-    """Int64 [axes, n_rows]; None where no segment brings its own."""
+    """Int64 [axes, n_rows]; None if no segment has its own positions."""
     axes = next((len(segment.positions) for segment in segments if segment.positions is not None), 0)
     if not axes:
         return None
@@ -118,7 +118,7 @@ def _first_positions(segments: Sequence[Segment], spans: Sequence[Span], device:
 
 
 def first_positions(segment: Segment, span: Span, axes: int) -> np.ndarray:
-    """The segment's own positions, or those that count up with the slot's rows: int64 [axes, n]."""
+    """The segment's own positions, or positions that count up with the slot's rows: int64 [axes, n]."""
     if segment.positions is not None:
         return segment.positions
     rows = np.zeros(span.length, np.int64) if span.is_tree else np.arange(span.length)
@@ -126,10 +126,10 @@ def first_positions(segment: Segment, span: Span, axes: int) -> np.ndarray:
 
 
 def packed_forward(decoder: Decoder, segments: Sequence[Segment], cache: KVCache) -> ForwardResult:
-    """Runs any mix of prefills, chunks, decode steps and trees; writes their keys and values to the KV cache.
+    """Runs any mix of prefills, chunks, decode steps and trees, and writes their keys and values to the KV cache.
 
-    Each segment gets what it would get alone, to rounding: logits of its last `wanted` nodes, and hidden states of all
-    nodes, segments in order.
+    Returns logits of each segment's last `wanted` nodes and hidden states of all nodes, in segment order, equal up to
+    rounding to those of a separate forward per segment.
     """
     batch = pack(segments, cache.slot_rows, decoder.embed_tokens)
     return decoder(batch.embeddings, batch.layout, batch.wanted_rows, cache.keys, cache.values)
@@ -140,11 +140,11 @@ class ScheduledRequest:
     """One request's share of a forward: a chunk of its prompt, the prompt's end with a drafted tree, or a tree."""
 
     request: Request
-    prompt_rows: int  # number of prompt rows in it; 0 after the prompt
+    prompt_rows: int  # number of its prompt rows; 0 after the prompt
     ends_prompt: bool
-    # [n, hidden], last hidden states of the forward, valid until the next one.
+    # [n, hidden], last hidden states of the whole forward, valid until the next one.
     states: Tensor = field(default_factory=lambda: torch.empty(0))
-    rows: range = range(0)  # its own of these
+    rows: range = range(0)  # this share's rows of `states`
 
     @staticmethod
     def next_share(request: Request) -> "ScheduledRequest":
@@ -158,7 +158,7 @@ class ScheduledRequest:
 
     @property
     def verifies(self) -> bool:
-        """Whether the share yields tokens, unlike a chunk that does not end the prompt."""
+        """True if the share yields tokens, i.e. unless it is a chunk that does not end the prompt."""
         return self.ends_prompt or not self.prompt_rows
 
     def segments(self) -> list[Segment]:
@@ -184,7 +184,7 @@ class ScheduledRequest:
         return [chain, Segment(request.slot, stop, tree.tokens[1:], drafted, wanted=n - 1, positions=positions)]
 
     def keep_visual(self) -> None:
-        """Keeps the hidden states of the image's rows, for rules that read them."""
+        """Copies the hidden states of the image's rows, for rules that read them."""
         begin = self.request.prefix_len
         for rows in self.request.layout.visual_rows:
             start, stop = max(0, rows.start - begin), min(self.prompt_rows, rows.stop - begin)
@@ -204,16 +204,16 @@ class ScheduledRequest:
         )
 
     def chunk_input(self) -> DraftInput:
-        """Input to a drafter for a chunk that does not end the prompt; nothing grows from it."""
+        """Input to a drafter for a chunk that does not end the prompt; no tree grows from it."""
         request = self.request
         start, stop = request.prefix_len - self.prompt_rows, request.prefix_len
         new = NewRows(self.hidden, request.prompt[start + 1 : stop + 1])
         return self._input(new, request.tree.tokens[0], max_depth=0, position=0, mid_prompt=True)
 
     def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor], ahead: tuple[int, ...] = ()) -> DraftInput:
-        """Input to a drafter for the rows that a commit has made final; `ahead`: see there."""
+        """Input to a drafter for the rows that a commit has made final; `ahead`: see DraftInput."""
         request, codec = self.request, self.request.codec
-        known = max(0, self.prompt_rows - 1)  # behind the prompt's last row comes the answer
+        known = max(0, self.prompt_rows - 1)  # the answer follows the prompt's last row
         root = self.rows.stop - len(request.tree)
         new = NewRows(
             self.states[self.rows.start :][:known],
@@ -240,7 +240,7 @@ class ScheduledRequest:
 
     @property
     def hidden(self) -> Tensor:
-        """[rows, hidden], last hidden states of its rows; those of the tree are the last."""
+        """[rows, hidden], last hidden states of this share's rows; the tree's come last."""
         return self.states[self.rows.start : self.rows.stop]
 
     @property
@@ -252,12 +252,12 @@ class ScheduledRequest:
 class TickWork:
     """The work of one tick, from which its time on another device can be predicted."""
 
-    images: int = 0  # that went through the vision tower
-    prompts: float = 0.0  # in the forward; a chunk counts for its share of its prompt
-    trees: int = 0  # requests in the forward whose prompt is through
-    nodes: int = 0  # of their trees
+    images: int = 0  # processed by the vision tower
+    prompts: float = 0.0  # in the forward; a chunk counts as its fraction of the prompt
+    trees: int = 0  # requests in the forward that are past their prompt
+    nodes: int = 0  # in these trees
     drafting: DraftWork = field(default_factory=DraftWork)
-    head_prompts: float = 0.0  # prompts that the draft head was fed with; a chunk counts for its share
+    head_prompts: float = 0.0  # prompts fed to the draft head; a chunk counts as its fraction
 
 
 @dataclass
@@ -265,13 +265,13 @@ class Batch:
     """The work of one tick."""
 
     shares: list[ScheduledRequest]  # each request's share of the forward, oldest frame first
-    # The frame that begins with this tick, until `Scheduler.begin` makes a request of it.
+    # The frame that starts in this tick, until `Scheduler.begin` turns it into a request.
     admitted: Waiting | None = None
-    finished: list[FinishedAnswer] = field(default_factory=list)  # completed answers that stand for an action
-    answered: list[Request] = field(default_factory=list)  # the requests that gave them
-    # `time.monotonic_ns()` when the tick began; a frame that begins with it has waited until then.
+    finished: list[FinishedAnswer] = field(default_factory=list)  # completed answers that decode to an action
+    answered: list[Request] = field(default_factory=list)  # their requests
+    # `time.monotonic_ns()` at the start of the tick; the wait of a frame that starts in it ends here.
     started_ns: int = field(default_factory=time.monotonic_ns)
-    vision_s: float = 0.0  # seconds of the vision tower in this tick, known after the read-back
+    vision_s: float = 0.0  # vision tower time in this tick, known after the read-back
 
     @property
     def verified(self) -> list[ScheduledRequest]:
@@ -279,7 +279,7 @@ class Batch:
 
     @property
     def work(self) -> TickWork:
-        """But for the drafting, which comes after it."""
+        """The work of the forward; drafting is added later."""
         return TickWork(
             images=sum(share.begins for share in self.shares),
             prompts=sum(share.prompt_rows / share.request.layout.rows for share in self.shares),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards of fixed size, on memory that stays in place, so that CUDA graphs can capture them.
+"""Forwards of fixed size on static memory, so that CUDA graphs can capture them.
 
-Buckets are few enough sizes to capture them all, near enough to the real ones to waste little. Each captured forward is
-compared with the same work run eagerly.
+Buckets are few enough that all can be captured, and close enough to the actual sizes to waste little. Each captured
+forward is compared with the same work run eagerly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,47 +24,44 @@ from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import Decoder, ForwardResult, Target
 
-_STEP = 16  # rows of the smallest tile that a product may end with
+_STEP = 16  # rows of the smallest tile of a matrix product
 _AS_FAST = 0.99
-_TILE_WIDTH = 6  # numbers of a tile in AttentionPlan
-_CHAIN_WIDTH = 4  # of a Chain's ends
-_COLUMNS = 5  # of HostInputs, beside the positions
+_TILE_WIDTH = 6  # numbers per tile in AttentionPlan
+_CHAIN_WIDTH = 4  # numbers in a Chain's ends
+_COLUMNS = 5  # columns of HostInputs besides the positions
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One size of forward."""
+    """A forward size."""
 
-    rows: int  # rows of the forward, those that no segment has included
-    longest: int  # maximum of rows in a segment; decides the attention's tiles
+    rows: int  # rows of the forward, including padding
+    longest: int  # max rows of a segment; determines the attention's tiles
 
 
 @dataclass(frozen=True)
 class ForwardSizes:
-    """Which forwards an engine's settings can lead to."""
+    """The forward sizes that an engine's settings can lead to."""
 
-    slots: int  # maximum of requests in flight; at most one of them has rows of its prompt in a forward
-    nodes: int  # maximum in a tree, the root included; also of what is verified after a prompt
-    prompts: tuple[int, ...]  # lengths that a prompt may have, in rows; at least one
-    spreads: tuple[int, ...] = (1,)  # numbers of forwards that a prompt may be spread over
-    measured: tuple[int, ...] = ()  # sizes that were found on the device, see `measured_on`; empty: they go by a rule
+    slots: int  # max requests in flight; at most one of them has prompt rows in a forward
+    nodes: int  # max nodes of a tree including the root, also of a tree verified with its prompt
+    prompts: tuple[int, ...]  # possible prompt lengths in rows, at least one
+    spreads: tuple[int, ...] = (1,)  # numbers of forwards over which a prompt may be spread
+    measured: tuple[int, ...] = ()  # sizes measured on the device, see `measured_on`; empty: sizes follow a fixed rule
 
     @staticmethod
     def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
-        """Those of a policy whose prompts may have any length that a slot has rows for."""
+        """Sizes for a policy whose prompts may have any length that fits a slot."""
         prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
         spreads = settings.spreads if policy.causal_prompt else (1,)
         return ForwardSizes(settings.slots, settings.tree_nodes, tuple(prompts), spreads)
 
     def measured_on(self, decoder: Decoder) -> "ForwardSizes":
-        """With the sizes where a tile of the device's products ends; unchanged on a CPU.
-
-        The decoder's products are timed.
-        """
+        """Adds sizes at which the device's matrix products fill their tiles, found by timing; unchanged on a CPU."""
         if decoder.device.type != "cuda":
             return self
         most = max(bucket.rows for bucket in replace(self, measured=()).buckets())
-        # Above one tile, where weights are not all that is waited for.
+        # Only sizes above one tile: below, reading the weights dominates.
         tried = range(TILE_ROWS + _STEP, most + 1, _STEP)
         x = torch.randn(most, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
         times = {rows: seconds(partial(decoder.products, x[:rows]), decoder.device) for rows in tried}
@@ -72,17 +69,17 @@ class ForwardSizes:
 
     @property
     def segments(self) -> int:
-        """Of one forward at most: a tree of each request, and the end of a prompt in front of the newest one's."""
+        """Max segments in a forward: a tree per request, and the end of the newest prompt before its tree."""
         return self.slots + 1
 
     @property
     def wanted(self) -> int:
-        """Rows of one forward at most whose logits are wanted: all nodes of all trees."""
+        """Max rows of a forward that need logits: all nodes of all trees."""
         return self.slots * self.nodes
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Rows of a prompt that a forward may carry, ascending."""
+        """Possible numbers of prompt rows in a forward, ascending."""
         found = set()
         for length in self.prompts:
             for spread in self.spreads:
@@ -91,10 +88,9 @@ class ForwardSizes:
         return tuple(sorted(found))
 
     def chunk_rows(self, length: int, spread: int) -> int:
-        """Rows of each chunk but the last of a prompt that is spread over so many forwards.
+        """Rows of each chunk but the last when a prompt is spread over `spread` forwards.
 
-        With measured sizes, a chunk takes the rows that its forward would be padded with beside the trees of the
-        others.
+        With measured sizes, a chunk is extended into the padding that its forward would have with the others' trees.
         """
         rows = even_rows(length, spread)
         if self.measured:
@@ -102,7 +98,7 @@ class ForwardSizes:
         return rows
 
     def bucket(self, lengths: Sequence[int]) -> Bucket | None:
-        """The bucket of a forward with segments of these lengths; None: the settings cannot lead to it."""
+        """The bucket for segments of these lengths; None if the settings cannot lead to them."""
         longest = self._longest(max(lengths))
         if len(lengths) > self.segments or not longest:
             return None
@@ -110,7 +106,7 @@ class ForwardSizes:
         return Bucket(rows, min(longest, rows))
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Every bucket that a forward of these settings can have, ascending."""
+        """Every bucket that these settings can lead to, ascending."""
         others, measured = self._others, self.measured
         ranges = [(1, others + self.nodes, self.nodes)]
         ranges += [(rows, rows + others + self.nodes - 1, self._longest(rows)) for rows in self.chunks]
@@ -121,21 +117,21 @@ class ForwardSizes:
 
     @property
     def _others(self) -> int:
-        """Rows of the other requests' trees at most, beside a prompt."""
+        """Max rows of the other requests' trees in a forward with a prompt."""
         return (self.slots - 1) * self.nodes
 
     def _longest(self, length: int) -> int:
-        """The rows that attention is tiled for if the longest segment has so many; 0: there is none such."""
+        """The segment length that attention is tiled for, given the longest segment; 0 if it exceeds every limit."""
         return next((limit for limit in (self.nodes, self.chunks[-1]) if length <= limit), 0)
 
 
 def even_rows(length: int, forwards: int) -> int:
-    """Rows of each chunk but the last of a prompt that is spread evenly."""
+    """Rows of each chunk but the last when a prompt is spread evenly."""
     return -(-length // forwards)
 
 
 def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """The sizes, by their seconds, that are faster than every larger one, ascending."""
+    """The sizes worth capturing, ascending: each is faster than every larger one."""
     found: list[int] = []
     least = float("inf")
     for rows in sorted(seconds, reverse=True):
@@ -147,13 +143,13 @@ def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class HostInputs:
-    """The host's numbers of a forward, in one piece of memory `all`, so that one copy sends it."""
+    """A forward's inputs from the host, in one contiguous tensor `all`, so that one copy uploads them."""
 
     all: Tensor
-    positions: Tensor  # int64 [rows], or [axes, rows] where there are several, as in PackedLayout
-    kv_rows: Tensor  # int64 [rows], as there
-    ancestors: Tensor  # likewise
-    wanted: Tensor  # int64 [rows], of which the first are read
+    positions: Tensor  # int64 [rows], or [axes, rows] for several per row, as in PackedLayout
+    kv_rows: Tensor  # int64 [rows], as in PackedLayout
+    ancestors: Tensor  # int64 [rows], as in PackedLayout
+    wanted: Tensor  # int64 [rows], only the first ones are read
     ids: Tensor  # int64 [rows], tokens; -1 where the row's embedding is given instead
     depths: Tensor  # int64 [rows], added to the positions
     chain: Tensor  # int32 [2, 2], as in Chain
@@ -161,7 +157,7 @@ class HostInputs:
 
     @staticmethod
     def in_memory(memory: Tensor, rows: int, axes: int) -> "HostInputs":
-        width = rows + rows % 2  # 16 bytes: Triton compiles a kernel again for pointers that are less aligned
+        width = rows + rows % 2  # 16-byte alignment: Triton recompiles a kernel for less aligned pointers
         columns = axes + _COLUMNS
         chain, table = memory[columns * width :].view(torch.int32).tensor_split([_CHAIN_WIDTH])
         numbers = memory[: columns * width].view(columns, width)[:, :rows]
@@ -176,25 +172,24 @@ class HostInputs:
 
 
 def logits_memory(decoder: Decoder, sizes: ForwardSizes) -> Tensor:
-    """[n, vocab], shared memory for the logits of any forward: it is large where the vocabulary is."""
+    """[n, vocab], logits memory shared by all forwards, since it grows with the vocabulary."""
     hidden = torch.zeros(sizes.wanted, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
     return decoder.logits(hidden)
 
 
 class StaticForward:
-    """One bucket's forward: the segments are copied in; layers, logits and choices come out as they were captured.
+    """One bucket's forward: segments are copied in, then the captured layers, logits and choices are replayed.
 
-    The rows that no segment has are those of some token, see nothing, and write their keys and values to the KV cache's
-    sink row.
+    Padding rows hold some token, attend to nothing, and write their keys and values to the KV cache's sink row.
 
     Args:
-        cache: keys and values; a slot's last row must be left alone.
-        segments: maximum number of segments in one forward.
-        logits: [n, vocab], memory for those of at most n wanted rows, which other buckets may write to as well.
+        cache: keys and values; a slot's last row is reserved.
+        segments: max number of segments in one forward.
+        logits: [n, vocab], memory for at most n wanted rows, shared with other buckets.
         flash: flash-attn computes the longest segment, which is a causal chain.
 
     Attributes:
-        replay: runs the last forward once more.
+        replay: runs the last forward again.
     """
 
     def __init__(
@@ -228,9 +223,9 @@ class StaticForward:
         self.replay = capture(self._run)
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
-        """`packed_forward`, to rounding; nothing is read back, and the next forward overwrites the result.
+        """`packed_forward`, up to rounding; nothing is read back, and the next forward overwrites the result.
 
-        Raises ValueError where the segments do not fit their slots, or each other, or the bucket.
+        Raises ValueError if the segments do not fit their slots, each other or the bucket.
         """
         spans = spans_of(segments, self._cache.slot_rows - 1)
         n, wanted = spans[-1].stop, sum(segment.wanted for segment in segments)
@@ -244,7 +239,7 @@ class StaticForward:
         return ForwardResult(self._logits[:wanted], hidden[:n], choices[:wanted])
 
     def _run(self) -> tuple[Tensor, Tensor]:
-        """Hidden states of all rows, and the choices after as many as logits have memory for."""
+        """Hidden states of all rows, and choices for as many rows as `logits` holds."""
         numbers, decoder = self._numbers, self._decoder
         words = decoder.embed_tokens(numbers.ids.clamp(min=0))
         embeddings = torch.where((numbers.ids >= 0)[:, None], words, self._embeddings)
@@ -254,7 +249,7 @@ class StaticForward:
         return hidden, greedy_choice(logits)
 
     def _send(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
-        # New memory each time: the copy may still be under way when the next forward is packed.
+        # New memory each time: the copy may still be running when the next forward is packed.
         memory = torch.zeros(len(self._numbers.all), dtype=torch.int64, pin_memory=self._numbers.all.is_cuda)
         host = HostInputs.in_memory(memory, self._rows, self._axes)
         positions, kv_rows, ancestors = (each.numpy() for each in (host.positions, host.kv_rows, host.ancestors))
@@ -263,7 +258,7 @@ class StaticForward:
             rows, nodes = slice(span.start, span.stop), np.arange(span.length)
             positions[..., rows] = first_positions(segment, span, self._axes)
             kv_rows[rows] = span.first_kv_row(self._cache.slot_rows) + nodes
-            ancestors[rows] = -1 if span.sees_all else span.is_tree  # enough for a single node of a tree
+            ancestors[rows] = -1 if span.sees_all else span.is_tree  # sufficient for a tree's single node
             ids[rows] = -int(segment.inputs.is_floating_point())
         n = spans[-1].stop if spans else 0
         idle = [Span.idle(n, self._rows - n)] if n < self._rows else []
@@ -280,7 +275,7 @@ class StaticForward:
         self._numbers.all.copy_(memory, non_blocking=True)
 
     def _fill(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
-        """Adds what only the device knows, in one launch: embeddings, tokens and ancestry."""
+        """Copies the inputs that are on the device, in one launch: embeddings, tokens and ancestry."""
         numbers = self._numbers
         places: list[Tensor] = []
         known: list[Tensor] = []
@@ -295,21 +290,21 @@ class StaticForward:
 
 
 def _plan(bucket: Bucket, group: int, kv_heads: int, cache: KVCache) -> AttentionPlan:
-    """Tiles and shares of keys that fit a bucket full of its longest segments; its table is not read."""
+    """A plan with tiles and key splits for a bucket full of its longest segments; its table is not read."""
     spans = [Span(0, 0, bucket.longest, 0, is_tree=True)] * -(-bucket.rows // bucket.longest)
     return plan_attention(spans, group=group, kv_heads=kv_heads, slot_rows=cache.slot_rows, device=cache.keys.device)
 
 
 def _most_tiles(bucket: Bucket, segments: int, plan: AttentionPlan) -> int:
-    """Tiles that any segments of so many rows make: each begins one, and the rows left over fill others."""
-    parts = min(segments + 1, bucket.rows)  # and those that no segment has
+    """Max tiles over all segmentations of the bucket: one per segment, and those filled by the remaining rows."""
+    parts = min(segments + 1, bucket.rows)  # plus one for the padding
     return parts + (bucket.rows - parts) // (plan.block_m // plan.group)
 
 
 def check_forward(static: StaticForward, decoder: Decoder, cache: KVCache, segments: list[Segment]) -> None:
     """Compares one captured forward with the eager one; waits for the device.
 
-    The KV cache is filled at random, and in no request's use. Raises RuntimeError where they are not finite, or differ.
+    The KV cache must hold random values and no request. Raises RuntimeError if the results differ or are not finite.
     """
     expected = packed_forward(decoder, segments, cache).hidden
     what = f"a captured forward of {len(expected)} rows"
@@ -320,9 +315,9 @@ def check_forward(static: StaticForward, decoder: Decoder, cache: KVCache, segme
 
 
 def check_segments(bucket: Bucket, sizes: ForwardSizes, decoder: Decoder, cache: KVCache) -> list[Segment]:
-    """Segments that leave as little as they can of a bucket, yet a row if it has several.
+    """Segments that fill as much of a bucket as possible, except one row if it has several.
 
-    The first is a chain where the bucket is for prompts, the others are trees; tokens are random.
+    The first is a chain if the bucket is for prompts, the others are trees; tokens are random.
     """
     generator = torch.Generator().manual_seed(bucket.rows)
     left = max(1, bucket.rows - 1)

@@ -32,7 +32,7 @@ from specvla_ros.speculation.tree import Tree
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
-_TICKS_OF_A_PACE = 16  # in which each kind of its ticks comes more than once
+_TICKS_OF_A_PACE = 16  # enough for each of its kinds of ticks to occur more than once
 
 
 def _on_its_device(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
@@ -47,22 +47,21 @@ def _on_its_device(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[
 
 
 class Engine:
-    """Decodes the newest observations. One thread may use it; `submit` may be called from any.
+    """Decodes the newest observations. Only one thread may use it, except for `submit`, which any thread may call.
 
-    Raises UserError where the settings do not fit the target or the device's memory, here and in `switch`.
+    The constructor and `switch` raise UserError if the settings do not fit the target or the device's memory.
 
     Args:
         target: the policy that decides every token.
         now_ns: the clock of the observations' stamps; needed for the staleness limit.
 
     Attributes:
-        settings: how it decodes; with mode `ar` or `pipeline` where nothing can draft and that is allowed.
+        settings: current settings; mode `ar` or `pipeline` if no drafter is available and the fallback is allowed.
         scheduler: the requests in flight.
         mailbox: the newest observation of each robot.
         last_work: the work of the last tick.
-        takes_partial: whether `tick` also returns the first actions of answers that it goes on decoding; false unless
-            whoever drives it says so.
-        tick_time: from a tick's work and seconds to the seconds that mode auto counts: these, or an emulation's.
+        takes_partial: whether `tick` also returns the first actions of answers still being decoded; False by default.
+        tick_time: maps a tick's work and measured seconds to the seconds that mode auto uses; emulation replaces it.
     """
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
@@ -74,36 +73,37 @@ class Engine:
         self.takes_partial = False
         self.tick_time: Callable[[TickWork, float], float] = lambda _, measured_s: measured_s
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pictures")
-        self._lost = ""  # why the device computes no more
+        self._lost = ""  # why the device is unusable; empty: it works
         self._set_up(settings)
 
     @property
     def busy(self) -> bool:
-        """Whether an observation waits or is in flight."""
+        """True if an observation waits or is in flight."""
         return self.mailbox.waiting or bool(self.scheduler.requests)
 
     @property
     def has_room(self) -> bool:
-        """Whether the next tick would admit an observation of the only robot."""
+        """True if the next tick would admit an observation of the unnamed stream ''."""
         return self.scheduler.room_for("")
 
     def open(self, stream: str, *, budget_s: float = 0.0, priority: int = 0) -> None:
-        """Registers a robot, or updates one already registered. Optional: its first observation registers a robot.
+        """Registers a robot, or updates a registered one. Optional: a robot's first observation registers it.
 
         Args:
-            budget_s: in which its frames should be answered, from their arrival on: of several that wait, that with
-                the earliest deadline is begun.
-            priority: streams of a higher one come first, whatever the budgets.
+            budget_s: deadline for answering its frames, counted from their arrival. Among waiting frames the earliest
+                deadline is served first.
+            priority: higher priorities are served first, regardless of budgets.
         """
         if not self.mailbox.open(stream, budget_s=budget_s, priority=priority):
             raise UserError(
-                f"decode.streams is {self.settings.streams}, and as many robots are there: close one, or raise it"
+                f"decode.streams is {self.settings.streams}, and that many robots are open: close one, or raise it"
             )
 
     def close(self, stream: str, *, before_epoch: float = math.inf) -> list[Drop]:
-        """Lets a robot go: drops its frames, and gives its place to another.
+        """Removes a robot: drops its frames and frees its entry for another.
 
-        `before_epoch`: epoch whose frames stay, since the robot came back meanwhile, and the place with one that waits.
+        `before_epoch`: frames of this epoch or later stay, as the robot may have returned, and so does the entry if one
+        of them waits.
         """
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
@@ -111,10 +111,10 @@ class Engine:
         return flushed + self.mailbox.close(stream, DropReason.EPOCH_CHANGED, before_epoch)
 
     def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
-        """Submits the newest observation of its stream; one that still waited is dropped for it.
+        """Submits the newest observation of its stream and drops the one that still waited.
 
-        Where the next tick may begin it, its images are resized and normalised here, on the caller's thread.
-        `pictures`: its own, of `pictures_of`; None: they are made here.
+        If the next tick may start it, its images are resized and normalised here, on the caller's thread. `pictures`:
+        its vision input from `pictures_of`; None: made here.
         """
         drops = self.mailbox.submit(observation, pictures or pictures_of(self.target, observation))
         self._prepare_next()
@@ -131,10 +131,10 @@ class Engine:
     @_on_its_device
     @torch.inference_mode()
     def tick(self) -> list[Outcome]:
-        """One packed forward and what surrounds it.
+        """Runs one packed forward and the work around it.
 
-        A fault drops the requests in flight and is reported as their reason; the engine goes on. Once the device is
-        lost, every frame is dropped as it comes, and the device is not used again.
+        An exception drops the requests in flight, with the error as their reason, and the engine continues. After a
+        device fault every frame is dropped on arrival and the device is not used again.
         """
         self.last_work = TickWork()
         if self._lost:
@@ -150,13 +150,13 @@ class Engine:
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
                 self.scheduler.learn(batch, self.last_work, self.tick_time(self.last_work, batch.elapsed_s))
-            answers = self._ensemble.averaged(self.scheduler.release())  # in the order of the stamps, each frame once
+            answers = self._ensemble.averaged(self.scheduler.release())  # in stamp order, each frame once
             return answers + self._partial_actions()
-        except Exception as error:  # whatever it is, the robot's node must outlive it
+        except Exception as error:  # any: the robot's node must survive it
             _log.exception("a tick failed")
             self._lost = device_fault(self.target.decoder.device)
             if self._lost:
-                _log.error("every frame is dropped from now on: %s", self._lost)
+                _log.error("all further frames are dropped: %s", self._lost)
             return self._drop_all(self._lost or f"{type(error).__name__}: {error}")
 
     def _partial_actions(self) -> list[Action]:
@@ -174,23 +174,23 @@ class Engine:
         before_epoch: float = math.inf,
         stream: str | None = None,
     ) -> list[Drop]:
-        """Drops what waits and what is in flight, at once.
+        """Drops waiting frames and requests in flight immediately.
 
-        `before_epoch`: epoch whose frames stay. `stream`: of this robot alone; None: of all.
+        `before_epoch`: frames of this epoch or later stay. `stream`: limits this to one robot; None: all.
         """
         return self.scheduler.flush(reason, before_epoch, stream) + self.mailbox.drop(reason, before_epoch, stream)
 
     def reset(self, stream: str | None = None) -> list[Drop]:
-        """Flushes, and takes any stamp next: for a clock that jumped, or another recording; None: of all robots."""
+        """Flushes and accepts any stamp next, after a clock jump or for another recording; None: for all robots."""
         self.mailbox.take_any_stamp(stream)
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
         return self.flush(stream=stream)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Takes another acceptance rule from the next frame on; those in flight finish with theirs.
+        """Changes the acceptance rule for new frames; requests in flight keep theirs.
 
-        Raises UserError where it does not fit the policy; the old one stays.
+        Raises UserError and keeps the old rule if the new one does not fit the policy.
         """
         rule, bins = make_rule(settings, self.target), bins_of(settings, self.target)
         self.verifier.rule = rule
@@ -202,9 +202,9 @@ class Engine:
 
     @_on_its_device
     def switch(self, settings: EngineSettings) -> list[Drop]:
-        """Decodes with other settings from the next tick on; what is in flight is dropped, what waits is kept.
+        """Changes the settings from the next tick; requests in flight are dropped, waiting frames are kept.
 
-        If it raises, the engine goes on as before.
+        If it raises, the engine is unchanged.
         """
         before, graphs = self.scheduler, self.runner.graphs
         self._set_up(settings)
@@ -216,7 +216,7 @@ class Engine:
     def warm_up(self) -> None:
         """Decodes one black image and captures CUDA graphs, so that the first real image needs no preparation.
 
-        Raises UserError, with the reason, where the policy does not get through it.
+        Raises UserError with the reason if the policy fails on it.
         """
         with self.mailbox.without_clock():
             outcome = self.act(self.target.blank_observation())
@@ -229,9 +229,9 @@ class Engine:
         self.measure_ticks()
 
     def measure_ticks(self) -> None:
-        """In mode auto: measures every kind of tick that a pace may need, on black images, and forgets their answers.
+        """In mode auto, measures every kind of tick that a pace may need, on black images whose answers are discarded.
 
-        What is in flight or waits is dropped.
+        Requests in flight and waiting frames are dropped.
         """
         chooser = self.scheduler.chooser
         if chooser is None:
@@ -250,11 +250,11 @@ class Engine:
         self.close("")
 
     def check_instruction(self, instruction: str) -> None:
-        """Raises UserError for an instruction that is empty, or whose prompt is longer than a slot holds."""
+        """Raises UserError if an instruction is empty or its prompt is longer than a slot holds."""
         self._prompt_layout(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
     def describe(self) -> dict[str, Any]:
-        """What is loaded and how it decodes, for diagnostics and results."""
+        """A description of the policy and its decoding, for diagnostics and results."""
         described: dict[str, Any] = {
             "decode.mode": self.settings.mode,
             "slots": self.settings.slots,
@@ -273,12 +273,12 @@ class Engine:
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}
 
     def _prepare_next(self) -> None:
-        """Prepares the pictures of the frame that is begun next, if that may be soon: until then a newer may come."""
+        """Preprocesses the next frame's images if it may start soon; before that a newer frame may replace it."""
         if (pictures := self._unprepared()) is not None:
             pictures.prepare()
 
     def _prepare_ahead(self) -> None:
-        """The same on a thread beside the tick, for a frame that has waited since before it."""
+        """Does the same on another thread during the tick, for a frame that was already waiting."""
         if self._unprepared() is not None:
             self._ahead.submit(self._prepare_next)
 
@@ -288,13 +288,13 @@ class Engine:
         return pictures if pictures is not None and not pictures.begun else None
 
     def _lay_out(self, batch: Batch) -> None:
-        """Lays out the prompt of the frame that begins, and drafts the tree that the end of a prompt verifies."""
+        """Lays out the prompt of the starting frame, and drafts the tree verified with the end of a prompt."""
         if batch.admitted is not None:
             try:
                 layout = self._prompt_layout(batch.admitted.observation)
             except UserError as error:
                 self.scheduler.refuse(batch, DropReason.BAD_INSTRUCTION, str(error))
-            except Exception as error:  # costs this frame alone
+            except Exception as error:  # drops only this frame
                 _log.exception("a prompt could not be laid out")
                 self.scheduler.refuse(batch, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}")
             else:
@@ -302,7 +302,7 @@ class Engine:
                     batch, layout, self.runner.forwards.sizes.chunk_rows(layout.rows, self.scheduler.spread)
                 )
         for share in batch.shares:
-            # Not earlier: what is known of earlier answers grows meanwhile.
+            # Not earlier: until now, more of the earlier answers may become known.
             if share.ends_prompt and share.request.drafts:
                 seen = share.request.observation
                 share.request.tree = self.drafter.draft_prompt(
@@ -317,7 +317,7 @@ class Engine:
                 )
 
     def _embed(self, batch: Batch) -> None:
-        """Computes the prompts that begin. One that fails costs its own frame, and no other robot's."""
+        """Computes the starting prompts. A failure drops only its own frame."""
         for share in [share for share in batch.shares if share.begins]:
             try:
                 self.runner.embed(share.request)
@@ -337,14 +337,14 @@ class Engine:
         prepared = self.verifier.prepare(trees)
         result = self.runner.run(batch)
         if (chooser := self.scheduler.chooser) is not None:
-            chooser.play()  # a GPU computes meanwhile
+            chooser.play()  # while a GPU computes
         commits = self.verifier.verify(result, [share.tree_hidden for share in verified], trees, prepared)
         if verified:
-            batch.vision_s = self.runner.vision_s()  # after a read-back alone
+            batch.vision_s = self.runner.vision_s()  # only valid after a read-back
         return commits
 
     def _draft(self, batch: Batch, commits: list[Commit]) -> None:
-        """Grows the trees that the next forward verifies, and lets the drafters learn from finished answers."""
+        """Grows the trees for the next forward, and lets the drafters learn from finished answers."""
         for answer in batch.finished:
             self.drafter.observe(answer)
         going_on = self.scheduler.requests
@@ -376,12 +376,12 @@ class Engine:
         return layout
 
     def _set_up(self, settings: EngineSettings) -> None:
-        """Loads and allocates what the settings need; nothing of the engine changes if that fails."""
+        """Loads and allocates what the settings need; if that fails, the engine is unchanged."""
         target = self.target
         if target.action_head:
             settings.check_action_head()
         if settings.spreads[0] > 1 and not target.causal_prompt:
-            raise UserError("this policy's prompt sees itself both ways, so it cannot be cut: set prefill_chunks to 1")
+            raise UserError("this policy's prompt attends bidirectionally and cannot be split: set prefill_chunks to 1")
         codec = target.codec.with_text(settings.max_reasoning_tokens)
         rule = make_rule(settings.acceptance, target)
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
@@ -419,10 +419,10 @@ class Engine:
 
 
 def _remedy(drop: Drop) -> str:
-    """Advice about the fault of a first frame, where there is some."""
+    """Advice for an out-of-memory fault of the first frame, else empty."""
     if "out of memory" not in drop.detail:
         return ""
     return (
         ". Lower decode.max_in_flight, decode.max_text_tokens or draft.nodes, choose a smaller model.quantization, or "
-        "close what else uses the GPU"
+        "stop other processes that use the GPU"
     )

@@ -8,13 +8,13 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.target import Decoder, Target
 
-_ROW_MULTIPLE = 16  # slots begin on a multiple of an attention tile's rows
-_SINK_ROWS = 1  # of a slot, which no request uses; see KVCache.sink_row
+_ROW_MULTIPLE = 16  # slots start at a multiple of an attention tile's rows
+_SINK_ROWS = 1  # rows of a slot that no request uses; see KVCache.sink_row
 _GIB = 1 << 30
 
 
 class SlotPool:
-    """Which slots are free. Requests finish out of order, so this is a free list and no ring."""
+    """The free slots. A free list and not a ring, since requests finish out of order."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -25,11 +25,11 @@ class SlotPool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """A free slot, or None when all are held."""
+        """Takes a free slot; None if all are held."""
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
-        """Frees a slot; its rows are simply overwritten by the next request."""
+        """Frees a slot; the next request overwrites its rows."""
         if slot in self._free or not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is not held")
         self._free.append(slot)
@@ -38,7 +38,7 @@ class SlotPool:
 class KVCache(SlotPool):
     """Keys and values of the requests in flight, [layers, slots, slot_rows, kv_heads, head_dim]; keys are rotated.
 
-    A request keeps its slot to its end, unlike in ActionFlow, whose ring buffer shifts rows; within the slot, the rows
+    A request keeps its slot to its end, unlike in ActionFlow, whose ring buffer shifts rows. Within the slot, the rows
     of an accepted path move to the end of the committed prefix (`specvla_kernels.commit_kv`). A slot holds the prompt,
     the answer's tokens and the drafted nodes of one forward.
     """
@@ -51,7 +51,7 @@ class KVCache(SlotPool):
 
     @property
     def sink_row(self) -> int:
-        """The last row of all slots, for the surplus rows of a forward of fixed size; nobody keeps anything in it."""
+        """The last row of all slots: padding rows of a forward of fixed size write to it, and no request reads it."""
         return self.slots * self.slot_rows - 1
 
 
@@ -63,10 +63,9 @@ def new_cache(decoder: Decoder, *, slots: int, slot_rows: int) -> KVCache:
 
 
 def allocate_cache(target: Target, settings: EngineSettings, answer_tokens: int) -> KVCache:
-    """Slots with rows for the prompt, the longest answer, and the nodes that are verified after them.
+    """Allocates slots with rows for the prompt, the longest answer and the nodes verified after them.
 
-    Raises UserError where a slot would be longer than the model's positions, or the slots do not fit the device's
-    memory.
+    Raises UserError if a slot would exceed the model's positions, or the slots the device's memory.
     """
     scratch = settings.draft.nodes if settings.drafts else 0
     rows = target.image_tokens + settings.max_text_tokens + answer_tokens + scratch + _SINK_ROWS
@@ -74,7 +73,7 @@ def allocate_cache(target: Target, settings: EngineSettings, answer_tokens: int)
     longest = target.decoder.config.max_position_embeddings
     if rows > longest:
         raise UserError(
-            f"a slot of {rows} rows is longer than the model's {longest} positions: lower decode.max_text_tokens, "
+            f"a slot of {rows} rows exceeds the model's {longest} positions: lower decode.max_text_tokens, "
             "decode.max_reasoning_tokens or draft.nodes"
         )
     try:
@@ -91,9 +90,9 @@ def _what_would_fit(decoder: Decoder, settings: EngineSettings, rows: int) -> st
     slot_bytes = size * decoder.dtype.itemsize
     text = f"{settings.slots} KV slots of {rows} rows take {settings.slots * slot_bytes / _GIB:.2f} GiB"
     if decoder.device.type != "cuda":
-        return f"{text}, more than there is: lower decode.max_in_flight or decode.max_text_tokens"
+        return f"{text}, more memory than is available: lower decode.max_in_flight or decode.max_text_tokens"
     free, _ = torch.cuda.mem_get_info(decoder.device)
     return (
         f"{text}, but the GPU has {free / _GIB:.2f} GiB free, enough for {free // slot_bytes}: lower "
-        "decode.max_in_flight, decode.max_text_tokens or draft.nodes, or close what else uses the GPU"
+        "decode.max_in_flight, decode.max_text_tokens or draft.nodes, or stop other processes that use the GPU"
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where observations wait for a slot: the newest of each robot, which of them is begun next, and their pixels.
+"""The queue of observations that wait for a slot: the newest of each robot, their order, and their preprocessing.
 
-Resizing a camera image takes milliseconds during which the device would idle if a tick waited for it. So a frame that
-the next tick may begin is prepared where it is submitted. One that has to wait is prepared during the tick that may
-make room for it, since a newer one may replace it. What is not ready when a tick begins the frame is computed there.
+Resizing a camera image takes milliseconds, during which the device would idle if a tick waited for it. So a frame that
+the next tick may start is preprocessed on submission. A frame that has to wait may be replaced by a newer one, and is
+preprocessed during the tick that may make room for it. A frame not ready when its tick starts is preprocessed there.
 """
 
 import math
@@ -22,7 +22,7 @@ from specvla_ros.models.target import Pixels, PreparesPictures, Target
 
 
 class Pictures:
-    """The vision tower's input of one observation, computed once, by the first thread that needs it."""
+    """The vision tower's input for one observation, computed once by the first thread that needs it."""
 
     def __init__(self, compute: Callable[[], Pixels]) -> None:
         self._compute: Callable[[], Pixels] | None = compute
@@ -32,22 +32,22 @@ class Pictures:
 
     @property
     def begun(self) -> bool:
-        """Whether they are there, or some thread computes them."""
+        """True if the input is ready or a thread is computing it."""
         return self._compute is None or self._lock.locked()
 
     def prepare(self) -> None:
-        """Computes them, or waits for a thread that does. Errors are kept for `pixels`."""
+        """Computes the input, or waits for the thread that does. Errors are kept for `pixels`."""
         with self._lock:
             if self._compute is None:
                 return
             try:
                 self._pixels = self._compute()
-            except Exception as error:  # whoever prepares is not who answers for the frame
+            except Exception as error:  # the preparing thread does not report the frame's outcome
                 self._error = error
             self._compute = None
 
     def pixels(self) -> Pixels:
-        """Tensors in the host's memory, as the target's vision tower reads them; raises what computing them raised."""
+        """The vision tower's input tensors in host memory; raises the error of the computation, if any."""
         self.prepare()
         if self._error is not None:
             raise self._error
@@ -55,14 +55,14 @@ class Pictures:
 
 
 def pictures_of(target: Target, observation: Observation) -> Pictures | None:
-    """The pictures of an observation, not computed yet; None for a target that prepares them with its prompt."""
+    """The vision input of an observation, not computed yet; None if the target computes it with its prompt."""
     if not isinstance(target, PreparesPictures):
         return None
     return Pictures(lambda: tuple(_sendable(each, target) for each in target.pixels(observation)))
 
 
 def _sendable(pixels: Tensor, target: Target) -> Tensor:
-    """In the decoder's dtype, and pinned for a GPU so that the host does not wait for the copy."""
+    """Converts to the decoder's dtype; for a GPU also pins the memory, so that the host does not wait for the copy."""
     decoder = target.decoder
     if decoder.device.type != "cuda":
         return pixels.to(decoder.dtype)
@@ -71,7 +71,7 @@ def _sendable(pixels: Tensor, target: Target) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """An observation, and its pictures; None: they come with its prompt."""
+    """An observation and its vision input; None if that is computed with the prompt."""
 
     observation: Observation
     pictures: Pictures | None = None
@@ -79,27 +79,27 @@ class Waiting:
 
 @dataclass
 class _Stream:
-    """One robot's place."""
+    """One robot's entry."""
 
-    budget_s: float = 0.0  # in which its frames should be answered, from their arrival on
-    priority: int = 0  # streams of a higher one are begun first, whatever the budgets
-    last_stamp_ns: int = 0  # stamp of the last observation taken in; only newer ones are
+    budget_s: float = 0.0  # deadline for answering its frames, counted from their arrival
+    priority: int = 0  # higher priorities are served first, regardless of budgets
+    last_stamp_ns: int = 0  # stamp of the last accepted observation; only newer ones are accepted
     waiting: Waiting | None = None
-    # `time.monotonic_ns()` since which one waits. A newer one takes the place of an older one and keeps its turn, so
-    # that a fast camera neither gains nor loses by its rate.
+    # `time.monotonic_ns()` when waiting began. A newer observation replaces an older one and keeps its turn, so that a
+    # camera's rate does not affect its turn.
     since_ns: int = 0
 
     @property
     def turn(self) -> tuple[int, float]:
-        """The smallest is begun next: by deadline, on this machine's clock alone."""
+        """Sort key: the smallest is served next, by priority, then by deadline on this machine's clock."""
         return -self.priority, self.since_ns + self.budget_s * 1e9
 
 
 class Mailbox:
     """Holds the newest observation of each stream until a slot is free. Any thread may submit.
 
-    `now_ns` is the clock of the observations' stamps; None switches the staleness limit off. At most `limit` streams
-    may be there at once.
+    `now_ns` is the clock of the observations' stamps; None disables the staleness limit. `limit` is the max number of
+    streams at once.
     """
 
     def __init__(self, now_ns: Callable[[], int] | None) -> None:
@@ -114,7 +114,7 @@ class Mailbox:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Names of those that are there: opened, or with an observation taken in since they were closed."""
+        """Names of the registered streams: opened explicitly or by an observation, and not closed since."""
         return tuple(self._streams)
 
     @property
@@ -123,7 +123,7 @@ class Mailbox:
 
     @contextmanager
     def without_clock(self) -> Iterator[None]:
-        """Meanwhile no observation is too old."""
+        """Disables the staleness limit within the context."""
         now_ns, self.now_ns = self.now_ns, None
         try:
             yield
@@ -131,7 +131,7 @@ class Mailbox:
             self.now_ns = now_ns
 
     def open(self, name: str, *, budget_s: float, priority: int) -> bool:
-        """Makes a place for a stream, or changes one's; False: there are as many as may be."""
+        """Registers a stream, or updates a registered one; False if the limit is reached."""
         with self._lock:
             stream = self._place(name)
             if stream is not None:
@@ -139,7 +139,7 @@ class Mailbox:
             return stream is not None
 
     def close(self, name: str, reason: DropReason, before_epoch: float = math.inf) -> list[Drop]:
-        """Gives a stream's place to another, unless an observation of `before_epoch` or later waits."""
+        """Removes a stream and drops its waiting observation, unless that is of `before_epoch` or later."""
         void = self.drop(reason, before_epoch, name)
         with self._lock:
             stream = self._streams.get(name)
@@ -148,15 +148,15 @@ class Mailbox:
         return void
 
     def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
-        """Takes the newest observation of its stream in; one that still waited is dropped for it."""
+        """Accepts the newest observation of its stream and drops the one that still waited."""
         with self._lock:
             stream = self._place(observation.stream)
             if stream is None:
-                detail = f"decode.streams is {self.limit}, and {', '.join(map(repr, self._streams))} came before"
+                detail = f"decode.streams is {self.limit}, already used by {', '.join(map(repr, self._streams))}"
                 return [Drop(observation, DropReason.TOO_MANY_STREAMS, detail)]
             if observation.stamp_ns <= stream.last_stamp_ns:
                 age_s = (stream.last_stamp_ns - observation.stamp_ns) * 1e-9
-                return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s before the last frame taken")]
+                return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s older than the last accepted frame")]
             superseded, stream.waiting = stream.waiting, Waiting(observation, pictures)
             stream.last_stamp_ns = observation.stamp_ns
             if superseded is None:
@@ -164,15 +164,15 @@ class Mailbox:
         return [Drop(superseded.observation, DropReason.SUPERSEDED)] if superseded is not None else []
 
     def next(self, room: Callable[[str], bool] = lambda _: True) -> Waiting | None:
-        """The observation that would be taken now, if it is not too old."""
+        """The observation that `take` would return now, if it is not too old."""
         with self._lock:
             stream = self._first(room)
             return stream.waiting if stream is not None else None
 
     def take(self, max_age_s: float, room: Callable[[str], bool] = lambda _: True) -> Waiting | Drop | None:
-        """The observation whose turn it is, dropped if it is older than a limit (0: none); None: none may be begun.
+        """Takes the next observation out, as a drop if it exceeds the age limit (0: none); None if none may start.
 
-        `room`: whether a frame of a stream may be begun.
+        `room`: returns whether a frame of a stream may start.
         """
         with self._lock:
             stream = self._first(room)
@@ -183,14 +183,14 @@ class Mailbox:
         return self.dropped_for_age(waiting.observation, max_age_s, DropReason.STALE) or waiting
 
     def dropped_for_age(self, observation: Observation, max_age_s: float, reason: DropReason) -> Drop | None:
-        """The drop of an observation that is older than a limit by now; 0: no limit."""
+        """A drop if the observation is older than the limit (0: no limit), else None."""
         if self.now_ns is None:
             return None
         problem = Freshness(max_age_s).problem(observation.stamp_ns, self.now_ns(), reason)
         return Drop(observation, *problem) if problem is not None else None
 
     def drop(self, reason: DropReason, before_epoch: float = math.inf, only: str | None = None) -> list[Drop]:
-        """Drops the waiting observations of earlier epochs than `before_epoch`; `only`: of this stream."""
+        """Drops waiting observations of epochs before `before_epoch`; `only`: limits this to one stream."""
         void = []
         with self._lock:
             for name, stream in self._streams.items():
@@ -201,19 +201,19 @@ class Mailbox:
         return [Drop(observation, reason) for observation in void]
 
     def take_any_stamp(self, only: str | None = None) -> None:
-        """Forgets the last stamp of a stream, None: of all: for a clock that jumped, or another recording."""
+        """Forgets the last stamp of a stream (None: of all), after a clock jump or for another recording."""
         with self._lock:
             for name, stream in self._streams.items():
                 if only in (None, name):
                     stream.last_stamp_ns = 0
 
     def _first(self, room: Callable[[str], bool]) -> _Stream | None:
-        """The stream whose turn it is, of those that have room. The lock is held."""
+        """The next stream among those with room. The caller holds the lock."""
         ready = [each for name, each in self._streams.items() if each.waiting is not None and room(name)]
         return min(ready, key=lambda each: each.turn, default=None)
 
     def _place(self, name: str) -> _Stream | None:
-        """A stream's place, made if there is room for one more. The lock is held."""
+        """A stream's entry, created if the limit allows. The caller holds the lock."""
         if name not in self._streams and len(self._streams) < self.limit:
             self._streams[name] = _Stream()
         return self._streams.get(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a frame ends: in an action, or dropped for a reason; and the average of actions for the same time."""
+"""The outcome of a frame, an action or a drop with its reason; and averaging of overlapping action chunks."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 
 if TYPE_CHECKING:
-    from specvla_ros.models.codecs.codec import Codec  # torch comes with it
+    from specvla_ros.models.codecs.codec import Codec  # imports torch
 
 _DAY_S = 86_400.0
 _OLDER = 0.5
@@ -22,39 +22,39 @@ _GRIPPER = ACTION_NAMES[-1]
 
 
 class DropReason(str, Enum):
-    """Every reason for which a frame can end without an action."""
+    """Reasons why a frame ends without an action."""
 
     BAD_IMAGE = "bad_image"  # size 0, wrong step, unknown encoding, undecodable bytes
     BAD_STAMP = "bad_stamp"  # stamp 0, negative, nanoseconds out of range, too far in the future
-    INCOMPLETE = "incomplete"  # another camera's image or the robot's state of that moment did not come
-    OUT_OF_ORDER = "out_of_order"  # not newer than the last frame taken
-    NO_INSTRUCTION = "no_instruction"  # nothing asked for yet
-    TOO_MANY_STREAMS = "too_many_streams"  # of another robot than those that the engine has slots for
-    PAUSED = "paused"  # it came while the policy was told to pause
+    INCOMPLETE = "incomplete"  # another camera's image or the robot's state for that time is missing
+    OUT_OF_ORDER = "out_of_order"  # not newer than the last accepted frame
+    NO_INSTRUCTION = "no_instruction"  # no instruction given yet
+    TOO_MANY_STREAMS = "too_many_streams"  # from more robots than the engine has slots for
+    PAUSED = "paused"  # arrived while the policy was paused
     BAD_INSTRUCTION = "bad_instruction"  # empty, or longer than a slot holds
-    STALE = "stale"  # older than the staleness limit before it was begun
-    TOO_OLD = "too_old"  # older than that limit when its action was ready
-    SUPERSEDED = "superseded"  # a newer frame came before this one was admitted
-    OVERTAKEN = "overtaken"  # a newer request finished first, or is as far
+    STALE = "stale"  # older than the staleness limit before it was started
+    TOO_OLD = "too_old"  # older than the staleness limit when its action was ready
+    SUPERSEDED = "superseded"  # a newer frame arrived before this one was admitted
+    OVERTAKEN = "overtaken"  # a newer request finished first or caught up
     EPOCH_CHANGED = "epoch_changed"  # new instruction, reset, deactivation or clock jump
-    MODE_CHANGED = "mode_changed"  # in flight when the engine was told to decode otherwise
-    NOT_AN_ACTION = "not_an_action"  # the policy emitted a token that is no action token
-    BROKEN_OFF = "broken_off"  # likewise, after the first actions of the answer were handed out
+    MODE_CHANGED = "mode_changed"  # in flight when the engine's settings changed
+    NOT_AN_ACTION = "not_an_action"  # the policy emitted a token other than an action token
+    BROKEN_OFF = "broken_off"  # as not_an_action, after the answer's first actions were published
     NOT_FINITE = "not_finite"  # NaN or infinity in logits or action
     ENGINE_FAULT = "engine_fault"  # an exception inside a tick
 
 
 @dataclass(frozen=True)
 class Freshness:
-    """Which stamps an image may have: as it comes, when it begins, when its action is ready and when that goes out."""
+    """Checks image stamps: on arrival, at the start, when the action is ready and when it is published."""
 
-    max_age_s: float  # limits the age; 0: not
-    max_future_s: float = math.inf  # how far the stamp may lie ahead of the clock
+    max_age_s: float  # max age; 0: no limit
+    max_future_s: float = math.inf  # max lead of the stamp over the clock
 
     def problem(
         self, stamp_ns: int, now_ns: int, too_old: DropReason = DropReason.STALE
     ) -> tuple[DropReason, str] | None:
-        """Why an image must not be answered, or an answer must not go out; None: it may."""
+        """The reason to drop an image or its answer; None if there is none."""
         age_s = (now_ns - stamp_ns) * 1e-9
         if -age_s > self.max_future_s:
             return DropReason.BAD_STAMP, f"stamped {-age_s:.3f} s ahead of the node's clock{_other_clock(age_s)}"
@@ -67,16 +67,16 @@ def _other_clock(age_s: float) -> str:
     if abs(age_s) < _DAY_S:
         return ""
     return (
-        f": {abs(age_s) / _DAY_S:.0f} days apart are two different clocks; for a recording or a simulator "
+        f": the clocks are {abs(age_s) / _DAY_S:.0f} days apart; for a recording or a simulator "
         "start the node with use_sim_time:=true and let the player publish /clock"
     )
 
 
 @dataclass(frozen=True)
 class StageTimings:
-    """Seconds that one request spent in each stage. Every tick is booked whole to the stage it served."""
+    """One request's time in seconds in each stage. A tick counts as a whole towards the stage it served."""
 
-    wait_s: float = 0.0  # receipt to admission; images are resized and normalised meanwhile
+    wait_s: float = 0.0  # receipt to admission, including resizing and normalising the images
     vision_s: float = 0.0  # vision tower, projector, prompt embeddings
     prefill_s: float = 0.0  # forwards with this request's prompt
     decode_s: float = 0.0  # forwards with this request's action tokens
@@ -84,7 +84,7 @@ class StageTimings:
 
 @dataclass(frozen=True)
 class DecodeRecord:
-    """How one action was decoded; the engine-side half of DecodeStats.msg, which explains the fields."""
+    """Decoding statistics of one action, the engine's part of DecodeStats.msg, which documents the fields."""
 
     mode: str
     acceptance: str = "strict"
@@ -98,12 +98,12 @@ class DecodeRecord:
 
     @property
     def forwards(self) -> int:
-        """Packed forwards that carried the request, prefill included."""
+        """Number of packed forwards with the request, including prefill."""
         return len(self.tokens_per_forward)
 
     @property
     def tau(self) -> float:
-        """Tokens committed per verification forward; 0 when there was none."""
+        """Tokens committed per verification forward; 0 without one."""
         if not self.accept_lengths:
             return 0.0
         verified = self.tokens_per_forward[-len(self.accept_lengths) :]
@@ -112,7 +112,7 @@ class DecodeRecord:
 
 @dataclass(frozen=True)
 class Action:
-    """The answer to one observation, whose stamp travels with it, or its first actions while the rest is decoded."""
+    """The answer to one observation, with its stamp, or the first actions while the rest is decoded."""
 
     observation: Observation
     names: tuple[str, ...]  # one per dimension
@@ -121,9 +121,9 @@ class Action:
     timings: StageTimings
     record: DecodeRecord
     finished_ns: int  # `time.monotonic_ns()` when the last token was committed
-    dt_s: float | None = None  # seconds that one action takes; None where the checkpoint does not say
-    text_tokens: tuple[int, ...] = ()  # the text that the policy wrote before its action
-    partial: bool = False  # whether more of the answer is to come, or nothing where its frame is dropped
+    dt_s: float | None = None  # duration of one action in seconds; None if the checkpoint does not give it
+    text_tokens: tuple[int, ...] = ()  # text before the action
+    partial: bool = False  # True if more of the answer follows, unless its frame is dropped
 
     @property
     def values(self) -> np.ndarray:
@@ -145,7 +145,7 @@ Outcome = Action | Drop
 
 @dataclass
 class DropCounter:
-    """Frames dropped, by reason. Every reason is always there, so that a plot of the counts has no gaps."""
+    """Numbers of dropped frames by reason. Every reason is always present, so that plots have no gaps."""
 
     counts: dict[DropReason, int] = field(default_factory=lambda: dict.fromkeys(DropReason, 0))
 
@@ -157,24 +157,24 @@ class DropCounter:
 
 
 class ChunkEnsemble:
-    """Averages the chunks of actions that several answers of a robot's instruction epoch give for the same time.
+    """Averages overlapping action chunks of a robot's answers within one instruction epoch.
 
-    As VLA-0's evaluation does it (NVlabs/vla0, `--ensemble_prediction`): the newest answer counts fully, each of those
-    before it half, whatever their age; the gripper then goes to the nearer end of its range. There every answer is one
-    action after the one before; here the images' stamps say how many actions lie between them.
+    As in VLA-0's evaluation (NVlabs/vla0, `--ensemble_prediction`): the newest answer has weight 1, each earlier one
+    0.5 regardless of age, and the gripper is then set to the nearer end of its range. VLA-0 assumes that successive
+    answers are one action apart; here the images' stamps give the number of actions between them.
 
     Args:
-        answers: that are averaged, the newest included; 0 or 1: none.
-        step_s: seconds that an action takes; 0: every answer is one action after the one before.
+        answers: number of answers to average, including the newest; 0 or 1: no averaging.
+        step_s: duration of an action in seconds; 0: successive answers are one action apart.
 
-    Raises UserError: the policy's answers hold one action each, which never overlap.
+    Raises UserError if the policy's answers hold a single action, since these never overlap.
     """
 
     def __init__(self, codec: "Codec", answers: int, step_s: float) -> None:
         if answers > 1 and codec.horizon < 2:
             raise UserError(
-                "decode.ensemble is for policies that answer with several actions; this one gives a single one: set it "
-                "to 0"
+                "decode.ensemble needs a policy that answers with several actions; this one gives a single action: set "
+                "it to 0"
             )
         self._answers, self._step_s = answers, step_s
         self._gripper: tuple[int, float, float] | None = None
@@ -187,7 +187,7 @@ class ChunkEnsemble:
         self._older = {} if stream is None else {name: each for name, each in self._older.items() if name != stream}
 
     def averaged(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """The outcomes, oldest frame first; each action averaged with those before it."""
+        """Averages each action with earlier ones; outcomes are ordered oldest frame first."""
         if self._answers < 2:
             return list(outcomes)
         return [self._average(outcome) if isinstance(outcome, Action) else outcome for outcome in outcomes]
@@ -208,7 +208,7 @@ class ChunkEnsemble:
         return round(ns * 1e-9 / self._step_s) if self._step_s else back
 
     def _grasping(self, actions: np.ndarray) -> np.ndarray:
-        """A gripper between open and closed holds nothing."""
+        """Sets the gripper to fully open or closed: between them it holds nothing."""
         if self._gripper is not None:
             column, low, high = self._gripper
             actions[:, column] = np.where(actions[:, column] > (low + high) / 2, high, low)

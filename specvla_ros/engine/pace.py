@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mode auto: when the next frame is begun and whether it is drafted, so that the image acted on is youngest.
+"""Mode auto: chooses when to start the next frame and whether to draft, to minimize the age of the image acted on.
 
-The age that counts is the mean over time of now minus the stamp of the image that the robot acts on. One frame at a
-time has a latency L and a period as long, so an age of 1.5 L. A frame that is begun while another is in flight shares
-its forwards: periods become shorter, and each latency longer. Which of the two weighs more depends on what a forward
-costs on this device and on how many an answer takes. Both are measured while the engine decodes.
+This age is the mean over time of now minus the stamp of the image that the robot acts on. One frame at a time has
+latency L and period L, hence an age of 1.5 L. A frame started while another is in flight shares its forwards: periods
+become shorter and latencies longer. Which effect dominates depends on the cost of a forward on this device and on the
+number of forwards per answer. Both are measured while the engine decodes.
 """
 
 import math
@@ -16,48 +16,48 @@ from functools import cache
 from itertools import pairwise
 from statistics import fmean, median
 
-_FRAMES = 24  # that a pace is played for
-_ANSWERS = 48  # of the last ones whose forwards are played
-_NEEDED = 8  # answers before they are relied on
-_MEMORY = 0.9  # of the mean time of a kind of tick: about the last ten
-_BETTER = 0.97  # an age below this share of the present pace's, twice in a row, changes the pace
-_UNSETTLED = 4  # candidates played per answer until a round of them changes nothing; then one
-_MOST_TREES = 8  # of a kind of tick
-_OFTEN = 30  # ticks of a kind, after which its mean is told from the first
-_DRIFTED = 1.25  # a device whose ticks take so many times as long as in configure, or so many times less, is named
-_PLAIN = 400  # answers decoded plainly, after which drafting is tried again
+_FRAMES = 24  # simulated per pace
+_ANSWERS = 48  # latest answers whose forwards are replayed in the simulation
+_NEEDED = 8  # min answers before their statistics are used
+_MEMORY = 0.9  # decay of running means: about the last ten values
+_BETTER = 0.97  # the pace changes if another's age is below this share of the current one's twice in a row
+_UNSETTLED = 4  # candidates simulated per answer until a round changes nothing; then one
+_MOST_TREES = 8  # max trees in a kind of tick
+_OFTEN = 30  # min ticks of a kind before its mean is compared with the first
+_DRIFTED = 1.25  # report tick times that changed by more than this factor since configure, either way
+_PLAIN = 400  # plainly decoded answers after which drafting is tried again
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How the requests of a robot follow each other."""
+    """A schedule for the successive requests of one robot."""
 
-    in_flight: int = 1  # at most
-    left: float = math.inf  # forwards that the newest request may still take, as expected, when the next is begun
-    spread: int = 1  # forwards over which a prompt is spread that begins beside others
-    drafts: bool = True  # whether its answers are drafted
+    in_flight: int = 1  # max requests
+    left: float = math.inf  # the next frame starts once the newest is expected to need at most this many forwards
+    spread: int = 1  # forwards per prompt while other requests are in flight
+    drafts: bool = True
 
     def __str__(self) -> str:
         how = "drafting" if self.drafts else "plain"
         if self.in_flight == 1:
             return f"one frame at a time, {how}"
-        begun = f", the next begun {self.left:g} forwards before the end" if math.isfinite(self.left) else ""
+        begun = f", the next started {self.left:g} forwards before the end" if math.isfinite(self.left) else ""
         spread = f", prompts over {self.spread} forwards" if self.spread > 1 else ""
         return f"up to {self.in_flight} frames{begun}{spread}, {how}"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of tick, of about the same cost."""
+    """A class of ticks with about the same cost."""
 
-    begins: bool  # an image goes through the vision towers
-    spread: int  # forwards over which the prompt in it is spread; 0: no prompt
-    trees: int  # requests whose prompt is through
+    begins: bool  # runs the vision towers on an image
+    spread: int  # forwards over which its prompt is spread; 0 without a prompt
+    trees: int  # requests past their prompt
     drafts: bool
 
 
 class TickTimes:
-    """The mean time of each kind of tick, learnt from ticks: a device that grows hot is noticed."""
+    """The running mean time of each kind of tick, so that thermal throttling is noticed."""
 
     def __init__(self) -> None:
         self._mean_s: dict[Kind, float] = {}
@@ -71,45 +71,45 @@ class TickTimes:
         self._mean_s[kind] = (1 - share) * known_s + share * seconds
 
     def keep_first(self) -> None:
-        """What is known now is what `drift` compares with."""
+        """Stores the current means as the baseline of `drift`."""
         self._first_s, self._seen = dict(self._mean_s), {}
 
     @property
     def drift(self) -> float:
-        """How many times as long as at first ticks take by now: the median over the kinds that came often since."""
-        # A copy: diagnostics ask from another thread.
+        """Ratio of current to baseline tick times: the median over the kinds with enough ticks since."""
+        # A copy: diagnostics call this from another thread.
         often = [kind for kind, seen in [*self._seen.items()] if seen >= _OFTEN and kind in self._first_s]
         return median(self._mean_s[kind] / self._first_s[kind] for kind in often) if often else 1.0
 
     def seconds(self, kind: Kind) -> float | None:
-        """Of a kind that never was, those of one with more trees, which takes no less.
+        """Mean seconds of a kind; if never measured, those of one with more trees, an upper bound.
 
-        None where there is none: a pace that needs it is not chosen.
+        None if neither is known: a pace that needs this kind is not chosen.
         """
         more = (replace(kind, trees=trees) for trees in range(kind.trees, _MOST_TREES + 1))
         return next((self._mean_s[each] for each in more if each in self._mean_s), None)
 
 
 class Answers:
-    """How many forwards the last answers took, by how they were begun.
+    """The number of forwards of the latest answers, by the number of requests in flight at their start.
 
-    A frame that is begun while others are in flight is drafted from an older answer, and takes more.
+    A frame started while others are in flight is drafted from an older answer and takes more forwards.
     """
 
     def __init__(self) -> None:
-        self._drafted: dict[int, deque[int]] = {}  # by the number of requests in flight when it was begun
+        self._drafted: dict[int, deque[int]] = {}  # by the number of requests in flight at the start
         self._plain: deque[int] = deque(maxlen=_ANSWERS)
 
     def add(self, forwards: int, tokens: int, *, others: int, drafted: bool) -> None:
-        """`forwards` that verified; `tokens`: of the answer, each of which takes one forward without drafts."""
+        """Records an answer; `forwards`: verifying ones; `tokens`: also the number of forwards without drafts."""
         self._plain.append(tokens)
         if drafted:
             self._drafted.setdefault(others, deque(maxlen=_ANSWERS)).append(forwards)
 
     def forwards(self, *, others: int, drafted: bool) -> Sequence[int]:
-        """Those of the last answers that were begun beside so many others; not known yet: beside fewer.
+        """Forwards of the latest answers started with `others` in flight, or fewer if that is not known yet.
 
-        A copy: other threads ask, too, whether a frame may begin.
+        A copy: other threads also check whether a frame may start.
         """
         if not drafted:
             return tuple(self._plain)
@@ -124,34 +124,34 @@ class Answers:
 
 
 def expected_left(forwards: Sequence[int], done: int) -> float:
-    """Mean number of forwards that an answer still takes after `done`, of those that took more; 1 where none did."""
+    """Mean number of forwards left after `done`, over the answers that took more; 1 if none did."""
     more = [each - done for each in forwards if each > done]
     return fmean(more) if more else 1.0
 
 
 @dataclass
 class _Played:
-    """A request while a pace is played."""
+    """A simulated request."""
 
     begun_s: float
     others: int
-    takes: int  # forwards that verify, the prompt's end among them
-    chunks: int  # of its prompt that are left
+    takes: int  # verifying forwards, including the one that ends the prompt
+    chunks: int  # prompt chunks left
     done: int = 0
 
 
 def expected_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float | None]) -> float:
-    """Mean age in seconds of the image acted on, a new image always waiting; infinite where a tick's time is unknown.
+    """Mean age in seconds of the image acted on if a new image always waits; infinite if a tick time is unknown.
 
-    The pace is played with the last answers' numbers of forwards, in turn. Answer i is out at t_i, of an image begun
-    at b_i, and is acted on until t_(i+1):
+    Simulates the pace with the forwards of the latest answers in turn. Answer i ends at t_i, its image was started at
+    b_i, and it is acted on until t_(i+1):
 
         age = sum_i (t_(i+1) - t_i) ((t_i + t_(i+1)) / 2 - b_i)  /  sum_i (t_(i+1) - t_i)
 
-    A frame that a newer one overtakes gives no action. How old an image is when it is begun adds to all paces alike.
+    An overtaken frame gives no action. The age of an image at its start adds equally to all paces.
 
     Args:
-        seconds: of a kind of tick.
+        seconds: mean time of a kind of tick.
     """
     seconds = cache(seconds)
     now_s, begun, flights = 0.0, 0, list[_Played]()
@@ -184,8 +184,7 @@ def mean_age(acted: Sequence[tuple[float, float]]) -> float:
     """Mean over time of the age of the image that a robot acts on, seconds, from the first action to the last.
 
     Args:
-        acted: of each action, ascending, the second at which it came and how old its image was then; NaN for fewer than
-            two.
+        acted: time of each action and the age of its image then, ascending; the result is NaN for fewer than two.
     """
     spans = [(until - since, age) for (since, age), (until, _) in pairwise(acted)]
     whole = sum(span for span, _ in spans)
@@ -193,11 +192,11 @@ def mean_age(acted: Sequence[tuple[float, float]]) -> float:
 
 
 def may_begin(pace: Pace, answers: Answers, in_flight: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether the newest frame is begun now.
+    """True if the newest frame should start now.
 
     Args:
-        in_flight: of each request, oldest first: how many others there were when it was begun, how many forwards have
-            verified its answer, and whether its prompt is not through.
+        in_flight: for each request, oldest first: the number of others at its start, the number of forwards that have
+            verified its answer, and whether it is still prefilling.
     """
     if not in_flight:
         return True
@@ -210,46 +209,46 @@ def may_begin(pace: Pace, answers: Answers, in_flight: Sequence[tuple[int, int, 
 
 
 class FirstActions:
-    """Tells whether the rest of an answer is needed, of which k actions are published.
+    """Decides whether the rest of an answer is needed once k of its actions are published.
 
-    Action i of an answer is for the time up to i dt after its image. A newer image that is begun now has its first
-    action out after about F. The robot does not run out of actions meanwhile if
+    Action i of an answer is for the time up to i dt after its image. A newer image started now yields its first action
+    after about F. Until then, the robot does not run out of actions if
 
         k dt >= age of the image + F.
 
-    A device that takes longer to decode an action than the robot to execute it never gets there: it decodes whole
+    A device that decodes an action more slowly than the robot executes it never satisfies this and decodes whole
     answers.
 
     Args:
-        step_s: dt, what an action takes; 0: unknown, and all is needed.
+        step_s: dt, the duration of an action; 0 if unknown, and the whole answer is decoded.
     """
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._mean_s = 0.0  # F, of about the last ten answers
+        self._mean_s = 0.0  # F, over about the last ten answers
 
     def add(self, seconds: float) -> None:
-        """An answer's first actions are out, so many seconds after it was begun."""
+        """Records the time from an answer's start to its first actions."""
         self._mean_s = _MEMORY * self._mean_s + (1 - _MEMORY) * seconds if self._mean_s else seconds
 
     def last(self, actions: int, age_s: float, *, newer_s: float = 0.0) -> bool:
-        """Whether actions that are published last until a newer image's; `newer_s`: since that was begun."""
+        """True if the published actions last until a newer image's; `newer_s`: time since that image was started."""
         return self._mean_s > 0 and actions * self._step_s >= age_s + max(0.0, self._mean_s - newer_s)
 
 
 class Chooser:
-    """Chooses a pace by its expected age, and keeps to it while no other is clearly better.
+    """Chooses the pace with the lowest expected age and keeps it until another is clearly better.
 
-    Candidates are played one by one, while the device computes a forward.
+    Candidates are simulated one by one while the device computes a forward.
 
     Args:
-        most: frames of the robot in flight.
+        most: max frames of the robot in flight.
         spreads: forwards over which a prompt may be spread.
-        drafts: whether anything can draft.
+        drafts: whether any drafter is available.
 
     Attributes:
-        pace: from now on.
-        measured: whether every kind of tick was timed; otherwise only what happened by itself is chosen among.
+        pace: the current one.
+        measured: whether every kind of tick was timed; if not, the choice is limited to the kinds seen so far.
     """
 
     def __init__(self, most: int, spreads: Sequence[int], *, drafts: bool) -> None:
@@ -257,36 +256,36 @@ class Chooser:
         self.times, self.answers = TickTimes(), Answers()
         self.measured = False
         self._most, self._spreads, self._can_draft = most, tuple(spreads), drafts
-        self._ages: dict[Pace, float] = {}  # of this round
-        self._round: list[Pace] = []  # candidates that are left in it
-        self._better: Pace | None = None  # that was best in the round before
-        self._due = 0  # candidates to be played
+        self._ages: dict[Pace, float] = {}  # in this round
+        self._round: list[Pace] = []  # candidates left in this round
+        self._better: Pace | None = None  # best in the previous round
+        self._due = 0  # candidates to simulate
         self._settled = False  # whether the last round changed nothing
-        self._plain = 0  # answers since something was drafted
+        self._plain = 0  # answers since the last drafted one
         self._pinned = False
 
     def every_kind(self) -> list[Pace]:
-        """Paces that between them have every kind of tick, for a device whose times are not known."""
+        """Paces that together cover every kind of tick, for measuring a device."""
         drafts = (True, False) if self._can_draft else (False,)
         more = [Pace(self._most, spread=spread, drafts=each) for each in drafts for spread in self._spreads]
         return [Pace(drafts=each) for each in drafts] + (more if self._most > 1 else [])
 
     def __str__(self) -> str:
         if not self.measured:
-            return f"{self.pace}; times of others are measured at the next configure"
+            return f"{self.pace}; the tick times of other paces are measured at the next configure"
         drift = self.times.drift
         if 1 / _DRIFTED < drift < _DRIFTED:
             return str(self.pace)
-        return f"{self.pace}; ticks take {drift:.2g} times as long as in configure, and are chosen by as they are now"
+        return f"{self.pace}; ticks take {drift:.2g} times as long as in configure; the choice uses current times"
 
     def settle(self) -> None:
-        """Every kind of tick was timed."""
+        """Marks every kind of tick as timed."""
         self.measured = True
         self.times.keep_first()
 
     @contextmanager
     def pinned(self, pace: Pace) -> Iterator[None]:
-        """Meanwhile this pace is kept, and nothing is learnt but the times of ticks."""
+        """Keeps a pace within the context; only tick times are updated."""
         kept, self.pace, self._pinned = self.pace, pace, True
         try:
             yield
@@ -294,9 +293,9 @@ class Chooser:
             self.pace, self._pinned = kept, False
 
     def candidates(self) -> list[Pace]:
-        """One frame at a time, and more with each moment to begin the next and each spread of a prompt.
+        """One frame at a time, and several with each start time of the next and each spread of a prompt.
 
-        Of drafting and plain decoding, all of what the present pace does, and the ends of the other.
+        All start times for the current choice of drafting or plain decoding, only the extremes for the other.
         """
         found = []
         for drafts in (True, False) if self._can_draft else (False,):
@@ -314,7 +313,7 @@ class Chooser:
         return found
 
     def answered(self, forwards: int, tokens: int, *, others: int, drafted: bool) -> None:
-        """Learns from an answer, and has more candidates played."""
+        """Learns from an answer and schedules more candidates."""
         if self._pinned:
             return
         self.answers.add(forwards, tokens, others=others, drafted=drafted)
@@ -325,7 +324,7 @@ class Chooser:
             self._due = min(self._due + (1 if self._settled else _UNSETTLED), _UNSETTLED)
 
     def play(self) -> None:
-        """Plays the next candidate if one is due, and chooses when all of a round were played."""
+        """Simulates the next candidate if one is due, and chooses at the end of a round."""
         if not self._due or self._pinned:
             return
         self._due -= 1
@@ -338,7 +337,7 @@ class Chooser:
             self._choose()
 
     def _try_drafting(self) -> None:
-        """What drafts were worth may have changed since nothing is drafted."""
+        """Returns to drafting: its benefit may have changed since the last drafted answer."""
         self.answers.forget_drafted()
         self.pace, self._plain, self._ages, self._round, self._better = Pace(), 0, {}, [], None
         self._due, self._settled = 0, False

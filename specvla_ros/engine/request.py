@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One observation on its way through the engine."""
+"""The state of one observation in the engine."""
 
 from dataclasses import dataclass, field
 
@@ -19,36 +19,36 @@ from specvla_ros.speculation.tree import Tree
 
 @dataclass(eq=False)
 class Request:
-    """The state that a request carries between ticks; equal only to itself."""
+    """A request's state between ticks; compared by identity."""
 
     observation: Observation
     slot: int
     layout: PromptLayout
-    chunk_rows: int  # rows of each of the prompt's chunks but the last
+    chunk_rows: int  # rows of each prompt chunk but the last
     wait_s: float  # seconds from receipt to admission
-    # What the next forward verifies. Its root is the last committed token, whose keys and values are not written yet;
-    # after a prompt it is the prompt's last row, and its token is not read.
+    # The tree that the next forward verifies. Its root is the last committed token, whose keys and values are not
+    # written yet. After a prompt the root is the prompt's last row, and its token is not read.
     tree: Tree
     codec: Codec
     acceptance: str = "strict"
-    spread: int = 1  # forwards that its prompt is spread over
-    others: int = 0  # requests of its robot in flight when it was begun
+    spread: int = 1  # forwards over which its prompt is spread
+    others: int = 0  # its robot's other requests in flight at its start
     drafts: bool = True  # whether its answer is drafted
-    # Its acceptance rule to its end; set by the engine in the tick that begins the prompt.
+    # Its acceptance rule, set by the engine in the tick that starts the prompt and kept to the end.
     rule: AcceptanceRule = field(default_factory=Strict)
-    # Its images as the policy reads them, until the prompt is computed; None: they come with it.
+    # Its vision input, until the prompt is computed; None if that is computed with the prompt.
     pictures: Pictures | None = None
-    # [prompt rows, hidden], embeddings; set by the runner in that tick.
+    # [prompt rows, hidden], embeddings; set by the runner in the tick that starts the prompt.
     prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0  # committed rows of the slot
     tokens: list[int] = field(default_factory=list)  # committed answer tokens
-    # Last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
+    # Last hidden states of the image's rows, chunk by chunk, if the acceptance rule needs them.
     visual: list[Tensor] = field(default_factory=list)
-    # float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them.
+    # float64 [horizon, dims], from the policy's action head; None: they are decoded from the tokens.
     actions: Tensor | None = None
-    handed_out: int = 0  # of its actions, before its answer was complete
-    spent_s: float = 0.0  # since it was begun, in the seconds of `Engine.tick_time`
-    # The record of its ticks, for DecodeStats.
+    handed_out: int = 0  # number of actions published before the answer was complete
+    spent_s: float = 0.0  # time since its start, in the seconds of `Engine.tick_time`
+    # Per-tick records, for DecodeStats.
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
     vision_s: float = 0.0
@@ -65,7 +65,7 @@ class Request:
 
     @property
     def verified(self) -> int:
-        """Forwards that verified its answer."""
+        """Number of forwards that verified its answer."""
         return sum(tokens > 0 for tokens in self.tokens_per_forward)
 
     @property
@@ -74,7 +74,7 @@ class Request:
         return self.layout.rows - 1 if self.prefilling else self.prefix_len
 
     def advance(self, prompt_rows: int) -> None:
-        """Makes a chunk final that does not end the prompt."""
+        """Commits a chunk that does not end the prompt."""
         self.prefix_len += prompt_rows
         self.tokens_per_forward.append(0)
 
@@ -90,7 +90,7 @@ class Request:
         self.tokens_per_forward.append(count)
 
     def cut(self, length: int) -> None:
-        """Drops tokens drafted beyond the answer's end."""
+        """Drops tokens committed beyond the answer's end."""
         beyond = len(self.tokens) - length
         if beyond > 0:
             del self.tokens[length:], self.bins_off[length:], self.why[length:]
@@ -98,7 +98,7 @@ class Request:
             self.accept_lengths[-1] = min(self.accept_lengths[-1], self.tokens_per_forward[-1])
 
     def book_time(self, tick_s: float, vision_s: float, *, prefill: bool) -> None:
-        """Books the tick to the stage it served: the vision tower runs in the tick that begins a prefill."""
+        """Adds a tick's time to the stage it served; the vision tower runs in the first tick of a prefill."""
         self.tick_s.append(tick_s)
         if prefill:
             self.vision_s += vision_s

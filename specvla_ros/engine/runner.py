@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a tick: vision for the request that begins, then one packed forward of the batch; captured or eager.
+"""Runs a tick's model work: vision for the starting request, then one packed forward of the batch.
 
-Sizes that were captured as CUDA graphs are replayed, all others run eagerly; nobody else knows which.
+Sizes captured as CUDA graphs are replayed, all others run eagerly; callers do not need to know which.
 """
 
 import logging
@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class Runner:
-    """The target's side of a tick. `others` are captured beside vision and forwards."""
+    """The target's part of a tick. `others` are captured along with vision and forwards."""
 
     def __init__(self, target: Target, cache: KVCache, settings: EngineSettings, others: Sequence[Capturable]) -> None:
         if target.decoder.device.type == "cuda":
-            # Sums that are split among programs would be added in the product's dtype: more ties would fall otherwise.
+            # Split-K sums would be added in the product's dtype, and more ties would break differently.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._target = target
@@ -48,7 +48,7 @@ class Runner:
         self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
 
     def embed(self, request: Request) -> None:
-        """Computes a request's prompt, images and words; raises ValueError if its rows are not those laid out."""
+        """Computes a request's prompt embeddings; raises ValueError if their number differs from the layout."""
         pictures, request.pictures = request.pictures, None
         self._clock.start()
         prepared = (pictures.pixels(),) if pictures is not None else ()
@@ -56,13 +56,13 @@ class Runner:
         request.prompt = embed(request.observation, request.layout.ids, self.vision, *prepared)
         self._clock.stop()
         if len(request.prompt) != request.layout.rows:
-            raise ValueError(f"a prompt of {request.layout.rows} rows has {len(request.prompt)} embeddings")
+            raise ValueError(f"a prompt laid out with {request.layout.rows} rows has {len(request.prompt)} embeddings")
 
     def run(self, batch: Batch) -> ForwardResult:
-        """Computes a batch whose prompts are embedded; its shares, at least one, get their hidden states.
+        """Computes a non-empty batch whose prompts are embedded, and sets the hidden states of its shares.
 
-        Returns logits and choices of the nodes of all verified trees, shares in order; the next run overwrites all of
-        them.
+        Returns logits and choices for the nodes of all verified trees, in share order. The next run overwrites all
+        results.
         """
         segments = [share.segments() for share in batch.shares]
         result = self.forwards([segment for mine in segments for segment in mine])
@@ -77,16 +77,16 @@ class Runner:
         return result
 
     def vision_s(self) -> float:
-        """Seconds of the vision tower since the last call. Call after a read-back."""
+        """Vision tower time in seconds since the last call. Call after a read-back."""
         return self._clock.read_s()
 
 
 class Graphs:
-    """Captures an engine's work and says how that went.
+    """Captures an engine's work as CUDA graphs and reports the result.
 
     Attributes:
-        status: for diagnostics; empty where there is no GPU.
-        warm: whether it was warmed up, with whatever result.
+        status: for diagnostics; empty without a GPU.
+        warm: whether a warm-up was run, successful or not.
     """
 
     def __init__(self, store: Tensor, parts: Sequence[Capturable]) -> None:
@@ -97,10 +97,10 @@ class Graphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures every part and compares it with the same work without capture.
+        """Captures every part and compares it with the same work run eagerly.
 
-        No request may be in flight: every slot is written to. A part that cannot be captured, or differs, is logged and
-        said in `status`, and runs eagerly; the others stay captured.
+        No request may be in flight, since every slot is overwritten. A part that cannot be captured or differs is
+        logged, reported in `status` and run eagerly; the others stay captured.
         """
         self.warm = True
         for each in self._parts:
@@ -109,7 +109,7 @@ class Graphs:
             capture = capture_on(self._store)
         except RuntimeError as error:
             self.status = f"off: {error}"
-            _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", error)
+            _log.warning("decoding without CUDA graphs, so launches may limit the speed: %s", error)
             return
         if capture is None:
             return
@@ -119,7 +119,7 @@ class Graphs:
                 each.capture(captures)
         self.status = captures.summary()
         if captures.failed:
-            _log.warning("decoding partly without CUDA graphs, so that launches may limit it: %s", self.status)
+            _log.warning("decoding partly without CUDA graphs, so launches may limit the speed: %s", self.status)
 
 
 class Forwards:
@@ -131,32 +131,32 @@ class Forwards:
         self.sizes = sizes
         self._causal = causal
         self._captured: dict[Bucket, StaticForward] = {}
-        self._flash: dict[Bucket, str] = {}  # how flash-attn did
+        self._flash: dict[Bucket, str] = {}  # result of trying flash-attn
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
-        """`packed_forward`, by the captured forward of its size if there is one."""
+        """Runs `packed_forward`, by a captured forward of its size if one exists."""
         bucket = self.sizes.bucket([len(each) for each in segments])
         static = self._captured.get(bucket) if bucket else None
         return static(segments) if static else packed_forward(self._decoder, segments, self._cache)
 
     def capture(self, captures: Captures) -> None:
-        """See Capturable: a forward of every size. Every slot is written to."""
+        """See Capturable: captures a forward of every size. Overwrites every slot."""
         randomize(self._cache.keys, self._cache.values)
         self.sizes = self.sizes.measured_on(self._decoder)
         logits = logits_memory(self._decoder, self.sizes)
-        for bucket in reversed(self.sizes.buckets()):  # the largest first: the others then find memory in its pool
+        for bucket in reversed(self.sizes.buckets()):  # largest first, so that the others reuse its memory pool
             with captures.attempt(f"forwards of {bucket.rows} rows"):
                 self._captured[bucket] = self._fastest(bucket, logits, captures.capture)
 
     def _fastest(self, bucket: Bucket, logits: Tensor, capture: Capture) -> StaticForward:
-        """With our attention, or flash-attn's for the chain where that is installed, equal and measured faster."""
+        """The forward with our attention, or flash-attn's for the chain if installed, equal and measured faster."""
         ours = self._checked(bucket, logits, capture)
         decoder, head_dim = self._decoder, self._decoder.config.head_dim
         if not self._causal or bucket.longest <= self.sizes.nodes or not flash_takes(decoder.dtype, head_dim):
             return ours
         try:
             theirs = self._checked(bucket, logits, capture, flash=True)
-        except Exception as error:  # of a version that calls it otherwise, a device that it has no kernels for
+        except Exception as error:  # e.g. a version with another API, or a device without kernels
             self._flash[bucket] = f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             return ours
         faster = seconds(theirs.replay, decoder.device) < seconds(ours.replay, decoder.device)
@@ -171,7 +171,7 @@ class Forwards:
 
     @property
     def attention(self) -> str:
-        """For diagnostics: where flash-attn is used; empty where it is not installed or not needed."""
+        """The use of flash-attn, for diagnostics; empty if it is not installed or not needed."""
         said = Counter(self._flash.values())
         counts = ", ".join(f"{what} in {n} sizes of forward" for what, n in said.items())
         return f"flash-attn {flash_version()}, used where it is faster: {counts}" if counts else ""
@@ -191,7 +191,7 @@ class Vision:
         return (self._captured or self._model.image_embeddings)(pixels)
 
     def capture(self, captures: Captures) -> None:
-        """See Capturable; a model without towers has nothing to capture."""
+        """See Capturable: captures the towers, if the model has any."""
         if not self._model.pixel_shape:
             return
         with captures.attempt("vision"):
@@ -205,23 +205,22 @@ class Vision:
 
 
 class StaticVision:
-    """The embeddings of an image: its pixels are copied in, and the towers run as they were captured."""
+    """Computes an image's embeddings: pixels are copied in, then the captured towers are replayed."""
 
     def __init__(self, model: VisionModel, capture: Capture) -> None:
         self._model = model
         decoder = model.decoder
-        # NaN shows in a result that does not come from pixels copied in later.
+        # NaN reveals a result that was not computed from pixels copied in later.
         self._pixels = torch.full(model.pixel_shape, torch.nan, dtype=decoder.dtype, device=decoder.device)
         self._replay = capture(self._run)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """`VisionModel.image_embeddings`, [image_tokens, hidden]; the host does not wait, the next image overwrites it.
+        """`VisionModel.image_embeddings`, [image_tokens, hidden], without waiting; the next image overwrites it.
 
-        The pixels, [3 * towers, size, size], normalised, are in the host's memory; best pinned and in the decoder's
-        dtype.
+        `pixels`: [3 * towers, size, size], normalised, in host memory; fastest if pinned and in the decoder's dtype.
         """
         if self._pixels.is_cuda and (pixels.dtype != self._pixels.dtype or not pixels.is_pinned()):
-            # New memory each time: the copy may still be under way when the next image comes.
+            # New memory each time: the copy may still be running when the next image arrives.
             pixels = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=True).copy_(pixels)
         self._pixels.copy_(pixels, non_blocking=True)
         return self._replay()
@@ -233,7 +232,7 @@ class StaticVision:
 class StageClock:
     """Times work on the model's device.
 
-    On CUDA it records events and reads them after the tick's one read-back, when they have passed anyway.
+    On CUDA it records events and reads them after the tick's read-back, when they have completed anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -256,7 +255,7 @@ class StageClock:
             self._events[1].record()
 
     def read_s(self) -> float:
-        """Seconds between start and stop, once; 0 when nothing was timed since. Call after a read-back."""
+        """Seconds from start to stop, returned once; 0 if nothing was timed since. Call after a read-back."""
         if not self._measured:
             return 0.0
         self._measured = False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler: which frame is admitted, what each request gets of the next forward, and what leaves when.
+"""The scheduler: admits frames, assigns each request its share of the next forward, and releases outcomes.
 
-It works on the host alone, with numbers of rows and tokens, so that planning can drive it without a model.
+It works on the host with numbers of rows and tokens only, so that planning can drive it without a model.
 """
 
 import math
@@ -25,14 +25,14 @@ from specvla_ros.speculation.accept import NOT_A_NUMBER
 from specvla_ros.speculation.drafters.registry import FinishedAnswer
 from specvla_ros.speculation.tree import Tree
 
-_MEMORY = 0.9  # of the mean number of forwards per request: about the last ten requests
+_MEMORY = 0.9  # decay of the mean number of forwards per request: about the last ten requests
 
 
 class Scheduler:
-    """Keeps requests in the order in which their frames were begun: of one robot, the order of their stamps.
+    """Keeps requests in the order in which their frames were started; for one robot, in stamp order.
 
-    Robots share the forwards and nothing else: instructions, overtaking, flushes and faults are per robot. `root` is
-    the tree of a request that has committed nothing, one node. `chooser`: of the pace, in mode auto.
+    Robots share only the forwards: instructions, overtaking, flushes and faults are per robot. `root` is the one-node
+    tree of a request that has committed nothing. `chooser` chooses the pace in mode auto.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Scheduler:
         self.requests: list[Request] = []
         self._mailbox, self._slots, self._codec, self._root = mailbox, slots, codec, root
         self._first_actions = FirstActions(settings.step_s(codec))
-        self._forwards = 0.0  # per finished request, mean; 0: none yet
-        self._fewest_forwards = 0  # of the last finished requests, about
+        self._forwards = 0.0  # mean per finished request; 0: none yet
+        self._fewest_forwards = 0  # approximate minimum of the last finished requests
         self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
         self._held: list[Action] = []
         self._drops: list[Drop] = []
 
     @property
     def target_in_flight(self) -> int:
-        """Requests of a robot to keep in flight: as many as are finished at the rate at which its prompts can begin.
+        """Number of requests per robot to keep in flight, enough to finish them as fast as its prompts can start.
 
-        More would only wait longer for the same rate; the number is learnt from the requests that finished. Robots take
-        turns to begin their prompts.
+        More would only increase latency at the same rate. The number is learned from finished requests. Robots take
+        turns starting their prompts.
         """
         most = self.settings.slots_per_stream
         if self.chooser is not None:
@@ -69,7 +69,7 @@ class Scheduler:
         return max(1, min(most, needed))
 
     def room_for(self, stream: str) -> bool:
-        """Whether the next tick may begin a prompt of a robot: one prompt at a time."""
+        """True if the next tick may start a prompt of this robot; one prompt is computed at a time."""
         own = self._of(stream)
         if any(request.prefilling for request in self.requests):
             return False
@@ -86,9 +86,9 @@ class Scheduler:
         )
 
     def room_soon(self, stream: str) -> bool:
-        """Estimates, for any thread, whether the tick after the one under way may begin a prompt of a robot.
+        """Estimates, from any thread, whether the tick after the current one may start a prompt of a robot.
 
-        Requests differ in the forwards that they take: one may end after as many as the shortest of late.
+        Assumes that a request may end once it has taken as many forwards as the shortest recent one.
         """
         if self.room_for(stream):
             return True
@@ -101,7 +101,7 @@ class Scheduler:
         return has_slot and (len(own) < self.target_in_flight or any(each in ending for each in own))
 
     def schedule(self) -> Batch:
-        """The newest frame if there is room for it, and each request's share of the next forward."""
+        """Admits the newest frame if there is room, and assigns each request its share of the next forward."""
         batch = Batch([], self._admit())
         if batch.admitted is not None:
             replaced = self._replaceable(self._of(batch.admitted.observation.stream))
@@ -112,13 +112,13 @@ class Scheduler:
 
     @property
     def spread(self) -> int:
-        """Forwards over which the prompt of a frame that begins now is spread."""
+        """Number of forwards over which the prompt of a frame started now is spread."""
         if self.chooser is None:
             return self.settings.spreads[0]
         return self.chooser.pace.spread if self.requests else 1
 
     def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int) -> None:
-        """Makes the frame that a batch admitted a request, with a share of the forward."""
+        """Turns a batch's admitted frame into a request with a share of the forward."""
         assert batch.admitted is not None
         observation, batch.started_ns = batch.admitted.observation, time.monotonic_ns()
         slot = self._slots.take()
@@ -142,13 +142,13 @@ class Scheduler:
         batch.admitted = None
 
     def refuse(self, batch: Batch, reason: DropReason, detail: str) -> None:
-        """Drops the frame that a batch admitted, of which no request can be made."""
+        """Drops a batch's admitted frame when it cannot become a request."""
         assert batch.admitted is not None
         self._drops.append(Drop(batch.admitted.observation, reason, detail))
         batch.admitted = None
 
     def commit(self, batch: Batch, commits: Sequence[Commit]) -> None:
-        """Makes a forward's rows and tokens final, oldest frame first; `batch.finished` gets the completed actions."""
+        """Commits a forward's rows and tokens, oldest frame first, and adds completed answers to `batch.finished`."""
         for share, commit in zip(batch.verified, commits, strict=True):
             request = share.request
             if NOT_A_NUMBER in commit.tokens:
@@ -162,7 +162,7 @@ class Scheduler:
         self._drop_overtaken()
 
     def learn(self, batch: Batch, work: TickWork, seconds: float) -> None:
-        """Lets requests and the choice of the pace learn from a tick that took so long."""
+        """Updates the requests and the choice of the pace with a tick's time."""
         for share in batch.shares:
             share.request.spent_s += seconds
         if self.chooser is None or not batch.shares:
@@ -176,7 +176,7 @@ class Scheduler:
             self.chooser.answered(forwards, tokens, others=request.others, drafted=request.drafts)
 
     def ahead_of(self, seen: Observation) -> tuple[int, ...]:
-        """What the answer to the image before has committed: of the same instruction, still in flight; or nothing."""
+        """Committed tokens of the previous image's answer, if in flight with the same instruction; else empty."""
         older = [
             each
             for each in self._of(seen.stream)
@@ -185,15 +185,15 @@ class Scheduler:
         return tuple(older[-1].tokens) if older else ()
 
     def book_time(self, batch: Batch) -> None:
-        """Books a tick to the requests that go on."""
+        """Adds a tick's time to the requests still in flight."""
         for share in batch.shares:
             if share.request in self.requests:
                 share.request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
 
     def release(self) -> list[Outcome]:
-        """What may leave now: drops, then actions, oldest first.
+        """Returns the outcomes ready for release: drops, then actions, oldest first.
 
-        The age is checked again: a stopped process, a slow policy or a clock that jumped ages what is in flight.
+        Checks the age again, since a suspended process, a slow policy or a clock jump ages requests in flight.
         """
         oldest: dict[str, int] = {}  # by stream
         for request in reversed(self.requests):
@@ -210,10 +210,10 @@ class Scheduler:
         return ended
 
     def partial(self) -> list[Action]:
-        """The first actions of each robot's oldest answer in flight, where more of them are known than were handed out.
+        """The first actions of each robot's oldest answer in flight, if more are known than were published.
 
-        Tokens are final once they are committed, so the whole answer begins with the same actions. An answer to a newer
-        image waits until it is the oldest: then nothing older can follow it.
+        Committed tokens are final, so the whole answer starts with the same actions. The answer to a newer image waits
+        until it is the oldest, so that no older one follows it.
         """
         if self._numbers is None:
             return []
@@ -229,9 +229,9 @@ class Scheduler:
         return found
 
     def flush(self, reason: DropReason, before_epoch: float = math.inf, stream: str | None = None) -> list[Drop]:
-        """Drops everything of epochs before `before_epoch` in flight, actions that wait for older ones included.
+        """Drops everything in flight of epochs before `before_epoch`, including actions that wait for older ones.
 
-        `stream`: of this robot alone; None: of all.
+        `stream`: limits this to one robot; None: all.
         """
 
         def void(observation: Observation) -> bool:
@@ -245,7 +245,7 @@ class Scheduler:
         return [Drop(observation, reason) for observation in dropped]
 
     def fail(self, batch: Batch, share: ScheduledRequest, detail: str) -> None:
-        """Takes a request that could not be computed out of a batch, and out of flight; the others go on."""
+        """Removes a request that could not be computed from its batch and drops it; the others continue."""
         batch.shares.remove(share)
         self._drop(share.request, DropReason.ENGINE_FAULT, detail)
 
@@ -255,7 +255,7 @@ class Scheduler:
         return taken
 
     def _completes(self, request: Request, commit: Commit) -> bool:
-        """Makes a request's tokens final; True when its answer is complete."""
+        """Commits a request's tokens; True if its answer is complete."""
         known = len(request.tokens)
         request.commit(commit)
         end = self._codec.end(request.tokens, known)
@@ -276,7 +276,7 @@ class Scheduler:
         self._answer(request, batch, actions, tokens)
 
     def _replaceable(self, own: Sequence[Request]) -> Request | None:
-        """Of a robot's requests the oldest, where a newer image takes its place before its actions are used up."""
+        """A robot's oldest request, if a newer image's actions will be ready before its published ones are used up."""
         if self.settings.tail == "whole" or not own or not own[0].handed_out:
             return None
         oldest, newer_s = own[0], own[1].spent_s if len(own) > 1 else 0.0
@@ -284,12 +284,12 @@ class Scheduler:
         return oldest if self._first_actions.last(oldest.handed_out, age_s, newer_s=newer_s) else None
 
     def _end_early(self, request: Request, batch: Batch) -> None:
-        """Ends an answer with the actions that were handed out of it."""
+        """Ends an answer with the actions already published."""
         actions = self._begun(request)[: request.handed_out]
         self._answer(request, batch, actions, tuple(request.tokens), whole=False)
 
     def _begun(self, request: Request) -> np.ndarray:
-        """The actions that an answer has said whole so far, float64 [n, dims]."""
+        """The actions complete in an answer so far, float64 [n, dims]."""
         assert self._numbers is not None
         numbers, dims = self._numbers.begun(request.tokens), len(self._codec.names)
         return numbers[: len(numbers) // dims * dims].reshape(-1, dims)
@@ -329,7 +329,7 @@ class Scheduler:
         )
 
     def _drop_overtaken(self) -> None:
-        """Drops requests that a newer one has caught up with: they would finish in the same forward, or later."""
+        """Drops requests that a newer one has caught up with: they would finish in the same forward or later."""
         if self.settings.in_order:
             return
         furthest: dict[str, int] = {}  # by stream

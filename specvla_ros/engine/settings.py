@@ -11,7 +11,7 @@ from specvla_ros.settings.parameter import check, hint, parameter, section, valu
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
 from specvla_ros.speculation.settings import PRESETS, AcceptanceSettings, DraftSettings, Tolerance
 
-if TYPE_CHECKING:  # settings are read where there is no torch
+if TYPE_CHECKING:  # settings are also read without torch
     import torch
 
     from specvla_ros.models.codecs.codec import Codec
@@ -28,24 +28,24 @@ MAX_STREAMS = 256
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine decodes. Raises UserError where a value is out of range."""
+    """How the engine decodes. Raises UserError if a value is out of range."""
 
     ROS_PREFIX: ClassVar[str] = "decode."
 
     mode: str = parameter(
         "ar",
-        "How tokens are decoded. ar: one frame at a time, a token per forward. spec: one frame, a draft tree per "
+        "How tokens are decoded. ar: one frame at a time, one token per forward. spec: one frame, one draft tree per "
         "forward. pipeline (ActionFlow): a forward carries the newest frame's prefill and one token of every frame in "
-        "flight. specpipe: the same with a draft tree of every frame. auto: of these, for each frame, what makes the "
-        "image that the robot acts on youngest, by the ticks and answers so far. With a strict rule all give ar's "
-        "tokens, but for near ties of two tokens in bfloat16 and float16: specvla certify counts them.",
+        "flight. specpipe: the same with a draft tree of every frame. auto: chooses among these for each frame, from "
+        "the ticks and answers so far, to minimize the age of the image that the robot acts on. With the strict rule "
+        "all give ar's tokens, except at near ties of two tokens in bfloat16 and float16: specvla certify counts them.",
         choices=MODES,
         writable=True,
         basic=True,
     )
     max_in_flight: int = parameter(
         0,
-        "Maximum of requests in flight of a robot in pipeline, specpipe and auto; 0: "
+        "Max requests in flight per robot in pipeline, specpipe and auto; 0: "
         f"{_SLOTS['pipeline']}, {_SLOTS['specpipe']} and {_SLOTS['auto']}.",
         minimum=0,
         maximum=64,
@@ -53,56 +53,56 @@ class EngineSettings:
     )
     streams: int = parameter(
         1,
-        "Robots whose frames are decoded together, each with requests in flight of its own: KV slots for all of them.",
+        "Number of robots whose frames are decoded together. Each has its own requests in flight and KV slots.",
         minimum=1,
         maximum=MAX_STREAMS,
     )
     prefill_chunks: int = parameter(
-        1, "Forwards over which pipeline and specpipe spread a prompt.", minimum=1, maximum=16, writable=True
+        1, "Number of forwards over which pipeline and specpipe spread a prompt.", minimum=1, maximum=16, writable=True
     )
     in_order: bool = parameter(
         False,
-        "Finish every frame that was begun, in pipeline and specpipe: actions wait for those of older frames. "
-        "Otherwise a frame is dropped when a newer one overtakes it.",
+        "Finish every started frame in pipeline and specpipe: actions wait for those of older frames. If false, a "
+        "frame is dropped when a newer one overtakes it.",
         writable=True,
     )
-    # A KV slot has rows for it after those of the image.
+    # A KV slot has this many rows after those of the image.
     max_text_tokens: int = parameter(
-        128, "Longest prompt text; a longer instruction is refused.", unit="tokens", minimum=1, maximum=4096
+        128, "Max length of the prompt text; a longer instruction is rejected.", unit="tokens", minimum=1, maximum=4096
     )
     max_reasoning_tokens: int = parameter(
         0,
-        "Longest text that the policy may write before its action; 0: its first token is an action, as OpenVLA's is.",
+        "Max length of the text before the policy's action; 0: its first token is an action, as OpenVLA's is.",
         unit="tokens",
         minimum=0,
         maximum=4096,
     )
     partial_actions: bool = parameter(
         True,
-        "Publish the first actions of an answer while the rest is decoded, as messages with the same stamp. Policies "
-        "that write digits only; never with decode.ensemble.",
+        "Publish the first actions of an answer while the rest is decoded, as messages with the same stamp. Only for "
+        "policies that write digits, and never with decode.ensemble.",
         writable=True,
     )
     tail: str = parameter(
         "whole",
-        "How far an answer is decoded whose first actions are published (decode.partial_actions). whole: to its end. "
-        "needed: until they last until the first action of a newer image that waits, by what an action takes "
-        "(decode.chunk_step_s, or as the checkpoint says).",
+        "How far an answer is decoded once its first actions are published (decode.partial_actions). whole: to its "
+        "end. needed: until the published actions cover the time to the first action of a newer, waiting image, by "
+        "the duration of an action (decode.chunk_step_s, or as the checkpoint says).",
         choices=("whole", "needed"),
         writable=True,
     )
     ensemble: int = parameter(
         0,
-        "Answers whose chunks of actions are averaged where they overlap: the newest counts fully, each before it half "
-        "(VLA-0's evaluation takes 8); 0: none.",
+        "Number of answers whose action chunks are averaged where they overlap: the newest has weight 1, each earlier "
+        "one 0.5 (VLA-0's evaluation uses 8); 0: no averaging.",
         minimum=0,
         maximum=64,
         writable=True,
     )
     chunk_step_s: float = parameter(
         0.0,
-        "Time that one action of a chunk takes, for decode.ensemble, decode.tail and draft.chunk_shift; 0: as the "
-        "checkpoint says, or, where it does not, one action from picture to picture, and whole answers.",
+        "Duration of one action of a chunk, for decode.ensemble, decode.tail and draft.chunk_shift; 0: as the "
+        "checkpoint says. If neither gives it, successive images are one action apart and answers are decoded whole.",
         unit="s",
         minimum=0.0,
         maximum=60.0,
@@ -110,8 +110,8 @@ class EngineSettings:
     )
     max_image_age_s: float = parameter(
         0.0,
-        "An image older than this gets no action, and an action whose image has grown older is not published; "
-        "0 switches the check off, as for recorded images.",
+        "Max age of an image. An older image is dropped, before decoding or when its action is ready; 0 disables the "
+        "check, e.g. for recorded images.",
         unit="s",
         minimum=0.0,
         maximum=3600.0,
@@ -121,8 +121,8 @@ class EngineSettings:
     )
     preset: str = parameter(
         _NO_PRESET,
-        "A paper's own numbers for draft.* and acceptance.*; those that are set beside it win. A node takes it at its "
-        "start.",
+        "A paper's values for draft.* and acceptance.*; explicitly set values take precedence. A node reads it at "
+        "startup only.",
         choices=(_NO_PRESET, *PRESETS),
         presets=PRESETS,
     )
@@ -133,16 +133,16 @@ class EngineSettings:
         check(self)
 
     def check_action_head(self) -> None:
-        """Raises UserError where text may come before the actions: an action head gives no logits to text."""
+        """Raises UserError if text may come before the actions: an action head gives no logits for text."""
         if self.max_reasoning_tokens:
             raise UserError(
-                f"model.action_head gives no logits to text, but decode.max_reasoning_tokens is "
+                f"model.action_head gives no logits for text, but decode.max_reasoning_tokens is "
                 f"{self.max_reasoning_tokens}: set it to 0, or model.action_head to false"
             )
 
     @property
     def followed_preset(self) -> str:
-        """The preset's name, and the values that differ from its own; empty: none."""
+        """The preset's name and the values that differ from it; empty without a preset."""
         if self.preset == _NO_PRESET:
             return ""
         values = values_of(self)
@@ -154,26 +154,26 @@ class EngineSettings:
         return self.mode in _DRAFTING
 
     def step_s(self, codec: "Codec") -> float:
-        """Seconds that an action of a chunk takes; 0: neither these settings nor the checkpoint say."""
+        """Duration of one chunk action in seconds; 0 if neither the settings nor the checkpoint gives it."""
         return self.chunk_step_s or codec.dt_s or 0.0
 
     def tokens_in(self, dtype: "torch.dtype") -> str:
-        """Under what a dtype's tokens are plain decoding's; empty: they are, or nobody said that they would be."""
+        """The condition for tokens to equal plain decoding's in a dtype; empty if they always do, or need not."""
         promised = self.acceptance.rule == "strict" or not self.drafts
         if dtype.itemsize > 2 or not promised or not (self.drafts or self.slots > 1):
             return ""
         name = str(dtype).removeprefix("torch.")
-        return f"plain decoding's but for near ties, which {name} may decide otherwise: specvla certify counts them"
+        return f"plain decoding's except at near ties, which {name} may break differently: specvla certify counts them"
 
     @property
     def tree_nodes(self) -> int:
-        """Maximum of nodes in a request's tree, the root included."""
+        """Max nodes in a request's tree, including the root."""
         return self.draft.nodes if self.drafts else 1
 
     @property
     def slots_per_stream(self) -> int:
         if self.mode not in _PIPELINED or (self.chooses and self.streams > 1):
-            return 1  # several robots share forwards as it is
+            return 1  # several robots already share forwards
         return self.max_in_flight or _SLOTS[self.mode]
 
     @property
@@ -182,12 +182,12 @@ class EngineSettings:
 
     @property
     def chooses(self) -> bool:
-        """Whether it is decided while decoding when the next frame is begun, and how."""
+        """True if the engine decides while decoding when and how the next frame starts."""
         return self.mode == "auto"
 
     @property
     def spreads(self) -> tuple[int, ...]:
-        """Numbers of forwards over which a prompt may be spread."""
+        """The numbers of forwards over which a prompt may be spread."""
         if self.chooses:
             return _SPREADS
         return (self.prefill_chunks if self.mode in _PIPELINED else 1,)
@@ -205,17 +205,17 @@ def engine_settings_from(
     params_file: Path | None = None,
     **keywords: Any,
 ) -> EngineSettings:
-    """Settings as the command line and Python callers give them.
+    """Settings from the arguments of the command line or of Python callers.
 
-    Later ones win: the file, the tolerance, the assignments and keywords, the mode. Raises UserError for a file or
-    tolerance that cannot be read, an unknown name, a value out of range.
+    Later sources take precedence: the file, the tolerance, the assignments and keywords, the mode. Raises UserError for
+    an unreadable file or tolerance, an unknown name, or a value out of range.
 
     Args:
-        mode: value of decode.mode; empty: not given.
-        tolerance: such as 2mm,1.1deg or 5bins, accepted by bin_distance unless another rule is set; 0 or strict: none.
-            Empty: not given.
-        assignments: `name:=value`, with YAML's values; `values`: the same by name.
-        params_file: a ROS parameter file; only its decode.*, draft.* and acceptance.* are taken.
+        mode: value of decode.mode; empty if not given.
+        tolerance: e.g. 2mm,1.1deg or 5bins, applied by bin_distance unless another rule is set; 0 or strict for none.
+            Empty if not given.
+        assignments: `name:=value`, with YAML values; `values`: the same by name.
+        params_file: a ROS parameter file; only its decode.*, draft.* and acceptance.* are read.
         keywords: parameters with underscores for dots (draft_nodes=16), or a field of EngineSettings.
     """
     in_file = merge_parameters([params_file], {}, node="policy") if params_file is not None else {}

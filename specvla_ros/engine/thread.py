@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that drives an engine: calls between ticks, a tick while there is work, and the outcomes handed over.
+"""The thread that drives an engine: runs calls between ticks, ticks while there is work, and delivers the outcomes.
 
-Importing this costs no torch: an engine may be loaded on the thread.
+Importing this module does not import torch: an engine may be loaded on the thread.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Call = Callable[["Engine"], Sequence[Outcome] | None]  # what it returns is handed over
+Call = Callable[["Engine"], Sequence[Outcome] | None]  # its returned outcomes are delivered
 
 
 class EngineThread:
-    """Drives an engine on a thread of its own. Nobody else may use that engine meanwhile.
+    """Drives an engine on its own thread. No other code may use the engine until the thread has ended.
 
-    The methods may be called from any thread. An observation goes to the engine's mailbox at once; everything else is
-    done between two ticks, in the order of the calls. What a call or a tick raises is reported, and the thread goes on.
+    The methods may be called from any thread. An observation goes to the engine's mailbox immediately; all other calls
+    run between two ticks, in order. Exceptions in a call or a tick are reported, and the thread continues.
 
     Args:
-        load: makes the engine, a warm one; called on the thread.
-        on_outcome: called with each action and each dropped frame, on the thread or on that of `submit`.
+        load: returns a warmed-up engine; called on the thread.
+        on_outcome: called with each action and each dropped frame, on this thread or the caller's of `submit`.
         on_fault: called on the thread, in the handler of an unexpected exception, with its traceback.
         on_end: called last on the thread.
     """
@@ -64,11 +64,11 @@ class EngineThread:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine may be used otherwise again."""
+        """True once the thread has ended and other code may use the engine."""
         return not self._thread.is_alive()
 
     def submit(self, observation: Observation) -> None:
-        """Submits the newest observation of its stream; one that still waited is dropped for it."""
+        """Submits the newest observation of its stream and drops the one that still waited."""
         self._loaded.result()
         assert self._engine is not None, "the thread has ended"
         self._hand_over(self._engine.submit(observation))
@@ -76,23 +76,23 @@ class EngineThread:
             self._wake.notify()
 
     def call(self, call: Call) -> None:
-        """Runs a call with the engine; outcomes that it returns are handed over."""
+        """Runs a call with the engine and delivers the outcomes that it returns."""
         with self._wake:
             self._calls.append(call)
             self._wake.notify()
 
     def finish(self) -> None:
-        """Ends the thread when nothing waits and nothing is in flight, and does not wait for that."""
+        """Lets the thread end once nothing waits or is in flight; returns immediately."""
         with self._wake:
             self._finishing = True
             self._wake.notify()
 
     def end(self, last: Call = lambda _: None, timeout_s: float | None = None) -> bool:
-        """Ends the thread after the tick under way and the calls before this one; True if it has ended.
+        """Ends the thread after the current tick and all earlier calls; True if it has ended.
 
         Args:
-            last: the last of them.
-            timeout_s: after which it is no longer waited for; None: never.
+            last: the last call to run.
+            timeout_s: max time to wait for the end; None: no limit.
         """
         with self._wake:
             self._calls.append(last)
@@ -106,7 +106,7 @@ class EngineThread:
         try:
             self._engine = self._load()
         except Exception as error:
-            # An unexpected error's own traceback would keep a half-loaded model alive.
+            # The traceback of an unexpected error would keep a half-loaded model alive.
             self._loaded.set_exception(error if isinstance(error, UserError) else _unexpected(error))
         else:
             self._loaded.set_result(None)
@@ -128,7 +128,7 @@ class EngineThread:
                 self._guarded(self._tick, engine)
 
     def _guarded(self, call: Call, engine: Engine) -> None:
-        """The engine turns the faults of a tick into drops; the thread also survives those around it."""
+        """Runs a call and reports its exceptions; those inside a tick the engine has already turned into drops."""
         try:
             self._hand_over(call(engine) or ())
         except Exception:
@@ -147,37 +147,37 @@ class Decoded:
     """The outcome of an observation."""
 
     outcome: Outcome
-    seconds: float  # of the ticks meanwhile
+    seconds: float  # sum over the ticks until then
 
 
 @dataclass
 class _Waiting:
-    observation: Observation  # kept: its identity is the key
+    observation: Observation  # kept alive, since its identity is the key
     future: Future[Decoded]
     seconds: float = 0.0
 
 
 class SharedEngine(EngineThread):
-    """An engine that many callers share: what waits is packed into each forward, and each gets its own outcome.
+    """An engine shared by many callers: packs waiting observations into common forwards and returns each outcome.
 
     Args:
-        engine: a warm one.
-        tick_time: seconds that a tick counts for, from its work and its seconds here.
+        engine: a warmed-up engine.
+        tick_time: maps a tick's work and measured seconds to the seconds it counts as.
     """
 
     def __init__(
         self, engine: Engine, tick_time: Callable[[TickWork, float], float] = lambda _, seconds: seconds
     ) -> None:
         self._tick_time = tick_time
-        self._waiting: dict[int, _Waiting] = {}  # touched by the thread alone
+        self._waiting: dict[int, _Waiting] = {}  # only accessed by the thread
         super().__init__(
             lambda: engine,
             on_outcome=self._answer,
-            on_fault=lambda trace: _log.error("a robot's request failed; the others go on:\n%s", trace),
+            on_fault=lambda trace: _log.error("a robot's request failed; the others continue:\n%s", trace),
         )
 
     def prepared(self, observation: Observation) -> Pictures | None:
-        """The prepared pictures of an observation; takes some milliseconds of the caller's thread."""
+        """The preprocessed vision input of an observation; takes a few milliseconds of the caller's thread."""
         from specvla_ros.engine.mailbox import pictures_of  # imports torch
 
         self._loaded.result()
@@ -188,7 +188,7 @@ class SharedEngine(EngineThread):
         return pictures
 
     def decode(self, observation: Observation, pictures: Pictures | None = None) -> Future[Decoded]:
-        """Decodes an observation; without the pictures of `prepared`, the engine's thread prepares them."""
+        """Decodes an observation; without the vision input from `prepared`, the engine's thread computes it."""
         future: Future[Decoded] = Future()
 
         def begin(engine: Engine) -> Sequence[Outcome]:
@@ -199,11 +199,11 @@ class SharedEngine(EngineThread):
         return future
 
     def close(self, stream: str) -> None:
-        """Lets a robot go; its waiting observation ends as a drop."""
+        """Removes a robot; its waiting observation ends as a drop."""
         self.call(lambda engine: engine.close(stream))
 
     def stop(self) -> None:
-        """Ends the thread after the tick under way; waiting callers get a drop."""
+        """Ends the thread after the current tick; waiting callers get a drop."""
         self.end(lambda engine: engine.flush())
 
     def _tick(self, engine: Engine) -> Sequence[Outcome]:
@@ -217,11 +217,11 @@ class SharedEngine(EngineThread):
     def _answer(self, outcome: Outcome) -> None:
         waiting = self._waiting.pop(id(outcome.observation), None)
         if waiting is not None:
-            with suppress(InvalidStateError):  # whoever is gone has cancelled it
+            with suppress(InvalidStateError):  # a caller that has gone has cancelled it
                 waiting.future.set_result(Decoded(outcome, waiting.seconds))
 
 
 def _unexpected(error: Exception) -> Exception:
-    """An error whose message tells a developer where it came from."""
+    """An error with the traceback in its message, for developers."""
     where = "".join(traceback.format_exception(error))
     return RuntimeError(f"the policy could not be loaded: {type(error).__name__}: {error}\n{where}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a forward's logits into what each request commits: its tokens, and its keys and values in their final rows."""
+"""Turns a forward's logits into each request's commit: tokens, and keys and values moved to their final rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,17 +27,17 @@ from specvla_ros.speculation.tree import Tree
 
 @dataclass(frozen=True)
 class VerifyInput:
-    """One request's tree in a forward, as the host knows it before."""
+    """One request's tree in a forward, as known to the host before the forward."""
 
     tree: Tree  # drafted tokens; its root may be the prompt's last row
-    position: int  # where the answer so far stands; see `Codec.position`
+    position: int  # position of the answer so far; see `Codec.position`
     slot: int
     root_row: int  # the slot's row of the root
     rule: AcceptanceRule
-    # Last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward added by
-    # it; empty where the rule does not need them.
+    # Last hidden states of the image's rows, [n, hidden] per chunk of the prompt; the forward appends its own. Empty if
+    # the rule does not need them.
     visual: Sequence[Tensor] = ()
-    ids: Sequence[int] = ()  # of prompt and answer up to the root
+    ids: Sequence[int] = ()  # prompt and answer up to the root
 
 
 @dataclass(frozen=True)
@@ -45,43 +45,43 @@ class Commit:
     """The nodes of one request's path, and the token after each of them."""
 
     nodes: tuple[int, ...]  # the nodes whose keys and values join the slot's prefix, the root first
-    # Accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER where that is none.
+    # Accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER if that is NaN.
     tokens: tuple[int, ...]
-    bins_off: tuple[int, ...]  # distance of each token from the target's own choice, in bins
-    why: tuple[int, ...]  # an AcceptReason for each token
-    tokens_on_device: Tensor  # int64 [n], the tokens where the model is
+    bins_off: tuple[int, ...]  # each token's distance in bins from the target's own choice
+    why: tuple[int, ...]  # each token's AcceptReason
+    tokens_on_device: Tensor  # int64 [n], the tokens on the model's device
 
 
 @dataclass(frozen=True)
 class Group:
-    """The requests of a forward that share a rule, with the host's numbers uploaded."""
+    """The requests of a forward that share a rule, with their numbers uploaded from the host."""
 
     parts: tuple[int, ...]  # their indices among the requests of the forward
     rule: AcceptanceRule
-    max_depth: int  # of their trees
+    max_depth: int  # maximum over their trees
     positions: Tensor  # int64 [requests]
     slots: Tensor  # int64 [requests], all different
     root_rows: Tensor  # int64 [requests]
-    rows: Tensor  # int64 [requests, n], each node's row among all trees' nodes; padding has the row after the last
+    rows: Tensor  # int64 [requests, n], each node's row among all trees' nodes; padding: the row after the last
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The host's numbers of a forward's requests, uploaded; `seen`: bool [requests, vocab], the ids up to each root."""
+    """A forward's inputs to verification, uploaded; `seen`: bool [requests, vocab], the ids up to each root."""
 
     groups: list[Group]
     seen: Tensor | None = None
 
 
 class Verifier:
-    """Chooses what each request commits and moves its keys and values, with one read-back for all of them.
+    """Chooses each request's commit and moves its keys and values, with one read-back for all of them.
 
     Args:
-        rule: of the requests that begin from now on; those in flight keep theirs when it is set.
-        max_nodes, max_depth: of a tree.
-        generation: what is done to logits before the largest is taken.
-        vocab_size: of the logits.
-        distances: how far apart tokens are; None: as ids of actions are.
+        rule: the acceptance rule of new requests; requests in flight keep theirs when it is set.
+        max_nodes, max_depth: maxima of a tree.
+        generation: processing of logits before the argmax.
+        vocab_size: size of the logits.
+        distances: distances between tokens; None: those of action ids.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Verifier:
         self._max_nodes, self._max_depth = max_nodes, max_depth
 
     def prepare(self, parts: Sequence[VerifyInput]) -> Prepared:
-        """Uploads the host's numbers before the forward; a copy after it would wait for it.
+        """Uploads the inputs before the forward, since a later copy would wait for it.
 
-        The requests have different slots and the order of their logits.
+        The requests must have different slots and the order of their logits.
         """
         starts = [*accumulate((len(part.tree) for part in parts), initial=0)]
         by_rule: dict[int, list[int]] = {}
@@ -121,8 +121,8 @@ class Verifier:
     ) -> list[Commit]:
         """Chooses every request's path and moves its keys and values.
 
-        The result has logits and choices of the nodes of all trees, requests in order; `hidden`, [nodes, hidden], the
-        last hidden states of each request's tree.
+        `result` has logits and choices for the nodes of all trees, in request order; `hidden` has the last hidden
+        states of each request's tree, [nodes, hidden].
         """
         if not parts:
             return []
@@ -147,9 +147,9 @@ class Verifier:
         return [commits[index] for index in range(len(parts))]
 
     def capture(self, captures: Captures) -> None:
-        """See Capturable: compiles the operators for every size that a tree may have, which serves every rule.
+        """See Capturable: compiles the operators for every possible tree size; the result serves every rule.
 
-        In a tick, a compilation would take as long as many ticks. Nothing is captured and nothing moves.
+        A compilation within a tick would take as long as many ticks. Nothing is captured and no row moves.
         """
         device = self._cache.keys.device
         first = torch.zeros(1, dtype=torch.int64, device=device)
@@ -170,7 +170,7 @@ class Verifier:
                 commit_kv(self._cache.keys, self._cache.values, first, first, path[:, :length])
 
     def release(self) -> None:
-        """See Capturable: compiled operators stay."""
+        """See Capturable: compiled operators are kept."""
 
     def _group(self, parts: Sequence[VerifyInput], indices: Sequence[int], starts: Sequence[int]) -> Group:
         mine = [parts[index] for index in indices]
@@ -232,7 +232,7 @@ def _nodes(tree: Tree) -> Nodes:
 
 
 def _padded_rows(states: Sequence[Tensor]) -> Tensor:
-    """States [n, hidden] of some requests as [requests, n, hidden], padded with zeros."""
+    """Stacks the requests' states [n, hidden] to [requests, n, hidden], padded with zeros."""
     return states[0][None] if len(states) == 1 else pad_sequence([*states], batch_first=True)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees, what drafts them, and which drafted tokens are committed."""
+"""Draft trees, the drafters that grow them, and the rules that decide which drafted tokens are committed."""

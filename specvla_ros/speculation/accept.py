@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafted tokens a verification commits: a rule's input and output, and the walk down the tree."""
+"""Acceptance of drafted tokens: a rule's input and output, and the walk down the tree."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,106 +14,105 @@ from specvla_kernels.accept_within import Within
 from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 
-NOT_A_NUMBER = NO_TOKEN  # in place of a token: the target's logits hold a NaN
+NOT_A_NUMBER = NO_TOKEN  # instead of a token if the target's logits hold a NaN
 
 
 class AcceptReason(IntEnum):
-    """Why a drafted token was taken, or not."""
+    """The reason why a token was committed or rejected."""
 
-    TARGET = walk.TARGET  # the target's own token, not drafted
-    EXACT = 1  # drafted, and the target's own choice
-    NEAR = 2  # within the bins of tolerance
-    DEFERRED = 3  # the target was unsure, and what follows it agrees with
+    TARGET = walk.TARGET  # not drafted: the target's own token
+    EXACT = 1  # drafted and the target's own choice
+    NEAR = 2  # within the tolerance in bins
+    DEFERRED = 3  # the target was uncertain, and the following tokens agree with it
     IRRELEVANT = 4  # among the tokens that depend least on the image
-    SHIFTED = 5  # the target's own choice is drafted in another place
+    SHIFTED = 5  # the target's own choice is drafted at another position
     REJECTED = 6
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The trees of several requests after their forward, as an acceptance rule sees them."""
+    """Input to an acceptance rule: the trees of several requests after their forward."""
 
     trees: Trees  # the drafts, and the target's greedy choice after each node; padded to n nodes
     actions: ActionIds
     max_depth: int
-    logits: Tensor  # float32 [rows, vocab], the target's, of all trees' nodes; see `of_nodes`
-    # int64 [requests, n], each node's row of the logits; padding has any. None: one request, its rows in order.
+    logits: Tensor  # float32 [rows, vocab], the target's logits for all trees' nodes; see `of_nodes`
+    # int64 [requests, n], each node's row of the logits; arbitrary for padding. None: one request, rows in order.
     rows: Tensor | None = None
     # [requests, n, hidden], the target's last hidden states, after the final norm, for rules that need them.
     hidden: Tensor | None = None
-    visual: Tensor | None = None  # [requests, image_tokens, hidden], those of the image's rows; likewise
-    distances: TokenDistances | None = None  # how far apart tokens are; None: as ids of actions are
+    visual: Tensor | None = None  # [requests, image_tokens, hidden], the same for the image's rows
+    distances: TokenDistances | None = None  # distances between tokens; None: those of action ids
 
     @cached_property
     def comparison(self) -> Comparison:
-        """Each node beside the target's own choice."""
+        """Each node compared with the target's own choice."""
         return self.actions.compare(self.trees)
 
     @cached_property
     def measured(self) -> Comparison:
-        """The same, with the codec's own distances; more launches where tokens are no bins."""
+        """The comparison with the codec's own distances; takes more launches if tokens are not bins."""
         distances = self.distances
         return self.comparison if distances in (None, self.actions) else distances.compare(self.trees)
 
     @property
     def exact(self) -> Tensor:
-        """Bool [requests, n]: the node's token is the target's own choice."""
+        """Bool [requests, n]: True if the node's token is the target's own choice."""
         return self.comparison.exact
 
     @property
     def on_path(self) -> Tensor:
-        """Bool [requests, n, n]: column j is an ancestor of row e, or e itself."""
+        """Bool [requests, n, n]: True if column j is an ancestor of row e, or e itself."""
         return self.trees.on_path
 
     def of_nodes(self, values: Tensor) -> Tensor:
-        """Values of each row of the logits, by request and node: [rows, …] to [requests, n, …]."""
+        """Rearranges values per row of the logits by request and node: [rows, …] to [requests, n, …]."""
         return values[None] if self.rows is None else values[self.rows]
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The decision of a rule."""
+    """A rule's decision."""
 
-    # bool [requests, n, n] or [requests, 1, n]; row e, column j: on a path that ends at node e, node j may be
-    # committed. Read where j is an ancestor of e, or e itself; not at the root.
+    # bool [requests, n, n] or [requests, 1, n]; row e, column j: node j may be committed on a path that ends at node e.
+    # Only read if j is an ancestor of e, or e itself; not read at the root.
     mask: Tensor
-    reasons: Tensor  # int64 [requests, n], an AcceptReason for each node that is accepted
-    # The comparison that the rule used, which is reported; None: `Verification.comparison`.
+    reasons: Tensor  # int64 [requests, n], the AcceptReason of each accepted node
+    # The comparison used by the rule, which is reported; None: `Verification.comparison`.
     comparison: Comparison | None = None
 
 
 class AcceptanceRule(Protocol):
-    """Decides which paths may be committed; runs on the device and reads nothing back."""
+    """Decides which paths may be committed. It runs on the device and must not read anything back."""
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether `Verification.hidden` must be there."""
+        """True if the rule needs `Verification.hidden`."""
 
     @property
     def needs_visual(self) -> bool:
-        """Whether `Verification.visual` must be there."""
+        """True if the rule needs `Verification.visual`."""
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Which nodes are accepted."""
+        """Decides which nodes are accepted."""
 
 
 @runtime_checkable
 class ByDistance(Protocol):
-    """A rule by each token's distance alone may declare which it accepts: its verification is one launch then.
+    """A rule that depends only on each token's distance; declaring its bounds reduces verification to one launch.
 
-    It takes bins' distances, as `ActionIds` counts them; `accept` says the same for all others.
+    The bounds apply to distances in bins, as counted by `ActionIds`. `accept` must decide the same for other codecs.
     """
 
     @property
     def within(self) -> Within:
-        """The bounds of what it accepts."""
+        """The bounds of the accepted distances."""
 
 
 def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:
-    """Commits the longest path of each request that the rule allows; see `accept_tree` for ties and the result.
+    """Commits each request's longest path allowed by the rule; see `accept_tree` for ties and the result.
 
-    The published Spec-VLA code takes the first of the longest paths, even where an exact sibling of its last token
-    exists.
+    The published Spec-VLA code takes the first of the longest paths, even if an exact sibling of its last token exists.
     """
     accepted = rule.accept(verification)
     comparison = accepted.comparison or verification.comparison

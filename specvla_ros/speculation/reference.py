@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding in one plain function: what the engine does for one request, without its batches and devices.
+"""Speculative decoding in one plain function: the engine's work for one request, without batching or device code.
 
-The tests hold the engine against it, forward by forward.
+Tests compare the engine with it forward by forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ class Node:
     """A drafted token."""
 
     token: int
-    parent: int  # index of the node that it follows, which comes before it; -1: the root, the answer's last token
-    log_prob: float = 0.0  # the draft's log-probability of the path that ends with it
+    parent: int  # index of an earlier node that it follows; -1: the root, the answer's last token
+    log_prob: float = 0.0  # the draft's log-probability of the path to this node
 
 
 @dataclass(frozen=True)
 class Path:
-    """Accepted nodes from the root down; `distance` is how far they are from the target's own choices, added up."""
+    """Accepted nodes from the root down; `distance` is the sum of their distances to the target's own choices."""
 
     nodes: tuple[int, ...] = ()
     distance: int = 0
@@ -34,22 +34,22 @@ def decode(
 ) -> list[list[int]]:
     """Decodes one answer.
 
-    Each turn drafts a tree of tokens that may come next, and lets the target look at all of them in one forward: every
-    node attends to the prompt, the answer and its own ancestors, so that the target's choice after a node is the one
-    that it would make had the node's path been its answer. A node is accepted where its parent is and where the rule
-    lets its token stand for the target's choice after the parent. The longest accepted path is committed, and after it
-    the target's own next choice, which costs nothing more. With `strict` the result is the target's greedy answer.
+    Each turn drafts a tree of possible next tokens and evaluates all of them in one forward of the target. Every node
+    attends to the prompt, the answer and its own ancestors, so the target's choice after a node is the one it would
+    make if the node's path were its answer. A node is accepted if its parent is accepted and the rule accepts its token
+    in place of the target's choice after the parent. The longest accepted path is committed, followed by the target's
+    own next choice at no extra cost. With `strict` the result is the target's greedy answer.
 
-    Of equally long paths the one nearest to the target's choices is taken, then the likelier draft, then the first.
+    Ties between equally long paths: nearest to the target's choices, then most likely draft, then first.
 
     Args:
-        draft: from the answer so far to a tree; an empty one makes this plain decoding.
-        target: from the answer so far and a tree to the target's choices, after the root and after each node.
-        rule: from a drafted token, the target's choice there and the position in the answer to the distance of
-            the two; None: not accepted.
+        draft: maps the answer so far to a tree; with empty trees this is plain decoding.
+        target: maps the answer so far and a tree to the target's choices, after the root and after each node.
+        rule: maps a drafted token, the target's choice there and the position in the answer to their distance; None:
+            not accepted.
 
     Returns:
-        The tokens that each forward commits; the last forward's are cut at the answer's end.
+        The tokens committed by each forward; the last forward's are cut at the answer's end.
     """
     answer: list[int] = []
     commits: list[list[int]] = []
@@ -74,7 +74,7 @@ def decode(
 
 
 def strict(token: int, wanted: int, position: int) -> int | None:
-    """Accepts the target's own choice alone."""
+    """Accepts only the target's own choice."""
     return 0 if token == wanted else None
 
 
@@ -82,7 +82,7 @@ def bin_distance(bins: Sequence[int], bin_of: Callable[[int], int | None]) -> Ca
     """Accepts action tokens within a number of bins of the target's choice (Spec-VLA).
 
     Args:
-        bins: tolerance of each position.
+        bins: tolerance at each position.
         bin_of: bin of an action token; None for text.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of speculation; without torch, so that a node can check them before anything is loaded.
+"""Settings of speculation. Needs no torch, so that a node can check them before loading anything.
 
-Settings of one rule or drafter are declared in its own file, and are here as a group by its name.
+Each rule and drafter declares its settings in its own file; they appear here as a group with its name.
 """
 
 import math
@@ -20,7 +20,7 @@ RULES = Registry(
     "specvla_ros.rules",
     [f"specvla_ros.speculation.rules.{name}" for name in ("strict", "bin_distance", "fly", "lvspec", "composite")],
 )
-# Drafters take their nodes of a tree in their order; one that takes all that is left comes last.
+# Drafters take nodes of a tree in their order; a drafter that takes all remaining nodes comes last.
 DRAFTERS = Registry(
     "specvla_ros.drafters",
     [
@@ -38,30 +38,30 @@ _MAX_BINS = 254
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """Where drafted tokens come from. Raises UserError where a value is out of range, or two do not fit together."""
+    """The sources of drafted tokens. Raises UserError if a value is out of range or two values conflict."""
 
     ROS_PREFIX: ClassVar[str] = "draft."
 
     head: str = parameter(
         "",
-        "Directory of the draft head; empty: the folder `draft` of the checkpoint if there is one; none: no head.",
+        "Directory of the draft head; empty: the checkpoint's `draft` folder if it exists; none: no head.",
         basic=True,
     )
-    fallback_to_ar: bool = parameter(False, "Decode plainly, with a warning, when no draft can be had.")
-    top_k: int = parameter(8, "Children per node that a draft tree considers.", minimum=1, maximum=_MAX_NODES)
-    # EAGLE's and Spec-VLA's code counts one less: its 4 is 5 here.
+    fallback_to_ar: bool = parameter(False, "Decode plainly, with a warning, if no drafter is available.")
+    top_k: int = parameter(8, "Number of children considered per node of a draft tree.", minimum=1, maximum=_MAX_NODES)
+    # EAGLE's and Spec-VLA's code counts one less: 4 there is 5 here.
     depth: int = parameter(
-        5, "Drafted tokens on a draft tree's longest path.", unit="tokens", minimum=1, maximum=_MAX_NODES - 1
+        5, "Max drafted tokens on a path of a draft tree.", unit="tokens", minimum=1, maximum=_MAX_NODES - 1
     )
-    nodes: int = parameter(50, "Nodes of a draft tree, the root included.", minimum=1, maximum=_MAX_NODES, basic=True)
+    nodes: int = parameter(50, "Max nodes of a draft tree, root included.", minimum=1, maximum=_MAX_NODES, basic=True)
     children: str = parameter(
         "top_k",
-        "How children are chosen: the likeliest (top_k), or those whose tolerance covers most of the draft's mass "
-        "(window_mass).",
+        "How children are chosen: the most likely tokens (top_k), or those whose tolerance windows together cover most "
+        "of the draft's probability (window_mass).",
         choices=CHILDREN,
     )
     whole_vocabulary: bool = parameter(
-        False, "The head drafts among all ids, as published, not only those that the answer may have: slower."
+        False, "Let the head draft from all ids, as published, instead of only those possible in an answer; slower."
     )
     drafters: Groups = groups(DRAFTERS.settings)
 
@@ -70,39 +70,39 @@ class DraftSettings:
         if self.beam_nodes > _MAX_NODES:
             raise UserError(
                 f"draft.top_k {self.top_k} with draft.depth {self.depth} takes {self.beam_nodes} nodes in one forward "
-                f"of the draft head, which holds {_MAX_NODES}: lower one of them"
+                f"of the draft head, but the maximum is {_MAX_NODES}: lower one of them"
             )
 
     def head_directory(self, checkpoint: Path) -> Path | None:
-        """Where the draft head of a checkpoint is looked for; None: nowhere."""
+        """The directory to search for a checkpoint's draft head; None for no head."""
         if self.head == NO_HEAD:
             return None
         return Path(self.head).expanduser() if self.head else checkpoint / DRAFT_FOLDER
 
     @property
     def beam_nodes(self) -> int:
-        """Nodes that the draft head itself runs over: all depths but the last."""
+        """Number of nodes that the draft head itself processes: all depths but the last."""
         return self.top_k * (self.depth - 1)
 
 
 @dataclass(frozen=True)
 class AcceptanceSettings:
-    """Which drafted tokens are accepted. Raises UserError as DraftSettings does."""
+    """The conditions for accepting drafted tokens. Raises UserError as DraftSettings does."""
 
     ROS_PREFIX: ClassVar[str] = "acceptance."
 
     rule: str = parameter(
         "strict",
-        "Which drafted tokens are accepted; strict: the policy's own choice alone, so that only rounding may change an "
-        "answer (decode.mode); composite: bin_distance for actions, strict for numbers in text, fly for other text.",
+        "Acceptance rule for drafted tokens. strict: only the policy's own choice, so that only rounding may change an "
+        "answer (decode.mode). composite: bin_distance for actions, strict for numbers in text, fly for other text.",
         choices=RULES.names,
         writable=True,
         basic=True,
     )
     bins: tuple[int, ...] = parameter(
         (0,),
-        "Tolerance of bin_distance: one number for all moving dimensions, or one for each; of digits in units of a "
-        "number's last place, of FAST tokens in steps of a coefficient.",
+        "Tolerance of bin_distance: one number for all motion dimensions, or one per dimension. For digits in units of "
+        "a number's last place, for FAST tokens in steps of a coefficient.",
         unit="bins",
         minimum=0,
         maximum=_MAX_BINS,
@@ -110,7 +110,7 @@ class AcceptanceSettings:
     )
     tolerance_m: float = parameter(
         0.0,
-        "Tolerance of bin_distance for x, y, z, in place of bins; 0: none.",
+        "Tolerance of bin_distance for x, y, z, instead of bins; 0: none.",
         unit="m",
         minimum=0.0,
         maximum=1.0,
@@ -119,7 +119,7 @@ class AcceptanceSettings:
     )
     tolerance_rad: float = parameter(
         0.0,
-        "Tolerance of bin_distance for roll, pitch, yaw, in place of bins; 0: none.",
+        "Tolerance of bin_distance for roll, pitch, yaw, instead of bins; 0: none.",
         unit="rad",
         minimum=0.0,
         maximum=3.2,
@@ -128,7 +128,7 @@ class AcceptanceSettings:
     )
     gripper_bins: int = parameter(
         0,
-        "Tolerance for dimensions that the checkpoint's statistics do not scale: the gripper.",
+        "Tolerance for dimensions not scaled by the checkpoint's statistics, i.e. the gripper.",
         unit="bins",
         minimum=0,
         maximum=_MAX_BINS,
@@ -142,7 +142,7 @@ class AcceptanceSettings:
             raise UserError("acceptance.bins is empty: give one number, or one per action dimension")
         if any(self.bins) and (self.tolerance_m or self.tolerance_rad):
             raise UserError(
-                "acceptance.bins and acceptance.tolerance_m / tolerance_rad say the same thing: set bins, or the others"
+                "acceptance.bins and acceptance.tolerance_m / tolerance_rad are exclusive: set bins, or the others"
             )
 
 
@@ -150,9 +150,9 @@ Settings = TypeVar("Settings", DraftSettings, AcceptanceSettings)
 
 
 def adjusted(settings: Settings, **values: Any) -> Settings:
-    """The same settings with other values, by the parameter's name without prefix: `temporal=True` is draft.temporal.
+    """Returns the settings with values changed, by parameter name without prefix: `temporal=True` is draft.temporal.
 
-    Raises UserError where there is no such parameter, or a value is out of range.
+    Raises UserError if there is no such parameter or a value is out of range.
     """
     paths = {declared.name.removeprefix(settings.ROS_PREFIX): declared.path for declared in walk(settings)}
     for name in values:
@@ -169,17 +169,17 @@ _EXAMPLE = "write it as 2mm,1.1deg, or 2mm, or 1deg, or 5bins"
 
 @dataclass(frozen=True, order=True)
 class Tolerance:
-    """How far an action token may be from the target's own choice; of two, the one with more mm is the larger."""
+    """Max distance of an action token from the target's own choice; tolerances are ordered by mm first."""
 
-    mm: float = 0.0  # of x, y, z; 0: strict
-    degrees: float = 0.0  # of roll, pitch, yaw
-    bins: int = 0  # of every moving dimension, in place of both
+    mm: float = 0.0  # for x, y, z; 0: strict
+    degrees: float = 0.0  # for roll, pitch, yaw
+    bins: int = 0  # for every motion dimension, instead of both
 
     @staticmethod
     def parse(text: str) -> "Tolerance":
-        """Reads one; `0` and `strict` are none. Raises UserError for any other text that is no tolerance."""
+        """Parses a tolerance; `0` and `strict` mean none. Raises UserError for any other invalid text."""
         if not isinstance(text, str):
-            raise UserError(f"a tolerance must be text, got {text!r}; {_EXAMPLE}")
+            raise UserError(f"a tolerance must be a string, got {text!r}; {_EXAMPLE}")
         if text.strip() in _STRICT:
             return Tolerance()
         found: dict[str, float] = {}
@@ -191,10 +191,10 @@ class Tolerance:
                 number = math.nan
             unit = match[2].removesuffix("s") if match else ""
             if not number > 0 or unit in found:
-                raise UserError(f"'{text}' is no tolerance; {_EXAMPLE}")
+                raise UserError(f"invalid tolerance '{text}'; {_EXAMPLE}")
             found[unit] = number
         if "bin" in found and (len(found) > 1 or not found["bin"].is_integer()):
-            raise UserError(f"'{text}' is no tolerance: bins are whole, and stand alone; {_EXAMPLE}")
+            raise UserError(f"invalid tolerance '{text}': bins must be a whole number without other parts; {_EXAMPLE}")
         return Tolerance(found.get("mm", 0.0), found.get("deg", 0.0), int(found.get("bin", 0)))
 
     @property
@@ -212,10 +212,10 @@ class Tolerance:
 
 
 def _spec_vla(r: int) -> dict[str, Any]:
-    """Spec-VLA, section 5.1 and table 4: r bins for every token, the gripper's too; 50 nodes, top-8.
+    """Spec-VLA, section 5.1 and table 4: r bins for every token including the gripper's, 50 nodes, top-8.
 
-    Its tree depth is 4 in the text and 5 in the table, as its code counts the root's children as depth 0. The text does
-    not say which ids are drafted; its code takes the likeliest of all.
+    The tree depth is 4 in the text and 5 in the table, since its code counts the root's children as depth 0. The text
+    does not say which ids are drafted; the code takes the most likely of all.
     """
     tree = {"draft.top_k": 8, "draft.depth": 5, "draft.nodes": 50}
     children = {"draft.children": "top_k", "draft.whole_vocabulary": True}
@@ -224,20 +224,20 @@ def _spec_vla(r: int) -> dict[str, Any]:
 
 
 def _fly(k: int) -> dict[str, Any]:
-    """FLy: W = 6, theta = 0.3, and a chain of K tokens of a draft model, which prompt lookup drafts for in turn.
+    """FLy: W = 6, theta = 0.3, and a chain of K tokens from a draft model, itself accelerated by prompt lookup.
 
-    The text does not say how many tokens a lookup drafts; 10 are prompt lookup decoding's own.
+    The text does not say how many tokens a lookup drafts; 10 is prompt lookup decoding's own number.
     """
     numbers = {"acceptance.fly_theta": 0.3, "acceptance.fly_window": 6, "acceptance.fly_entropy": "paper"}
     return {"acceptance.rule": "fly", **numbers, **_chain(k), "draft.model_lookup_tokens": 10}
 
 
 def _lvspec() -> dict[str, Any]:
-    """LVSpec, section 4: lambda = 0.7, N = 10, K = 10, and a position shift without bound.
+    """LVSpec, section 4: lambda = 0.7, N = 10, K = 10, and an unbounded position shift.
 
-    Its two drafters, a smaller model (Std.-SD) and the target itself (Self-SD), see a tenth of the image's tokens, at
-    even distances. The drafter, and where the smaller model lies, are set beside the preset; the one that `draft.model`
-    loads sees the whole image.
+    Its two drafters, a smaller model (Std.-SD) and the target itself (Self-SD), see a tenth of the image's tokens,
+    evenly spaced. The drafter and the smaller model's directory are set in addition to the preset. A model loaded by
+    `draft.model` sees the whole image.
     """
     numbers = {"acceptance.lvspec_loose_share": 0.7, "acceptance.lvspec_top_n": 10, "acceptance.lvspec_shift": 63}
     pruned = {"draft.self_image_share": 0.1, "draft.self_keep": "uniform"}
@@ -248,8 +248,7 @@ def _chain(k: int) -> dict[str, Any]:
     return {"draft.head": "none", "draft.nodes": 1 + k, "draft.model_tokens": k}
 
 
-# The papers' own numbers, as values of parameters by their full names. Nothing is in two places: a rule's defaults are
-# what serves a robot, these are what a paper says.
+# The papers' values of parameters, by full name. They are separate from a rule's defaults, which are chosen for robots.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "spec-vla-paper": _spec_vla(9),
     "spec-vla-paper-long": _spec_vla(5),  # LIBERO-Long

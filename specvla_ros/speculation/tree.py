@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft tree: drafted tokens and their ancestry, on the device; and chains that the host knows, as one."""
+"""The draft tree: drafted tokens and their ancestry on the device, and trees made from chains on the host."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Tree:
 
     tokens: Tensor  # int64 [n]
     ancestry: Ancestry  # of the n nodes; only the root's parent is -1
-    # float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf if unknown.
+    # float32 [n], the draft's log-probability of the path to the node: 0 at the root, -inf if unknown.
     log_probs: Tensor
     valid: Tensor  # bool [n]; False marks padding, which is never accepted. The root is valid
-    relaxable: Tensor  # bool [n]; False: the node is accepted only if it is the target's own choice, whatever the rule
-    depth: int  # no node is deeper; known to the host
+    relaxable: Tensor  # bool [n]; False: accepted only if it is the target's own choice, regardless of the rule
+    depth: int  # upper bound of the nodes' depths, known to the host
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     @staticmethod
     def from_root(root: Tensor) -> Tree:
-        """The tree of a plain decode step: int64 [] or [1] to one node."""
+        """The one-node tree of a plain decode step, from a token, int64 [] or [1]."""
         return replace(_single(root.device), tokens=root.reshape(1))
 
     def joined_with(self, other: Tree) -> Tree:
-        """Both trees' drafted nodes below their common root, without reading either.
+        """Merges both trees' drafted nodes below their common root, without reading their values.
 
-        A token that both hold is there twice; it is then accepted once.
+        A token in both trees occurs twice in the result, but is accepted only once.
         """
         import torch
 
@@ -48,7 +48,7 @@ class Tree:
             return self
         if len(self) == 1:
             return other
-        # Its root is this one's; its other nodes come after all of this one's.
+        # The other's root becomes this one's; its other nodes follow all of this one's.
         mine, above, n = self.ancestry, other.ancestry.parents[1:], len(self)
         return Tree(
             tokens=torch.cat((self.tokens, other.tokens[1:])),
@@ -64,7 +64,7 @@ class Tree:
         )
 
 
-@cache  # nothing but its token differs: a tree of one node launches nothing
+@cache  # only its token varies, so making a one-node tree launches nothing
 def _single(device: torch.device) -> Tree:
     import torch
 
@@ -78,17 +78,17 @@ def _single(device: torch.device) -> Tree:
 
 @dataclass(frozen=True)
 class Branches:
-    """Chains that begin at the root, with common beginnings joined."""
+    """Chains that start at the root, with common prefixes merged."""
 
     tokens: tuple[int, ...]
-    parents: tuple[int, ...]  # of each node, as an index into these nodes; -1: the root
+    parents: tuple[int, ...]  # index of each node's parent among these nodes; -1: the root
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @staticmethod
     def from_chains(chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int) -> Branches:
-        """Joins chains, each cut to `max_depth` tokens; beyond `max_nodes` in all, the last tokens are left out."""
+        """Merges chains, each cut to `max_depth` tokens; tokens beyond `max_nodes` in total are left out."""
         whole = [max_depth] * len(chains)
         return Branches.level_by_level(chains, max_depth=max_depth, max_nodes=max_nodes, paces=whole)
 
@@ -96,9 +96,9 @@ class Branches:
     def level_by_level(
         chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int, paces: Sequence[int] = ()
     ) -> Branches:
-        """Joins chains that grow together: where nodes run out, all of them end at the same depth, or one before.
+        """Merges chains grown in turn, so that all end within one level of each other when nodes run out.
 
-        `paces` are the tokens that each chain grows by in its turn, and so its share of the nodes; by default one.
+        `paces` is the number of tokens that each chain grows by per turn, i.e. its share of the nodes; 1 by default.
         """
         nodes: dict[tuple[int, int], int] = {}
         ends, grown, growing = [-1] * len(chains), [0] * len(chains), True
@@ -122,10 +122,10 @@ class Branches:
         return max(depths, default=0)
 
     def tree(self, root: Tensor, *, relaxable: bool) -> Tree:
-        """The branches below a root, int64 [] or [1].
+        """Returns the tree of these branches below a root, int64 [] or [1].
 
-        Their probability is unknown: their log_probs are -inf, the last in a tie. `relaxable`: whether they may be
-        accepted where they are not the target's own choice.
+        Their probability is unknown: log_probs are -inf, which loses ties. `relaxable`: whether nodes other than the
+        target's own choice may be accepted.
         """
         import torch
 

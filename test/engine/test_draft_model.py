@@ -118,7 +118,7 @@ def test_a_tick_counts_the_draft_models_forwards_rows_and_images(actor: OpenVLAT
 
 
 def test_a_preset_of_a_chain_asks_for_a_draft_model(actor: OpenVLATarget) -> None:
-    with pytest.raises(UserError, match=r"nothing to draft with.*draft\.model"):
+    with pytest.raises(UserError, match=r"has no drafter.*draft\.model"):
         Engine(actor, engine_settings_from(mode="spec", preset="fly-paper"))
     chosen = engine_settings_from(mode="spec", preset="fly-paper", draft_model=str(actor.directory / "model"))
     engine = Engine(actor, chosen)
@@ -139,10 +139,10 @@ def test_another_vocabulary_is_refused(actor: OpenVLATarget, tmp_path: Path) -> 
     assert '"q": ' in text and '"z": ' in text
     swapped = text.replace('"q": ', '"?q": ').replace('"z": ', '"q": ').replace('"?q": ', '"z": ')
     (other / "tokenizer.json").write_text(swapped)
-    refused(actor, other, r"cannot draft for .*: their tokenizers differ, 'q' is token \d+ there and \d+ here")
+    refused(actor, other, r"cannot draft for .*: their tokenizers differ, e\.g\. 'q' is token \d+ and \d+$")
     wider = write_checkpoint(tmp_path / "wider")
     edit_json(wider / "config.json", lambda config: config.update(pad_to_multiple_of=32))
-    refused(actor, wider, r"cannot draft for .*: its action tokens are \d+ to \d+ for 255 bins, and the policy's")
+    refused(actor, wider, r"cannot draft for .*: its action tokens are \d+ to \d+ for 255 bins, but the policy's are")
     refused(actor, tmp_path / "nowhere", r"draft\.model: .*nowhere")
 
 

@@ -109,7 +109,7 @@ def test_without_it_an_answer_is_its_own(answers: int) -> None:
 
 def test_answers_of_one_action_have_nothing_to_average(tmp_path: Path) -> None:
     policy = load_openvla(write_checkpoint(tmp_path / "openvla"), device="cpu")
-    with pytest.raises(UserError, match=r"decode.ensemble is for policies that answer with several actions"):
+    with pytest.raises(UserError, match=r"decode.ensemble needs a policy that answers with several actions"):
         Engine(policy, EngineSettings(ensemble=8))
 
 

@@ -132,9 +132,9 @@ DRAFTS = {
 # What is refused, and with which words.
 _BINS = ("bins", "text, then bins", "three cameras and a state")
 _SINGLE = ("bins", "text, then bins", "three cameras and a state", "nora", "vla-0", "pi0-fast")
-REFUSED = {(kind, "chunk shift"): "this one gives a single one: set draft.temporal" for kind in _SINGLE}
-REFUSED |= {(kind, "head, window mass"): "counts bins" for kind in KINDS if kind not in _BINS}
-REFUSED |= {("pi0-fast", draft): "draft.self_tokens leaves image rows out" for draft in ("self", "several")}
+REFUSED = {(kind, "chunk shift"): "this one gives a single action: set draft.temporal" for kind in _SINGLE}
+REFUSED |= {(kind, "head, window mass"): "needs a policy that writes bins" for kind in KINDS if kind not in _BINS}
+REFUSED |= {("pi0-fast", draft): "draft.self_tokens omits image rows" for draft in ("self", "several")}
 SPEC: dict[str, dict[str, Any]] = {
     "spec": {"mode": "spec"},
     "spec, two chunks": {"mode": "spec", "prefill_chunks": 2},

@@ -112,13 +112,13 @@ def test_frames_out_of_order_and_of_unknown_robots_are_dropped() -> None:
     assert of.last_stamp_ns == 0 and of.submit(frame("left", 2 * SECOND)) == []
     for stamp_ns, ago in ((2 * SECOND, "0.000"), (SECOND // 2, "1.500")):
         [drop] = of.submit(frame("left", stamp_ns))
-        assert (drop.reason, drop.detail) == (DropReason.OUT_OF_ORDER, f"{ago} s before the last frame taken")
+        assert (drop.reason, drop.detail) == (DropReason.OUT_OF_ORDER, f"{ago} s older than the last accepted frame")
     assert of.submit(frame("right", 5 * SECOND)) == [] and of.streams == ("left", "right")
     assert of.last_stamp_ns == 5 * SECOND
     [drop] = of.submit(frame("third", 1))
     assert (drop.reason, drop.detail) == (
         DropReason.TOO_MANY_STREAMS,
-        "decode.streams is 2, and 'left', 'right' came before",
+        "decode.streams is 2, already used by 'left', 'right'",
     )
     assert not of.open("third", budget_s=0.0, priority=0) and Mailbox(None).limit == 1
     of.take_any_stamp("left")

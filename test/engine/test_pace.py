@@ -175,7 +175,7 @@ def test_a_device_whose_ticks_have_become_slower_is_named_and_chosen_by_as_it_is
         chooser.times.add(kind, 0.04)
     assert str(chooser) == "one frame at a time, drafting", "a few ticks are no sign"
     chooser.times.add(kind, 0.04)
-    assert str(chooser).endswith("; ticks take 2 times as long as in configure, and are chosen by as they are now")
+    assert str(chooser).endswith("; ticks take 2 times as long as in configure; the choice uses current times")
     seconds = chooser.times.seconds(kind)
     assert seconds is not None and abs(seconds - 0.04) < 0.002, "it is learnt anew from ticks"
     for _ in range(100):

@@ -65,7 +65,7 @@ class BrokenDigits(DigitsCodec):
     """Its answers are found to stand for no action at their end."""
 
     def problem(self, tokens: Sequence[int]) -> str:
-        return "12 numbers in place of 56"
+        return "12 numbers instead of 56"
 
 
 def broken(target: Target) -> Target:
@@ -117,7 +117,7 @@ def test_an_answer_that_breaks_its_grammar_after_its_first_actions_is_dropped_as
     engine = engine_of(broken(policy()))
     *begun, last = outcomes_of(engine, [frame(1)])
     assert begun and all(isinstance(each, Action) and each.partial for each in begun)
-    assert isinstance(last, Drop) and (last.reason, last.detail) == (DropReason.BROKEN_OFF, "12 numbers in place of 56")
+    assert isinstance(last, Drop) and (last.reason, last.detail) == (DropReason.BROKEN_OFF, "12 numbers instead of 56")
     engine.takes_partial = False
     (only,) = outcomes_of(engine, [frame(2)])
     assert isinstance(only, Drop) and only.reason is DropReason.NOT_AN_ACTION

@@ -156,14 +156,14 @@ def test_a_lost_gpu_is_asked_once_and_every_frame_says_what_to_do(
         monkeypatch.setattr(engine.runner, "run", gone)
     else:
         monkeypatch.setattr(engine.runner, "embed", gone)
-    monkeypatch.setattr(engines, "device_fault", lambda _: "cuda:0 computes no more (CUDA error): restart this process")
+    monkeypatch.setattr(engines, "device_fault", lambda _: "cuda:0 has failed (CUDA error): restart this process")
     for stamp in range(2, 7):
         outcome = engine.act(frame(stamp))
         assert isinstance(outcome, Drop) and outcome.reason is DropReason.ENGINE_FAULT
         assert "restart this process" in outcome.detail
         assert not engine.busy, "nobody has a reason to tick again"
     assert calls == 1
-    assert sum("every frame is dropped from now on" in record.message for record in caplog.records) == 1
+    assert sum("all further frames are dropped" in record.message for record in caplog.records) == 1
     assert "restart this process" in engine.describe()["fault"]
 
 

@@ -41,7 +41,7 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
 def test_two_segments_of_a_slot_must_follow_each_other() -> None:
     root = Segment(0, 5, tokens(1), ancestry=Ancestry.from_parents((-1,)))
     for first in (Segment(0, 0, tokens(1)), Segment(0, 4, tokens(1), ancestry=Ancestry.from_parents((-1,)))):
-        with pytest.raises(ValueError, match="do not follow each other"):
+        with pytest.raises(ValueError, match="are not contiguous"):
             pack([first, root], 16, embed)
     assert pack([Segment(0, 4, tokens(1)), root], 16, embed).layout.positions.tolist() == [4, 5]
 

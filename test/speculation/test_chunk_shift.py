@@ -307,5 +307,5 @@ def test_it_changes_no_token(policy: Path, mode: str) -> None:
 
 def test_a_policy_of_single_actions_has_no_chunk_to_shift() -> None:
     settings = EngineSettings("spec", draft=adjusted(DraftSettings(), chunk_shift=True))
-    with pytest.raises(UserError, match=r"draft\.chunk_shift is for policies that answer with several actions"):
+    with pytest.raises(UserError, match=r"draft\.chunk_shift needs a policy that answers with several actions"):
         Engine(load_target(nano_policy(), device="cpu"), settings)

@@ -72,7 +72,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not exist; make it with `specvla collect-answers`"):
         load_answers(path, vocab_size=10)
     save_answers(path, [(5, 6, 12)])
-    with pytest.raises(UserError, match=r"holds token 12, and this policy's ids end at 9: it is another policy's"):
+    with pytest.raises(UserError, match=r"holds token 12, but this policy's ids end at 9: it is from another policy"):
         load_answers(path, vocab_size=10)
     for damaged in (b"", b"no archive", path.read_bytes()[:60]):
         path.write_bytes(damaged)
@@ -126,5 +126,5 @@ def test_single_actions_have_no_earlier_answers(tmp_path: Path) -> None:
     from support.random_checkpoint import write_random_checkpoint
 
     write_random_checkpoint(tmp_path, seed=3, hidden_size=64, layers=2)
-    with pytest.raises(UserError, match=r"set draft\.temporal in their place"):
+    with pytest.raises(UserError, match=r"set draft\.temporal instead"):
         collect_answers(load_openvla(tmp_path, device="cpu"), frames(1))

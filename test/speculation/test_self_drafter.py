@@ -311,7 +311,7 @@ def test_a_chain_ends_at_the_first_nan() -> None:
 def test_a_prompt_that_is_not_whole_is_refused() -> None:
     asked = request(1, 0, 0, 5)
     half = replace(asked, prefix_len=5, new=NewRows(asked.new.hidden[:5], asked.new.following[:5]))
-    with pytest.raises(ValueError, match="first 5 rows of slot 0 lack some of the prompt's 15"):
+    with pytest.raises(ValueError, match="slot 0 starts with 5 rows, fewer than the prompt's 15"):
         drafter(0.5).draft([half])
 
 

@@ -111,7 +111,7 @@ def test_one_number_is_for_what_moves_and_a_list_is_as_given() -> None:
         (dict(lvspec_loose_share=1.1), r"acceptance\.lvspec_loose_share must be 0 to 1"),
         (dict(lvspec_top_n=0), r"acceptance\.lvspec_top_n"),
         (dict(lvspec_shift=-1), r"acceptance\.lvspec_shift"),
-        (dict(bins=(5,), tolerance_rad=0.1), "say the same thing"),
+        (dict(bins=(5,), tolerance_rad=0.1), "are exclusive"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(wrong: dict, message: str) -> None:

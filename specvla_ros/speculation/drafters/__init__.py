@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts tokens: draft heads, earlier answers, lookup, the target itself."""
+"""Drafters: draft heads, draft models, earlier answers, lookup and the target itself."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts chains with a whole decoder, over keys and values of its own; prompt lookup may speed it up in turn."""
+"""Drafts chains with a whole decoder and its own KV cache, optionally accelerated by prompt lookup."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,25 +17,25 @@ from specvla_ros.speculation.tree import Tree
 
 @dataclass
 class Chain:
-    """One request's chain while it grows."""
+    """One request's growing chain."""
 
     slot: int
     root: Tensor
-    wanted: int  # tokens it will have
-    start: int  # the slot's row that `inputs` begin at
-    inputs: Tensor  # [n, hidden], embeddings that the next forward reads; the next token is the one after the last
-    # Ids of prompt and answer, in which lookup looks; it adds the chain's own.
+    wanted: int  # number of tokens to draft
+    start: int  # the slot's row of the first input
+    inputs: Tensor  # [n, hidden], embeddings for the next forward; the next token follows the last of them
+    # Ids of prompt and answer, searched by lookup, which appends the chain's own.
     text: list[int] = field(default_factory=list)
-    # int64 [axes, n], RoPE positions of `inputs` for a model whose rows have several; None: they count up with the
+    # int64 [axes, n], RoPE positions of `inputs` for a model with several per row; None: positions count up with the
     # slot's rows.
     positions: Tensor | None = None
-    # Of `inputs`, how many at the beginning see each other both ways (the prompt of a prefix language model).
+    # Number of first inputs with bidirectional attention (the prompt of a prefix language model).
     both_ways: int = 0
     tokens: list[Tensor] = field(default_factory=list)  # int64 [], one each
     gains: list[Tensor] = field(default_factory=list)
 
     def add(self, tokens: Tensor, gains: Tensor, embedding: Tensor) -> None:
-        """Takes the tokens after `inputs`, [n]; all rows but the last one's, [1, hidden], are then in the KV cache."""
+        """Appends the tokens after `inputs`, [n]; the last one's `embedding`, [1, hidden], becomes the next input."""
         self.tokens += tokens.unbind()
         self.gains += gains.unbind()
         self.start += len(self.inputs) + len(tokens) - 1
@@ -44,14 +44,14 @@ class Chain:
             self.positions = self.positions[:, -1:] + len(tokens)
 
     def positions_with(self, guesses: int) -> Tensor | None:
-        """RoPE positions of `inputs` and of tokens guessed after them."""
+        """RoPE positions of `inputs` and of the guessed tokens after them."""
         if self.positions is None or not guesses:
             return self.positions
         behind = torch.arange(1, 1 + guesses, device=self.positions.device)
         return torch.cat((self.positions, self.positions[:, -1:] + behind), dim=1)
 
     def finish(self) -> Tree:
-        """The tokens below the root; none is valid from a NaN on."""
+        """Returns the tree of the chain's tokens below the root; tokens from the first NaN on are invalid."""
         root = self.root.reshape(1)
         if not self.tokens:
             return Tree.from_root(root)
@@ -69,18 +69,18 @@ class Chain:
 
 
 class ChainDecoder:
-    """Decodes chains greedily, a forward per token for all of them together.
+    """Decodes chains greedily, one forward per token for all chains together.
 
-    With `lookup`, a maximum of tokens, a forward also verifies the next tokens that prompt lookup finds, and gives as
-    many as are the decoder's own choice, and one more (FLy, multi-level acceleration): the same tokens in fewer
-    forwards, whose choices are then read back one by one.
+    With `lookup`, a max number of tokens, a forward also verifies the next tokens found by prompt lookup, and yields
+    those that are the decoder's own choice plus one more (FLy, multi-level acceleration). The tokens are the same in
+    fewer forwards, but each forward's choices are then read back.
 
     Args:
-        slot_rows: rows of a slot: prompt, answer and the longest chain.
+        slot_rows: rows of a slot, for prompt, answer and the longest chain.
 
     Attributes:
         keys, values: [layers, slots, slot_rows, kv_heads, head_dim]; rows after a chain's `start` are overwritten.
-        forwards, rows: since this was made, and the rows that they read.
+        forwards, rows: number of forwards since construction, and of the rows they read.
     """
 
     def __init__(self, decoder: Decoder, *, slots: int, slot_rows: int, lookup: int = 0) -> None:
@@ -92,7 +92,7 @@ class ChainDecoder:
         self.forwards = self.rows = 0
 
     def grow(self, chains: Sequence[Chain]) -> None:
-        """Gives each chain the tokens that it wants; without lookup nothing is read back."""
+        """Grows each chain to its wanted number of tokens; without lookup nothing is read back."""
         add = self._add_looked_up if self._lookup else self._add_next
         growing = [chain for chain in chains if chain.wanted]
         while growing:
@@ -105,7 +105,7 @@ class ChainDecoder:
             chain.add(tokens[i : i + 1], gains[i : i + 1], embeddings[i : i + 1])
 
     def _add_looked_up(self, chains: Sequence[Chain]) -> None:
-        """The tokens that lookup has right for each chain, and the one after them."""
+        """Adds to each chain the correct tokens of the lookup and the one after them."""
         left = [chain.wanted - len(chain.tokens) - 1 for chain in chains]
         guesses = [
             look_up(chain.text, chain.text, min(self._lookup, most)) for chain, most in zip(chains, left, strict=True)
@@ -120,15 +120,15 @@ class ChainDecoder:
             start += len(guess) + 1
 
     def _choices(self, chains: Sequence[Chain], guesses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, log-probabilities and embeddings of what follows each chain's inputs and each guessed token."""
+        """Ids, log-probabilities and embeddings of the tokens after each chain's inputs and each guessed token."""
         result = self._forward(chains, guesses)
-        # NaN logits give no choice; the chain ends there, but the next forward needs a token that exists.
+        # NaN logits give no choice. The chain ends there, but the next forward needs a valid token id.
         chosen = greedy_choice(result.logits).clamp(min=0)
         gains = result.logits.log_softmax(dim=-1).amax(dim=-1)
         return chosen, gains, self._decoder.embed_tokens(chosen)
 
     def _forward(self, chains: Sequence[Chain], guesses: Sequence[Sequence[int]]) -> ForwardResult:
-        """The logits of each chain's last input row and its guess."""
+        """Runs a forward that gives logits for each chain's last input row and its guess."""
         device = self._decoder.device
         inputs = [chain.inputs for chain in chains]
         if any(guesses):
@@ -141,7 +141,7 @@ class ChainDecoder:
         for chain, mine, guess in zip(chains, inputs, guesses, strict=True):
             stop = chain.start + len(mine)
             if stop > self._slot_rows:
-                raise ValueError(f"row {stop - 1} of slot {chain.slot} lies beyond its {self._slot_rows} rows")
+                raise ValueError(f"row {stop - 1} of slot {chain.slot} is beyond its {self._slot_rows} rows")
             spans += _spans(chain, rows, len(mine))
             rows += len(mine)
             wanted += range(rows - 1 - len(guess), rows)
@@ -155,7 +155,7 @@ class ChainDecoder:
 
 
 def _spans(chain: Chain, row: int, rows: int) -> list[Span]:
-    """A chain's segments: the rows that see each other both ways, then the others."""
+    """A chain's segments: the bidirectional rows, then the causal ones."""
     first, start = chain.both_ways, chain.start
     both_ways = Span(chain.slot, row, first, start, is_tree=False, sees_all=True)
     causal = Span(chain.slot, row + first, rows - first, start + first, is_tree=False)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts the previous chunk of actions, shifted by the actions that have passed since: no forward, no training.
+"""Drafts the previous chunk of actions, shifted by the actions executed since: no forward, no training.
 
-A policy that answers each image with a chunk of actions says most of them again an image later, one or more steps
-further on. The chunk before, without what has passed and encoded anew, is therefore close to the next answer. Ours:
-nothing published drafts across the overlap of chunks. Verified strictly, it changes no token.
+A policy that answers each image with a chunk of actions mostly repeats them for the next image, one or more steps
+later. The previous chunk without its executed actions, encoded again, is therefore close to the next answer. This is
+our own method: we know of no published one that drafts across the overlap of chunks. It changes no token if verified
+strictly.
 
-Where an answer says its numbers in order, the committed ones predict the rest: as far as they are off the chunk before,
-the numbers after them are likely off as well; and where the arm holds still, they repeat, which needs no chunk before.
-All three guesses are drafted side by side; where none of them begins a number as the answer did, so is every other next
-digit. Beside them goes the continuation of an earlier answer with the same tokens, from a file of them
-(`EarlierAnswers`): it knows chunks whose beginning the chunk before did not foresee, and the first of an episode.
+If an answer gives its numbers in order, the committed ones predict the rest. Their offset from the previous chunk
+likely applies to the following numbers too. If the arm holds still, they repeat, even without a previous chunk. All
+three guesses are drafted in parallel. If none of them starts a number as the answer did, every other next digit is
+drafted as well. Another branch continues an earlier answer with the same tokens, from a file (`EarlierAnswers`), which
+covers chunks that the previous one did not predict, and the first chunk of an episode.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
     from specvla_ros.models.target import Target
 
 ANSWERS_FILE = "earlier_answers.npz"
-"""In a checkpoint's directory."""
+"""File name in a checkpoint's directory."""
 NO_ANSWERS = "none"
-_LONGEST = 32  # tokens of a match in earlier answers; REST takes 16
-_EARLIER_PACE = 2  # the earlier answer's share of the nodes, against one for each guess: it is right for longer
+_LONGEST = 32  # max tokens matched in earlier answers; REST uses 16
+_EARLIER_PACE = 2  # the earlier answer's share of nodes relative to a guess: it stays correct for longer
 
 
 @dataclass(frozen=True)
@@ -55,42 +56,42 @@ class ChunkShiftSettings:
 
     enabled: bool = parameter(
         False,
-        "Draft the chunk of actions before, shifted by what has passed since. For policies that answer with chunks and "
-        "are asked again before the chunk's end.",
+        "Draft the previous chunk of actions, shifted by the time since. For policies that answer with chunks and are "
+        "called again before the end of a chunk.",
         name="chunk_shift",
     )
     answers: str = parameter(
         "",
-        "With draft.chunk_shift: file of the policy's earlier answers, of which one that goes on from the same tokens "
-        f"is drafted too; empty: {ANSWERS_FILE} of the checkpoint if it is there; none: no file.",
+        "File of the policy's earlier answers. draft.chunk_shift also drafts the continuation of one with the same "
+        f"tokens; empty: the checkpoint's {ANSWERS_FILE} if it exists; none: no file.",
         name="answers",
     )
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A finished answer: its actions [horizon, dims], and the tokens before and behind theirs."""
+    """A finished answer: its actions [horizon, dims], and the tokens before and after theirs."""
 
     epoch: int
     stamp_ns: int
     actions: np.ndarray
     before: tuple[int, ...]
     behind: tuple[int, ...]
-    encoded: dict[int, tuple[int, ...]] = field(default_factory=dict)  # whole answers by actions that have passed
+    encoded: dict[int, tuple[int, ...]] = field(default_factory=dict)  # whole answers by number of executed actions
 
 
 class ChunkShiftDrafter(Drafter):
-    """Remembers the newest chunk of each robot.
+    """Stores the newest chunk of each robot.
 
-    Its drafts are never relaxed: accepted because it is near, a chunk would be followed for ever.
+    Its drafts are never relaxed: a chunk would be accepted because it is near, and then followed forever.
 
     Args:
-        step_s: seconds that an action takes; 0: an action has passed from image to image, whenever they came.
-        earlier: answers of the policy from before; None: none are looked up.
+        step_s: duration of an action in seconds; 0: successive images are one action apart.
+        earlier: earlier answers of the policy; None: no lookup.
     """
 
     def __init__(self, codec: Codec, step_s: float, earlier: EarlierAnswers | None = None) -> None:
-        from specvla_ros.models.codecs.codec import SaysNumbers  # torch comes with it
+        from specvla_ros.models.codecs.codec import SaysNumbers  # imports torch
 
         self._codec = codec
         self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
@@ -101,7 +102,7 @@ class ChunkShiftDrafter(Drafter):
         self._unknown = _Chunk(epoch=-1, stamp_ns=0, actions=still, before=(), behind=())
 
     def observe(self, answer: FinishedAnswer) -> None:
-        """Takes a finished answer; of several in flight the newest stays."""
+        """Stores a finished answer unless the stored one of the same epoch is newer."""
         last = self._last.get(answer.stream)
         if last is not None and last.epoch == answer.epoch and last.stamp_ns >= answer.stamp_ns:
             return
@@ -121,7 +122,7 @@ class ChunkShiftDrafter(Drafter):
         self._last = {} if stream is None else {name: each for name, each in self._last.items() if name != stream}
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """A chain for each guess: its tokens behind the place that the request's answer has reached."""
+        """Drafts a chain for each guess: its tokens after the position that the request's answer has reached."""
         trees = []
         for request, limit in zip(inputs, nodes, strict=True):
             stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
@@ -139,13 +140,13 @@ class ChunkShiftDrafter(Drafter):
         return trees
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
-        """The shifted answer from its beginning."""
+        """Drafts the shifted answer from its start."""
         chains = [self.answer(prompt.epoch, prompt.stamp_ns, prompt.stream)]
         branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
         return branches.tree(root, relaxable=False) if len(branches) else None
 
     def answer(self, epoch: int, stamp_ns: int, stream: str = "") -> tuple[int, ...]:
-        """The whole answer that is drafted for an image; empty: none."""
+        """The whole answer drafted for an image; empty if there is none."""
         last = self._last.get(stream)
         if last is None or last.epoch != epoch:
             return ()
@@ -155,7 +156,7 @@ class ChunkShiftDrafter(Drafter):
         return last.encoded[passed]
 
     def _completed(self, answer: FinishedAnswer, last: _Chunk | None) -> _Chunk:
-        """The chunk of an answer that was ended early: what it does not say is as in the chunk before, or held."""
+        """Completes the chunk of an answer ended early with the previous chunk's actions, or holds the last one."""
         assert self._numbers is not None
         dims, horizon = len(self._codec.names), self._codec.horizon
         begun = self._numbers.begun(answer.tokens)
@@ -167,7 +168,7 @@ class ChunkShiftDrafter(Drafter):
         return _Chunk(answer.epoch, answer.stamp_ns, actions, before=(), behind=last.behind)
 
     def _guesses(self, request: DraftInput, stamp_ns: int) -> list[tuple[int, ...]]:
-        """Whole answers that may go on from a committed beginning."""
+        """Whole answers that may continue a committed prefix."""
         shifted = self.answer(request.epoch, stamp_ns, request.stream)
         begun = self._numbers.begun(request.answer) if self._numbers is not None else np.empty(0)
         if not len(begun):
@@ -175,7 +176,7 @@ class ChunkShiftDrafter(Drafter):
         last = self._last.get(request.stream, self._unknown)
         if last.epoch == request.epoch:
             expected = _shifted(last.actions, self._passed(last, stamp_ns))
-        else:  # another instruction: where the arm was left
+        else:  # another instruction: hold the last action
             expected = np.repeat(last.actions[-1:], len(last.actions), axis=0)
         return [shifted, *(self._encode(last, chunk) for chunk in _as_begun(expected, begun))]
 
@@ -190,7 +191,7 @@ class ChunkShiftDrafter(Drafter):
         return min(max(passed, 0), len(last.actions) - 1)
 
     def _encode(self, last: _Chunk, actions: np.ndarray) -> tuple[int, ...]:
-        """A whole answer; empty: there is none of such a chunk."""
+        """The whole answer of a chunk; empty if it cannot be encoded."""
         try:
             tokens = self._codec.encode(actions)
         except UserError:
@@ -199,12 +200,12 @@ class ChunkShiftDrafter(Drafter):
 
 
 def _shifted(actions: np.ndarray, passed: int) -> np.ndarray:
-    """A chunk some actions later; its last action stands for those that it does not say yet."""
+    """A chunk shifted by `passed` actions; the last action is repeated at the end."""
     return np.concatenate((actions[passed:], np.repeat(actions[-1:], passed, axis=0)))
 
 
 def _as_begun(shifted: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks [horizon, dims] that go on from their first numbers [n]: as far off as the newest, and holding these."""
+    """Two chunks [horizon, dims] with given first numbers [n]: `shifted` plus the newest offset, and newest held."""
     dims, n = shifted.shape[1], len(begun)
     newest = shifted.copy().reshape(-1)
     newest[:n] = begun
@@ -217,24 +218,24 @@ def _as_begun(shifted: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 class EarlierAnswers:
-    """Earlier answers of a policy, to look up how the one that is being written may go on.
+    """Earlier answers of a policy, to look up continuations of the current one.
 
-    After REST (arXiv 2311.08252), whose draft is a tree of what most often followed the longest match of the last
-    tokens; here it is what followed the match at the nearest place. The index holds all places in the answers, sorted
-    by the tokens before them.
+    After REST (arXiv 2311.08252), which drafts a tree of the most frequent continuations of the longest match of the
+    last tokens; here it is the continuation of the match at the nearest position. The index has all positions in the
+    answers, sorted by the tokens before them.
     """
 
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
         lengths = np.array([len(answer) for answer in answers], dtype=np.int64)
         self._tokens = np.array([token for answer in answers for token in answer], dtype=np.int64)
         begins = np.cumsum(lengths) - lengths
-        self._begin = np.repeat(begins, lengths)  # of the answer that each token is in
+        self._begin = np.repeat(begins, lengths)  # start of each token's answer
         self._end = np.repeat(begins + lengths, lengths)
         self._place = np.arange(len(self._tokens)) - self._begin
         self._sorted = np.argsort(self._ranks(), kind="stable")
 
     def going_on(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """How an earlier answer went on to its end; empty: none has the last token."""
+        """The rest of an earlier answer from the match on; empty if none has the last token."""
         last = tuple(reversed(answer[-_LONGEST:]))
         at = bisect_left(self._sorted, last, key=self._before)
         beside = self._sorted[max(0, at - 1) : at + 1]
@@ -249,15 +250,15 @@ class EarlierAnswers:
         return tuple(self._tokens[nearest + 1 : self._end[nearest]].tolist())
 
     def _before(self, token: int) -> tuple[int, ...]:
-        """A token and those before it in its answer, the newest first."""
+        """A token and those before it in its answer, newest first."""
         first = max(self._begin[token], token - _LONGEST + 1)
         return tuple(self._tokens[first : token + 1][::-1].tolist())
 
     def _ranks(self) -> np.ndarray:
-        """Of every token by what `_before` gives, int64 [n]: equal where that is. By doubling, as suffix arrays are."""
+        """Each token's rank by `_before`, int64 [n], equal for equal results; by doubling, as in suffix arrays."""
         ranks, length = self._tokens, 1
         while length < _LONGEST:
-            earlier = np.zeros_like(ranks)  # where the answer has no tokens so early
+            earlier = np.zeros_like(ranks)  # 0 before the start of the answer
             there = self._place >= length
             earlier[there] = ranks[np.flatnonzero(there) - length] + 1
             pairs = ranks * (earlier.max(initial=0) + 1) + earlier
@@ -279,8 +280,8 @@ def load_answers(path: Path, vocab_size: int) -> EarlierAnswers:
         raise UserError(f"{path} is damaged: its lengths do not fit its tokens; {again}")
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
         raise UserError(
-            f"{path} holds token {tokens.max()}, and this policy's ids end at {vocab_size - 1}: it is another "
-            f"policy's; {again}"
+            f"{path} holds token {tokens.max()}, but this policy's ids end at {vocab_size - 1}: it is from another "
+            f"policy; {again}"
         )
     return EarlierAnswers([part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])] if len(lengths) else [])
 
@@ -293,8 +294,8 @@ def _chunk_shift(context: DraftContext) -> Drafter | None:
     codec = context.target.codec
     if codec.horizon < 2:
         raise UserError(
-            "draft.chunk_shift is for policies that answer with several actions; this one gives a single one: "
-            "set draft.temporal in its place"
+            "draft.chunk_shift needs a policy that answers with several actions; this one gives a single action: "
+            "set draft.temporal instead"
         )
     return ChunkShiftDrafter(codec, context.chunk_step_s, _earlier_answers(own, context.target))
 

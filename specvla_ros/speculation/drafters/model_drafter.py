@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts a chain with a smaller policy of the same vocabulary, which has its own prompt and KV cache."""
+"""Drafts a chain with a smaller policy of the same vocabulary, with its own prompt and KV cache."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class DraftModelSettings:
 
     directory: str = parameter(
         "",
-        "Directory of a smaller policy with the same vocabulary, which drafts: the draft model; empty: none.",
+        "Directory of the draft model, a smaller policy with the same vocabulary; empty: none.",
         name="model",
     )
     tokens: int = parameter(
         15,
-        "Tokens that the draft model drafts, a forward of it each unless draft.model_lookup_tokens spares some.",
+        "Tokens drafted by the draft model, one of its forwards each unless draft.model_lookup_tokens saves some.",
         unit="tokens",
         minimum=1,
         maximum=63,
@@ -40,39 +40,38 @@ class DraftModelSettings:
     )
     lookup_tokens: int = parameter(
         0,
-        "Tokens looked up in prompt and answer that each forward of the draft model verifies for itself (FLy's "
-        "multi-level acceleration); 0: none. The same drafts in fewer forwards.",
+        "Tokens looked up in prompt and answer and verified by each forward of the draft model (FLy's multi-level "
+        "acceleration); 0: none. Gives the same drafts in fewer forwards.",
         unit="tokens",
         minimum=0,
         maximum=63,
         name="model_lookup_tokens",
     )
-    center_crop: bool = parameter(False, "As center_crop, for the draft model.", name="model_center_crop")
+    center_crop: bool = parameter(False, "Same as center_crop, for the draft model.", name="model_center_crop")
 
 
 @dataclass
 class _Slot:
-    """The contents of a slot of the draft model's KV cache: its own prompt, and the rows of `answer` after it."""
+    """Contents of a slot of the draft model's KV cache: its own prompt, and the rows of `answer` after it."""
 
     layout: PromptLayout | None = None
     answer: tuple[int, ...] = ()
-    # What was drafted after these; the rows of all but the last are there too.
+    # Tokens drafted after these; the slot also has the rows of all but the last.
     drafted: Sequence[Tensor] = field(default_factory=tuple)
 
 
 class ModelDrafter(Drafter):
-    """Decodes greedily with a model of its own: the draft model of speculative decoding, as FLy takes one.
+    """Decodes greedily with a separate draft model, as in FLy.
 
-    It sees what the target sees: the image goes through its own vision, and image and prompt through its own prefill,
-    in the first forward of a request's first draft. It keeps a KV slot per request beside the target's. After a
-    verification the slot is rolled back to what was committed: rows of accepted drafts stay, those after them are
-    overwritten. The host knows which once the drafted tokens are read back: one copy per draft, of tokens that have
-    long been computed.
+    It sees the target's inputs: the image goes through its own vision, and image and prompt through its own prefill in
+    the first forward of a request's first draft. It has its own KV slot per request. After a verification the slot is
+    rolled back to the committed tokens: rows of accepted drafts stay, later ones are overwritten. To find these, the
+    host reads back the drafted tokens: one copy per draft, of tokens computed long before.
 
     Args:
-        model: of the target's vocabulary.
-        tokens: maximum of a chain (K).
-        slot_rows: maximum of rows of a slot: prompt, answer and chain.
+        model: has the target's vocabulary.
+        tokens: max length of a chain (K).
+        slot_rows: max rows of a slot: prompt, answer and chain.
         lookup: see `ChainDecoder`; 0: none.
     """
 
@@ -89,7 +88,7 @@ class ModelDrafter(Drafter):
         return DraftWork(model_forwards=self.chains.forwards, model_rows=self.chains.rows, model_images=self.images)
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """A chain per request; one forward per token, for all requests together."""
+        """Drafts a chain per request, one forward per token for all requests together."""
         for request in inputs:
             if request.begins:
                 self._slots[request.slot] = _Slot()
@@ -106,7 +105,7 @@ class ModelDrafter(Drafter):
         return [chain.finish() for chain in chains]
 
     def _roll_back(self, requests: Sequence[DraftInput]) -> None:
-        """Leaves in each slot what was committed, but the root, whose row gives the first logits."""
+        """Rolls each slot back to the committed tokens without the root, whose row gives the first logits."""
         import torch
 
         slots = [self._slots[request.slot] for request in requests]
@@ -148,9 +147,9 @@ class ModelDrafter(Drafter):
         )
 
     def _prompt(self, request: DraftInput) -> tuple[PromptLayout, Tensor]:
-        """The model's own rows of the images and the prompt's ids, and their embeddings [n, hidden]."""
+        """The model's own layout of the images and the prompt's ids, and their embeddings [n, hidden]."""
         if request.observation is None:
-            raise ValueError(f"slot {request.slot} has no observation for the draft model to see")
+            raise ValueError(f"slot {request.slot} has no observation for the draft model")
         self.images += 1
         observation = replace(request.observation, prompt_ids=request.prompt)
         layout = self._model.prompt_layout(observation)
@@ -167,26 +166,26 @@ def _model(context: DraftContext) -> Drafter | None:
     check_vocabulary(model, target)
     if model.cameras not in ((), target.cameras):
         raise UserError(
-            f"draft.model: {model.directory} is asked with images of the cameras {', '.join(model.cameras)}, and the "
-            f"policy with {', '.join(target.cameras) or 'none'}"
+            f"draft.model: {model.directory} needs images of the cameras {', '.join(model.cameras)}, but the policy "
+            f"uses {', '.join(target.cameras) or 'none'}"
         )
     if model.state_dims not in (0, target.state_dims):
         raise UserError(
-            f"draft.model: {model.directory} reads {model.state_dims} numbers of the robot's state, and the policy "
+            f"draft.model: {model.directory} needs a robot state of {model.state_dims} numbers, but the policy uses "
             f"{target.state_dims}"
         )
     slot_rows = context.slot_rows - target.image_tokens + model.image_tokens + own.tokens
     longest = model.decoder.config.max_position_embeddings
     if slot_rows > longest:
         raise UserError(
-            f"the draft model {model.directory} needs {slot_rows} rows for a prompt, an answer and what it drafts, but "
+            f"the draft model {model.directory} needs {slot_rows} rows for a prompt, an answer and its draft, but "
             f"has {longest} positions: lower decode.max_text_tokens, decode.max_reasoning_tokens or draft.model_tokens"
         )
     return ModelDrafter(model, tokens=own.tokens, slots=context.slots, slot_rows=slot_rows, lookup=own.lookup_tokens)
 
 
 def _load(own: DraftModelSettings, target: Target) -> Target:
-    """Loads it on the target's device and, where a checkpoint can be loaded in it, in its precision."""
+    """Loads the draft model on the target's device, and in its dtype if checkpoints can be loaded in it."""
     from specvla_ros.models.checkpoint import DTYPES, load_target
 
     dtype = str(target.decoder.dtype).removeprefix("torch.")
@@ -204,22 +203,22 @@ def _load(own: DraftModelSettings, target: Target) -> Target:
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
-    """Raises UserError where a token id does not mean the same to both.
+    """Raises UserError if a token id differs in meaning between the two.
 
-    A checkpoint without tokenizer is taken at its sizes.
+    Without a tokenizer only the sizes are compared.
     """
     refused = f"draft.model {model.directory} cannot draft for {target.directory}: "
     sizes = [each.decoder.config.vocab_size for each in (model, target)]
     if sizes[0] != sizes[1]:
-        raise UserError(f"{refused}it has {sizes[0]} token ids, and the policy {sizes[1]}")
+        raise UserError(f"{refused}it has {sizes[0]} token ids, but the policy has {sizes[1]}")
     ids = [each.codec.action_ids for each in (model, target)]
     if all(each.bins > 1 for each in ids) and ids[0] != ids[1]:  # other codecs' actions are words of the vocabulary
         ranges = [f"{each.first} to {each.stop - 1} for {each.bins} bins" for each in ids]
-        raise UserError(f"{refused}its action tokens are {ranges[0]}, and the policy's {ranges[1]}")
+        raise UserError(f"{refused}its action tokens are {ranges[0]}, but the policy's are {ranges[1]}")
     if model.tokenizer is None or target.tokenizer is None:
         return
     theirs, ours = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
     if theirs != ours:
         word = min((word for word, id_ in (theirs.items() ^ ours.items())))
         meant = [vocab.get(word, "none") for vocab in (theirs, ours)]
-        raise UserError(f"{refused}their tokenizers differ, {word!r} is token {meant[0]} there and {meant[1]} here")
+        raise UserError(f"{refused}their tokenizers differ, e.g. {word!r} is token {meant[0]} and {meant[1]}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts text by looking its last tokens up in what came before (prompt lookup decoding)."""
+"""Drafts text by looking up its last tokens in the prompt and the answer so far (prompt lookup decoding)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PromptLookupSettings:
 
     tokens: int = parameter(
         0,
-        "Tokens drafted by looking the last ones up in prompt and answer; 0: none. For policies that write text.",
+        "Tokens drafted by looking up the last ones in prompt and answer; 0: none. For policies that write text.",
         unit="tokens",
         minimum=0,
         maximum=63,
@@ -29,7 +29,7 @@ class PromptLookupSettings:
 
 
 class PromptLookup(Drafter):
-    """Drafts what followed the last tokens where they stood before, in the prompt or the answer."""
+    """Drafts the tokens that followed an earlier occurrence of the last tokens in the prompt or the answer."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -51,9 +51,9 @@ def _prompt_lookup(context: DraftContext) -> Drafter | None:
 
 
 def look_up(text: Sequence[int], tail: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """What follows the most recent occurrence in a text of another's last tokens; the longest match of up to three.
+    """The tokens after the most recent occurrence of the last tokens of `tail` in a text.
 
-    Empty where the last token is new. `tail`, whose end is looked up, may be the text itself.
+    Takes the longest match, of up to three tokens; empty if the last token is new. `tail` may be the text itself.
     """
     for length in range(min(_LONGEST, len(tail)), 0, -1):
         pattern = tuple(tail[-length:])
@@ -64,5 +64,5 @@ def look_up(text: Sequence[int], tail: Sequence[int], tokens: int) -> tuple[int,
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning of two sequences."""
+    """Length of the common prefix of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of drafters, their registration, and all of them together: one tree per request.
+"""The interface of drafters, their registration, and their combination into one tree per request.
 
-A drafter is one file: a class and a function that makes it, registered by name. Its own parameters are a frozen
-dataclass in that file; the function returns None where they do not ask for it. Another package adds one with an entry
-point of the group `specvla_ros.drafters`.
+A drafter is one file: a class and a factory function, registered by name. Its parameters are a frozen dataclass in that
+file; the factory returns None if they disable the drafter. Other packages add drafters with entry points of the group
+`specvla_ros.drafters`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftContext:
-    """Input to the function that makes a drafter."""
+    """Input to a drafter's factory function."""
 
     settings: DraftSettings
     target: Target
-    slots: int  # maximum of requests in flight
-    slot_rows: int  # maximum of committed rows of a slot
-    chunk_step_s: float  # seconds that one action of a chunk takes; 0: unknown
-    codec: Codec  # the policy's, with as much text as may come
+    slots: int  # max requests in flight
+    slot_rows: int  # max committed rows of a slot
+    chunk_step_s: float  # duration of one chunk action in seconds; 0 if unknown
+    codec: Codec  # the policy's, with the max length of text
 
     def own(self, name: str) -> Any:
         return self.settings.drafters[name]
@@ -48,14 +48,14 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class DraftWork:
-    """Forwards for drafting, added up."""
+    """Running totals of the forwards for drafting."""
 
     head_forwards: int = 0
     self_forwards: int = 0
-    # Committed rows that the target's first forward read in each draft; the others read one per request.
+    # Committed rows read by the target's first forward of each draft; later forwards read one row per request.
     self_rows: int = 0
     model_forwards: int = 0
-    model_rows: int = 0  # all that the draft model's forwards read, prompts included
+    model_rows: int = 0  # all rows read by the draft model's forwards, including prompts
     model_images: int = 0
 
     def __add__(self, other: DraftWork) -> DraftWork:
@@ -74,19 +74,19 @@ def _no_rows() -> Tensor:
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows of a slot committed since the last draft, where the forward left them, gathered lazily.
+    """Rows of a slot committed since the last draft, gathered lazily from the forward's output.
 
-    First come rows whose following rows are known, as those of a prompt, then rows that a tree's nodes wrote.
+    Rows with known following embeddings, such as a prompt's, come first, then rows written by a tree's nodes.
     """
 
-    # [k, hidden], the target's last hidden states at the first rows.
+    # [k, hidden], the target's last hidden states at the known rows.
     known_hidden: Tensor = field(default_factory=_no_rows)
-    known_following: Tensor = field(default_factory=_no_rows)  # [k, hidden], embedding of the token after each
-    # [n, hidden], last hidden states of a forward; that of other requests' rows too.
+    known_following: Tensor = field(default_factory=_no_rows)  # [k, hidden], embedding of each next token
+    # [n, hidden], last hidden states of a forward, including other requests' rows.
     states: Tensor = field(default_factory=_no_rows)
-    nodes: tuple[int, ...] = ()  # rows of `states`, for the rows behind the known ones
-    tokens: tuple[int, ...] = ()  # the token after each of these
-    embed: Callable[[Tensor], Tensor] | None = None  # token ids to embeddings; needed where there are tokens
+    nodes: tuple[int, ...] = ()  # the rows in `states` that follow the known rows
+    tokens: tuple[int, ...] = ()  # the token after each node
+    embed: Callable[[Tensor], Tensor] | None = None  # maps token ids to embeddings; required with `tokens`
 
     def __len__(self) -> int:
         return len(self.known_hidden) + len(self.nodes)
@@ -113,38 +113,38 @@ class NewRows:
         return torch.cat((known, rows)) if len(known) else rows
 
     def newest(self, n: int) -> NewRows:
-        """The last rows, at most n, of those that nodes wrote."""
+        """The last n rows written by nodes, or fewer."""
         cut = max(0, len(self.nodes) - n)
         return NewRows(states=self.states, nodes=self.nodes[cut:], tokens=self.tokens[cut:], embed=self.embed)
 
     def before_newest(self, n: int) -> NewRows:
-        """The others."""
+        """The rows not in `newest(n)`."""
         cut = max(0, len(self.nodes) - n)
         return replace(self, nodes=self.nodes[:cut], tokens=self.tokens[:cut])
 
 
 @dataclass(frozen=True)
 class DraftInput:
-    """One request, with the rows committed since the last draft."""
+    """One request and its rows committed since the last draft."""
 
     slot: int
     prefix_len: int  # committed rows of the slot
-    new: NewRows  # the last of these, committed since the last draft; after the last one comes the root
+    new: NewRows  # the last of these rows, committed since the last draft; the root follows them
     root: Tensor  # int64 [], the last committed token, whose keys and values are not written yet
-    max_depth: int  # of the tree: one less than the tokens still missing
-    position: int  # action tokens committed so far, the root included: the dimension of the first drafted token
+    max_depth: int  # of the tree: the number of missing tokens less one
+    position: int  # committed action tokens including the root, i.e. the dimension of the first drafted token
     epoch: int = 0
-    layout: PromptLayout | None = None  # the rows of the prompt; None: unknown, for drafters that do not read it
+    layout: PromptLayout | None = None  # the prompt's rows; None if unknown, for drafters that do not read it
     answer: tuple[int, ...] = ()
-    ahead: tuple[int, ...] = ()  # what the answer to the image before, still in flight, has committed
-    mid_prompt: bool = False  # these rows are a chunk of the prompt that does not end it; nothing is drafted yet
-    in_text: bool = False  # the answer may still be text, which comes before the action
-    observation: Observation | None = None  # what is answered, for drafters that look at it themselves
+    ahead: tuple[int, ...] = ()  # committed tokens of the previous image's answer, if still in flight
+    mid_prompt: bool = False  # the rows are a chunk that does not end the prompt; nothing is drafted yet
+    in_text: bool = False  # the answer may still be in the text before the action
+    observation: Observation | None = None  # for drafters that process the image themselves
     stream: str = ""
 
     @property
     def begins(self) -> bool:
-        """Whether these are the first rows of the slot."""
+        """True if these are the slot's first rows."""
         return len(self.new) == self.prefix_len
 
     @property
@@ -154,7 +154,7 @@ class DraftInput:
 
 @dataclass(frozen=True)
 class DraftPrompt:
-    """A prompt whose own forward may verify a draft of at most `max_depth` tokens, those of the longest answer."""
+    """A prompt whose own forward may verify a draft of up to `max_depth` tokens, the longest answer."""
 
     epoch: int
     max_depth: int
@@ -166,9 +166,9 @@ class DraftPrompt:
 
 @dataclass(frozen=True)
 class FinishedAnswer:
-    """An answer that stands for an action: all its tokens, and the action tokens in which it ends.
+    """An answer that decodes to an action: all its tokens, and the action tokens at its end.
 
-    Not `whole`: it was ended after some of its actions, and its tokens may break off within a number.
+    If not `whole`, it was ended early after some of its actions, and its tokens may end within a number.
     """
 
     epoch: int
@@ -184,33 +184,33 @@ class Drafter(Protocol):
 
     @property
     def work(self) -> DraftWork:
-        """Forwards for drafting so far."""
+        """Running totals of forwards for drafting."""
         return DraftWork()
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """One tree per request, of different slots; called once per tick, whether or not anything may be drafted.
+        """Drafts one tree per request; called once per tick, even if nothing may be drafted.
 
-        The next call may overwrite them. `nodes`: maximum of each tree, the root included. `last`: whether no drafter
-        comes after this one; others leave nodes to it.
+        The requests have different slots. The next call may overwrite the trees. `nodes`: max nodes of each tree
+        including the root. `last`: True if no drafter follows; otherwise some nodes should be left to it.
         """
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
-        """A tree that a prompt's own forward may verify, without hidden states; None: nothing.
+        """Drafts a tree to be verified by the prompt's own forward, without hidden states; None for no draft.
 
-        Its root, int64 [1], stands for the prompt's last row, and its token is not read; `nodes` includes the root.
+        The root, int64 [1], is the prompt's last row, and its token is not read. `nodes` includes the root.
         """
         return None
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
-        """Takes the tolerance of acceptance, in bins per action token."""
+        """Sets the acceptance tolerance in bins per action token."""
         return
 
     def observe(self, answer: FinishedAnswer) -> None:
-        """Takes a finished answer."""
+        """Learns from a finished answer."""
         return
 
     def forget(self, stream: str | None = None) -> None:
-        """Forgets the earlier answers of a stream; None: of all."""
+        """Forgets a stream's earlier answers; None: of all streams."""
         return
 
     def capture(self, captures: Captures) -> None:
@@ -223,10 +223,10 @@ class Drafter(Protocol):
 
 
 def make_drafters(context: DraftContext, *, wanted: bool, needed: bool) -> tuple[Drafters, str]:
-    """The drafters that the settings ask for, in the order in which they take nodes; none where none are `wanted`.
+    """Makes the drafters enabled by the settings, in the order in which they take nodes; none if not `wanted`.
 
-    None, with the reason, where none can be had and the user allowed to go on without. `needed`: it is an error that
-    there is nothing to draft with. Raises UserError for that, or where a drafter does not fit the target.
+    Raises UserError if a drafter does not fit the target, or if none is available but one is `needed`. If the user
+    allows the fallback, returns no drafters and the reason instead.
     """
     if not wanted:
         return Drafters(context, {}), ""
@@ -235,21 +235,21 @@ def make_drafters(context: DraftContext, *, wanted: bool, needed: bool) -> tuple
         by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
         if needed and not by_name:
             raise UserError(
-                f"decode.mode spec has nothing to draft with: {context.target.directory / DRAFT_FOLDER} is not there; "
-                "set draft.head to a draft head's directory (specvla train-draft makes one), or draft.model to that of "
-                "a smaller policy, or draft.temporal to true, or draft.chunk_shift where answers are chunks of digits "
-                "or FAST tokens; a policy that writes text may also draft for itself (draft.self_tokens)"
+                f"decode.mode spec has no drafter: {context.target.directory / DRAFT_FOLDER} does not exist; set "
+                "draft.head to a draft head's directory (specvla train-draft makes one), draft.model to a smaller "
+                "policy's, draft.temporal to true, or draft.chunk_shift to true if answers are chunks of digits or "
+                "FAST tokens; a policy that writes text can also draft for itself (draft.self_tokens)"
             )
     except UserError as error:
         if not context.settings.fallback_to_ar:
             raise
-        _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
+        _log.warning("decoding plainly (draft.fallback_to_ar): %s", error)
         return Drafters(context, {}), str(error)
     return Drafters(context, by_name), ""
 
 
 class Drafters:
-    """Grows the tree that a request's next forward verifies, with all drafters, of which there may be none."""
+    """Grows the tree for a request's next forward with all drafters, possibly none."""
 
     def __init__(self, context: DraftContext, by_name: dict[str, Drafter]) -> None:
         import torch
@@ -263,11 +263,11 @@ class Drafters:
 
     @property
     def work(self) -> DraftWork:
-        """Forwards for drafting so far."""
+        """Running totals of forwards for drafting."""
         return sum((drafter.work for drafter in self.by_name.values()), start=DraftWork())
 
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
-        """One tree per request, of at most `draft.nodes` nodes."""
+        """Drafts one tree per request, with at most `draft.nodes` nodes."""
         left = [self._nodes] * len(inputs)
         trees = [[Tree.from_root(request.root)] for request in inputs]
         for i, drafter in enumerate(self.by_name.values(), start=1):
@@ -278,7 +278,7 @@ class Drafters:
         return [_joined(mine) for mine in trees]
 
     def draft_prompt(self, prompt: DraftPrompt) -> Tree:
-        """The tree that a prompt's own forward may verify."""
+        """Drafts the tree to be verified by a prompt's own forward."""
         left = self._nodes
         trees = [self._prompt_end]
         for drafter in self.by_name.values():
@@ -310,5 +310,5 @@ class Drafters:
 
 
 def _joined(trees: Sequence[Tree]) -> Tree:
-    """One tree of all; those that know probabilities come last in the drafters' order, and first here."""
+    """Merges the trees in reverse: those with probabilities come last in the drafters' order, and first here."""
     return reduce(Tree.joined_with, reversed(trees))

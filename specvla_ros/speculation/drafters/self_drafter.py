@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts a chain with the target itself, which then sees only a share of the image."""
+"""Drafts a chain with the target itself on a fraction of the image tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SelfDraftSettings:
 
     tokens: int = parameter(
         0,
-        "Tokens drafted by the policy itself with few image tokens, a forward each; 0: none. For policies that write "
+        "Tokens drafted by the policy itself with few image tokens, one forward each; 0: none. For policies that write "
         "text.",
         unit="tokens",
         minimum=0,
@@ -36,41 +36,41 @@ class SelfDraftSettings:
     )
     image_share: float = parameter(
         0.1,
-        "Share of the image's tokens that draft.self_tokens are drafted with.",
+        "Share of the image's tokens kept for draft.self_tokens.",
         minimum=0.001,
         maximum=1.0,
         name="self_image_share",
     )
     keep: str = parameter(
         "uniform",
-        "Which of the image's tokens draft.self_tokens are drafted with: at even distances (uniform, as in LVSpec), or "
-        "those most like the prompt's text (similarity).",
+        "Image tokens kept for draft.self_tokens: evenly spaced (uniform, as in LVSpec), or those most similar to the "
+        "prompt's text (similarity).",
         choices=KEEPS,
         name="self_keep",
     )
 
 
 class SelfDrafter(Drafter):
-    """Decodes greedily with the target over a prompt from which most of the image is left out.
+    """Decodes greedily with the target over a prompt without most of its image tokens.
 
-    From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, of all its images
-    together, in their order and at consecutive positions, as here. Rows with several RoPE positions (M-RoPE) keep
-    theirs, unlike in SpecVLM's published code. SpecVLM chooses tokens in two stages: those that the prompt's text
-    attends to most, averaged over heads and layers, and others at even distances. LVSpec (arXiv 2604.05650, section 4
-    and appendix C) takes those at even distances alone: `evenly_spaced_rows`. No attention weights leave the kernels
-    here; `most_similar_rows`, by the last hidden states of the prefill, comes near the first stage.
+    From SpecVLM (arXiv 2508.16201), whose draft model gets a tenth of the video's tokens over all its images, in order
+    and at consecutive positions, as here. Rows with several RoPE positions (M-RoPE) keep theirs, unlike in SpecVLM's
+    published code. SpecVLM chooses tokens in two stages: those with the most attention from the prompt's text, averaged
+    over heads and layers, and evenly spaced ones. LVSpec (arXiv 2604.05650, section 4 and appendix C) uses evenly
+    spaced ones only: `evenly_spaced_rows`. Our kernels do not return attention weights; `most_similar_rows`, based on
+    the prefill's last hidden states, approximates the first stage.
 
-    A drafted token costs a forward of the whole target. Keys and values are the drafter's own: one slot per request as
-    in the target's KV cache, shorter by the image rows that are left out.
+    A drafted token costs a forward of the whole target. The drafter has its own KV cache: one slot per request as in
+    the target's, shorter by the omitted image rows.
 
     Args:
         decoder: the target; the first row of its prompts is text.
-        image_share: share of these rows that is kept; at least one is.
-        keep: which ones, a name in `KEPT_ROWS`.
-        slot_rows: maximum of committed rows of a slot of the target's KV cache.
+        image_share: share of the image rows to keep, at least one row.
+        keep: how they are chosen, a name in `KEPT_ROWS`.
+        slot_rows: max committed rows of a slot of the target's KV cache.
 
     Attributes:
-        fed_rows: rows of what was committed that its forwards read; drafted rows are not counted.
+        fed_rows: number of committed rows read by its forwards, without drafted rows.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class SelfDrafter(Drafter):
         self.kept_image_tokens = min(image_tokens, max(1, round(image_share * image_tokens)))
         self._dropped = image_tokens - self.kept_image_tokens
         self.chains = ChainDecoder(decoder, slots=slots, slot_rows=slot_rows - self._dropped + tokens)
-        self._owed: dict[int, _Rows] = {}  # by slot: rows that are committed, but not in the KV cache yet
-        self._chunks: dict[int, list[DraftInput]] = {}  # by slot: of a prompt that has not ended
+        self._owed: dict[int, _Rows] = {}  # by slot: committed rows not in the KV cache yet
+        self._chunks: dict[int, list[DraftInput]] = {}  # by slot: chunks of an unfinished prompt
         self.fed_rows = 0
 
     @property
@@ -101,10 +101,10 @@ class SelfDrafter(Drafter):
     def draft(
         self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None, *, last: bool = False
     ) -> list[Tree]:
-        """Reads what was committed and goes on from there; one forward per token, for all requests together.
+        """Reads the committed rows and drafts the next tokens, one forward per token for all requests together.
 
-        A request's first input holds its whole prompt, or a chunk of it, else ValueError. `nodes`: by default what the
-        drafter's tokens take.
+        A request's first input must hold its whole prompt or a chunk of it, else ValueError. `nodes`: by default enough
+        for the drafter's tokens.
         """
         limits = nodes if nodes is not None else [self._tokens + 1] * len(inputs)
         chains = [self._begin(request, limit - 1) for request, limit in zip(inputs, limits, strict=True)]
@@ -113,7 +113,7 @@ class SelfDrafter(Drafter):
         return [chain.finish() for chain in chains]
 
     def _begin(self, request: DraftInput, limit: int) -> Chain:
-        """The chain before its first forward; where no token is wanted, that forward waits until one is."""
+        """The chain before its first forward, which is deferred if no token is wanted yet."""
         from specvla_ros.speculation.drafters.chains import Chain
 
         request = self._joined(request)
@@ -127,17 +127,17 @@ class SelfDrafter(Drafter):
         wanted = max(0, min(limit, self._tokens, request.max_depth))
         if not wanted:
             self._owed[request.slot] = rows
-        # The last row is the root's, which in the target's slot is number `prefix_len`.
+        # The last row is the root's, which is row `prefix_len` of the target's slot.
         start = request.prefix_len - self._dropped + 1 - len(rows.embeddings)
         return Chain(request.slot, request.root, wanted, start=start, inputs=rows.embeddings, positions=rows.positions)
 
     def _joined(self, request: DraftInput) -> DraftInput:
-        """A request with the earlier chunks of its prompt: only its end tells which image rows are kept."""
+        """Adds the earlier chunks of its prompt to a request: the image rows to keep are known only at the end."""
         import torch
 
         chunks = [] if request.begins else self._chunks.pop(request.slot, [])
         if request.mid_prompt:
-            # The next forward overwrites its states.
+            # A copy, since the next forward overwrites the states.
             kept = NewRows(request.new.hidden.clone(), request.new.following)
             self._chunks[request.slot] = [*chunks, replace(request, new=kept)]
         elif chunks:
@@ -152,7 +152,7 @@ class SelfDrafter(Drafter):
         return _Rows(request.new.following, positions)
 
     def _pruned(self, request: DraftInput) -> _Rows:
-        """The prompt with its share of the images, and what was committed after it."""
+        """The prompt with its share of the image rows, and the rows committed after it."""
         import torch
 
         from specvla_kernels.device import to_device
@@ -160,7 +160,7 @@ class SelfDrafter(Drafter):
         layout, hidden = _layout(request), request.new.hidden
         if not layout.ids or len(hidden) < layout.rows:
             raise ValueError(
-                f"the first {len(hidden)} rows of slot {request.slot} lack some of the prompt's {layout.rows}"
+                f"slot {request.slot} starts with {len(hidden)} rows, fewer than the prompt's {layout.rows}"
             )
         visual = [row for rows in layout.visual_rows for row in rows]
         after_images = visual[-1] + 1 if visual else layout.rows
@@ -184,7 +184,7 @@ class SelfDrafter(Drafter):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows that the drafter reads: [n, hidden], and RoPE positions [axes, n] unless they count up."""
+    """Rows to be read by the drafter: [n, hidden], and RoPE positions [axes, n] unless they count up."""
 
     embeddings: Tensor
     positions: Tensor | None
@@ -200,14 +200,14 @@ class _Rows:
 
 def _layout(request: DraftInput) -> PromptLayout:
     if request.layout is None:
-        raise ValueError(f"the request of slot {request.slot} does not say what rows its prompt has")
+        raise ValueError(f"the request of slot {request.slot} has no prompt layout")
     return request.layout
 
 
 def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
-    """Image rows at even distances, the first and the last among them: row floor(i (n - 1) / (kept - 1)) of n.
+    """Evenly spaced image rows including the first and the last: row floor(i (n - 1) / (kept - 1)) of n.
 
-    LVSpec says "uniformly" and gives no formula; SpecVLM's published code spaces rows like this.
+    LVSpec says "uniformly" without a formula; this is the spacing of SpecVLM's published code.
     """
     import torch
 
@@ -215,15 +215,15 @@ def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
 
 
 def most_similar_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
-    """Int64 [kept], ascending: the image rows whose last hidden states are most like those of the prompt's text.
+    """Int64 [kept], ascending: the image rows whose last hidden states are most similar to the prompt text's.
 
-    Cosine similarity, averaged over the text's rows; LVSpec (arXiv 2604.05650) tells by the same measure which drafted
-    tokens depend on the image. `image` is [n, hidden], `text`, which comes after it, [m, hidden].
+    The measure is cosine similarity averaged over the text's rows, which LVSpec (arXiv 2604.05650) also uses to find
+    drafted tokens that depend on the image. `image` is [n, hidden]; `text`, which follows it, is [m, hidden].
     """
     import torch.nn.functional as F
 
     states, words = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
-    similarity = states @ words.sum(dim=0)  # as good as the mean for ranking, and defined where there is no text
+    similarity = states @ words.sum(dim=0)  # ranks like the mean, and is defined without text
     return similarity.topk(kept).indices.sort().values
 
 
@@ -240,8 +240,8 @@ def _self(context: DraftContext) -> Drafter | None:
         return None
     if not context.target.causal_prompt:
         raise UserError(
-            "draft.self_tokens leaves image rows out of the prompt, and this policy's, which sees itself both ways, "
-            "may begin with them: set it to 0"
+            "draft.self_tokens omits image rows, but this policy's prompt attends bidirectionally and may start with "
+            "them: set it to 0"
         )
     return SelfDrafter(
         context.target.decoder,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts an answer from those before it: no forward, no training."""
+"""Drafts an answer from previous answers: no forward, no training."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
     from specvla_ros.models.codecs.codec import ActionIds
 
-_FEWEST, _LONGEST = 2, 3  # tokens by which a place in the answer before is found again
+_FEWEST, _LONGEST = 2, 3  # min and max tokens matched to find a position in the previous answer
 
 
 @dataclass(frozen=True)
 class TemporalSettings:
     """Settings of drafting the previous action."""
 
-    enabled: bool = parameter(False, "Draft the previous action too, held and extrapolated.", name="temporal")
+    enabled: bool = parameter(False, "Also draft the previous action, held and extrapolated.", name="temporal")
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """Of one stream: the last two actions of an instruction epoch, and the last answer whole."""
+    """A stream's last two actions in an instruction epoch, and its whole last answer."""
 
     epoch: int = 0
     last: tuple[int, ...] = ()
@@ -47,15 +47,14 @@ _NOTHING = _Memory()
 
 
 class TemporalDrafter(Drafter):
-    """Remembers the last two actions of a robot's instruction epoch, and the last answer whole, with its text.
+    """Stores the last two actions of a robot's instruction epoch, and the whole last answer with its text.
 
-    A robot's actions change little from frame to frame, so that the last one, held, or the line through the last two is
-    often right, above all in the dimensions that rest; and most of what a policy writes before it acts, it wrote one
-    image ago. Where the answer to the image before is still in flight, what it has committed takes the place of the
-    beginning of the last text.
+    A robot's actions change little between frames. The last action, held, or the line through the last two is often
+    right, especially in dimensions at rest. Most of the text before an action repeats the previous image's text. If the
+    previous image's answer is still in flight, its committed tokens replace the beginning of the last text.
 
-    These drafts are never relaxed: the last action is near the next one by its nature, and accepted because it is near
-    it would be repeated for ever.
+    These drafts are never relaxed: the last action is always near the next one, so it would be accepted and repeated
+    forever.
     """
 
     def __init__(self, actions: ActionIds) -> None:
@@ -74,7 +73,7 @@ class TemporalDrafter(Drafter):
         trees = []
         for request, limit in zip(inputs, nodes, strict=True):
             if request.in_text:
-                # After a prompt nothing else drafts; later, text leaves half of the nodes to the others.
+                # Only this drafter drafts after a prompt; later, text leaves half of the nodes to others.
                 tokens = limit if last or not request.answer else limit // 2
                 chains = [self.text(request.answer, tokens, request.stream, request.ahead)]
             else:
@@ -84,7 +83,7 @@ class TemporalDrafter(Drafter):
         return trees
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
-        """The whole of the last answer."""
+        """Drafts the whole last answer."""
         stream, ahead = prompt.stream, prompt.ahead
         chains = [self.text((), nodes, stream, ahead)] if prompt.in_text else self.chains(prompt.epoch, 0, stream)
         branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
@@ -93,9 +92,9 @@ class TemporalDrafter(Drafter):
     def text(
         self, answer: Sequence[int], tokens: int, stream: str = "", ahead: tuple[int, ...] = ()
     ) -> tuple[int, ...]:
-        """What followed in the last answer from the place that this one has reached.
+        """The last answer's tokens from the position that this answer has reached.
 
-        In whatever epoch that was: another instruction's text has the same form. `ahead`: see DraftInput.
+        From any epoch, since another instruction's text has the same form. `ahead`: see DraftInput.
         """
         last = self._of.get(stream, _NOTHING).answer
         before = (*ahead, *last[resume(last, ahead) :]) if ahead else last
@@ -103,7 +102,7 @@ class TemporalDrafter(Drafter):
         return before[at : at + tokens]
 
     def chains(self, epoch: int, position: int, stream: str = "") -> list[tuple[int, ...]]:
-        """The action tokens from dimension `position` on: held, then extrapolated where that differs."""
+        """The action tokens from dimension `position`: held, then extrapolated if different."""
         known = self._of.get(stream, _NOTHING)
         if not known.last or epoch != known.epoch:
             return []
@@ -115,16 +114,16 @@ class TemporalDrafter(Drafter):
         return chains
 
     def _beyond(self, before: int, last: int) -> int:
-        token = 2 * last - before  # ids fall by one from bin to bin
+        token = 2 * last - before  # ids decrease by one per bin
         return max(self._actions.first, min(self._actions.stop - 1, token))
 
 
 def resume(before: Sequence[int], answer: Sequence[int]) -> int:
-    """Where the answer before goes on from a committed beginning that may differ from its own: an index of `before`.
+    """The index in the previous answer from which it continues a committed prefix that may differ from its own.
 
-    Behind the longest match of the last tokens, two or three; of several as long, the one that is the fewest tokens
-    from the same place: the same words come again and again, and an answer is mostly as long as the one before. At the
-    same place where there is none: a number has changed, and one like it elsewhere is no sign.
+    This is after the longest match of the last two or three tokens. Among equal matches the one nearest to the same
+    position is taken, since words repeat and answers mostly have the same length. Without a match it is the same
+    position: a number has changed, and the same number elsewhere is not an indication.
     """
     here = len(answer)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bin-distance acceptance: an action token near the target's own choice will do (Spec-VLA, section 4.2)."""
+"""Bin-distance acceptance: accepts action tokens near the target's own choice (Spec-VLA, section 4.2)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 class BinDistance:
     """Accepts an action token at most r bins from the target's own choice for the same prefix (Spec-VLA eq. 5).
 
-    Distances are between bins, not ids: the two lowest action ids decode alike. The published code compares raw ids of
-    any token, so that with r = 9 it also takes ids that are no actions, and the -1 that pads its shorter paths.
+    Distances are between bins, not ids: the two lowest action ids decode to the same value. The published code compares
+    raw ids of any token, so with r = 9 it also accepts non-action ids and the -1 that pads its shorter paths.
 
     Other codecs count in their own steps: digits in units of a number's last place, FAST in steps of a coefficient.
     """
 
-    # r per step of the codec, of bins per action dimension; a dimension beyond the last is strict.
+    # r in steps of the codec; for bins, one per action dimension. A dimension beyond the last is strict.
     bins: tuple[int, ...]
-    # Where the model is, or each verification copies the tolerances there.
+    # The model's device; otherwise each verification copies the tolerances there.
     device: torch.device | str = field(default="cpu", compare=False, repr=False)
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _ = self.tolerances  # uploaded now: met in a tick, the copy would wait for the device
+        _ = self.tolerances  # upload now: within a tick the copy would wait for the device
 
     @cached_property
     def tolerances(self) -> Tensor:

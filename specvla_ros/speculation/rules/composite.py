@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class Composite:
     """Chooses a rule by the class of the drafted token and of the target's own choice at its position.
 
-    Both actions: the action rule, strict where the codec knows no distance between them. Both text: strict if one of
-    them holds a digit, else the text rule. One of each is never accepted: the target alone decides where the text ends.
+    Both actions: the action rule, or strict if the codec defines no distance between them. Both text: strict if either
+    contains a digit, else the text rule. One of each: never accepted, so that only the target decides where text ends.
     """
 
     action: AcceptanceRule
     text: AcceptanceRule
-    # bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there.
+    # bool [vocab], ids whose text contains a digit; on the model's device, otherwise each verification copies it there.
     numbers: Tensor
 
     @property
@@ -57,7 +57,7 @@ class Composite:
 
 
 def number_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> Tensor:
-    """Bool [vocab_size]: ids whose text holds a digit; none without a tokenizer."""
+    """Bool [vocab_size]: ids whose text contains a digit; none without a tokenizer."""
     import torch
 
     numbers = torch.zeros(vocab_size, dtype=torch.bool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLy's loose acceptance: where the target is unsure, agreement after a mismatch excuses it (arXiv 2511.22972)."""
+"""FLy's loose acceptance: excuses a mismatch if the target is uncertain and later tokens agree (arXiv 2511.22972)."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _CODE_TERMS = 3
 
 @dataclass(frozen=True)
 class Fly:
-    """Accepts a mismatch where the entropy gate is open and the window after it agrees with the target.
+    """Accepts a mismatch if the entropy gate is open and the window after it agrees with the target.
 
-    The mismatch at position j of K drafted ones is accepted if the target's entropy at its position is at least theta,
-    the next W tokens of the path are the target's own choices, and j + W <= K; the paper's text, with the entropy
-    divided by ln V. On a tree K is the depth of the deepest draft below the node, and a path may only end where all
-    windows on it are complete. W = 0 leaves the entropy gate alone.
+    As in the paper's text, the mismatch at position j of K drafted tokens is accepted if the target's entropy there,
+    divided by ln V, is at least theta, the next W tokens of the path are the target's own choices, and j + W <= K. On a
+    tree, K is the depth of the deepest draft below the node, and a path may end only where all windows on it are
+    complete. W = 0 leaves only the entropy gate.
 
-    The published code differs, and is offered as `entropy="code"`: the entropy is that of the three likeliest tokens
-    alone, in nats; the window is W - 1 tokens; theta up to 0.01 opens the gate for all. Its entropy is not monotone:
-    a distribution flat over 36 tokens or more counts as certain. A theta fits one of the two only.
+    The published code differs and is available as `entropy="code"`: entropy in nats over the three most likely tokens
+    only, a window of W - 1 tokens, and a theta of at most 0.01 opens the gate always. Its entropy is not monotone: a
+    distribution flat over 36 or more tokens counts as certain. A theta is only valid for one of the two variants.
 
-    The defaults can act within seven tokens: a window of 2 leaves the first four drafts of six to be excused.
+    The defaults take effect within seven tokens: with a window of 2, the first four of six drafts can be excused.
     """
 
     theta: float = parameter(
         0.3,
-        "FLy: entropy from which on a mismatch may be deferred.",
+        "FLy: min entropy at which a mismatch may be deferred.",
         minimum=0.0,
         maximum=10.0,
         writable=True,
@@ -46,7 +46,7 @@ class Fly:
     )
     window: int = parameter(
         2,
-        "FLy: tokens after a mismatch that must agree; 0: the entropy alone decides.",
+        "FLy: number of tokens after a mismatch that must agree; 0: only the entropy decides.",
         unit="tokens",
         minimum=0,
         maximum=32,
@@ -55,7 +55,7 @@ class Fly:
     )
     entropy: str = parameter(
         "paper",
-        "FLy: which entropy: as its paper defines it, or as its code computes it.",
+        "FLy: entropy as defined in its paper, or as computed by its code.",
         choices=ENTROPIES,
         writable=True,
         name="fly_entropy",
@@ -79,7 +79,7 @@ class Fly:
         return Acceptance(exact[:, None] | excused, reasons)
 
     def _unsure(self, verification: Verification) -> Tensor:
-        """Bool [requests, n]: the gate at each node's position is open; closed where the logits hold a NaN."""
+        """Bool [requests, n]: True if the gate at the node's position is open; closed if the logits hold a NaN."""
         import torch
 
         probabilities = verification.logits.softmax(dim=-1)

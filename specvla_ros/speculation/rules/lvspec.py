@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LVSpec's loose acceptance: strict where a token depends on the image (arXiv 2604.05650)."""
+"""LVSpec's loose acceptance: strict only for tokens that depend on the image (arXiv 2604.05650)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from specvla_ros.speculation.accept import Acceptance, Verification
 
 _WHOLE_BRANCH = 63  # no branch is longer
-_ROUNDING = 1e-9  # 0.58 of 50 tokens is less than 29 in binary
+_ROUNDING = 1e-9  # 0.58 * 50 is less than 29 in floating point
 
 
 @dataclass(frozen=True)
 class LVSpec:
-    """Accepts drafts that depend least on the image, and drafts whose place the target's token takes elsewhere.
+    """Accepts drafts that depend least on the image, and drafts if the target's choice is drafted elsewhere.
 
-    Each branch of the tree, a path from the root to a leaf with K drafted tokens, is judged by itself (appendix E), and
-    the longest of all accepted ones is committed. On a branch a drafted token is accepted if it is the target's own
-    choice; or is among the floor(lambda K) tokens of lowest relevance (eq. 9); or if the target's choice in its place
-    is one of the branch's drafted tokens, before or after (position-shift tolerance, eq. 11). The relevance of a
-    drafted token is the mean of the N highest cosine similarities between the target's last hidden state at it and
-    those of the image's rows (eq. 6 to 8).
+    Each branch of the tree, a path from the root to a leaf with K drafted tokens, is judged separately (appendix E),
+    and the longest accepted path of all branches is committed. A drafted token of a branch is accepted if it is the
+    target's own choice; or is among the floor(lambda K) tokens of lowest relevance (eq. 9); or if the target's choice
+    at its position is drafted earlier or later in the branch (position-shift tolerance, eq. 11). The relevance of a
+    drafted token is the mean of the N highest cosine similarities between the target's last hidden state at the token
+    and those of the image's rows (eq. 6 to 8).
 
-    The defaults are the paper's. `shift` bounds how far away the target's choice may stand; the paper has no bound. For
-    text, not for actions: a loose action token has no bound. This is a reading of the text, without the published code.
+    The defaults are the paper's. `shift` limits the distance of the target's choice; the paper has no limit. For text
+    only: the error of a loose action token is unbounded. Implemented from the paper's text, without the published code.
     """
 
     loose_share: float = parameter(
         0.7,
-        "LVSpec: share of a branch's drafted tokens, those that depend least on the image, that are accepted as they "
-        "are (lambda).",
+        "LVSpec: share of a branch's drafted tokens, those that depend least on the image, that are always accepted "
+        "(lambda).",
         minimum=0.0,
         maximum=1.0,
         writable=True,
@@ -44,7 +44,7 @@ class LVSpec:
     )
     top_n: int = parameter(
         10,
-        "LVSpec: image tokens whose similarity is averaged (N).",
+        "LVSpec: number of image tokens whose similarity is averaged (N).",
         minimum=1,
         maximum=4096,
         writable=True,
@@ -52,7 +52,7 @@ class LVSpec:
     )
     shift: int = parameter(
         _WHOLE_BRANCH,
-        "LVSpec: positions within which the target's token may be drafted elsewhere; 0: no position-shift tolerance.",
+        "LVSpec: max position shift at which the target's token may be drafted elsewhere; 0: no shift tolerance.",
         unit="tokens",
         minimum=0,
         maximum=_WHOLE_BRANCH,
@@ -63,7 +63,7 @@ class LVSpec:
     needs_visual: ClassVar[bool] = True
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Paths all of whose tokens one branch accepts; a path is accepted as a whole or not at all."""
+        """Accepts whole paths: those whose tokens are all accepted by one branch."""
         import torch
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason
@@ -82,7 +82,7 @@ class LVSpec:
         return Acceptance(mask, torch.where(exact, int(AcceptReason.EXACT), reasons))
 
     def _loose(self, verification: Verification, on_branch: Tensor) -> Tensor:
-        """Bool [requests, branch, j]: among the branch's least relevant; never where the states are not finite."""
+        """Bool [requests, branch, j]: True for the branch's least relevant tokens; False for non-finite states."""
         import torch
         import torch.nn.functional as F
 
@@ -103,7 +103,7 @@ class LVSpec:
 def _branches(on_path: Tensor, sound: Tensor) -> Tensor:
     """Bool [requests, branch, j]: the nodes of each branch, in the row of its leaf; all other rows are empty.
 
-    `sound`: bool [requests, n], the root and the drafted nodes that may be accepted; a branch ends before another.
+    `sound`: bool [requests, n], the root and the drafted nodes that may be accepted; branches end before other nodes.
     """
     reached = _count(on_path, ~sound[:, :, None]).squeeze(2) == 0
     below = _count(on_path.mT, reached[:, :, None]).squeeze(2)  # the node itself included
@@ -111,7 +111,7 @@ def _branches(on_path: Tensor, sound: Tensor) -> Tensor:
 
 
 def _count(these: Tensor, those: Tensor) -> Tensor:
-    """How many k are in both: bool [requests, i, k] and [requests, k, j] to float32 [requests, i, j]."""
+    """Counts the k in both: bool [requests, i, k] and [requests, k, j] to float32 [requests, i, j]."""
     return these.float() @ those.float()
 
 

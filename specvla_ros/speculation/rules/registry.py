@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registration of acceptance rules, and how the settings' choice is made.
+"""Registration of acceptance rules, and construction of the rule chosen by the settings.
 
-A rule is one file: a class with `accept` (see AcceptanceRule) and a function that makes it, registered under the name
-that `acceptance.rule` then takes. Its own parameters are a frozen dataclass in that file. Another package adds one with
-an entry point of the group `specvla_ros.rules`.
+A rule is one file: a class with `accept` (see AcceptanceRule) and a factory function, registered under the name that
+`acceptance.rule` selects. Its parameters are a frozen dataclass in that file. Other packages add rules with entry
+points of the group `specvla_ros.rules`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ rule = RULES.register
 
 @dataclass(frozen=True)
 class RuleContext:
-    """Input to the function that makes a rule; `bins` is the tolerance per action token."""
+    """Input to a rule's factory function; `bins` is the tolerance per action token."""
 
     settings: AcceptanceSettings
     bins: tuple[int, ...]
@@ -33,18 +33,18 @@ class RuleContext:
         return self.settings.rules[name]
 
     def rule(self, name: str) -> AcceptanceRule:
-        """Another rule, for one that is made of others."""
+        """Makes another rule, for rules composed of others."""
         return RULES.entries()[name].make(self)
 
 
 def make_rule(settings: AcceptanceSettings, target: Target) -> AcceptanceRule:
-    """The rule that settings describe for a policy; raises UserError as `bins_of` does."""
-    bins = bins_of(settings, target)  # whatever the rule: drafting may count on the tolerance
+    """Makes the rule chosen by the settings for a policy; raises UserError as `bins_of` does."""
+    bins = bins_of(settings, target)  # for any rule, since drafting may use the tolerance
     return RuleContext(settings, bins, target).rule(settings.rule)
 
 
 def bins_of(settings: AcceptanceSettings, target: Target) -> tuple[int, ...]:
-    """Tolerance in bins per action token; raises UserError if it does not fit the policy's action statistics."""
+    """The tolerance in bins per action token; raises UserError if it does not fit the policy's action statistics."""
     codec = target.codec
     if settings.tolerance_m or settings.tolerance_rad:
         return codec.bins_within(

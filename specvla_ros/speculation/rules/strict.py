@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict acceptance: a drafted token is committed only if it is the target's own choice, so nothing is lost.
+"""Strict acceptance: commits a drafted token only if it is the target's own choice, so decoding is lossless.
 
-That choice is of a forward with other rows than plain decoding's, which half precision may round otherwise: see
+That choice comes from a forward with other rows than plain decoding's, so half precision may round it differently: see
 docs/explanation/speculative-decoding.md.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strict:
-    """Accepts the target's own choice alone."""
+    """Accepts only the target's own choice."""
 
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False

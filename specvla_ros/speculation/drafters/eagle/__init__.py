@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft head as a drafter: where it lies, and how it is set up."""
+"""The draft head as a drafter: locating, loading and configuring it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def answer_ids(codec: Codec, least: int) -> range | None:
-    """The only ids that an answer has; None: it may have any, or there are less than `least`.
+    """The ids possible in an answer; None if any id is possible, or there are fewer than `least`.
 
-    Where no text may come at its beginning it never may, and the legal ids are the same to the end.
+    If an answer cannot start with text it has none, and its legal ids are the same to the end.
     """
     ids = None if codec.in_text(()) else codec.legal_ids(())
     return ids if ids is not None and len(ids) >= least else None
@@ -38,21 +38,21 @@ def _head(context: DraftContext) -> Drafter | None:
     settings, codec = context.settings, context.codec
     decoder = cast("PackedDecoder", context.target.decoder)
     if decoder.config.deepstack:
-        raise UserError("a draft head cannot draft for a model whose pictures have features for its first layers yet")
+        raise UserError("draft heads do not support models with image features for their first layers yet")
     head = load_draft_head(directory, decoder)
     if 1 < head.parallel_depth < settings.depth:
         raise UserError(
-            f"{directory} drafts {head.parallel_depth} tokens in one forward: set draft.depth to that at most, it is "
-            f"{settings.depth}"
+            f"{directory} drafts {head.parallel_depth} tokens in one forward, but draft.depth is "
+            f"{settings.depth}: lower it"
         )
-    # Beside a target in int8 a draft in float32 is most of a tick; what it drafts decides no token. There is no packed
-    # product in float64.
+    # With an int8 target, a float32 draft would take most of a tick, and drafts do not affect the tokens. There is no
+    # packed product in float64.
     if decoder.dtype != torch.float64 and any(is_packed(layer) for layer in decoder.layers):
         quantize_layer(head.layer, "w8a8")
     window, ids = None, None if settings.whole_vocabulary else answer_ids(codec, settings.top_k)
     if settings.children == "window_mass":
         if codec.action_ids.first >= codec.action_ids.stop:
-            raise UserError("draft.children window_mass counts bins, which this policy does not write: set it to top_k")
+            raise UserError("draft.children window_mass needs a policy that writes bins: set it to top_k")
         dimensions, text = context.target.codec.max_tokens, codec.in_text(())
         actions = codec.action_ids.counted_from(ids.start if ids else 0)
         window = WindowMass.from_actions(settings.top_k, actions, dimensions, decoder.device, text=text)
@@ -64,6 +64,6 @@ def _head(context: DraftContext) -> Drafter | None:
         slot_rows=context.slot_rows,
         window=window,
         ids=ids,
-        # The first forward after a prompt commits a token, and each of the others commits its own last one.
+        # The first forward after a prompt commits a token, and each later one commits its own last token.
         captured_depth=codec.max_tokens - 2,
     )

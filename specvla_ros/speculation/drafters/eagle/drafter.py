@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE draft head as a drafter: it keeps its own keys and values, and grows a tree per request.
+"""The EAGLE draft head as a drafter: keeps its own KV cache and grows a tree per request.
 
-Where CUDA graphs can capture the work, it runs on memory that stays in place (`StaticDraft`, `StaticKeep`).
+Work that CUDA graphs can capture runs on static memory (`StaticDraft`, `StaticKeep`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,19 +28,19 @@ from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, Draft
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
-MAX_ROWS = 8  # of a request in a captured draft: what OpenVLA's actions commit at once; more are kept before
-_UNLIKELY = -50.0  # in place of -inf, which has no distance
+MAX_ROWS = 8  # per request in a captured draft, as many as an OpenVLA action commits; earlier rows go to StaticKeep
+_UNLIKELY = -50.0  # instead of -inf, so that differences are finite
 
 
 class EagleDrafter(Drafter):
-    """Feeds the head what was committed, and grows trees after it.
+    """Feeds committed rows to the head and grows trees after them.
 
     Args:
         decoder: the target, whose embeddings and output head it shares.
-        slot_rows: maximum of committed rows of a slot.
-        window: chooses a node's children; None: the likeliest.
-        ids: the only ones that an answer has, see TreeGrower.
-        captured_depth: maximum depth of the trees that `capture` is for.
+        slot_rows: max committed rows of a slot.
+        window: chooses a node's children; None: the most likely tokens.
+        ids: the ids possible in an answer, see TreeGrower.
+        captured_depth: max depth of trees for `capture`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EagleDrafter(Drafter):
         self.committed_rows = slot_rows
         self.forwards = 0
         self._slot_rows = slot_rows + max(settings.beam_nodes, MAX_ROWS + settings.depth)
-        self._captured: dict[tuple[int, int], StaticDraft] = {}  # by number of trees that grow, and depth
+        self._captured: dict[tuple[int, int], StaticDraft] = {}  # by number of growing trees and depth
         self._kept: dict[int, StaticKeep] = {}  # by number of rows
         sizes = dict(k=settings.top_k, nodes=settings.nodes, slots=slots, slot_rows=self._slot_rows)
         self._grower = TreeGrower(head, decoder, window=window, ids=ids, **sizes)
@@ -77,7 +77,7 @@ class EagleDrafter(Drafter):
     def draft(
         self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None, *, last: bool = True
     ) -> list[Tree]:
-        """Feeds the head what was committed and grows the next trees; by default of the settings' nodes."""
+        """Feeds committed rows to the head and grows the next trees; `nodes` defaults to the settings' number."""
         limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
         sizes = {
             request.slot: (min(request.max_depth, self._settings.depth), limit)
@@ -91,7 +91,7 @@ class EagleDrafter(Drafter):
             return [Tree.from_root(request.root) for request in inputs]
         max_nodes, deepest = [limit for _, limit in sizes.values()], max(depth for depth, _ in sizes.values())
         apart, fed = all(request.new.nodes for request in growing), inputs
-        if apart:  # only the newest rows lead anywhere, and of the others only keys and values are looked at
+        if apart:  # earlier rows only need keys and values
             self._keep([_before_newest(request, MAX_ROWS * (request.slot in sizes)) for request in inputs])
             growing = fed = [replace(request, new=request.new.newest(MAX_ROWS)) for request in growing]
         static = self._captured.get((len(growing), deepest)) if apart else None
@@ -105,14 +105,14 @@ class EagleDrafter(Drafter):
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
 
     def capture(self, captures: Captures) -> None:
-        """See Capturable: drafts of every number of requests and depth, and prompts' keys. Every slot is written to."""
-        if self._settings.nodes == 1:  # nothing ever grows
+        """See Capturable: captures drafts of all numbers of requests and depths, and keeps. Overwrites every slot."""
+        if self._settings.nodes == 1:  # no tree ever grows
             return
         randomize(self._grower.keys, self._grower.values)
         for rows in sorted(paddings(1, self.committed_rows), reverse=True):
             with captures.attempt(f"draft keys of {rows} rows"):
                 self._kept[rows] = self._checked_keep(StaticKeep(self._grower, rows, captures.capture), rows)
-        for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
+        for requests in range(self._slots, 0, -1):  # largest first, so that the others reuse its memory pool
             for depth in range(min(self._captured_depth, self._settings.depth), 0, -1):
                 with captures.attempt(f"drafts of {requests} trees with {depth} levels"):
                     static = StaticDraft(self._grower, requests=requests, depth=depth, capture=captures.capture)
@@ -123,7 +123,7 @@ class EagleDrafter(Drafter):
         self._captured, self._kept = {}, {}
 
     def _check(self, static: "StaticDraft", requests: int, depth: int) -> None:
-        """Compares a captured draft with the same work launch by launch, and with a draft of other shapes."""
+        """Compares a captured draft with the same work run eagerly, and with a draft of other shapes."""
         inputs = check_inputs(self._decoder, requests, depth, prefix_len=max(1, self.committed_rows // 2))
         nodes = [self._settings.nodes] * requests
         expected = self._grow(inputs, inputs, nodes, depth)
@@ -133,12 +133,12 @@ class EagleDrafter(Drafter):
         check_trees(found, expected, dtype=self._decoder.dtype, what=what)
 
     def _checked_keep(self, static: "StaticKeep", rows: int) -> "StaticKeep":
-        """Compares the keys and values that it writes with those that the same work writes eagerly."""
+        """Compares the keys and values written by the capture with those of the same work run eagerly."""
         n = min(rows, self.committed_rows)
         shape = (2, max(1, n - 1), self._grower.hidden_size)
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rows))
         following, hidden = drawn.to(self._decoder.device, self._decoder.dtype)
-        places = [*range(len(hidden))], [*range(len(hidden))]  # of the first slot
+        places = [*range(len(hidden))], [*range(len(hidden))]  # in the first slot
         stores = self._grower.keys, self._grower.values
         self._grower.keep(following, hidden, to_device(places, hidden.device))
         expected = [store[0, : len(hidden)].flatten(1).clone() for store in stores]
@@ -152,7 +152,7 @@ class EagleDrafter(Drafter):
         return depth if self._grower.parallel_depth == 1 else 1
 
     def _keep(self, inputs: Sequence[DraftInput]) -> None:
-        """The head's keys and values of newly committed rows after which nothing grows yet: no attention, no MLP."""
+        """Writes the head's keys and values of new rows that no tree grows from; needs no attention or MLP."""
         parts = [each for each in inputs if len(each.new)]
         if not parts:
             return
@@ -165,14 +165,14 @@ class EagleDrafter(Drafter):
         self._grower.keep(torch.cat(following), torch.cat(hidden), to_device(places, self._decoder.device))
 
     def _feed(self, inputs: Sequence[DraftInput], depths: Mapping[int, int] | None = None) -> dict[int, Tensor]:
-        """By slot, the head's states [1 + masks, hidden] after the last committed row and each mask of a tree."""
+        """The head's states by slot, [1 + masks, hidden], after the last committed row and each mask of a tree."""
         if not inputs:
             return {}
         following = torch.cat([request.new.following for request in inputs])
         fused = self._grower.head.fuse(following, torch.cat([request.new.hidden for request in inputs]))
         parts: list[tuple[Span, Ancestry | None]] = []
         packed: list[Tensor] = []
-        wanted: list[int] = []  # states of each request
+        wanted: list[int] = []  # number of states per request
         start = 0
         for request, rows in zip(inputs, fused.split([len(request.new) for request in inputs]), strict=True):
             masks = self._grower.masks((depths or {}).get(request.slot, 1))
@@ -188,44 +188,44 @@ class EagleDrafter(Drafter):
     def _grow(
         self, inputs: Sequence[DraftInput], growing: Sequence[DraftInput], nodes: Sequence[int], depth: int
     ) -> GrownTrees:
-        """Feeds all requests' rows and grows the trees of some, launch by launch."""
+        """Feeds all requests' rows and grows the trees of `growing`, eagerly."""
         depths = {request.slot: min(request.max_depth, depth) for request in growing}
         fed = self._feed(inputs, depths)
         self.forwards += self._forwards(depth) - 1
-        # No level beyond a tree's own is kept, so any state will do there.
+        # Levels beyond a tree's own depth are discarded, so their state is arbitrary.
         predicted = pad_sequence([fed[request.slot] for request in growing], batch_first=True)
         return self._grower.grow(self._grower.start_of(growing, nodes), predicted, depth)
 
 
 def _before_newest(request: DraftInput, left: int) -> DraftInput:
-    """Without its newest rows, at most `left`, of those that nodes wrote."""
+    """The request without up to `left` of its newest rows written by nodes."""
     before = request.new.before_newest(left)
     return replace(request, new=before, prefix_len=request.prefix_len - len(request.new) + len(before))
 
 
 class StaticDraft:
-    """Feeds the head the newest committed rows of some requests and grows their trees, as it was captured."""
+    """Captured feeding of some requests' newest committed rows to the head, and growth of their trees."""
 
     def __init__(self, grower: TreeGrower, *, requests: int, depth: int, capture: Capture) -> None:
         self._grower, self._depth = grower, depth
         device, rows = grower.keys.device, requests * MAX_ROWS
-        # What the host says, in one piece, so that one copy sends it. One committed row each, in a slot that is there:
-        # the capture runs too.
+        # The host's inputs, contiguous so that one copy uploads them. Initialised to one committed row per request in a
+        # valid slot, since the capture also runs the work.
         self._memory = torch.ones(DraftStart.COLUMNS * requests + 2 * rows, dtype=torch.int64, device=device)
         self._memory[:requests] = 0
         columns, self._nodes, tokens = self._memory.split((DraftStart.COLUMNS * requests, rows, rows))
         self._start = grower.start(columns.view(-1, requests))
         self._tokens = tokens.view(requests, MAX_ROWS)
         self._hidden = torch.zeros(requests, MAX_ROWS, grower.hidden_size, dtype=grower.keys.dtype, device=device)
-        # Not of the graphs' own memory: what one graph gives may lie where an earlier one, that of the next forward,
-        # keeps what is in between, and the trees are verified behind that.
+        # Not from the graphs' pool: one graph's results may share memory with the intermediates of an earlier one, the
+        # next forward's, and the trees are read after that forward.
         self._trees = grower.memory(requests, depth)
         self._replay = capture(self._run)
 
     def __call__(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> GrownTrees:
-        """`TreeGrower.grow`, to rounding; nothing is read back, and the next call overwrites it.
+        """`TreeGrower.grow`, up to rounding; nothing is read back, and the next call overwrites the result.
 
-        Each input has one to `MAX_ROWS` rows, that nodes wrote. `nodes`: maximum of each tree, the root included.
+        Each input has 1 to `MAX_ROWS` rows written by nodes. `nodes`: max nodes of each tree including the root.
         """
         new = [request.new for request in inputs]
         states, rows = _of_one_forward(new)
@@ -237,7 +237,7 @@ class StaticDraft:
         return self._replay()
 
     def again(self) -> GrownTrees:
-        """The last draft once more, launch by launch, in memory of its own."""
+        """Repeats the last draft eagerly, in separate memory."""
         return self._grow(None)
 
     def _run(self) -> GrownTrees:
@@ -250,7 +250,7 @@ class StaticDraft:
 
 
 def _of_one_forward(several: Sequence[NewRows]) -> tuple[Tensor, list[list[int]]]:
-    """The states [n, hidden] that nodes of several requests are rows of, and these rows, request by request."""
+    """The states [n, hidden] of several requests' forwards, and the nodes' rows in them, per request."""
     forwards = list({id(each.states): each.states for each in several}.values())
     starts: dict[int, int] = {}
     start = 0
@@ -262,12 +262,12 @@ def _of_one_forward(several: Sequence[NewRows]) -> tuple[Tensor, list[list[int]]
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> list[int]:
-    """`MAX_ROWS` numbers of each request; those beyond its own rows are computed, and not read."""
+    """Pads to `MAX_ROWS` numbers per request; the padding is computed but not read."""
     return [number for mine in rows for number in (*mine, *[0] * (MAX_ROWS - len(mine)))]
 
 
 class StaticKeep:
-    """Keeps keys and values of committed rows, at most `rows`, as it was captured."""
+    """Captured writing of keys and values of up to `rows` committed rows."""
 
     def __init__(self, grower: TreeGrower, rows: int, capture: Capture) -> None:
         self._grower = grower
@@ -282,10 +282,10 @@ class StaticKeep:
     def __call__(
         self, following: Sequence[Tensor], hidden: Sequence[Tensor], places: tuple[list[int], list[int]]
     ) -> None:
-        """See `TreeGrower.keep`, of parts [n, hidden] and the places of all; nothing is read back."""
+        """`TreeGrower.keep` for parts [n, hidden] and the positions of all; nothing is read back."""
         sizes = [len(each) for each in hidden]
         n = sum(sizes)
-        # What no request has goes where nobody looks.
+        # Padding goes to the spare row, which is never read.
         padded = [column + [spare] * (len(self._hidden) - n) for column, spare in zip(places, self._spare, strict=True)]
         self._places.copy_(torch.tensor(padded, pin_memory=self._places.is_cuda), non_blocking=True)
         ours = [memory[:n].split(sizes) for memory in (self._following, self._hidden)]
@@ -298,7 +298,7 @@ class StaticKeep:
 
 
 def check_inputs(decoder: PackedDecoder, requests: int, depth: int, *, prefix_len: int) -> list[DraftInput]:
-    """Requests in the first slots with random rows, of different numbers, each less deep than the one before."""
+    """Requests in the first slots with random rows of different counts, each with a lower depth than the previous."""
     generator = torch.Generator().manual_seed(requests)
     config, device = decoder.config, decoder.device
     states = torch.randn(requests * MAX_ROWS, config.hidden_size, generator=generator).to(device, decoder.dtype)
@@ -315,9 +315,9 @@ def check_inputs(decoder: PackedDecoder, requests: int, depth: int, *, prefix_le
 
 
 def check_trees(found: GrownTrees, expected: GrownTrees, *, what: str, dtype: torch.dtype) -> None:
-    """Compares roots, and how the draft's probability is spread over a tree; which of two like nodes it holds is open.
+    """Compares roots and the sorted log-probabilities of trees, which ignores the choice between equal nodes.
 
-    Raises RuntimeError where they differ by more than rounding, or nothing was drafted.
+    Raises RuntimeError if they differ by more than rounding, or nothing was drafted.
     """
     if not bool((expected.log_probs[:, 1:] > -torch.inf).any(dim=1).all()):
         raise RuntimeError(f"{what} has no drafts")

@@ -17,20 +17,20 @@ from specvla_ros.models.weights import load_weights, tensor_shapes
 
 
 class EagleHead(nn.Module):
-    """Spec-VLA eq. 4: the linear fusion of the next token's embedding and the target's hidden state, then one layer.
+    """Spec-VLA eq. 4: linear fusion of the next token's embedding and the target's hidden state, then one layer.
 
-    No norm in front of the attention and none after the layer; embeddings and output head are the target's.
+    There is no norm before the attention or after the layer; embeddings and output head are the target's.
 
-    A parallel head drafts all levels of a tree in one forward, as P-EAGLE does (arXiv 2602.01469): where neither the
-    token nor the state is known yet, its rows are learned masks. P-EAGLE has one mask token and one mask state for all
-    depths; after the fusion that is one row, and here each depth has its own.
+    A parallel head drafts all levels of a tree in one forward, as P-EAGLE does (arXiv 2602.01469): rows whose token and
+    state are not known yet are learned masks. P-EAGLE has one mask token and one mask state for all depths, which is
+    one row after the fusion; here each depth has its own row.
 
     Args:
-        config: the layer's shape; it is Llama's, whatever the target's variant.
-        parallel_depth: tokens that one forward drafts; 1: the next one, so that a tree grows level by level.
+        config: the layer's shape; its variant is always Llama's, regardless of the target's.
+        parallel_depth: number of tokens drafted per forward; 1: a tree grows level by level.
 
     Attributes:
-        mask_rows: [parallel_depth - 1, hidden], the rows in place of `fuse`'s; row i leads to token i + 2.
+        mask_rows: [parallel_depth - 1, hidden], used instead of `fuse`'s output; row i predicts token i + 2.
     """
 
     mask_rows: Tensor
@@ -48,21 +48,21 @@ class EagleHead(nn.Module):
             self.register_buffer("mask_rows", masks, persistent=False)
 
     def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's input, [..., hidden]: the next token's embedding with the target's, or the head's own, state."""
+        """The layer's input, [..., hidden], from the next token's embedding and the target's or the head's state."""
         return self.project(torch.cat((following, hidden), dim=-1))
 
     def project(self, both: Tensor) -> Tensor:
-        """The layer's input, of what `fuse` takes side by side: [..., 2 * hidden]."""
+        """The layer's input from the concatenated inputs of `fuse`, [..., 2 * hidden]."""
         return linear(both, self.fc.weight, self.fc.bias)
 
     def forward(
         self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> Tensor:
-        """One packed forward: [n_rows, hidden], the state after each row, as the head predicts it.
+        """Runs one packed forward and returns the predicted state after each row, [n_rows, hidden].
 
         Args:
-            fused: [n_rows, hidden], of `fuse`, or masks.
-            rotation: cosines and sines of the rows, see `PackedDecoder.rotation`.
+            fused: [n_rows, hidden], from `fuse`, or masks.
+            rotation: the rows' cosines and sines, see `PackedDecoder.rotation`.
             keys, values: [slots, slot_rows, kv_heads, head_dim], written in place.
         """
         return self.layer(fused, *rotation, layout, keys, values)
@@ -70,11 +70,11 @@ class EagleHead(nn.Module):
     def keep(
         self, fused: Tensor, kv_rows: Tensor, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> None:
-        """Writes the rows' keys and values as `forward` does, and computes nothing else."""
+        """Writes the rows' keys and values as `forward` does, without computing anything else."""
         self.layer.write_kv(fused, *rotation, kv_rows, keys, values)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Every tensor by its name in published draft checkpoints; writing into a value writes into the head."""
+        """The tensors by their names in published draft checkpoints; writing to one writes to the head."""
         config, layer = self.config, self.layer
         rows = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
         q, k, v = layer.qkv.weight.split((rows[0], rows[1], rows[1]))
@@ -99,11 +99,11 @@ class EagleHead(nn.Module):
 def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
     """Loads a draft head for a target, in the target's dtype and on its device.
 
-    Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings in such a file are not read:
-    they are the target's. Raises UserError where a file is missing or damaged, or the head was made for another target.
+    Reads model.safetensors, or pytorch_model.bin as published by SpecVLA. Embeddings in the file are ignored: the
+    target's are used. Raises UserError if a file is missing or damaged, or the head was made for another target.
     """
     if not directory.is_dir():
-        raise UserError(f"draft.head: {directory} does not exist; give the folder that holds the head's config.json")
+        raise UserError(f"draft.head: {directory} does not exist; give the folder with the head's config.json")
     config, parallel_depth = _config(directory, decoder.config)
     with torch.device("meta"):
         head = EagleHead(config, parallel_depth)
@@ -111,7 +111,7 @@ def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
     tensors = head.checkpoint_tensors()
     if not any(directory.glob("model.safetensors*")) and not (directory / "pytorch_model.bin").exists():
         raise UserError(
-            f"draft.head: {directory} holds neither model.safetensors nor pytorch_model.bin; copy the head's weights "
+            f"draft.head: {directory} has neither model.safetensors nor pytorch_model.bin; copy the head's weights "
             "there, or train one with `specvla train-draft`"
         )
     load_weights(directory, tensors)
@@ -122,16 +122,16 @@ def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
 
 
 def _config(directory: Path, target: DecoderShape) -> tuple[DecoderShape, int]:
-    """The shape, and the tokens that one forward drafts."""
+    """The head's shape, and its number of tokens drafted per forward."""
     path = directory / "config.json"
     if not path.exists():
         raise UserError(
-            f"draft.head: {path} is missing; SpecVLA's training does not put it beside the weights: copy it there"
+            f"draft.head: {path} is missing; SpecVLA's training does not save it with the weights: copy it there"
         )
     raw = read_checkpoint_json(path)
     layers = raw.whole("num_hidden_layers", 1)
     if layers != 1:
-        raise UserError(f"{path}: a draft head has one layer, this is a model of {layers}")
+        raise UserError(f"{path}: a draft head has one layer, but this model has {layers}")
     hidden = raw.whole("hidden_size", minimum=1)
     heads = raw.whole("num_attention_heads", target.num_attention_heads, minimum=1)
     config = DecoderShape(
@@ -150,28 +150,28 @@ def _config(directory: Path, target: DecoderShape) -> tuple[DecoderShape, int]:
     if min(*groups, config.hidden_size, config.intermediate_size, config.head_dim) < 1 or groups[0] % groups[1]:
         raise UserError(
             f"{path}: hidden_size {config.hidden_size}, intermediate_size {config.intermediate_size}, {groups[0]} "
-            f"heads of {config.head_dim} and {groups[1]} key-value heads make no layer; copy the file again"
+            f"heads of {config.head_dim} and {groups[1]} key-value heads are not a valid layer; copy the file again"
         )
     if config.hidden_size != target.hidden_size:
         raise UserError(
-            f"{directory} is a draft head for a target of hidden size {config.hidden_size}, but this target has "
-            f"{target.hidden_size}: train one for it with `specvla train-draft`"
+            f"{directory} is a draft head for a target of hidden size {config.hidden_size}, but this target's is "
+            f"{target.hidden_size}: train a head for it with `specvla train-draft`"
         )
     if (config.head_dim, config.rope_theta) != (target.head_dim, target.rope_theta):
         raise UserError(
-            f"{path}: head_dim {config.head_dim} and rope_theta {config.rope_theta:g} are not the target's "
+            f"{path}: head_dim {config.head_dim} and rope_theta {config.rope_theta:g} differ from the target's "
             f"({target.head_dim}, {target.rope_theta:g}): the head was made for another target"
         )
     return config, raw.whole("parallel_depth", 1, minimum=1, maximum=MAX_TREE_NODES)
 
 
 def _check_kind(path: Path, tensors: Mapping[str, Tensor], vocab_size: int) -> None:
-    """Refuses files that have more than an EAGLE head has, or embeddings of another vocabulary."""
+    """Rejects files with tensors that an EAGLE head does not have, or embeddings of another vocabulary."""
     shapes = tensor_shapes(path)
-    # The vocabulary in config.json is not asked: SpecVLA's says 32000 where the embeddings have 32064 rows.
+    # The vocabulary size in config.json is ignored: SpecVLA's says 32000, but the embeddings have 32064 rows.
     rows = next(iter(shapes.get("embed_tokens.weight", ())), vocab_size)
     if rows != vocab_size:
-        raise UserError(f"{path}: the head was made for a vocabulary of {rows} ids, this target has {vocab_size}")
+        raise UserError(f"{path}: the head was made for a vocabulary of {rows} ids, but this target has {vocab_size}")
     extra = [name for name in shapes if name not in tensors and name != "embed_tokens.weight"]
     if extra:
-        raise UserError(f"{path} has {extra[0]}, which this kind of draft head does not: it is of another kind")
+        raise UserError(f"{path} has the tensor {extra[0]}: this kind of draft head is not supported")

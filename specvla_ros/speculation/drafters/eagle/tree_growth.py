@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4): which children it considers, and how it grows."""
+"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4): choice of children, and growth."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,44 +21,44 @@ from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
 
 IN_TEXT = -(1 << 20)
-"""Below 0, however deep a tree grows from it: in place of an action dimension where the child may be text."""
+"""Replaces an action dimension if the child may be text; stays negative at any depth of the tree."""
 
 
 @dataclass(frozen=True)
 class WindowMass:
-    """Action tokens that between them cover most of the draft's probability, each with its tolerance.
+    """Chooses action tokens whose tolerance windows together cover most of the draft's probability.
 
-    Under relaxation neighbouring bins cover the same target: the likeliest k bins are mostly one guess. Here the first
-    child is the likeliest bin; the mass that its window [b - r, b + r] covers is taken away, and so on. Siblings are at
-    least r + 1 bins apart, and a child's score is the log of the mass that it alone covers: the draft's estimate that
-    this sibling will be the accepted one. With r = 0 these are the k likeliest bins.
+    Under relaxation neighbouring bins cover the same target, so the k most likely bins are mostly one guess. Here the
+    first child is the most likely bin; the mass in its window [b - r, b + r] is removed, and so on. Siblings are at
+    least r + 1 bins apart. A child's score is the log of the mass that only it covers: the draft's estimate that this
+    sibling will be accepted. With r = 0 these are the k most likely bins.
 
-    A child is not put where its window holds most mass. Where the draft is sure, every window around its guess holds
-    nearly all of the mass, and the one that catches a little more of the tails is off by up to r bins, always to the
-    same side: accepted, and wrong. The nano policy then hardly ever lifted a cube.
+    Children are not placed where their window covers the most mass. If the draft is certain, every window around its
+    guess covers nearly all mass, and the one with slightly more of the tails is off by up to r bins, always to the same
+    side: accepted, but wrong. With that choice the nano policy hardly ever lifted a cube.
     """
 
     k: int
     actions: ActionIds
-    bins: Tensor  # int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond
-    # Whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens.
+    bins: Tensor  # int64 [dimensions + 1], r per action dimension; the last applies to all dimensions beyond
+    # Whether children may be text; in dimension `IN_TEXT` they are then the k most likely tokens.
     text: bool = False
 
     @staticmethod
     def from_actions(
         k: int, actions: ActionIds, dimensions: int, device: torch.device, *, text: bool = False
     ) -> "WindowMass":
-        """Without tolerance in any of the action's dimensions."""
+        """Zero tolerance in all of the action's dimensions."""
         return WindowMass(k, actions, torch.zeros(dimensions + 1, dtype=torch.int64, device=device), text)
 
     def tolerate(self, bins: Sequence[int]) -> None:
-        """Takes another r per action dimension, 0 beyond them, in the same memory: a captured draft reads it."""
+        """Sets r per action dimension, 0 beyond, in the same memory, since a captured draft reads it."""
         self.bins.copy_(torch.tensor([*bins] + [0] * (len(self.bins) - len(bins))))
 
     def candidates(self, rows: Tensor, dimensions: Tensor, *, normalised: bool) -> Candidates:
-        """Candidates from logits of the actions' ids, or `normalised` log-probabilities of the vocabulary.
+        """Candidates from logits of the action ids, or from `normalised` log-probabilities of the vocabulary.
 
-        `rows` are [trees, beam, vocab], their dimensions int64 [trees].
+        `rows` is [trees, beam, vocab], `dimensions` int64 [trees].
         """
         likeliest = rows.topk(self.k, dim=-1) if self.text else None
         first, stop = self.actions.first, self.actions.stop
@@ -73,7 +73,7 @@ class WindowMass:
 
 
 def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
-    """Trees one by one, each of its number of nodes and its depth."""
+    """Splits grown trees, given each one's number of nodes and depth."""
     trees = []
     for i, (n, depth) in enumerate(sizes):
         tokens, *ancestry = grown.numbers[:, i, :n].unbind()
@@ -83,11 +83,11 @@ def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
 
 
 class TreeGrowth:
-    """Some trees while they grow, depth by depth, on the device; the host knows all shapes.
+    """Trees growing level by level on the device; the host knows all shapes.
 
-    A tree that has reached its own of `max_depths`, int64 [trees], grows no further. `k` counts the children per node
-    and the nodes of a beam: the best of the newest depth, whose children, at `level`, are considered next; None: the
-    root.
+    A tree stops at its own `max_depths`, int64 [trees]. `k` is the number of children per node and of nodes in the
+    beam. The beam holds the best nodes of the newest depth, whose children, at `level`, are considered next; None for
+    the root.
     """
 
     def __init__(self, roots: Tensor, max_depths: Tensor, *, k: int, levels: int) -> None:
@@ -104,7 +104,7 @@ class TreeGrowth:
         return self._roots[:, None] if self.beam is None else self.beam.tokens
 
     def consider(self, candidates: Candidates, dtype: torch.dtype) -> None:
-        """Considers the children of the beam, with scores of a dtype, and makes the best of them the next beam."""
+        """Considers the beam's children, with scores of a dtype, and makes the best of them the next beam."""
         if self._considered is None:
             entries = (len(self._roots), self._k + (self._levels - 1) * self._k**2)
             parents, tokens = (torch.empty(entries, dtype=torch.int64, device=self._roots.device) for _ in range(2))
@@ -124,51 +124,50 @@ class TreeGrowth:
         self.level += 1
 
     def finish(self, nodes: Tensor, max_nodes: int, out: GrownTrees | None = None) -> GrownTrees:
-        """The best of everything considered, in the order of depth; see `finish_tree`."""
+        """The best of all considered nodes, ordered by depth; see `finish_tree`."""
         assert self._considered is not None
         considered = self._considered.first(self._count)
         return finish_tree(considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes, out=out)
 
 
 def tree_size(depth: int, k: int, max_nodes: int) -> int:
-    """Number of nodes of a finished tree, the root included, where the best k nodes of each depth have k children."""
+    """Number of nodes of a finished tree with its root, if the best k nodes of each depth have k children."""
     return min(max_nodes, 1 + k + (depth - 1) * k * k)
 
 
 @dataclass(frozen=True)
 class DraftStart:
-    """DraftInput's numbers of several requests on the device, where a captured growth can read them."""
+    """The numbers of several DraftInputs on the device, readable by captured growth."""
 
-    where: DraftSlots  # the requests' rows of the head's keys and values
-    nodes: Tensor  # int64 [requests], maximum of the trees' nodes, the root included
-    # int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text.
+    where: DraftSlots  # the requests' rows in the head's KV cache
+    nodes: Tensor  # int64 [requests], max nodes of each tree including the root
+    # int64 [requests], the action dimension of the first drafted tokens; IN_TEXT if they may be text.
     dimensions: Tensor
     roots: Tensor
-    # Slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
+    # Slot and prefix_len of each request, on the host; empty for captured work, which may not depend on them.
     spans: tuple[tuple[int, int], ...] = ()
     COLUMNS: ClassVar[int] = 7
 
     @staticmethod
     def columns(inputs: Sequence[DraftInput], nodes: Sequence[int], *, roots: Sequence[int]) -> list[tuple[int, ...]]:
-        """The input of `TreeGrower.start`: for each of its `COLUMNS` a number per request."""
+        """The input to `TreeGrower.start`: `COLUMNS` columns with one number per request."""
         rows = [(each.slot, each.prefix_len, len(each.new), each.max_depth) for each in inputs]
         dimensions = [IN_TEXT if each.in_text else each.position for each in inputs]
         return [*zip(*rows, strict=True), tuple(nodes), tuple(dimensions), tuple(roots)]
 
 
 class TreeGrower:
-    """The head with its keys and values, [slots, slot_rows, kv_heads, head_dim] with one slot per request.
+    """The head with its KV cache, [slots, slot_rows, kv_heads, head_dim], one slot per request.
 
     Args:
         decoder: the target, whose embeddings and output head it shares.
         k: children per node, and nodes of a beam.
-        nodes: maximum of a tree, the root included.
-        slot_rows: rows of a slot, those of the nodes that the head runs over included.
-        window: chooses a node's children, its tokens counted from the first of the ids; None: the likeliest (EAGLE-2).
-        ids: the only ones that may come, where the answer has no others: the rest of the output head is not read, and
-            each node's probability is spread over them alone, since the target is known to say one of them. Spread over
-            the whole vocabulary, every node would pay, with each level, for ids that never come. None: the whole
-            vocabulary, as published.
+        nodes: max nodes of a tree including the root.
+        slot_rows: rows of a slot, including those of nodes processed by the head.
+        window: chooses a node's children, with tokens counted from the first of `ids`; None: the most likely (EAGLE-2).
+        ids: the ids possible in an answer. Other rows of the output head are not read, and each node's probability is
+            normalised over these ids, since the target always says one of them. Normalised over the whole vocabulary,
+            every node would lose probability at each level to impossible ids. None: the whole vocabulary, as published.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class TreeGrower:
         self.values = torch.empty_like(self.keys)
 
     def start(self, columns: Tensor) -> DraftStart:
-        """From int64 [COLUMNS, requests], as `DraftStart.columns` gives them."""
+        """Makes a start from int64 [COLUMNS, requests], as given by `DraftStart.columns`."""
         slots, prefix_lens, rows, max_depths, nodes, dimensions, roots = columns.unbind()
         (cos, sin), embed = self.decoder.rotations(self.keys.device), self.decoder.embed_tokens
         tables = (cos, sin, embed.weight, embed.scale)
@@ -203,27 +202,27 @@ class TreeGrower:
         return DraftStart(where, nodes, dimensions, roots)
 
     def start_of(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> DraftStart:
-        """Copies the requests' numbers, and the maximum nodes of each tree, to the roots' device."""
+        """Copies the requests' numbers and each tree's max nodes to the roots' device."""
         roots = torch.stack([request.root for request in inputs])
         columns = to_device(DraftStart.columns(inputs, nodes, roots=[0] * len(inputs)), roots.device)
         spans = tuple((request.slot, request.prefix_len) for request in inputs)
         return replace(self.start(columns), roots=roots, spans=spans)
 
     def masks(self, depth: int) -> Tensor:
-        """[n, hidden], the rows behind the last committed one for a tree so deep; none of a head that grows levels."""
+        """[n, hidden], mask rows after the last committed one for a tree of this depth; none if not a parallel head."""
         return self.head.mask_rows[: depth - 1]
 
     def forward(self, fused: Tensor, layout: PackedLayout) -> Tensor:
-        """The head over packed rows; see EagleHead."""
+        """Runs the head on packed rows; see EagleHead."""
         return self.head(fused, layout, self.decoder.rotation(layout.positions), self.keys, self.values)
 
     @property
     def spare_row(self) -> int:
-        """A row of all slots', that no committed row has."""
+        """Index of a row never used by a committed row."""
         return self._slot_rows - 1
 
     def places(self, inputs: Sequence[DraftInput]) -> tuple[list[int], list[int]]:
-        """Position, and row of all slots, of each of the requests' new rows."""
+        """Positions of the requests' new rows, and their rows among all slots'."""
         positions: list[int] = []
         rows: list[int] = []
         for request in inputs:
@@ -233,16 +232,15 @@ class TreeGrower:
         return positions, rows
 
     def keep(self, following: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Keeps keys and values of committed rows, at `places` (int64 [2, n]); nothing is predicted."""
+        """Writes keys and values of committed rows at `places` (int64 [2, n]) without a prediction."""
         rotation = self.decoder.rotation(places[0])
         self.head.keep(self.head.fuse(following, hidden), places[1], rotation, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """[trees, 1 + masks, hidden], the head's states after each request's newest committed row and its masks.
 
-        `following` and `hidden` are [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The
-        others are computed too, into rows of its slot that are not committed. `start` has no spans, which are those of
-        trees.
+        `following` and `hidden` are [trees, n, hidden], as in EagleHead. Only the first `rows` of each request count;
+        the others are computed into uncommitted rows of its slot. `start` must not have spans, which are for trees.
         """
         assert not start.spans
         trees, n, size = following.shape
@@ -252,13 +250,13 @@ class TreeGrower:
             return self._over(rows, start, plan)[rows.ends][:, None]
         masks = self.masks(depth)
         later = len(masks)
-        # In a slot the masks follow the last row that counts; the rows that do not come behind them.
+        # In a slot the masks follow the last row that counts; rows that do not count come after the masks.
         place = torch.arange(n + later, device=following.device).expand(trees, -1)
         new = start.where.rows[:, None]
         order = torch.where(place < new, place, torch.where(place < new + later, n + place - new, place - later))
         fused = torch.cat((self.head.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
         fused = fused.gather(1, order[:, :, None].expand(-1, -1, size))
-        # No position beyond a tree's own depth: it may not exist.
+        # Limit positions to a tree's own depth, since later ones may not exist.
         deepest = new + start.where.max_depths[:, None].clamp(min=1, max=1 + later) - 2
         layout = self._chain_layout(start, start.where.prefix_lens - start.where.rows, place.minimum(deepest))
         states = self.forward(fused.flatten(0, 1), layout).view_as(fused)
@@ -266,9 +264,9 @@ class TreeGrower:
         return states.gather(1, ends[:, :, None].expand(-1, -1, size))
 
     def memory(self, trees: int, depth: int) -> GrownTrees:
-        """For trees of a depth, to be grown into."""
+        """Memory to grow trees of a given depth into."""
         n, device = tree_size(depth, self._k, self._nodes), self.keys.device
-        dtype = torch.promote_types(self.keys.dtype, torch.float32)  # as the logits'
+        dtype = torch.promote_types(self.keys.dtype, torch.float32)  # the logits' dtype
         return GrownTrees(
             torch.zeros(4, trees, n, dtype=torch.int64, device=device),
             torch.zeros(trees, n, dtype=dtype, device=device),
@@ -276,10 +274,10 @@ class TreeGrower:
         )
 
     def grow(self, start: DraftStart, predicted: Tensor, depth: int, out: GrownTrees | None = None) -> GrownTrees:
-        """Trees after committed rows that the head has seen, written to `out` (see `memory`) or memory of their own.
+        """Grows trees after committed rows that the head has read, in `out` (see `memory`) or new memory.
 
-        `predicted`, [trees, n, hidden], are the head's states after the last committed rows; of a parallel head also
-        after each of the tree's masks. `depth`: of the deepest tree, at least one.
+        `predicted`, [trees, n, hidden], has the head's states after the last committed rows and, for a parallel head,
+        after each of the tree's masks. `depth`: that of the deepest tree, at least 1.
         """
         growth = TreeGrowth(start.roots, start.where.max_depths, k=self._k, levels=depth)
         if self.parallel_depth > 1:
@@ -289,7 +287,7 @@ class TreeGrower:
         return growth.finish(start.nodes, self._nodes, out)
 
     def _expand_levels(self, growth: TreeGrowth, start: DraftStart, states: Tensor, depth: int) -> None:
-        """A forward of the head per level, over the beam that the level before has left."""
+        """Grows one level per forward of the head, over the previous level's beam."""
         where, inputs = start.where, None
         for _ in range(depth):
             if growth.beam is not None:
@@ -301,13 +299,13 @@ class TreeGrower:
             self._consider(growth, self._logits(states), start.dimensions)
 
     def _expand_all(self, growth: TreeGrowth, start: DraftStart, states: Tensor) -> None:
-        """Every level from one forward: what follows a node depends on its depth, not on the path to it."""
+        """Grows every level from one forward: candidates after a node depend on its depth, not on its path."""
         for logits in self._logits(states).unbind(1):
             width = growth.beam_tokens.shape[1]
             self._consider(growth, logits[:, None].expand(-1, width, -1), start.dimensions)
 
     def _over(self, rows: DraftRows, start: DraftStart, plan: AttentionPlan) -> Tensor:
-        """The head over rows: [requests * n, hidden]."""
+        """Runs the head on rows: [requests * n, hidden]."""
         n = rows.inputs.shape[1]
         spans = tuple(Span(slot, i * n, n, prefix, is_tree=True) for i, (slot, prefix) in enumerate(start.spans))
         plans = {(plan.group, self.keys.shape[2]): plan}
@@ -316,7 +314,7 @@ class TreeGrower:
         return self.head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
 
     def _chain_layout(self, start: DraftStart, first_rows: Tensor, offsets: Tensor) -> PackedLayout:
-        """The same number of rows for each request, at `first_rows` [requests] plus `offsets` [requests, n]."""
+        """A layout with n rows per request, at `first_rows` [requests] plus `offsets` [requests, n]."""
         requests, n = offsets.shape
         begin = start.where.slots * self._slot_rows + first_rows
         plan = self._plan(requests, n, is_tree=False)
@@ -332,13 +330,13 @@ class TreeGrower:
         )
 
     def _logits(self, states: Tensor) -> Tensor:
-        """[trees, n, ids] after states [trees, n, hidden]."""
+        """Logits [trees, n, ids] from states [trees, n, hidden]."""
         return self.decoder.logits(states.flatten(0, 1), self._ids).view(*states.shape[:2], -1)
 
     def _consider(self, growth: TreeGrowth, logits: Tensor, dimensions: Tensor) -> None:
-        """The next level, from logits [trees, beam, ids] and the first level's action dimension, int64 [trees]."""
+        """Adds the next level, from logits [trees, beam, ids] and the first level's action dimension, int64 [trees]."""
         ids = self._ids
-        # Of a whole vocabulary the likeliest are chosen first; its probability is shared by more than the kernel holds.
+        # For the whole vocabulary the most likely are chosen first, as its softmax exceeds the kernel's size limit.
         rows = logits.log_softmax(dim=-1) if ids is None else logits
         if self._window is not None:
             candidates = self._window.candidates(rows, dimensions, normalised=ids is None)
@@ -352,9 +350,9 @@ class TreeGrower:
         growth.consider(candidates, logits.dtype)
 
     def _plan(self, requests: int, n: int, *, is_tree: bool) -> AttentionPlan:
-        """The attention's table where the device alone knows the rows; it is written before each forward."""
+        """An attention plan for rows known only to the device, which writes its table before each forward."""
         key = (requests, n, is_tree)
-        if key not in self._plans:  # made before a capture, by the run that goes before it
+        if key not in self._plans:  # made in the run before a capture
             kv_heads = self.keys.shape[2]
             self._plans[key] = plan_attention(
                 [Span(0, i * n, n, 0, is_tree) for i in range(requests)],
