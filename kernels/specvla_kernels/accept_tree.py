@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk of an accepted path through each request's tree, by an acceptance rule's mask."""
+"""Selects the accepted path through each request's tree, by an acceptance rule's mask."""
 
 import torch
 from torch import Tensor
@@ -9,15 +9,15 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 NO_NODE = -1  # pads a path
 MIN_PATH = 8  # one compilation for all shorter paths
-TARGET = 0  # the reason of a token that was not drafted: it is the target's own
+TARGET = 0  # the reason of a token that was not drafted: the target's own
 
 
 def accept_tree(trees: Trees, comparison: Comparison, accept_mask: Tensor, reasons: Tensor, max_depth: int) -> Tensor:
     """Chooses the path that each request commits: the longest whose nodes are all accepted.
 
     Ties go to the path nearest to the target's own choices (sum of distances), then to the likelier draft, then to the
-    first node. Whatever the rule, no path holds a node that is not valid, one that may not be relaxed and is not the
-    target's choice, or one after a NaN: it ends there, with NO_TOKEN as its last token.
+    first node. Under any rule, a path excludes nodes that are not valid, nodes that are neither relaxable nor the
+    target's choice, and nodes after a NaN, where it ends with NO_TOKEN as its last token.
 
     Args:
         accept_mask: bool [requests, n, n] or [requests, 1, n]; row e, column j: on a path that ends at node e, node j
@@ -27,8 +27,8 @@ def accept_tree(trees: Trees, comparison: Comparison, accept_mask: Tensor, reaso
     Returns:
         int64 [requests, 4 * (max_depth + 1) + 1]: the path's nodes from the root, padded with NO_NODE; the token
         committed after each, the last one the target's own, padded with NO_TOKEN; each token's distance from the
-        target's choice and its reason (TARGET for the last), padded with 0; and the number of nodes, which is also that
-        of tokens.
+        target's choice and its reason (TARGET for the last), padded with 0; and the number of nodes, which is also the
+        number of tokens.
     """
     run = accept_tree_triton if has_kernels(trees.log_probs) else accept_tree_reference
     return run(trees, comparison, accept_mask, reasons, max_depth)
@@ -40,7 +40,7 @@ def accept_tree_reference(
     """`accept_tree` in PyTorch."""
     nodes = torch.arange(trees.tokens.shape[1], device=trees.tokens.device)
     on_path = trees.on_path
-    # A loose rule would commit what was drafted after a NaN, and with it hide the NaN from whoever reads the tokens.
+    # A loose rule would commit tokens that were drafted after a NaN, and so hide the NaN from the caller.
     allowed = trees.valid & (trees.relaxable | comparison.exact) & (comparison.wanted != NO_TOKEN)
     accepted = (accept_mask & allowed[:, None]) | (nodes == 0)
     candidates = (accepted | ~on_path).all(dim=2) & on_path.any(dim=2)
@@ -107,7 +107,7 @@ def _accept_tree(  # type: ignore[no-untyped-def]
     allowed = is_valid & (is_relaxable | is_exact) & (tl.load(wanted + at, there, other=-1) != -1)
 
     on_path = ((path[:, None] >> n[None, :].to(tl.int64)) & 1) == 1  # row e, column j: j is an ancestor of e, or e
-    # Offsets of 32 bits: addresses of 64 for all pairs would not fit the registers.
+    # 32-bit offsets: 64-bit addresses of all pairs would not fit the registers.
     pairs = n[:, None] * mask_row_stride + n[None, :]
     accepted = tl.load(accept_mask + request * mask_stride + pairs, on_path & there[None, :], other=0) != 0
     accepted = (accepted & allowed[None, :]) | (n == 0)[None, :]
@@ -123,7 +123,7 @@ def write_path(  # type: ignore[no-untyped-def]
     out, n, token, depth, path, distance, reason, likelihood, choice, candidate, n_steps,
     BLOCK: tl.constexpr, BLOCK_PATH: tl.constexpr,
 ):  # fmt: skip
-    """Chooses among the nodes at which a path may end, and writes that path; [BLOCK] each, in registers."""
+    """Chooses the end node among the candidates and writes its path; arguments are [BLOCK] each, in registers."""
     candidate = candidate & (depth == tl.max(tl.where(candidate, depth, -1), 0))
     on_path = ((path[:, None] >> n[None, :].to(tl.int64)) & 1) == 1
     total = tl.sum(tl.where(on_path, distance[None, :], 0), 1)
@@ -132,7 +132,7 @@ def write_path(  # type: ignore[no-untyped-def]
     candidate = candidate & (likelihood == tl.max(tl.where(candidate, likelihood, float("-inf")), 0))
     end = tl.min(tl.where(candidate, n, BLOCK), 0)
 
-    # The path's nodes, and the drafts one step further on it.
+    # The path's nodes, and the drafted tokens one step further.
     is_end = n == end
     end_path = tl.sum(tl.where(is_end, path, 0), 0)
     end_depth = tl.sum(tl.where(is_end, depth, 0), 0)
@@ -142,7 +142,7 @@ def write_path(  # type: ignore[no-untyped-def]
     here = on_chosen[None, :] & (depth[None, :] == step[:, None])
     after = on_chosen[None, :] & (depth[None, :] == step[:, None] + 1)
     node = tl.max(tl.where(here, n[None, :], -1), 1).to(tl.int64)
-    drafted = tl.sum(tl.where(after, token[None, :] + 1, 0), 1) - 1  # -1 where nothing is
+    drafted = tl.sum(tl.where(after, token[None, :] + 1, 0), 1) - 1  # -1 where there is none
     committed = tl.where(step == end_depth, chosen, drafted)
     written = step < n_steps
     tl.store(out + step, node, written)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance by distance alone: comparison, tolerance and the walk of the path in one launch."""
+"""Acceptance by distance only: comparison, tolerance and selection of the path in one launch."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 @dataclass(frozen=True)
 class Within:
-    """Which drafts are accepted, and the reason reported for exact and near ones."""
+    """Tolerances for accepted drafts, and the reason reported for exact and near ones."""
 
-    # int64 [dimensions + 2], accepted bins from the target's choice per action dimension, then for all dimensions
-    # beyond, then for tokens without a dimension; None: the target's own choice alone.
+    # int64 [dimensions + 2], accepted distance in bins from the target's choice per action dimension, then for all
+    # further dimensions, then for tokens without a dimension; None: only the target's own choice.
     tolerances: Tensor | None
     exact: int
     near: int
@@ -46,7 +46,7 @@ def accept_within_reference(trees: PackedTrees, within: Within, ids: tuple[int, 
 
 
 def _roots_alone(trees: PackedTrees) -> Tensor:
-    """What the walk yields of trees of one node, in four operators: plain decoding on a CPU is mostly their dispatch."""
+    """The walk of trees of one node in four operators: plain decoding on a CPU is mostly their dispatch."""
     choices = trees.choices if trees.rows is None else trees.choices[trees.rows[:, 0]]
     none = torch.zeros_like(choices)
     return torch.stack((none, choices, none, torch.full_like(choices, TARGET), torch.ones_like(choices)), dim=1)
@@ -100,7 +100,7 @@ def _accept_within(  # type: ignore[no-untyped-def]
     is_exact = (token == want) & drafted
     accepted = is_exact
     if RELAXED:
-        # The last tolerance is for what has no dimension, the one before it for all dimensions beyond.
+        # The last tolerance is for tokens without a dimension, the one before it for all further dimensions.
         place = tl.where(dimension < 0, n_tolerances - 1, tl.minimum(dimension, n_tolerances - 2))
         accepted = accepted | (distance <= tl.load(tolerances + place, there, other=-1))
     is_valid, is_relaxable = tl.load(valid + at, there, other=0) != 0, tl.load(relaxable + at, there, other=0) != 0

@@ -28,7 +28,7 @@ def commit_kv(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, n
 def commit_kv_reference(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, nodes: Tensor) -> None:
     """`commit_kv` in PyTorch."""
     steps = torch.arange(nodes.shape[1], device=nodes.device)
-    # What moves is read back, which is no wait on a CPU: usually it is nothing.
+    # The moving nodes, usually none, are read back, which does not wait on a CPU.
     request, step = ((nodes >= 0) & (nodes != steps)).nonzero(as_tuple=True)
     slot, first = slots[request], first_rows[request]
     for store in (keys, values):
@@ -64,7 +64,7 @@ def _commit_kv(  # type: ignore[no-untyped-def]
     node = tl.load(nodes + request * request_stride + step * step_stride, step < steps, other=-1)
     moves = (node >= 0) & (node != step)
     if tl.sum(moves.to(tl.int32), 0) == 0:
-        return  # the likeliest chain lies first in a tree: usually nothing moves
+        return  # the likeliest chain comes first in a tree: usually nothing moves
     first = layer * layer_stride + tl.load(slots + request) * slot_stride + tl.load(first_rows + request) * row_stride
     mask = moves[:, None] & (column < WIDTH)[None, :]
     source = first + node[:, None] * row_stride + column[None, :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares each drafted token with the target's own choice: equal, how many bins off, in which dimension."""
+"""Compares each drafted token with the target's own choice: equality, distance in bins, and dimension."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
-NO_TOKEN = -1  # where the target has no choice: its logits hold a NaN, or nothing chooses the token (the root's)
+NO_TOKEN = -1  # the target has no choice: its logits have a NaN, or nothing chooses the token (the root's)
 MIN_NODES = 16  # one compilation for all smaller trees
 
 
@@ -18,7 +18,7 @@ MIN_NODES = 16  # one compilation for all smaller trees
 class Trees:
     """The trees of several requests after their forward, padded to the same number of nodes, 64 at most.
 
-    Padding has a parent and no ancestors, not even itself; the rest of it is not read. All are [requests, n].
+    Padding has a parent but no ancestors, not even itself; its other columns are not read. All are [requests, n].
     """
 
     tokens: Tensor  # int64; node 0 is the root
@@ -28,8 +28,8 @@ class Trees:
     log_probs: Tensor  # float32, the draft's log-probability of the path to the node
     valid: Tensor  # bool; False: never accepted
     relaxable: Tensor  # bool; False: accepted only if it is the target's own choice
-    choices: Tensor  # int64, the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN
-    # int64 [requests], where each answer so far stands; of bins, the action dimension of the next token.
+    choices: Tensor  # int64, the target's greedy choice after each node; NO_TOKEN where its logits have a NaN
+    # int64 [requests], position of each unfinished answer; for bins, the action dimension of the next token.
     positions: Tensor
 
     @cached_property
@@ -51,7 +51,7 @@ class Trees:
 
 
 class Nodes(NamedTuple):
-    """The nodes of several trees in a row: columns [nodes] as in `Trees`, with indices within their tree."""
+    """The nodes of several trees, concatenated: columns [nodes] as in `Trees`, with indices within their tree."""
 
     tokens: Tensor
     parents: Tensor
@@ -69,7 +69,7 @@ class PackedTrees:
     nodes: Nodes
     choices: Tensor  # of all nodes
     positions: Tensor  # by request
-    # int64 [requests, n], each node's place among all; padding has a place after the last. None: one request.
+    # int64 [requests, n], each node's index among all; padding has an index after the last. None: one request.
     rows: Tensor | None = None
 
     @property
@@ -97,20 +97,20 @@ class PackedTrees:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Each node's token beside the target's choice after the node's parent, [requests, n]."""
+    """Comparison of each node's token with the target's choice after the node's parent, [requests, n]."""
 
     wanted: Tensor  # int64, that choice; NO_TOKEN at the root
-    exact: Tensor  # bool, whether the token is the target's choice
-    # int64, bins between the two; 0 at the root. Two texts that differ are 1 apart; a text and an action, as many bins
-    # as there are.
+    exact: Tensor  # bool, True if the token is the target's choice
+    # int64, distance in bins; 0 at the root. Two different text tokens are 1 apart; text and an action, the number of
+    # bins.
     distances: Tensor
     dimensions: Tensor  # int64, the action dimension of the token where both are action tokens, else -1
 
     @staticmethod
     def where_near(trees: Trees, wanted: Tensor, near: Tensor, apart: Tensor, dimensions: Tensor) -> "Comparison":
-        """For tokens that are no bins: `apart` where two are near, elsewhere a difference counts 1.
+        """Comparison of tokens other than bins, with distance `apart` where two are near, else 1 for a difference.
 
-        `near` says whether a token may stand for the wanted one and is not read at the root; all are [requests, n].
+        `near` is True where a token may replace the wanted one, and is not read at the root. All are [requests, n].
         """
         drafted = trees.parents >= 0
         near = near & drafted
@@ -126,8 +126,8 @@ class Comparison:
 def compare_drafts(trees: Trees, first: int, stop: int, bins: int) -> Comparison:
     """Compares every node with the target.
 
-    Action ids are those from `first`, the highest value, to below `stop`; `bins` is the number of distinct values: the
-    ids `first` and `first + 1` decode alike.
+    Action ids range from `first`, the highest value, to below `stop`; `bins` is the number of distinct values: the ids
+    `first` and `first + 1` decode alike.
     """
     run = compare_drafts_triton if has_kernels(trees.log_probs) else compare_drafts_reference
     return run(trees, first, stop, bins)

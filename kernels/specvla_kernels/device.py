@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the operators run, Triton or PyTorch, and how the host's numbers reach the device."""
+"""Selection of Triton or PyTorch for the operators, and copies from host to device."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-LEAST_TRITON = (3, 2)  # the first whose `jit` takes what the kernels say of their arguments
+LEAST_TRITON = (3, 2)  # the first whose `jit` accepts the kernels' options
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernels hold no float64 arithmetic
 
 
@@ -30,7 +30,7 @@ class _Annotations:
 
 
 def _left_alone(kernel: Any = None, **options: Any) -> Any:
-    """Replaces `triton.jit`, which is also called with options alone."""
+    """Replaces `triton.jit`, which is also called with only options."""
     return kernel if kernel is not None else _left_alone
 
 
@@ -40,20 +40,20 @@ def _wanted() -> bool:
 
 
 def triton_fault(version: str) -> str:
-    """Why a version of Triton cannot be used; empty where it can."""
+    """Reason why a version of Triton cannot be used; empty if it can."""
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if found >= LEAST_TRITON:
         return ""
-    return f"Triton {version} is older than {'.'.join(map(str, LEAST_TRITON))}: install the one of torch 2.6 or later"
+    return f"Triton {version} is older than {'.'.join(map(str, LEAST_TRITON))}: install that of torch 2.6 or later"
 
 
 def build_fault() -> str:
-    """What Triton lacks to build the launchers of its kernels on this machine; empty: nothing."""
+    """Reason why Triton cannot build its kernels' launchers on this machine; empty if it can."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if not compiler or not shutil.which(compiler.split()[0]):
         return "Triton finds no C compiler: apt install gcc, or set CC"
     scheme = sysconfig.get_default_scheme()
-    # Debian's Python keeps its headers where this scheme does not say.
+    # This scheme does not give the location of Debian's Python headers.
     include = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
     if not (Path(include) / "Python.h").exists():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -72,21 +72,21 @@ if _wanted():
         if not _fault:
             tl, jit = import_module("triton.language"), _triton.jit
             HAS_TRITON = True
-    except Exception as error:  # one that is there and broken raises anything
+    except Exception as error:  # a broken installation may raise anything
         if not isinstance(error, ModuleNotFoundError) or error.name != "triton":
             _fault = f"Triton cannot be imported: {type(error).__name__}: {error}"
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether the operators run as Triton kernels on such a tensor."""
+    """True if the operators run as Triton kernels on such a tensor."""
     return HAS_TRITON and x.is_cuda and not why_no_kernels(x.device, x.dtype)
 
 
 @lru_cache
 def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the operators run as their PyTorch references on a device; empty where they run as kernels.
+    """Reason why the operators run as PyTorch references on a device; empty if they run as kernels.
 
-    The first time on a GPU a small kernel is compiled and run: Triton may not know the GPU, or lack a compiler.
+    The first call on a GPU compiles and runs a small kernel: Triton may not support the GPU, or lack a compiler.
     """
     if device.type != "cuda":
         return "kernels run on a GPU"
@@ -94,13 +94,13 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str:
         return _said(_fault)
     if dtype not in _DTYPES:
         return f"there are no Triton kernels for {_name(dtype)}"
-    if not torch.cuda.is_available():  # a device in name alone: there is nothing to try
+    if not torch.cuda.is_available():  # a device in name only: nothing can be tried
         return ""
     return _said(build_fault() or _trial_fault(device, dtype))
 
 
 def operators_on(device: torch.device, dtype: torch.dtype) -> str:
-    """Names what runs the operators on a GPU; empty on a CPU."""
+    """Names the implementation of the operators on a GPU; empty on a CPU."""
     if device.type != "cuda":
         return ""
     why = why_no_kernels(device, dtype)
@@ -109,7 +109,7 @@ def operators_on(device: torch.device, dtype: torch.dtype) -> str:
 
 def _said(fault: str) -> str:
     if fault:
-        _log.warning("decoding on PyTorch references, several times slower than on kernels: %s", fault)
+        _log.warning("decoding with PyTorch references, several times slower than with Triton kernels: %s", fault)
     return fault
 
 
@@ -142,7 +142,7 @@ def _trial_fault(device: torch.device, dtype: torch.dtype) -> str:
             found, expected = try_product(device, dtype)
             if torch.equal(found, expected):
                 return ""
-    except Exception as error:  # of a compiler that does not know the GPU, a linker, the driver
+    except Exception as error:  # from a compiler that does not support the GPU, a linker, or the driver
         major, minor = torch.cuda.get_device_capability(device)
         what = f"Triton {_triton.__version__} fails on sm_{major}{minor} in {_name(dtype)}"
         return f"{what}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
@@ -155,9 +155,9 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def device_fault(device: torch.device) -> str:
-    """Why a device computes no more, with what to do; empty where it does. Waits for the device.
+    """Reason why a device has failed, with a remedy; empty if it works. Waits for the device.
 
-    After an illegal access, a time-out of the driver or the loss of the GPU nothing runs on CUDA in this process again.
+    After an illegal access, a driver time-out or the loss of the GPU, CUDA does not work again in this process.
     """
     if device.type != "cuda":
         return ""
@@ -169,26 +169,26 @@ def device_fault(device: torch.device) -> str:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         return (
-            f"{device} computes no more ({type(error).__name__}: {reason}): restart this process; nvidia-smi and "
-            "`dmesg | grep -i xid` say whether the GPU or its driver failed"
+            f"{device} has failed ({type(error).__name__}: {reason}): restart this process; nvidia-smi and "
+            "`dmesg | grep -i xid` show whether the GPU or its driver failed"
         )
     return ""
 
 
 def blocks(least: int, most: int) -> list[int]:
-    """Block sizes, powers of two, from the least to the one that holds the most."""
+    """Block sizes, powers of two, from `least` to the first that is not below `most`."""
     return [1 << bits for bits in range(least.bit_length() - 1, power_of_two(most, least).bit_length())]
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two that is not below n, nor below `least`: the sides of a kernel's blocks."""
+    """The smallest power of two that is at least n and `least`, for the sides of a kernel's blocks."""
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of numbers that the host knows, nested as `torch.tensor` takes them.
+    """Copies host numbers, nested as for `torch.tensor`, to a device.
 
-    The memory is pinned: a copy from other memory makes the host wait until the GPU has done all that it was given.
+    The memory is pinned: a copy from other memory makes the host wait until the GPU has done all its queued work.
     """
     tensor = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
@@ -198,9 +198,9 @@ _WORD = 8  # bytes
 
 
 def copy_together(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies tensors to contiguous places of their shapes, on one device, in one launch if the dtypes are the same.
+    """Copies tensors to contiguous destinations of their shapes, on one device, in one launch if the dtypes match.
 
-    PyTorch takes a launch for each dtype; as words, or bytes, all are of one.
+    PyTorch needs a launch for each dtype; viewed as words or bytes, all have the same.
     """
     if not places:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input rows and layout of a draft head's next forward, over several requests of equally many rows."""
+"""Input rows and layout of a draft head's next forward, over several requests with equal numbers of rows."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,17 @@ _BLOCK = 1024  # elements of a row that a program moves: 8 per thread
 
 @dataclass(frozen=True)
 class DraftSlots:
-    """Where the requests' rows lie, int64 [requests], and the tables that all forwards share."""
+    """Location of the requests' rows, int64 [requests], and the tables that all forwards share."""
 
     slots: Tensor  # of the head's keys and values
     prefix_lens: Tensor  # committed rows of the slots
-    rows: Tensor  # how many of these are new
-    max_depths: Tensor  # of the trees; no position lies beyond them, so that every one exists
+    rows: Tensor  # number of new ones among these
+    max_depths: Tensor  # of the trees; positions are limited to them, so that all are in the tables
     slot_rows: int
     cos: Tensor  # [positions, dim], RoPE's table
     sin: Tensor  # likewise
-    embeddings: Tensor  # [vocab, hidden], of the tokens of a beam
-    scale: float  # of these, a number of their dtype
+    embeddings: Tensor  # [vocab, hidden], for the tokens of a beam
+    scale: float  # of the embeddings, representable in their dtype
 
 
 @dataclass(frozen=True)
@@ -34,31 +34,31 @@ class DraftRows:
     inputs: Tensor  # [requests, n, 2 hidden], each row's embedding and state
     positions: Tensor  # int64 [requests * n], as in PackedLayout
     kv_rows: Tensor  # likewise
-    ancestors: Tensor  # likewise; 0 of chains
+    ancestors: Tensor  # likewise; 0 for chains
     cos: Tensor  # [requests * n, dim], of the positions
     sin: Tensor  # likewise
-    ends: Tensor  # int64 [requests], the row of each request's last committed token; of chains
+    ends: Tensor  # int64 [requests], the row of each request's last committed token; only for chains
 
 
 def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
-    """The newest committed rows of each request.
+    """Lays out the newest committed rows of each request.
 
-    `following` and `hidden`, embeddings and states, are [requests, n, hidden]; the first `rows` of each request count.
-    The others are computed too, into rows of its slot that are not committed. Slots and first rows are written into
-    `tiles`, int32 [tiles, 6], the attention's table (see AttentionPlan), equally many per request.
+    `following` (embeddings) and `hidden` (states) are [requests, n, hidden]; the first `rows` of each request count.
+    The others are computed too, into uncommitted rows of the slot. Slots and first rows are written into `tiles`, int32
+    [tiles, 6], the attention's table (see AttentionPlan), with equally many tiles per request.
     """
     run = chain_rows_triton if has_kernels(hidden) else chain_rows_reference
     return run(where, following, hidden, tiles)
 
 
 def beam_rows(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor) -> DraftRows:
-    """All beams of the trees so far, after the committed rows.
+    """Lays out all beams of the trees so far, after the committed rows.
 
-    Earlier beams are computed again: reading the head's one layer from memory takes longer than any number of rows.
+    Earlier beams are recomputed: reading the head's only layer from memory takes longer than any number of rows.
 
     Args:
-        states: [requests, width, hidden], after the nodes of the beam before, at which the newest beam's parents point;
-            the last dimension is contiguous.
+        states: [requests, width, hidden], states after the previous beam's nodes, which the newest beam's parents
+            index; the last dimension is contiguous.
         before: [requests, n, 2 hidden], the earlier beams' inputs; None: there are none.
         tiles: as in `chain_rows`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One level of the draft trees of several requests: the children of a beam, and the best of them as the next beam."""
+"""Grows the draft trees of several requests by one level: the children of a beam, the best being the next beam."""
 
 from dataclasses import dataclass, replace
 
@@ -9,44 +9,44 @@ from torch import Tensor
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 _BEAM_NODES = 8  # of a beam at once
-_WARPS = 8  # one per node, whose ids it then goes through without waiting for others; half where sm_120 would spill
-MAX_COLUMNS = 1 << 10  # of a row that the kernel holds; of more, the likeliest are to be chosen before
+_WARPS = 8  # one per node, whose ids it then scans without waiting for others; half where sm_120 would spill
+MAX_COLUMNS = 1 << 10  # of a row in the kernel; of longer rows, the caller chooses the likeliest ids first
 
 
 @dataclass(frozen=True)
 class Window:
-    """How many of a row's ids stand for the same action, near enough.
+    """The tolerance within which a row's ids count as the same action.
 
-    Column 0 is the highest value, the last column the lowest; where there is one id more than values, columns 0 and 1
-    are the same value.
+    Column 0 is the highest value, the last column the lowest. If there is one id more than values, columns 0 and 1 are
+    the same value.
     """
 
     bins: int  # distinct values
-    tolerances: Tensor  # int64 [dimensions + 1], bins that a token may be off per action dimension; the last: beyond
+    tolerances: Tensor  # int64 [dimensions + 1], in bins per action dimension; the last: all further ones
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What the children of a beam's nodes are chosen from."""
+    """Candidates for the children of a beam's nodes."""
 
-    # int64 [trees], the action dimension of the first level's children, the next level's is one more; below 0 where
+    # int64 [trees], the action dimension of the first level's children, one more at each further level; below 0 where
     # they may be text.
     dimensions: Tensor
-    # [trees, beam, columns], of consecutive ids: logits, to be normalised over these ids alone, or log-probabilities.
+    # [trees, beam, columns], of consecutive ids: logits, to be normalised over only these ids, or log-probabilities.
     # The last dimension is contiguous.
     rows: Tensor | None = None
     first_id: int = 0  # of column 0
-    normalised: bool = False  # whether the rows are log-probabilities
-    # Chooses by the mass of windows (`WindowMass` of the EAGLE drafter); None: the likeliest.
+    normalised: bool = False  # True: the rows are log-probabilities
+    # Children are chosen by the mass of windows (`WindowMass` of the EAGLE drafter); None: the likeliest are.
     window: Window | None = None
-    # Tokens, int64, and log-probabilities, both [trees, beam, k], of the children that the rows do not give: in
+    # Tokens, int64, and log-probabilities, both [trees, beam, k], of the children that are not chosen from rows: in
     # dimensions below 0, or everywhere without rows. The last dimension is contiguous.
     chosen: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Considered:
-    """Every child that some trees have considered, in order, [trees, n]; entry i has number i + 1, the root 0."""
+    """All children considered for the trees, in order, [trees, n]; entry i has number i + 1, the root 0."""
 
     tokens: Tensor
     scores: Tensor  # log-probabilities of the path; -inf: impossible, or beyond the tree's own depth
@@ -61,7 +61,7 @@ class Beam:
     """The best nodes of a level, whose children are considered next, [trees, k]."""
 
     tokens: Tensor
-    parents: Tensor  # int64, index of each one's parent in the beam before; 0 in the first, after the root
+    parents: Tensor  # int64, index of each node's parent in the previous beam; 0 in the first beam
     scores: Tensor
     numbers: Tensor  # int64, see Considered
     # int64 [trees, n], of the nodes of all beams so far, this one last; bit j set: node j is an ancestor or the node
@@ -82,15 +82,15 @@ def expand_tree(
 ) -> Beam | None:
     """Considers k children of each node of the beam, and makes the k best of them the next beam.
 
-    Of equally likely ids the lowest comes first, of equally good children the first that was considered. A NaN counts
-    as impossible. A child's score is never above its parent's, however the sum of a window's mass was rounded.
+    Ties go to the lowest id, and to the child that was considered first. A NaN counts as impossible. A child's score is
+    never above its parent's, even if the sum of a window's mass was rounded up.
 
     Args:
-        beam: None: the root alone.
-        considered: entries from `offset` on are written.
-        max_depths: int64 [trees]; a tree that has reached its own grows no further.
+        beam: None: only the root.
+        considered: entries starting at `offset` are written.
+        max_depths: int64 [trees]; a tree that has reached its maximum grows no further.
         level: of the children; 0 right after the root.
-        last: whether no beam is wanted; None is returned then.
+        last: makes no next beam and returns None.
     """
     x = candidates.rows if candidates.chosen is None else candidates.chosen[1]
     assert x is not None
@@ -146,13 +146,13 @@ def choose_children(candidates: Candidates, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_mass(log_probs: Tensor, window: Window, dimensions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Columns and scores [trees, beam, k]: the likeliest bin, whose window's mass is then taken away, and so on."""
+    """Columns and scores [trees, beam, k]: repeatedly the likeliest bin, after which its window's mass is removed."""
     r = window.tolerances[dimensions.clamp(0, len(window.tolerances) - 1)][:, None, None]
     bins, n = torch.arange(window.bins, device=log_probs.device), log_probs.shape[-1]
     probabilities = log_probs.exp().flip(-1)  # the lowest value first
     highest = probabilities[..., window.bins - 1 :].sum(dim=-1, keepdim=True)
     left = torch.cat((probabilities[..., : window.bins - 1], highest), dim=-1)
-    # Of the two ids that share the highest value the likelier: policies know only one of them.
+    # The likelier one of the two ids that share the highest value: policies use only one of them.
     top = log_probs[..., : 1 + n - window.bins].argmax(dim=-1, keepdim=True)
     columns, scores = [], []
     for _ in range(k):
@@ -166,7 +166,7 @@ def _by_mass(log_probs: Tensor, window: Window, dimensions: Tensor, k: int) -> t
 
 
 def best_of(considered: Considered, beam: Beam | None, *, k: int, offset: int, width: int) -> Beam:
-    """The next beam in PyTorch: the best k of the entries from `offset` on, children of the beam's `width` nodes."""
+    """The next beam in PyTorch: the best k of the entries at `offset`, children of the beam's `width` nodes."""
     level = slice(offset, offset + width * k)
     scores = considered.scores[:, level]
     order = torch.arange(k, device=scores.device).expand(len(scores), k)
@@ -194,7 +194,7 @@ def expand_tree_triton(
     """`expand_tree` as one launch, a program per tree; raises ValueError for rows of more than 1024 columns."""
     rows, window, chosen = candidates.rows, candidates.window, candidates.chosen
     if rows is not None and rows.shape[2] > MAX_COLUMNS:
-        raise ValueError(f"rows of {rows.shape[2]} ids: the kernel holds {MAX_COLUMNS}; choose the likeliest before")
+        raise ValueError(f"rows of {rows.shape[2]} ids exceed the kernel's {MAX_COLUMNS}: choose the likeliest first")
     trees, width, columns = (rows if rows is not None else chosen[0]).shape  # type: ignore[index]
     whole, scores = considered.tokens, considered.scores
     before = 0 if beam is None else beam.ancestors.shape[1]
@@ -203,7 +203,7 @@ def expand_tree_triton(
         *(whole.new_empty(trees, k), whole.new_empty(trees, before + k)),
     )
     old = beam or made
-    # What a launch does not read stands in for itself.
+    # Placeholders for arguments that the launch does not read.
     given = chosen or (whole, scores)
     values = scores if rows is None else rows
     tolerances = max_depths if window is None else window.tolerances
@@ -317,7 +317,7 @@ def _expand_tree(  # type: ignore[no-untyped-def]
         tl.store(scores + at, score, pairs)
         tl.store(parents + at, tl.zeros((BLOCK_WIDTH, BLOCK_K), tl.int64) + number[:, None], pairs)
     if not LAST:
-        tl.debug_barrier()  # the children of all nodes are there for all threads
+        tl.debug_barrier()  # all threads see the children of all nodes
         best_child = child
         if WIDTH > 1:
             entry = tl.arange(0, BLOCK_LEVEL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The finished draft trees of several requests: the best of all considered children."""
+"""Finishes the draft trees of several requests, from the best of all considered children."""
 
 from typing import NamedTuple
 
@@ -10,15 +10,15 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 from specvla_kernels.expand_tree import Considered
 from specvla_kernels.layout import Ancestry
 
-_ENTRIES = 1 << 10  # that a program holds at once: more would not fit its registers
+_ENTRIES = 1 << 10  # per program at once; more would not fit its registers
 
 
 class GrownTrees(NamedTuple):
-    """Finished trees side by side; node 0 is the root, of parent -1, and unused nodes come last."""
+    """Finished trees, batched; node 0 is the root, with parent -1, and unused nodes come last."""
 
     numbers: Tensor  # int64 [4, trees, n]: tokens, and parents, depths and ancestors of Ancestry; 0 for unused nodes
-    log_probs: Tensor  # 0 of the root and -inf for unused nodes
-    valid: Tensor  # whether these are above -inf
+    log_probs: Tensor  # 0 for the root and -inf for unused nodes
+    valid: Tensor  # True where log_probs are above -inf
 
 
 def finish_tree(
@@ -31,17 +31,17 @@ def finish_tree(
     max_nodes: int,
     out: GrownTrees | None = None,
 ) -> GrownTrees:
-    """The best of everything considered, in the order of depth; a parent comes with its child.
+    """Selects the best of all considered children, in order of depth, with the parents of all of them.
 
-    A child's score is never above its parent's, and of equal ones, as in low precision, the first considered wins: a
-    child without its parent, as the published code can choose it, cannot occur.
+    A child's score is never above its parent's, and ties, as in low precision, go to the first considered. A child
+    without its parent, which the published code can choose, therefore cannot occur.
 
     Args:
         considered: k children of the root, then k children of each of k nodes per level.
         roots: int64 [trees], tokens.
-        nodes: int64 [trees], maximum of each finished tree, the root included; at least 1.
-        max_nodes: of any tree, known to the host, 64 at most: n = min(max_nodes, 1 + what was considered).
-        out: memory of the result; None: it is new.
+        nodes: int64 [trees], maximum nodes of each finished tree, the root included; at least 1.
+        max_nodes: maximum of any tree, known to the host, at most 64: n = min(max_nodes, 1 + considered children).
+        out: memory for the result; None: allocates it.
     """
     run = finish_tree_triton if has_kernels(considered.scores) else finish_tree_reference
     return run(considered, roots, nodes, k=k, levels=levels, max_nodes=max_nodes, out=out)
@@ -63,7 +63,7 @@ def finish_tree_reference(
     kept = min(max_nodes - 1, n)
     indices, roots = torch.arange(n, device=tokens.device), roots[:, None]
     ranked = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
-    # What is over a tree's own limit goes after all others, where it is nobody's parent.
+    # Children beyond a tree's own limit go after all others, where they are not parents.
     chosen = torch.where(indices[:kept] < nodes[:, None] - 1, ranked, n).sort(dim=1).values
     node_of = torch.zeros_like(roots).repeat(1, n + 2)
     node_of.scatter_(1, chosen + 1, (indices[:kept] + 1).expand_as(chosen))
@@ -125,8 +125,8 @@ def _finish_tree(  # type: ignore[no-untyped-def]
     block = tl.arange(0, BLOCK_ENTRIES)
     own_scores = scores + tree * considered_stride
     kept = tl.minimum(tl.minimum(tl.load(nodes + tree).to(tl.int32), size) - 1, n)
-    # No score is above 0: the bits of its magnitude, as an integer, count from the best on.
-    worst, spare = 0, kept  # the key of the last one that is kept, found bit by bit; and how many of that key are
+    # No score is above 0: the bits of its magnitude, as an integer, order scores from the best.
+    worst, spare = 0, kept  # key of the last kept child, found bit by bit; number of kept ones with that key
     for i in range(31):
         tried = worst | (1 << (30 - i))
         better = 0
@@ -149,7 +149,7 @@ def _finish_tree(  # type: ignore[no-untyped-def]
         chosen = (((score == score) & (key < worst)) | first_of_worst) & (kept > 0)
         node = nodes_before + tl.cumsum(chosen.to(tl.int32), 0)
         tl.store(own_nodes + 1 + entry, node, chosen)
-        tl.debug_barrier()  # every node's number is there for its children
+        tl.debug_barrier()  # the numbers of all nodes are visible to their children
         parent = tl.load(own_nodes + tl.load(parents + at, chosen, other=0), chosen, other=0)
         depth = tl.where(entry < k, 1, 2 + (entry - k) // (k * k))
         tl.store(numbers + row + node, tl.load(tokens + at, chosen, other=0), chosen)
@@ -169,7 +169,7 @@ def _finish_tree(  # type: ignore[no-untyped-def]
     tl.store(own + 2 * plane, tl.zeros((BLOCK,), tl.int64), other)
     tl.store(log_probs + row + place, tl.where(is_root, 0.0, float("-inf")), other)
     tl.store(valid + row + place, is_root, other)
-    tl.debug_barrier()  # and every parent for the whole tree
+    tl.debug_barrier()  # and all parents to the whole tree
     filled = place <= kept
     up = tl.load(own + plane, filled, other=-1).to(tl.int32)
     path = tl.where(filled, tl.full((BLOCK,), 1, tl.int64) << place.to(tl.int64), 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear layer: alone, or with the norm before it and activation, scale and residual after it in one launch.
 
-Few rows are bound by reading the weight; every launch around the product then costs time in which nothing is read.
+With few rows, the time is that of reading the weight; separate launches around the product add time without reads.
 """
 
 import torch
@@ -12,21 +12,21 @@ from specvla_kernels.device import jit, power_of_two, tl
 from specvla_kernels.gated_unit import GATES, gated, gated_unit_reference
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
 
-# By rows of a tile: columns, depth, stages. The weight's tiles of all stages are what a processor has in flight: 24 KiB
-# hide an H100's latency; twice the columns are in hand where gate and up are; all fit the 99 KiB of sm_120.
+# By rows of a tile: columns, depth, stages. A multiprocessor has a weight's tiles of all stages in flight: 24 KiB hide
+# an H100's latency. Gate and up take twice the columns. All fit the 99 KiB of sm_120.
 _TILES = {16: (32, 128, 4), 32: (32, 128, 3), 64: (64, 64, 3)}
 _MOST_ROWS = 64  # of a tile
-_FEW_ROWS = 5  # so many are faster on a CPU with a small weight on the left
-_LARGE = 1 << 20  # elements of a weight from which on oneDNN, which first looks up what it compiled, is the faster
+_FEW_ROWS = 5  # up to this many are faster on a CPU with a small weight on the left
+_LARGE = 1 << 20  # minimum elements of a weight for which oneDNN is faster, despite its lookup of compiled kernels
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product x W^T, and the bias: [..., in_features] to [..., out_features], contiguous; so is the weight.
+    """The product x W^T plus the bias, [..., in_features] to [..., out_features]; contiguous, as is the weight.
 
-    On a CPU, in float32, MKL is slow for few rows, and on a processor that is not Intel's for many too. Its
-    matrix-vector product, a decode step's, runs on one core: a batched product over equal shares of the weight's rows,
-    one per thread, reads them in parallel. More rows go to oneDNN where the weight is large, and have no gradient; of a
-    small one, a few rows are faster with the weight as the left matrix: (W x^T)^T. The figures are those of
+    On a CPU in float32, MKL is slow for few rows, and on processors other than Intel's for many rows too. Its
+    matrix-vector product, used in a decode step, runs on one core: a batched product over equal shares of the weight's
+    rows, one per thread, reads them in parallel. More rows with a large weight go to oneDNN, without a gradient. A few
+    rows with a small weight are faster with the weight as the left matrix: (W x^T)^T. Measured by
     benchmarks/speed/linear.py.
     """
     n_rows = x.shape[:-1].numel()
@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _has_onednn() -> bool:
-    """Whether this torch has oneDNN's product of plain matrices, which torch.compile uses too."""
+    """True if this torch has oneDNN's product of plain matrices, which torch.compile uses too."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -57,17 +57,17 @@ def fused_linear_reference(
     scale: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The sum residual + scale * activation(norm(x) W^T + bias), each part if it is given.
+    """The sum residual + scale * activation(norm(x) W^T + bias), with each part optional.
 
-    The kernel rounds once, at the end; this reference after every part.
+    The kernel rounds once, at the end; this reference rounds after every part.
 
     Args:
         x: [n_rows, in_features].
         weight: [out_features, in_features], contiguous, dtype of x.
         bias: [out_features].
-        activation: `gelu`, the exact one; or one of `GATES`: the weight's first half of rows is the gate, the second
-            what it is multiplied with, and the result's width half of out_features.
-        scale: [width], of the columns (LayerScale).
+        activation: `gelu` (exact), or one of `GATES`: the weight's first half of rows is the gate, the second half is
+            multiplied by it, and the result's width is half of out_features.
+        scale: [width], per column (LayerScale).
         residual: [n_rows, width], added last.
     """
     out = linear(x if norm is None else rmsnorm_reference(x, norm), weight)
@@ -92,8 +92,8 @@ def fused_linear_triton(
 ) -> Tensor:
     """`fused_linear_reference` as one launch, a program per tile of the result.
 
-    The norm's scale of a row is applied to the result, since its sum of squares is known after the last column. In
-    float16 the rows times the norm's weight must therefore not overflow.
+    A row's norm scales the result, since the sum of squares is known only after the last column. In float16, the rows
+    times the norm's weight must therefore not overflow.
     """
     n_rows, in_features = x.shape
     width = len(weight) // 2 if activation in GATES else len(weight)
@@ -130,7 +130,7 @@ def _fused_linear(  # type: ignore[no-untyped-def]
     rows = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     weights = weight + column.to(tl.int64)[:, None] * DEPTH + k[None, :]
     result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    beside = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # what a gate is multiplied with
+    beside = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # the factor of a gate
     squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for start in range(0, DEPTH, BLOCK_K):
         if DEPTH % BLOCK_K == 0:
@@ -175,7 +175,7 @@ def _fused_linear(  # type: ignore[no-untyped-def]
 
 @jit
 def dot(a, b, sum_, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the product, in float32; widened in Triton's interpreter, which takes bfloat16's bits for integers."""
+    """Adds the product in float32; widens in Triton's interpreter, which treats bfloat16's bits as integers."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sum_, input_precision="ieee")
     else:  # noqa: RET505 (the compiler must not see both)

@@ -12,13 +12,13 @@ from specvla_kernels.device import has_kernels, jit, tl
 _BLOCK = 1024  # columns per program: 8 per thread
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-"""The activations, by the name that `DecoderVariant.gate` gives them."""
+"""The activations, by their names in `DecoderVariant.gate`."""
 
 
 def gated_unit(gate_up: Tensor, gate: str = "silu") -> Tensor:
     """Applies a gate, one of `GATES`, to the first half of the columns, times the second (GLU, arXiv 2002.05202).
 
-    [n_rows, 2 * width] to [n_rows, width]; computed in float32, or in float64 for float64.
+    Maps [n_rows, 2 * width] to [n_rows, width]; computed in float32, or in float64 for float64.
     """
     return (gated_unit_triton if has_kernels(gate_up) else gated_unit_reference)(gate_up, gate)
 
@@ -30,7 +30,7 @@ def gated_unit_reference(gate_up: Tensor, gate: str = "silu") -> Tensor:
 
 
 def gated_unit_triton(gate_up: Tensor, gate: str = "silu") -> Tensor:
-    """`gated_unit` as one launch: it reads and writes each number once, PyTorch also the activation."""
+    """`gated_unit` as one launch: it reads and writes each number once, PyTorch also the activation's."""
     n_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(n_rows, width)
     grid = n_rows, -(-width // _BLOCK)
@@ -40,7 +40,7 @@ def gated_unit_triton(gate_up: Tensor, gate: str = "silu") -> Tensor:
 
 @jit
 def gated(first, second, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of float32 values."""
+    """The gated product of float32 values."""
     if GATE == "silu":
         return first / (1.0 + tl.exp(-first)) * second
     else:  # noqa: RET505 (the compiler must not see both)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of work on memory that stays in place, each compared with the eager run."""
+"""CUDA graphs of work on fixed memory, each compared with the eager run."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,17 +12,17 @@ from torch import Tensor
 from specvla_kernels.device import has_kernels, why_no_kernels
 from specvla_kernels.product_contest import timing
 
-# Of a row's length. Another size sums in another order, in every layer; a row that is wrong is off by its whole length.
+# Relative to a row's length. Another size sums in another order in every layer; a wrong row is off by its whole length.
 _TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
 _EXACT = 1e-6
 
 
-TILE_ROWS = 64  # of a matrix product: a part of a tile takes as long as a whole one
-_PART = 8  # above 512 rows a size is at most an eighth larger than the power of two below it asks for
+TILE_ROWS = 64  # of a matrix product: a partial tile takes as long as a whole one
+_PART = 8  # above 512 rows, sizes are multiples of an eighth of the next power of two
 
 
 def padded_rows(rows: int, measured: Sequence[int] = ()) -> int:
-    """The smallest size that is captured for so many rows: one of `measured` (ascending, above a tile) if there is.
+    """The captured size for a number of rows: the smallest fit of `measured` (ascending, above a tile), if any.
 
     Up to a tile, and beyond the last measured size, sizes are powers of two, then multiples of a tile or an eighth.
     """
@@ -42,7 +42,7 @@ def paddings(low: int, high: int, measured: Sequence[int] = ()) -> Iterator[int]
 
 
 def randomize(keys: Tensor, values: Tensor) -> None:
-    """Fills an unused store with finite keys and values, for a check to read."""
+    """Fills an unused store with finite keys and values, to be read by a check."""
     generator = torch.Generator(keys.device).manual_seed(0)
     for store in (keys, values):
         store.normal_(generator=generator)
@@ -51,8 +51,8 @@ def randomize(keys: Tensor, values: Tensor) -> None:
 def check_rows(found: Tensor, expected: Tensor, *, what: str, dtype: torch.dtype | None = None) -> None:
     """Compares results [n, size] row by row; waits for the device.
 
-    Raises RuntimeError, naming the work, where they are not finite, or differ by more than rounding. `dtype`: that the
-    work is computed in; None: that of what is expected.
+    Raises RuntimeError, naming the work, if they are not finite or differ by more than rounding. `dtype` is that of the
+    work; None: that of `expected`.
     """
     tolerance = _TOLERANCES.get(dtype or expected.dtype, _EXACT)
     expected = expected.double()
@@ -66,14 +66,14 @@ Result = TypeVar("Result")
 
 
 class Capture(Protocol):
-    """Makes work repeatable that reads and writes the same memory whenever it runs."""
+    """Captures work that reads and writes the same memory whenever it runs, for replay."""
 
     def __call__(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """Returns a replay of the work; its result, too, has the same memory each time."""
+        """Returns a replay of the work, whose result also has the same memory each time."""
 
 
 class Captures:
-    """What was captured of an engine's work, and, by the reason, what runs eagerly."""
+    """An engine's captured work, and its eager work by reason."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -82,46 +82,46 @@ class Captures:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """One capture and its comparison: a failure is noted, and the others go on."""
+        """One capture and its comparison; a failure is recorded, and the others continue."""
         with self.group(what):
             yield
             self.count += 1
 
     @contextmanager
     def group(self, what: str) -> Iterator[None]:
-        """Several attempts and what they need: a failure between them is noted too."""
+        """Several attempts and their setup; a failure between them is recorded too."""
         try:
             yield
         except Exception as error:  # it runs without a graph too, only slower
             self.failed.setdefault(_reason(error), []).append(what)
 
     def summary(self) -> str:
-        """In words: how many there are, and what runs eagerly and why."""
+        """Summary for users: the number of captures, and the eager work with its reasons."""
         eager = [f"{', '.join(names)} ({reason})" for reason, names in self.failed.items()]
         return "; ".join([f"{self.count} captured", *([f"eager: {', '.join(eager)}"] if eager else [])])
 
 
 def _reason(error: BaseException) -> str:
-    """The first error in one line: an error while capturing makes the end of the capture fail too."""
+    """The first error in one line; an error while capturing makes the end of the capture fail too."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class Capturable(Protocol):
-    """Work that runs captured or eagerly, or that takes too long the first time to happen in a tick."""
+    """Work that runs captured or eagerly, or whose first run takes too long for a tick."""
 
     def capture(self, captures: Captures) -> None:
         """Captures it, each size as an attempt, and compares the result with the eager one."""
 
     def release(self) -> None:
-        """Forgets what was captured: it runs eagerly again."""
+        """Drops the captures; the work runs eagerly again."""
 
 
 def capture_on(store: Tensor) -> Capture | None:
-    """How work on a store of keys or values is captured; None on a CPU, where nothing is gained.
+    """The capture of work on a store of keys or values; None on a CPU, where it gains nothing.
 
-    Raises RuntimeError where the operators run as references, which read spans on the host.
+    Raises RuntimeError if the operators run as references, which read spans on the host.
     """
     if not store.is_cuda:
         return None
@@ -131,17 +131,17 @@ def capture_on(store: Tensor) -> Capture | None:
 
 
 def _cuda_graphs(device: torch.device) -> Capture:
-    """Captures that share the memory of intermediate results: only one of them runs at a time."""
+    """Captures that share the memory of intermediate results, so that only one may run at a time."""
     memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], Result]) -> Callable[[], Result]:
         nonlocal memory
         current, (side, pool) = torch.cuda.current_stream(device), memory
         side.wait_stream(current)
-        # The outer context brings the current stream back if the capture cannot be ended.
+        # The outer context restores the current stream if the capture cannot be ended.
         with torch.cuda.stream(side):
             with timing():
-                run()  # compiles kernels, which a capture cannot
+                run()  # compiles kernels, which is not possible in a capture
             graph = torch.cuda.CUDAGraph()
             try:
                 # Other threads of the process may use the GPU meanwhile.
@@ -152,7 +152,7 @@ def _cuda_graphs(device: torch.device) -> Capture:
                     result = run()
             except Exception:
                 _end_failed_capture(device, pool)
-                # Of a stream and a pool whose capture broke, nothing is known.
+                # The state of a stream and a pool is unknown after a failed capture.
                 memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
                 raise
         current.wait_stream(side)
@@ -168,11 +168,11 @@ def _cuda_graphs(device: torch.device) -> Capture:
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Work that is captured in here uses cuBLAS workspaces of the graphs' own memory, which lives as long as a graph.
+    """Gives captured work cuBLAS workspaces in the graphs' own memory, which lives as long as a graph.
 
-    A graph holds a workspace's bare address, and torch frees the one that was there before the capture whenever any
-    graph of the same stream ends or a compiler clears them all (pytorch/pytorch#193402): replays would then write to
-    memory of somebody else, or to none. Nor may work outside use the graphs' own afterwards.
+    A graph holds a workspace's bare address, and torch frees the workspace from before the capture whenever any graph
+    of the same stream ends or a compiler clears them all (pytorch/pytorch#193402): replays would then write to memory
+    that is reused or unmapped. Work outside must not use the graphs' workspaces afterwards either.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -182,10 +182,10 @@ def _own_workspaces() -> Iterator[None]:
 
 
 def _end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Tells torch's allocator and its random numbers that a failed capture is over, which not every torch does.
+    """Tells torch's allocator and random generator that a failed capture is over, which not every torch does.
 
-    An assertion then fails the next time that memory is short (pytorch/pytorch#180395), and "Offset increment outside
-    graph capture" at the next random number. The latter ends with any capture that succeeds: one of nothing.
+    Otherwise an assertion fails the next time that memory is short (pytorch/pytorch#180395), and the next random number
+    raises "Offset increment outside graph capture". Any successful capture ends the latter, such as an empty one.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -197,7 +197,7 @@ def _end_failed_capture(device: torch.device, pool: Any) -> None:
 
 
 def side_by_side(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
-    """Results of independent work: in a capture on a stream each, else one after the other."""
+    """Results of independent calls, which run on one stream each in a capture, else one after the other."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return [call() for call in calls]
     current = torch.cuda.current_stream(device)

@@ -7,7 +7,7 @@ from torch import Tensor
 from specvla_kernels.compare_drafts import NO_TOKEN
 from specvla_kernels.device import has_kernels, jit, tl
 
-_BLOCK = 4096  # logits that a program has in hand: 16 per thread
+_BLOCK = 4096  # logits per program at once: 16 per thread
 
 
 def greedy_choice(logits: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def greedy_choice(logits: Tensor) -> Tensor:
 
 
 def greedy_choice_reference(logits: Tensor) -> Tensor:
-    """`greedy_choice` in PyTorch, whose own argmax leaves open which of two wins."""
+    """`greedy_choice` in PyTorch, whose own argmax does not define the winner of a tie."""
     best = logits.amax(dim=-1, keepdim=True)
     vocab = logits.shape[-1]
     ids = torch.arange(vocab, device=logits.device)
@@ -28,7 +28,7 @@ def greedy_choice_reference(logits: Tensor) -> Tensor:
 
 
 def greedy_choice_triton(logits: Tensor) -> Tensor:
-    """`greedy_choice` as one launch, a program per row; it reads each logit once, where PyTorch takes nine launches."""
+    """`greedy_choice` as one launch, a program per row; it reads each logit once, PyTorch takes nine launches."""
     n, vocab = logits.shape
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
@@ -42,12 +42,12 @@ def _greedy_choice(logits, out, row_stride, vocab, BLOCK: tl.constexpr):  # type
     column = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     place = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
-    broken = tl.zeros((BLOCK,), tl.int32)  # tl.max passes over NaN
+    broken = tl.zeros((BLOCK,), tl.int32)  # tl.max ignores NaN
     for start in range(0, vocab, BLOCK):
         here = start + column
         value = tl.load(logits + row * row_stride + here, here < vocab, other=float("-inf"))
         broken = broken | (value != value).to(tl.int32)
-        # An id counts at -inf too: a row of nothing else still has a likeliest token, its first.
+        # An id counts at -inf too: a row of only -inf still has a likeliest token, its first.
         better = (here < vocab) & ((value > best) | (place == 0x7FFFFFFF))
         best, place = tl.where(better, value, best), tl.where(better, here, place)
     chosen = tl.min(tl.where(best == tl.max(best, 0), place, 0x7FFFFFFF), 0)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer whose weights and activations are both int8 (W8A8), by torch's own products.
+"""A linear layer with int8 weights and activations (W8A8), using torch's own products.
 
-On a CPU torch's product of two int8 matrices is fast only with special instructions, and slower than float32 without.
-The packed products that come with torch, FBGEMM's and oneDNN's, read a weight once for all rows, in a quarter of
-float32's bytes.
+On a CPU, torch's product of two int8 matrices is fast only with special instructions, otherwise slower than float32.
+The packed products in torch (FBGEMM's and oneDNN's) read a weight once for all rows, with a quarter of float32's bytes.
 """
 
 import warnings
@@ -17,24 +16,24 @@ from torch import Tensor
 from specvla_kernels.rounded_linear import round_rows
 
 _LEAST_ROWS = 32  # cuBLAS' int8 product refuses 16 rows and fewer; up to 32 it is read-bound, so padding costs nothing
-_ZERO = 128  # what a rounded activation of 0 is in a byte without a sign
+_ZERO = 128  # a rounded activation of 0 as an unsigned byte
 _PROBED_SHAPE, _PROBED_ROWS = (256, 2048), (1, 2, 7, 33)
 
 Sums = Callable[[Tensor], Tensor]
-"""Rows of int8 [n_rows, in_features] to float32 [n_rows, out_features]: their exact products, rounded."""
+"""Maps int8 rows [n_rows, in_features] to float32 [n_rows, out_features]: exact products, rounded."""
 
 
 def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """The product x W^T with every row of x rounded to int8 by a scale of its own (arXiv 2208.07339, vector-wise).
+    """The product x W^T with every row of x rounded to int8 with its own scale (arXiv 2208.07339, vector-wise).
 
-    Integers add up exactly, so a row's result does not depend, to the last bit, on the rows beside it. torchao 0.18 has
-    the same product, but prints the activations, which waits for the device in every layer (pytorch/ao#4872), and falls
+    Integer sums are exact, so a row's result does not depend on the other rows, to the last bit. torchao 0.18 has the
+    same product, but prints the activations, which waits for the device in every layer (pytorch/ao#4872), and falls
     back to float32 for 16 rows and fewer. Scaled in float32, or in float64 for float64.
 
     Args:
-        x: [n_rows, in_features], any floating dtype; a row with a NaN or infinity gives nothing finite.
+        x: [n_rows, in_features], any floating dtype; a row with a NaN or infinity gives no finite value.
         weight: int8 [out_features, in_features], contiguous; both multiples of 8 on CUDA.
-        scales: float32 [out_features], one step of each of the weight's rows; float64 in float64.
+        scales: float32 [out_features], the step of each row of the weight; float64 for float64.
     """
     rows = round_rows(x, torch.int8)
     values = F.pad(rows.values, (0, 0, 0, max(0, _LEAST_ROWS - len(x)))) if x.is_cuda else rows.values
@@ -43,7 +42,7 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 class PackedInt8:
-    """A weight packed for a CPU, with its scales; a call gives `int8_linear`. A row depends on no other."""
+    """A weight packed for a CPU, with its scales; a call computes `int8_linear`. Rows are independent."""
 
     def __init__(self, sums: Sums, scales: Tensor, weights: int) -> None:
         self._sums, self._scales = sums, scales
@@ -56,9 +55,9 @@ class PackedInt8:
 
 
 def pack_int8(weight: Tensor, scales: Tensor) -> PackedInt8 | None:
-    """Packs an int8 weight [out_features, in_features] with float32 scales [out_features], in the host's memory.
+    """Packs an int8 weight [out_features, in_features] with float32 scales [out_features], in host memory.
 
-    None where no packed product of torch's is exact on this processor.
+    Returns None if none of torch's packed products is exact on this processor.
     """
     pack = packed_product()
     return PackedInt8(pack(weight), scales, weight.numel()) if pack is not None else None
@@ -66,10 +65,10 @@ def pack_int8(weight: Tensor, scales: Tensor) -> PackedInt8 | None:
 
 @cache
 def packed_product() -> Callable[[Tensor], Sums] | None:
-    """The first that gives exact sums here, the fastest of few rows first; None: none does.
+    """The first packed product with exact sums on this processor, in order of speed with few rows; None if none has.
 
-    Tried with the largest values: without instructions for them (VNNI), FBGEMM adds products in pairs, in 16 bits, and
-    overflows silently.
+    Tried with the largest values: without VNNI instructions, FBGEMM adds pairs of products in 16 bits and overflows
+    silently.
     """
     for pack in (_by_fbgemm, _by_onednn, _by_fbgemm_in_halves):
         try:
@@ -100,7 +99,7 @@ def _by_fbgemm(weight: Tensor) -> Sums:
 
 
 def _by_fbgemm_in_halves(weight: Tensor) -> Sums:
-    """For processors without VNNI: activations in two halves of at most 128, of which two products fit into 16 bits."""
+    """For processors without VNNI: activations in two halves of at most 128, so that two products fit into 16 bits."""
     multiply = _fbgemm(weight)
 
     def sums(rounded: Tensor) -> Tensor:
@@ -113,12 +112,12 @@ def _by_fbgemm_in_halves(weight: Tensor) -> Sums:
 
 
 def _fbgemm(weight: Tensor) -> Callable[[Tensor, float, int], Tensor]:
-    """Products of float32 rows that hold whole numbers; called with them, their scale and their zero."""
+    """FBGEMM's product of float32 rows with integer values; called with the rows, their scale and their zero."""
     ones, zeros = torch.ones(len(weight), dtype=torch.float64), torch.zeros(len(weight), dtype=torch.int64)
-    before, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"  # which the weight stays with
+    before, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"  # kept by the weight
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # quantised tensors are deprecated, packed weights have no other way in
+            warnings.simplefilter("ignore")  # quantised tensors are deprecated, but packing needs one
             rows = torch._make_per_channel_quantized_tensor(weight, ones, zeros, 0)
             packed = torch.ops.quantized.linear_prepack(rows)
     finally:
@@ -142,5 +141,5 @@ def _is_exact(pack: Callable[[Tensor], Sums]) -> bool:
 
 
 def _exact_sums(rows: Tensor, weight: Tensor) -> Tensor:
-    """In float64, which holds them all; rounded to float32 as a product's integers are."""
+    """Computed in float64, which is exact, and rounded to float32 like a product's integers."""
     return (rows.double() @ weight.double().T).float()

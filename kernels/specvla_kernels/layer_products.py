@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of a decoder layer and of a vision tower's block, each with what stands around it, in few launches.
+"""The products of a decoder layer and of a vision tower's block, fused with their neighbours into few launches.
 
-Few rows: norm, product, gate and residual are one launch, 6 a layer with rope_write_kv and the attention. Many rows:
-the libraries' products, with fused norms and gates between them, 9 a layer. Weights of 8 bits: norm and gate round
-their results, the products scale and add bias and residual, 10 a layer for any rows.
+Few rows: norm, product, gate and residual are one launch; 6 per layer with rope_write_kv and the attention. Many rows:
+the libraries' products, with fused norms and gates between them; 9 per layer. 8-bit weights: norm and gate round their
+results, the products scale and add bias and residual; 10 per layer for any number of rows.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from specvla_kernels.product_contest import is_fused
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm, rmsnorm_residual
 from specvla_kernels.rounded_linear import Rounded, round_rows, rounded_linear
 
-_MOST_PATCHES = 512  # of one image: small matrices, whose libraries' products leave processors idle too
+_MOST_PATCHES = 512  # of one image: small matrices, for which the libraries' products leave processors idle too
 
-# A weight [out_features, in_features], also rounded to 8 bits, or a product of another kind, as that of int4 weights.
+# A weight [out_features, in_features], plain or rounded to 8 bits, or a product of another kind, such as int4's.
 Matrix = Tensor | Rounded | Callable[[Tensor], Tensor]
 
 
 def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """The product of rows [n_rows, in_features], normed if a norm is given, and the bias."""
+    """The product of rows [n_rows, in_features], normed if a norm is given, plus the bias."""
     if isinstance(matrix, Rounded):
         rounded = round_rows(x, matrix.values.dtype, norm=norm)
         return rounded_linear(rounded, matrix, x.dtype, bias=bias)
@@ -45,7 +45,7 @@ def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor
 def product_to_add(x: Tensor, matrix: Matrix, residual: Tensor) -> tuple[Tensor, Tensor | None]:
     """The residual [n_rows, out_features] and the product of the rows, for the next norm to add.
 
-    The second is None where the first is their sum already.
+    The second is None if the first is already their sum.
     """
     if isinstance(matrix, Rounded):
         return rounded_linear(round_rows(x, matrix.values.dtype), matrix, x.dtype, residual=residual), None
@@ -55,9 +55,9 @@ def product_to_add(x: Tensor, matrix: Matrix, residual: Tensor) -> tuple[Tensor,
 
 
 def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, down: Matrix, gate: str) -> Tensor:
-    """S + down(gate(gate_up(norm(s)))) of the sum s of x and what is added, both [n_rows, hidden].
+    """Computes s + down(gate(gate_up(norm(s)))) for s = x + added, both [n_rows, hidden].
 
-    `gate_up` leads to [n_rows, 2 * width]; None is added for zero.
+    `gate_up` maps to [n_rows, 2 * width]; `added` None means zero.
     """
     if isinstance(gate_up, Rounded) and isinstance(down, Rounded):
         total = x if added is None else x + added
@@ -75,7 +75,7 @@ def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, d
 
 
 def _sum(x: Tensor, matrix: Matrix, residual: Tensor, *, owned: bool) -> Tensor:
-    """The residual plus the rows' product; in place where the residual is owned."""
+    """The residual plus the rows' product; in place if the residual is owned."""
     if (total := _fused_sum(x, matrix, residual)) is not None:
         return total
     if owned and isinstance(matrix, Tensor) and has_kernels(x) and not torch.is_grad_enabled():
@@ -97,7 +97,7 @@ def _product(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The exact GELU of x W^T + bias, x being [..., in_features]; differentiable where gradients are wanted."""
+    """The exact GELU of x W^T + bias, x being [..., in_features]; differentiable if gradients are enabled."""
 
     def apart() -> Tensor:
         return F.gelu(linear(x, weight, bias))

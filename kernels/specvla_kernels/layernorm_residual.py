@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerNorm, and the scaled residual sum in front of it, in one pass."""
+"""LayerNorm, and the scaled residual sum before it, in one pass."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +12,8 @@ def layernorm_residual(
 ) -> tuple[Tensor, Tensor]:
     """The LayerNorm (arXiv 1607.06450) of the sum residual + scale * x, and the sum: [n_rows, dim], dtype of x.
 
-    The sum is rounded to it before the norm, which is computed in float32, or in float64 for float64. `scale`, of
-    LayerScale (arXiv 2103.17239), weight and bias are [dim].
+    The sum is rounded to that dtype before the norm, which is computed in float32, or in float64 for float64. `scale`
+    (LayerScale, arXiv 2103.17239), weight and bias are [dim].
     """
     run = layernorm_residual_triton if has_kernels(x) else layernorm_residual_reference
     return run(x, residual, scale, weight, bias, eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each segment of a packed forward lies: in the packed rows and in the KV cache."""
+"""Location of each segment of a packed forward, in the packed rows and in the KV cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
 @dataclass(frozen=True)
 class Ancestry:
-    """Who descends from whom, int64 [n]; parents come before their children."""
+    """Parents, depths and ancestors of a tree's nodes, int64 [n]; parents come before their children."""
 
     parents: Tensor  # -1 for nodes that follow the slot's committed rows directly
     depths: Tensor  # 0 for these
@@ -27,7 +27,7 @@ class Ancestry:
 
     @staticmethod
     def from_parents(parents: Sequence[int], device: torch.device | str = "cpu") -> "Ancestry":
-        """From 1 to 64 parents known on the host; raises ValueError where one is not before its node."""
+        """Makes it from 1 to 64 parents known on the host; raises ValueError if a parent is not before its node."""
         n = len(parents)
         if not 0 < n <= MAX_TREE_NODES:
             raise ValueError(f"a tree holds 1 to {MAX_TREE_NODES} nodes, got {n}")
@@ -42,7 +42,7 @@ class Ancestry:
 
     @staticmethod
     def on_device(parents: Tensor, levels: int) -> "Ancestry":
-        """From parents [n] or [trees, n] that only the device knows, at most `levels` deep, without a read-back."""
+        """Makes it from parents [n] or [trees, n] on the device, at most `levels` deep, without a read-back."""
         one = torch.ones_like(parents)
         ancestors, depths, above = one << torch.arange(parents.shape[-1], device=parents.device), one - 1, parents
         for _ in range(levels):
@@ -53,7 +53,7 @@ class Ancestry:
         return Ancestry(parents, depths, ancestors)
 
     def without_root(self) -> "Ancestry":
-        """The nodes after node 0, for a forward in which that node is the end of another segment."""
+        """The ancestry of the nodes after node 0, for a forward in which node 0 is the end of another segment."""
         return Ancestry(self.parents[1:] - 1, self.depths[1:] - 1, (self.ancestors[1:] >> 1) & (1 << 63) - 1)
 
 
@@ -62,14 +62,14 @@ class PackedLayout:
     """The layout that all operators of one packed forward share."""
 
     spans: tuple[Span, ...]  # one per segment, in packed order, none empty
-    # int64 [n_rows], RoPE position of each row: prefix length + depth in the segment; [axes, n_rows] for a model whose
-    # rows have several (M-RoPE).
+    # int64 [n_rows], RoPE position of each row: prefix length + depth in the segment; [axes, n_rows] for a model with
+    # several per row (M-RoPE).
     positions: Tensor
-    kv_rows: Tensor  # int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`
+    kv_rows: Tensor  # int64 [n_rows], destination of each row's keys and values, see `Span.first_kv_row`
     # int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself. 0 for the rows of causal
-    # chains; all bits for rows that see all of their chain, however long it is.
+    # chains; all bits for rows that see all of their chain, of any length.
     ancestors: Tensor
-    # Of the attention kernel, by group and key heads, made on demand; a captured forward brings its own.
+    # Plans of the attention kernel, by group and key heads, made on demand; a captured forward provides its own.
     plans: dict[tuple[int, int], AttentionPlan] = field(default_factory=dict, compare=False, repr=False)
 
     def attention_plan(self, heads: int, kv_heads: int, slot_rows: int) -> AttentionPlan:
@@ -82,7 +82,7 @@ class PackedLayout:
 
     @cached_property
     def masks(self) -> tuple[Tensor | None, ...]:
-        """Per segment: bool [length, prefix_len + length], True = visible; None where causal or all is visible."""
+        """Mask per segment, bool [length, prefix_len + length], True = visible; None if causal or all is visible."""
         return tuple(self._mask(span) for span in self.spans)
 
     def _mask(self, span: Span) -> Tensor | None:
@@ -104,10 +104,10 @@ def pack_layout(
     device: torch.device,
     first_positions: Tensor | None = None,
 ) -> PackedLayout:
-    """Lays segments, in packed order, each with its ancestry if it is a tree; nothing is read back.
+    """Lays out segments in packed order, each with its ancestry if it is a tree, without a read-back.
 
-    `first_positions`, int64 [axes, n_rows], are RoPE positions that do not count up with the slot's rows: a chain's
-    own, and those of a tree's root in each of its rows.
+    `first_positions`, int64 [axes, n_rows], are RoPE positions that do not count up with the slot's rows: those of a
+    chain's rows, and for a tree's rows that of its root.
     """
     positions: list[Tensor] = []
     kv_rows: list[Tensor] = []

@@ -11,9 +11,9 @@ from specvla_kernels.attention_plan import AttentionPlan, attend_chain
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 from specvla_kernels.layout import PackedLayout
 
-# Most keys per step, and most bytes of them, by rows of a tile. With a head of 128 in bf16, 64 rows and 64 keys spill
-# registers on sm_87 and sm_120; 16 rows and 64 keys hide more of the reads that a decode step consists of. The queries
-# and two stages of keys and values fit the 99 KiB of sm_120 in every dtype; float32 with a head of 128 spills: slow.
+# Maximum keys per step, and maximum bytes of them, by rows of a tile. With a head of 128 in bf16, 64 rows and 64 keys
+# spill registers on sm_87 and sm_120; 16 rows and 64 keys hide more of a decode step's reads. The queries and two
+# stages of keys and values fit the 99 KiB of sm_120 in every dtype; float32 with a head of 128 spills and is slow.
 _STEPS = {16: (64, 16 << 10), 32: (64, 16 << 10), 64: (32, 8 << 10)}
 
 
@@ -22,10 +22,10 @@ def packed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Packed
 
     In a chain of a prefix language model each row attends to the whole chain (`Span.sees_all`). The keys and values of
     the rows themselves are already in the KV cache (`rope_write_kv`). Softmax in float32, scale 1 / sqrt(head_dim).
-    Rows that no segment has written are not read, whatever they hold.
+    Rows that no segment has written are not read.
 
-    The kernel is FlashAttention-2's (arXiv 2307.08691) online softmax; where a forward has few tiles their keys are
-    split, as in Flash-Decoding, and merged by the last program of a tile to be done (as in Stream-K, arXiv 2301.03598).
+    The kernel is FlashAttention-2's (arXiv 2307.08691) online softmax. If a forward has few tiles, their keys are split
+    as in Flash-Decoding, and merged by a tile's last program to finish (as in Stream-K, arXiv 2301.03598).
 
     Args:
         q: [n_rows, heads, head_dim], rotated; the result has its shape and dtype.
@@ -62,7 +62,7 @@ def packed_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, layo
 def packed_attention_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None = None
 ) -> Tensor:
-    """`packed_attention` as one launch; of `out`, if given, it writes the rows that have tiles."""
+    """`packed_attention` as one launch; if `out` is given, writes only the rows that have tiles."""
     (n_rows, heads, dim), kv_heads = q.shape, k_cache.shape[2]
     n_tiles, splits, block_d = len(plan.tiles), plan.splits, power_of_two(dim, 16)
     out = q.new_empty(n_rows, heads, dim) if out is None else out
@@ -107,7 +107,7 @@ def _packed_attention(  # type: ignore[no-untyped-def]
     nodes = tl.load(ancestors + row, is_row, other=0)
     low, high = nodes.to(tl.int32), (nodes >> 32).to(tl.int32)  # a tile of int64 would take too many registers
 
-    # A chain's tile sees no key after its last row; a tree's nodes lie in any order.
+    # A chain's tile sees no key after its last row; a tree's nodes are in any order.
     stop = tl.where(is_tree != 0, length, tl.minimum(first + BLOCK_M // (HEADS // KV_HEADS), length))
     n_keys = prefix_len + stop
     share = tl.cdiv(tl.cdiv(n_keys, tl.num_programs(2)), BLOCK_N) * BLOCK_N
@@ -133,7 +133,7 @@ def _packed_attention(  # type: ignore[no-untyped-def]
         peak, total, result = _attend(scores, values, peak, total, result, WIDEN)
     for key_begin in range(masked_begin, end, BLOCK_N):
         key = key_begin + n
-        # Values are masked beside the scores: what was never written may be NaN, and 0 x NaN is NaN.
+        # Values are masked in addition to scores: rows never written may be NaN, and 0 x NaN is NaN.
         mask = (key < end)[:, None] & is_d[None, :]
         keys = tl.load(k_base + key.to(tl.int64)[:, None] * k_row_stride, mask, other=0.0)
         values = tl.load(v_base + key.to(tl.int64)[:, None] * v_row_stride, mask, other=0.0)
@@ -154,7 +154,7 @@ def _packed_attention(  # type: ignore[no-untyped-def]
         place = first_place + split * BLOCK_M
         tl.store(partial + place[:, None] * BLOCK_D + d[None, :], result)
         tl.store(sums + place, tl.where(total == 0.0, float("-inf"), peak + tl.log2(something)))
-        tl.debug_barrier()  # all threads have written before one of them says so
+        tl.debug_barrier()  # all threads have written before one of them counts the arrival
         if tl.atomic_add(arrivals + tile_head, 1, sem="acq_rel", scope="gpu") == tl.num_programs(2) - 1:
             tl.store(arrivals + tile_head, 0)  # for the next launch: all have arrived
             merged = _merged(partial, sums, first_place, BLOCK_M, BLOCK_D)
@@ -178,7 +178,7 @@ def _attend(scores, values, peak, total, result, WIDEN: tl.constexpr):  # type: 
 
 @jit
 def _dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The product in float32; widened in Triton's interpreter, which multiplies the bits of bfloat16 as integers."""
+    """The product in float32; widens in Triton's interpreter, which multiplies the bits of bfloat16 as integers."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:  # noqa: RET505 (the compiler must not see both)
@@ -201,14 +201,14 @@ def _tile_queries(first, length, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.const
 
 @jit
 def _merged(partial, sums, place, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The shares' results, each weighted by the sum of its weights; `place` is that of the first share's rows."""
+    """Merges the shares' results, each weighted by the sum of its weights; `place` is the first share's rows."""
     d = tl.arange(0, BLOCK_D)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for split in range(tl.num_programs(2)):
         there = place + split * BLOCK_M
-        # From the cache that all processors share.
+        # Read from the cache that all multiprocessors share.
         log_sum = tl.load(sums + there, cache_modifier=".cg")
         part = tl.load(partial + there[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
         new_peak = tl.maximum(peak, log_sum)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses between our fused launch of a product and the libraries' product with other kernels.
+"""Chooses between a product's fused launch and the libraries' product with separate kernels.
 
-Decided here alone. While an engine warms up, each shape is timed both ways on the device, once; a shape that was not
-timed runs as our launch where its rows are few and its dtype has tensor cores for it: the same in every run.
+This is the only place of the decision. While an engine warms up, each shape is timed both ways on the device, once. A
+shape that was not timed uses the fused launch if it has few rows and a dtype with tensor cores: the same in every run.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
-FEW_ROWS = 64  # of a forward of trees; rows above are bound by arithmetic, where the libraries' products are at home
+FEW_ROWS = 64  # of a forward of trees; more rows are bound by arithmetic, where the libraries' products are faster
 _ROUNDS = 7
-_CACHE_BYTES = 256 << 20  # more than any device's second-level cache: a forward finds no weight of its own there
+_CACHE_BYTES = 256 << 20  # larger than any device's L2 cache, in which a forward finds none of its weights
 _Key = tuple[object, ...]
 
 _faster: dict[_Key, bool] = {}  # by device, dtype, rows, weight's shape and kind
-# Of the thread that warms up, not of another whose engine ticks meanwhile.
+# Set in the thread that warms up, not in another thread whose engine ticks meanwhile.
 _timing: ContextVar[bool] = ContextVar("timing", default=False)
 
 
@@ -31,13 +31,13 @@ def is_fused(
     kind: str,
     most_rows: int = FEW_ROWS,
 ) -> bool:
-    """Whether to run the fused launch; times both where `timing` is on and this shape has not been timed yet.
+    """True if the fused launch should run; times both if `timing` is on and this shape has not been timed yet.
 
-    `kind` says what stands around the product of x, [n_rows, in_features], and the weight; above `most_rows` it is
-    never fused.
+    `kind` names what is fused with the product of x, [n_rows, in_features], and the weight. Above `most_rows` rows it
+    is always False.
     """
     if x.shape[0] > most_rows or x.dtype.itemsize != 2 or (kind in ("norm", "gate") and x.dtype == torch.float16):
-        return False  # float32 has no tensor cores that are exact, float16 may overflow in front of the norm's scale
+        return False  # float32 has no exact tensor cores, float16 may overflow before the norm's scale
     key = (x.device, x.dtype, x.shape[0], weight.shape, kind)
     if _timing.get() and key not in _faster and not torch.cuda.is_current_stream_capturing():
         _faster[key] = seconds(fused, x.device) <= seconds(apart, x.device)
@@ -46,7 +46,7 @@ def is_fused(
 
 @contextmanager
 def timing() -> Iterator[None]:
-    """Times the shapes that are met inside; later forwards of the process use the results."""
+    """Enables timing of new shapes in a context; later forwards of the process use the results."""
     before = _timing.set(True)
     try:
         yield
@@ -57,7 +57,7 @@ def timing() -> Iterator[None]:
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Median seconds of a call, with a cold cache as in a forward; waits for the device."""
     call()  # compiles, and allocates workspaces
-    # What empties the cache also keeps the device busy until the call has been launched.
+    # Emptying the cache also keeps the device busy until the call has been launched.
     cold = torch.empty(_CACHE_BYTES, dtype=torch.int8, device=device)
     times = []
     for _ in range(_ROUNDS):

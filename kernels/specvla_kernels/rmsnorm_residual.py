@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, and the residual sum in front of it, in one pass."""
+"""RMSNorm, and the residual sum before it, in one pass."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ def rmsnorm(x: Tensor, norm: RowNorm) -> Tensor:
 def rmsnorm_residual(x: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
     """The norm of the sum of both, and the sum: [n_rows, hidden], dtype of x.
 
-    The sum is rounded to it before the norm, which is computed in float32, or in float64 for float64.
+    The sum is rounded to that dtype before the norm, which is computed in float32, or in float64 for float64.
     """
     return (rmsnorm_residual_triton if has_kernels(x) else rmsnorm_residual_reference)(x, residual, norm)
 

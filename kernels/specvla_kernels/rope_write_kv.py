@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE on queries and keys, and keys and values into the KV cache, in one pass."""
+"""Applies RoPE to queries and keys, and writes keys and values to the KV cache, in one pass."""
 
 import torch
 from torch import Tensor
 
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
-_BLOCK = 512  # elements of half a head that a program holds: 8 per thread and operand, which 16-bit dtypes read at once
+_BLOCK = 512  # elements of half a head per program: 8 per thread and operand, which 16-bit dtypes read at once
 
 
 def rope_write_kv(

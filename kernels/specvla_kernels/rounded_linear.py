@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers whose weights and activations are int8 or float8: rounded rows, and their product.
 
-A row is rounded by a scale of its own, so that its result does not depend on the rows beside it (arXiv 2208.07339,
-vector-wise). Rounding is part of the launch that makes the rows, and scaling part of the product's.
+Each row has its own scale, so that its result does not depend on the other rows (arXiv 2208.07339, vector-wise).
+Rounding is fused into the launch that computes the rows, scaling into that of the product.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from specvla_kernels.gated_unit import gated, gated_unit_reference
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""What the largest value of a row becomes."""
-_LEAST_MAXIMUM = 1e-30  # of a row: a row of zeros must not be divided by zero
+"""The rounded magnitude of a row's largest value."""
+_LEAST_MAXIMUM = 1e-30  # of a row, so that a row of zeros is not divided by zero
 _WEIGHT_ROWS = 1024
 
 # By rows of a tile: columns, depth, stages, warps. All fit the 99 KiB of sm_120.
@@ -25,16 +25,16 @@ _TILES = {16: (32, 256, 4, 4), 32: (32, 256, 3, 4), 64: (64, 128, 3, 4), 128: (1
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rows of activations or of a weight in steps of their own."""
+    """Rows of activations or of a weight, each in its own step."""
 
     values: Tensor  # int8 or float8_e4m3fn [n_rows, width], contiguous
-    steps: Tensor  # float32 [n_rows], float64 in float64
+    steps: Tensor  # float32 [n_rows], float64 for float64
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = None, gate: str = "") -> Rounded:
-    """Rows as they are, normed, or gated, rounded to int8 (half to even) or float8_e4m3fn.
+    """Rounds rows, plain, normed or gated, to int8 (half to even) or float8_e4m3fn.
 
-    A row of x, [n_rows, width], or [n_rows, 2 * width] with a gate, that holds a NaN or infinity gives nothing finite.
+    x is [n_rows, width], or [n_rows, 2 * width] with a gate. A row with a NaN or infinity gives no finite value.
     """
     run = round_rows_triton if has_kernels(x) else round_rows_reference
     return run(x, dtype, norm=norm, gate=gate)
@@ -49,7 +49,7 @@ def rounded_linear(
 
 
 def round_weight(weight: Tensor, dtype: torch.dtype) -> Rounded:
-    """`round_rows` of a weight, some rows at a time, so that no second weight is in memory."""
+    """`round_rows` of a weight, some rows at a time, so that memory holds no second copy."""
     parts = [round_rows(rows, dtype) for rows in weight.split(_WEIGHT_ROWS)]
     return Rounded(torch.cat([part.values for part in parts]), torch.cat([part.steps for part in parts]))
 
@@ -61,7 +61,7 @@ def round_rows_reference(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None 
         wide = rmsnorm_reference(wide, norm)
     if gate:
         wide = gated_unit_reference(wide, gate)
-    most = torch.full((), LARGEST[dtype], dtype=wide.dtype, device=wide.device)  # a number's reciprocal rounds twice
+    most = torch.full((), LARGEST[dtype], dtype=wide.dtype, device=wide.device)  # division by a number rounds twice
     steps = wide.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST_MAXIMUM) / most
     scaled = wide / steps
     return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), steps[:, 0])
@@ -71,7 +71,7 @@ def rounded_linear_reference(
     x: Rounded, weight: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """`rounded_linear` in PyTorch."""
-    exact = torch.float64 if x.values.dtype == torch.int8 else x.steps.dtype  # int8 products add up exactly in it
+    exact = torch.float64 if x.values.dtype == torch.int8 else x.steps.dtype  # float64 sums of int8 products are exact
     sums = (x.values.to(exact) @ weight.values.to(exact).T).to(x.steps.dtype)
     out = sums * x.steps[:, None] * weight.steps
     if bias is not None:
@@ -97,7 +97,7 @@ def round_rows_triton(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = N
 def rounded_linear_triton(
     x: Rounded, weight: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """`rounded_linear` as one launch, a program per tile; the tiles of one part of the weight follow each other."""
+    """`rounded_linear` as one launch, a program per tile; tiles of the same part of the weight are consecutive."""
     (n_rows, depth), width = x.values.shape, len(weight.values)
     block_m = min(128, power_of_two(n_rows, 16))
     block_n, block_k, stages, warps = _TILES[block_m]
@@ -130,14 +130,14 @@ def _round_rows(  # type: ignore[no-untyped-def]
         value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * factor
     if GATE != "":
         value = gated(value, tl.load(x + row * x_stride + WIDTH + column, mask, other=0.0).to(tl.float32), GATE)
-    # Where a row is padded a unit offset makes nothing of zeros; tl.max passes over NaN.
+    # A row's padding stays zero even with a unit offset; tl.max ignores NaN.
     largest = tl.max(tl.abs(value), 0)
     broken = tl.max((value != value).to(tl.int32), 0)
     step = tl.where(broken > 0, float("nan"), tl.div_rn(tl.maximum(largest, LEAST), LARGEST))
     tl.store(steps + row, step)
     scaled = tl.div_rn(value, step)
     if rounded.dtype.element_ty == tl.int8:
-        # Floats of this size lie 1 apart: adding it rounds, halves to the even one.
+        # Floats of this size are 1 apart: adding it rounds, half to even.
         scaled = (scaled + 12582912.0) - 12582912.0
     elif WIDEN:
         scaled = _nearest_float8(scaled)
@@ -146,7 +146,7 @@ def _round_rows(  # type: ignore[no-untyped-def]
 
 @jit
 def _nearest_float8(x):  # type: ignore[no-untyped-def]
-    """What float8_e4m3fn holds next to it: the interpreter drops the carry where rounding reaches a power of two."""
+    """The nearest float8_e4m3fn value; the interpreter drops the carry when rounding reaches a power of two."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, nearest)  # subnormal: a grid of 2^-9
@@ -178,7 +178,7 @@ def _rounded_linear(  # type: ignore[no-untyped-def]
         elif WIDEN:
             sums = tl.dot(values.to(tl.float32), tl.trans(matrix).to(tl.float32), sums, input_precision="ieee")
         else:
-            # Hopper's float8 sums keep 14 bits: each block's is added in float32.
+            # Hopper's float8 sums keep 14 bits, so each block's sum is added in float32.
             sums = tl.dot(values, tl.trans(matrix), sums, max_num_imprecise_acc=BLOCK_K)
     unit = tl.load(scales + column, is_column, other=0.0)[None, :]
     result = sums.to(tl.float32) * tl.load(steps + row, is_row, other=0.0)[:, None] * unit

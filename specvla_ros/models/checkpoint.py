@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint directory to a target: its family and its device.
+"""Loads a target from a checkpoint directory: selects its family, device and dtype.
 
 A family registers a loader in `TARGETS` under the `model_type` of its config.json. The loader takes the directory and
 the keywords of `load_target`, with `device` and `dtype` resolved; the keywords it does not use go to `refuse_options`.
@@ -25,7 +25,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in setting
 _USUAL = settings.ModelSettings()
 _GIB = 1 << 30
 _BESIDE = 1 << 30  # bytes for the KV cache of a few slots, graphs and activations
-_QUANTISED = re.compile(r"\blayers\.\d+\.(self_attn|mlp)\.\w+\.weight$")  # of the decoder, by checkpoint name
+_QUANTISED = re.compile(r"\blayers\.\d+\.(self_attn|mlp)\.\w+\.weight$")  # decoder weights, by checkpoint name
 
 
 def load_target(
@@ -48,18 +48,18 @@ def load_target(
         device: `auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `bfloat16`, `float16`; `auto`: float32 on a CPU, bfloat16 on CUDA.
         unnorm_key: dataset whose action statistics to use; empty: the only one.
-        center_crop: as checkpoints fine-tuned with image augmentation need.
-        quantization: of the decoder layers' matrices, see `check_quantization`.
-        action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
+        center_crop: for checkpoints fine-tuned with image augmentation.
+        quantization: format of the decoder layers' matrices, see `check_quantization`.
+        action_head: compute only the logits of action tokens, for a policy that answers with nothing else.
         prompt: see `PromptStyle`; `auto`: as config.json says.
-        cameras: those of the policy's cameras that the robot has, for a policy that can do without some.
+        cameras: the robot's cameras among the policy's, for a policy that can run without some.
         progress: called with the current step and the fraction of the tensors read.
 
-    Raises UserError: the directory or an argument does not fit, before weights are read if possible; or the device has
-    too little memory, with what would fit.
+    Raises UserError: an invalid directory or argument, before weights are read if possible; or too little device
+    memory, with the formats that would fit.
     """
     if not isinstance(directory, str | Path):
-        raise UserError(f"a checkpoint is named by its directory, got {type(directory).__name__}")
+        raise UserError(f"a checkpoint must be given as a directory path, got {type(directory).__name__}")
     directory = Path(directory).expanduser()
     load = _loader(directory)
     on = _device(device)
@@ -88,7 +88,7 @@ def _loader(directory: Path) -> Callable[..., Any]:
         known = ", ".join(f"'{name}'" for name in sorted(families))
         raise UserError(
             f"{directory / 'config.json'}: model_type is {model_type!r}, only {known} checkpoints are supported; "
-            "another package can add one by an entry point"
+            "another package can add a family through an entry point"
         )
     return families[model_type].make
 
@@ -117,12 +117,12 @@ def _device(name: str) -> torch.device:
         raise UserError(f"device '{name}' is not known; use auto, cpu, cuda or cuda:0")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"device '{name}' was asked for, but torch {torch.__version__} sees no CUDA GPU; "
+            f"device '{name}' was requested, but torch {torch.__version__} sees no CUDA GPU; "
             "install a CUDA build of torch, check nvidia-smi, or set device to cpu"
         )
     if device.type == "cuda" and device.index is not None:
         if device.index >= torch.cuda.device_count():
-            raise UserError(f"device '{name}' was asked for, but there are {torch.cuda.device_count()} CUDA GPUs")
+            raise UserError(f"device '{name}' was requested, but there are {torch.cuda.device_count()} CUDA GPUs")
         torch.cuda.set_device(device)  # Triton launches on the thread's current device, wherever the tensors are
     if device.type == "cuda":
         _check_build(device)
@@ -130,16 +130,16 @@ def _device(name: str) -> torch.device:
 
 
 def _check_build(device: torch.device) -> None:
-    """Refuses a build of torch that does not compute on this GPU."""
+    """Refuses a build of torch that does not run on this GPU."""
     try:
         torch.zeros(1, device=device).add_(1.0).tolist()
     except torch.OutOfMemoryError:
-        raise UserError(f"{device} has no memory left: close what else uses the GPU (nvidia-smi names it)") from None
+        raise UserError(f"{device} has no memory left: stop other processes on it (nvidia-smi lists them)") from None
     except RuntimeError as error:
         major, minor = torch.cuda.get_device_capability(device)
         built = ", ".join(torch.cuda.get_arch_list())
         raise UserError(
-            f"torch {torch.__version__} does not compute on {torch.cuda.get_device_name(device)}, which is sm_{major}"
+            f"torch {torch.__version__} does not run on {torch.cuda.get_device_name(device)}, which is sm_{major}"
             f"{minor} ({str(error).strip().splitlines()[0]}); it was built for {built}: install a build for this GPU"
         ) from None
 
@@ -154,7 +154,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def explained_shortage(directory: Path, device: torch.device, dtype: torch.dtype, quantization: str) -> Iterator[None]:
-    """Turns a lack of GPU memory while loading into a UserError that says which formats would fit."""
+    """Turns a lack of GPU memory while loading into a UserError that lists the formats that would fit."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     try:
         yield
@@ -184,8 +184,8 @@ def _what_would_fit(directory: Path, device: torch.device, dtype: torch.dtype, q
         if (size := taken(2, kind)) + _BESIDE <= free and _runs(kind, device)
     ]
     if not fitting:
-        return f"{text}, too little for any format: close what else uses the GPU, or take a larger one"
-    return f"{text}: choose {' or '.join(fitting)}, or close what else uses the GPU"
+        return f"{text}, too little for any format: stop other processes on the GPU, or use a larger one"
+    return f"{text}: choose {' or '.join(fitting)}, or stop other processes on the GPU"
 
 
 def _runs(quantization: str, device: torch.device) -> bool:
@@ -200,7 +200,7 @@ def leave_a_core() -> None:
     """Leaves one CPU core to other processes, such as DDS, a camera or a simulator.
 
     torch's threads wait for each other, so one that shares its core slows all of them: on two busy cores a 12 ms action
-    took 190 ms and more. OMP_NUM_THREADS, if set, has the last word.
+    took 190 ms and more. OMP_NUM_THREADS, if set, takes precedence.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of the parts that families share, and what every checkpoint directory is checked for."""
+"""Shapes of the modules that families share, and checks that apply to every checkpoint directory."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import Fields, read_fields, shown
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# More than any model has: what is beyond them is a slip or an attack, and would only show as a lack of memory.
+# Above any model's values: more is an error or an attack, and would otherwise only show as a lack of memory.
 MAX_WIDTH, MAX_LAYERS, MAX_IDS, _MAX_POSITIONS = 1 << 17, 256, 1 << 22, 1 << 20
 ADAPTER_CONFIG = "adapter_config.json"
 _LFS_POINTER = b"version https://git-lfs"
@@ -20,15 +20,15 @@ _LFS_POINTER = b"version https://git-lfs"
 class VisionTowerConfig:
     """Shape of one vision transformer."""
 
-    # embed_dim, depth, heads, mlp_dim, patch_size: as in the ViT paper. The tower's output is that of the block before
-    # the last, so `depth - 1` blocks are computed.
+    # embed_dim, depth, heads, mlp_dim, patch_size: as in the ViT paper. The tower's output is that of the
+    # second-to-last block, so `depth - 1` blocks are computed.
     embed_dim: int
     depth: int
     heads: int
     mlp_dim: int
     patch_size: int
-    class_token: bool  # a prefix token before the patches (DINOv2), without a position
-    register_tokens: int  # more of them
+    class_token: bool  # a prefix token without a position before the patches (DINOv2)
+    register_tokens: int  # number of further prefix tokens
     layer_scale: bool  # the blocks scale their residual branches (DINOv2)
     image_size: int  # height and width of the input in pixels
 
@@ -39,12 +39,12 @@ class VisionTowerConfig:
 
 @dataclass(frozen=True)
 class DecoderVariant:
-    """How a decoder differs from Llama."""
+    """Differences of a decoder from Llama."""
 
     qkv_bias: bool = False  # queries, keys and values have a bias (Qwen2)
     qk_norm: bool = False  # queries and keys are normalised per head, before RoPE (Qwen3)
-    unit_offset_norms: bool = False  # a norm scales by 1 + its weight (Gemma)
-    scaled_embeddings: bool = False  # token embeddings are multiplied by the root of their width (Gemma)
+    unit_offset_norms: bool = False  # norms scale by 1 + their weight (Gemma)
+    scaled_embeddings: bool = False  # token embeddings are multiplied by the square root of their width (Gemma)
     gate: str = "silu"  # activation of the MLP's gate, `silu` or `gelu_tanh` (Gemma)
 
 
@@ -64,17 +64,17 @@ class DecoderShape:
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     variant: DecoderVariant = DecoderVariant()
-    # How many of the `head_dim` / 2 frequencies turn with time, height and width under M-RoPE (Qwen2.5-VL); empty: a
-    # row has one position.
+    # Numbers of the `head_dim` / 2 frequencies that rotate with time, height and width under M-RoPE (Qwen2.5-VL);
+    # empty: a row has one position.
     rope_sections: tuple[int, ...] = ()
-    rope_interleaved: bool = False  # these frequencies take turns (Qwen3-VL) instead of following each other
-    # Features of each image row that are added after as many of the first layers (DeepStack, arXiv 2406.04334;
-    # Qwen3-VL); they stand beside its embedding.
+    rope_interleaved: bool = False  # the axes' frequencies are interleaved (Qwen3-VL), not consecutive
+    # Number of first layers after which further features of an image row are added (DeepStack, arXiv 2406.04334;
+    # Qwen3-VL). The features are concatenated to the row's embedding.
     deepstack: int = 0
 
     @property
     def input_size(self) -> int:
-        """Width of an embedding with the features beside it."""
+        """Width of an embedding including its DeepStack features."""
         return self.hidden_size * (1 + self.deepstack)
 
     @property
@@ -85,7 +85,7 @@ class DecoderShape:
 _QWEN2 = DecoderShape(
     intermediate_size=22016, vocab_size=151936, max_position_embeddings=32768, variant=DecoderVariant(qkv_bias=True)
 )
-# What a config.json that says nothing else describes, by its `model_type`, as transformers has it.
+# Defaults of a config.json by its `model_type`, as in transformers.
 DECODERS: dict[str, DecoderShape] = {
     "llama": DecoderShape(),
     "qwen2": _QWEN2,
@@ -103,22 +103,22 @@ DECODERS: dict[str, DecoderShape] = {
         variant=DecoderVariant(unit_offset_norms=True, scaled_embeddings=True, gate="gelu_tanh"),
     ),
 }
-_ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu")}  # Gemma's "gelu" means the tanh one
+_ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu")}  # Gemma's "gelu" is the tanh one
 
 
 def check_directory(directory: Path) -> None:
-    """Refuses a directory that is missing, or close to a checkpoint: a hub id, an adapter alone, git-lfs pointers."""
+    """Refuses a missing directory, a hub id, an adapter without its base model, and git-lfs pointers."""
     if not directory.is_dir():
         if _HUB_ID.fullmatch(str(directory)):
             raise UserError(
-                f"'{directory}' is no directory; if it is a Hugging Face hub id, download it first: "
+                f"'{directory}' is not a directory; if it is a Hugging Face hub id, download it first: "
                 f"hf download {directory} --local-dir {directory.name}"
             )
         raise UserError(f"checkpoint directory {directory} does not exist; give the folder that holds config.json")
     if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
         raise UserError(
-            f"{directory} holds an adapter ({ADAPTER_CONFIG}) without the model that it adapts: copy or link its "
-            "base model's files beside it (cp -rs $PWD/BASE/. ADAPTER), and it is merged while it is loaded"
+            f"{directory} contains an adapter ({ADAPTER_CONFIG}) without its base model: copy or link the base "
+            "model's files into it (cp -rs $PWD/BASE/. ADAPTER); the adapter is then merged while loading"
         )
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
         try:
@@ -134,18 +134,18 @@ def check_directory(directory: Path) -> None:
 
 
 def refuse_adapter(directory: Path) -> None:
-    """For a family whose weights are read as they are."""
+    """Refuses an adapter, for families that do not merge adapters."""
     if (directory / ADAPTER_CONFIG).exists():
         raise UserError(
-            f"{directory / ADAPTER_CONFIG}: adapters are not merged into files of this kind: do it where it was "
-            "trained, and take the adapter's files away"
+            f"{directory / ADAPTER_CONFIG}: adapters cannot be merged into this kind of checkpoint: merge it "
+            "with the code that trained it, and remove the adapter's files"
         )
 
 
 def folder_beside(directory: Path, name: str, what: str) -> Path:
-    """A folder that a checkpoint needs and does not bring: in it, or beside it.
+    """Finds a folder that a checkpoint needs but does not include, inside it or next to it.
 
-    `what`: its required content, for the message of the UserError where there is none.
+    `what`: its required content, for the UserError if there is no such folder.
     """
     found = next((each for each in (directory / name, directory.resolve().parent / name) if each.is_dir()), None)
     if found is None:
@@ -154,39 +154,39 @@ def folder_beside(directory: Path, name: str, what: str) -> Path:
 
 
 def only_file(folder: Path, *suffixes: str) -> Path:
-    """The one file in a training run's folder of weights; UserError if there is none, or several."""
+    """The only file in a training run's folder of weights; UserError if there is none, or several."""
     files = sorted(path for path in folder.glob("*") if path.suffix in suffixes)
     if len(files) != 1:
         kinds = " or ".join(suffixes)
-        raise UserError(f"{folder} must hold one {kinds} file, that of the step to run; it has {len(files)}")
+        raise UserError(f"{folder} must contain one {kinds} file, that of the step to run; it has {len(files)}")
     return files[0]
 
 
 def read_checkpoint_json(path: Path) -> Fields:
-    """The object in a JSON file of a checkpoint; UserError if there is none."""
+    """Reads the object in a checkpoint's JSON file; UserError if there is none."""
     missing = f"is {path.parent} a complete checkpoint directory?"
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
 
 
 def check_not_quantised(raw: Fields) -> None:
-    """Refuses a config.json that says its weights are quantised."""
+    """Refuses a config.json that declares quantised weights."""
     for name in ("quantization_config", "compression_config"):
         if raw.raw.get(name) is not None:
             method = raw.inner(name).text("quant_method", "unknown")
             raise UserError(
-                f"{raw.path}: {name} says that the weights are quantised ({shown(method)}), which cannot be read: give "
-                "the original checkpoint, and set model.quantization to have its weights quantised here"
+                f"{raw.path}: {name} says that the weights are quantised ({shown(method)}), which is not supported: "
+                "use the original checkpoint, and set model.quantization to quantise it while loading"
             )
 
 
 def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECODERS) -> DecoderShape:
-    """The decoder that a config.json of one of transformers' language models describes.
+    """Reads the decoder's shape from the config.json of a transformers language model.
 
     Args:
-        text: its fields, or those of a `text_config`; without a `model_type` it is a Llama.
-        families: the supported ones, and what a config.json of each describes that says nothing else.
+        text: fields of config.json or of its `text_config`; without a `model_type` it is a Llama.
+        families: the supported families, with their defaults.
 
-    Raises UserError: another family, something that is not computed here, quantised weights, or a wrong number.
+    Raises UserError: unsupported family or feature, quantised weights, or an invalid number.
     """
     path = text.path
     family = text.text("model_type", "llama")
@@ -198,7 +198,7 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
     check_not_quantised(text)
     heads = text.whole("num_attention_heads", default.num_attention_heads, minimum=1, maximum=MAX_WIDTH)
     hidden = text.whole("hidden_size", default.hidden_size, minimum=1, maximum=MAX_WIDTH)
-    # A file that leaves these out means as many as there are heads (Llama), or the family's own (Qwen, Gemma).
+    # If missing, the number of heads (Llama) or the family's default (Qwen, Gemma).
     usual_kv_heads = heads if family == "llama" else min(heads, default.num_key_value_heads)
     kv_heads = text.whole("num_key_value_heads", usual_kv_heads, minimum=1, maximum=heads)
     if heads % kv_heads:
@@ -206,7 +206,7 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
     usual_head_dim = default.head_dim if family in ("qwen3", "gemma") else hidden // heads
     head_dim = text.whole("head_dim", usual_head_dim, minimum=2, maximum=MAX_WIDTH)
     if head_dim < 2 or head_dim % 2:
-        raise UserError(f"{path}: config gives heads of {head_dim} channels, but RoPE turns pairs{text.hint}")
+        raise UserError(f"{path}: config gives heads of {head_dim} channels, but RoPE needs an even number{text.hint}")
     rope = _rope(text)
     sections = rope.list_of("mrope_section", int, "a list of whole numbers", default.rope_sections)
     if default.rope_sections and (min(sections, default=0) < 1 or sum(sections) != head_dim // 2 or len(sections) != 3):
@@ -232,7 +232,7 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
 
 
 def _rope(text: Fields) -> Fields:
-    """As transformers reads it: the older name has the first word, and what stands in it before what stands outside."""
+    """The RoPE fields as transformers reads them: rope_scaling, the older name, takes precedence."""
     return text.inner("rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters", {})
 
 
@@ -247,10 +247,10 @@ def _check_variant(text: Fields, default: DecoderShape) -> None:
     if not text.flag("is_causal", True):
         raise UserError(f"{path}: {text.prefix}is_causal false is not supported")
     if rope.flag("mrope_interleaved", default.rope_interleaved) != default.rope_interleaved:
-        raise UserError(f"{path}: {rope.prefix}mrope_interleaved is another than this family's, which is not supported")
-    if {*text.list_of("layer_types", str, "a list of texts", ())} - {"full_attention"}:
-        raise UserError(f"{path}: {text.prefix}layer_types names other than full attention, which is not supported")
-    # Gemma's first files give another name, which its own class reads over.
+        raise UserError(f"{path}: {rope.prefix}mrope_interleaved differs from this family's, which is not supported")
+    if {*text.list_of("layer_types", str, "a list of strings", ())} - {"full_attention"}:
+        raise UserError(f"{path}: {text.prefix}layer_types must contain only full attention; others are not supported")
+    # Gemma's first files have another value in hidden_act, which its own class ignores.
     activation = text.text("hidden_activation" if text.raw.get("hidden_activation") else "hidden_act", "")
     known = _ACTIVATIONS[default.variant.gate]
     if activation and activation not in known:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decoder for Llama, Qwen2, Qwen3 and Gemma, written around the packed forward; `DecoderShape` says which."""
+"""One decoder for Llama, Qwen2, Qwen3 and Gemma, written around the packed forward; `DecoderShape` selects one."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -23,7 +23,7 @@ from specvla_ros.models.target import ForwardResult as ForwardResult
 def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the output head, so that logits are at least float32.
 
-    A half-precision head needs a product that accumulates into float32, which torch has on CUDA from 2.8 on; elsewhere
+    A half-precision head needs a product that accumulates into float32, which torch has on CUDA since 2.8; elsewhere
     the head is kept in float32 (0.5 GB for OpenVLA-7B).
     """
     if dtype not in (torch.float16, torch.bfloat16):
@@ -36,9 +36,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def empty_model(make: Callable[[], Model], dtype: torch.dtype, device: torch.device) -> Model:
-    """A model around a `PackedDecoder` without memory for its weights, whose tensors have the right shape and dtype.
+    """Makes a model around a `PackedDecoder` on the meta device: shapes and dtypes, but no memory for weights.
 
-    The output head may have another dtype, see `head_dtype`; `device` is where the weights will go.
+    The output head may have another dtype, see `head_dtype`; `device` is the weights' later device.
     """
     with torch.device("meta"):
         model = make()
@@ -48,13 +48,13 @@ def empty_model(make: Callable[[], Model], dtype: torch.dtype, device: torch.dev
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Gives an empty model memory for its weights, whose values are undefined."""
+    """Allocates an empty model's weights, with undefined values."""
     model.to_empty(device=device)
     tie_head(decoder_of(model))
 
 
 def tie_head(decoder: "PackedDecoder") -> None:
-    """Makes the output head the embeddings, where the config says so."""
+    """Ties the output head to the embeddings if the config says so."""
     if decoder.config.tie_word_embeddings:
         decoder.lm_head.weight = decoder.embed_tokens.weight
 
@@ -72,7 +72,7 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm of rows; with `unit_offset` the weight is what is added to 1, as in Gemma."""
+    """Root mean square norm of rows; with `unit_offset` it scales by 1 + weight, as in Gemma."""
 
     def __init__(self, dim: int, eps: float, *, unit_offset: bool) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
 
     @property
     def row_norm(self) -> RowNorm:
-        """For the kernels, which have no backward pass."""
+        """The norm's parameters for the kernels, which have no backward pass."""
         return RowNorm(self.weight, self.eps, self.unit_offset)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
 
 
 class _Embedding(nn.Embedding):
-    """Token embeddings, scaled as in Gemma; zeros where image rows have features for the first layers."""
+    """Token embeddings, scaled as in Gemma; padded with zeros where image rows have DeepStack features."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__(shape.vocab_size, shape.hidden_size)
@@ -112,12 +112,12 @@ class _Embedding(nn.Embedding):
 
 
 def _matrix(module: nn.Linear) -> Matrix:
-    """Its weight, whole or `rounded`; a quantised matrix of another class brings its own product."""
+    """The layer's weight, plain or `rounded`; other quantised classes provide their own product."""
     return module.weight if type(module) is nn.Linear else getattr(module, "rounded", None) or module
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and a gated MLP; q, k, v are one matrix, and gate, up another: fewer and larger reads.
+    """Pre-norm attention and a gated MLP. q, k, v form one matrix, gate and up another: fewer and larger reads.
 
     Without `input_norm` there is no norm before the attention, as in EAGLE's draft layer.
     """
@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
         norm = partial(RMSNorm, eps=config.rms_norm_eps, unit_offset=config.variant.unit_offset_norms)
         self.input_norm: RMSNorm | nn.Identity = norm(hidden) if input_norm else nn.Identity()
         self.qkv = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * dim, bias=False)
-        # Beside the matrix and not in it: a quantised matrix has none.
+        # Separate from the matrix, since a quantised matrix has no bias.
         self.qkv_bias = nn.Parameter(torch.empty(self.qkv.out_features)) if config.variant.qkv_bias else None
         self.q_norm: RMSNorm | None = norm(dim) if config.variant.qk_norm else None
         self.k_norm: RMSNorm | None = norm(dim) if config.variant.qk_norm else None
@@ -143,19 +143,19 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """[n_rows, hidden] to the same; see PackedDecoder.forward for the rest."""
+        """Maps rows [n_rows, hidden] to the same shape; see `PackedDecoder.forward` for the other arguments."""
         return self.mlp(*self.attention(x, cos, sin, layout, keys, values))
 
     def attention(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """[n_rows, hidden] to the same, and what is still to be added to it, if any, which the MLP's norm may do."""
+        """Maps rows [n_rows, hidden] to the same shape, and to what the MLP's norm must still add to it, if any."""
         q = self.write_kv(x, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
         return product_to_add(attended.flatten(1), _matrix(self.out), x)
 
     def write_kv(self, x: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The rows' queries [n_rows, heads, head_dim]; their keys and values are written into the cache."""
+        """Writes the rows' keys and values into the cache and returns their queries [n_rows, heads, head_dim]."""
         q, k, v = self._queries_keys_values(x)
         return rope_write_kv(q, k, v, cos, sin, kv_rows, keys, values)
 
@@ -169,14 +169,14 @@ class DecoderLayer(nn.Module):
         return self.split_heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., (heads + 2 kv_heads) head_dim] to queries [..., heads, head_dim], keys and values, without RoPE."""
+        """Splits [..., (heads + 2 kv_heads) head_dim] into queries [..., heads, head_dim], keys and values."""
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def mlp(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """[n_rows, hidden], plus what is still to be added to it, plus the MLP's output."""
+        """The sum of x [n_rows, hidden], `added` if any, and the MLP's output for that sum."""
         gate_up, down = _matrix(self.gate_up), _matrix(self.down)
         return gated_mlp(x, added, self.post_norm.row_norm, gate_up, down, self.gate_name)
 
@@ -184,11 +184,11 @@ class DecoderLayer(nn.Module):
 class PackedDecoder(nn.Module):
     """A language model from embeddings to logits, over a KV cache.
 
-    Logits are at least float32, so that rounding to half precision makes no ties; see `head_dtype`.
+    Logits are at least float32, so that rounding to half precision creates no ties; see `head_dtype`.
 
     Attributes:
-        head_ids: the only ids whose logits are computed, all others' being -inf; None: every id's.
-        turn: [hidden, hidden], orthogonal, the rotation of the residual stream in the layers; None: no rotation.
+        head_ids: the only ids whose logits are computed, all others being -inf; None: all ids.
+        turn: orthogonal rotation of the residual stream in the layers, [hidden, hidden]; None: no rotation.
     """
 
     def __init__(self, config: DecoderShape) -> None:
@@ -210,7 +210,7 @@ class PackedDecoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations; the head may have another."""
+        """The dtype of weights and activations; the head's may differ."""
         return self.norm.weight.dtype
 
     def forward(
@@ -219,18 +219,18 @@ class PackedDecoder(nn.Module):
         """One pass of all segments through all layers.
 
         Args:
-            embeddings: [n_rows, input_size]: each row's embedding, and what is added to it after the first layers.
-            layout: where the segments lie.
+            embeddings: [n_rows, input_size], each row's embedding and its DeepStack features.
+            layout: location of the segments.
             wanted_rows: int64 [n_wanted], rows whose logits are computed.
-            keys, values: [layers, slots, slot_rows, kv_heads, head_dim]; those of the rows are written into them.
+            keys, values: [layers, slots, slot_rows, kv_heads, head_dim]; the rows' keys and values are written to them.
         """
         hidden = self.hidden_states(embeddings, layout, keys, values)
         return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
 
     def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
-        """All layers and the final norm: to [n_rows, hidden]; arguments as in `forward`.
+        """Runs all layers and the final norm, giving [n_rows, hidden]; arguments as in `forward`.
 
-        Where the kernels run, only the layout's tensors and its attention plan are read: no spans.
+        The kernels read only the layout's tensors and attention plan, not its spans.
         """
         cos, sin = self.rotation(layout.positions)
         x, *features = embeddings.split(self.config.hidden_size, dim=1)
@@ -243,15 +243,15 @@ class PackedDecoder(nn.Module):
         return hidden
 
     def products(self, x: Tensor) -> Tensor:
-        """See `Decoder`; of the first layer."""
+        """See `Decoder`; uses the first layer."""
         out: Tensor = cast(DecoderLayer, self.layers[0]).products(x)
         return out
 
     def logits(self, hidden: Tensor, ids: range | None = None) -> Tensor:
-        """[n, hidden] after the final norm to float32 [n, vocab]; float64 in a float64 model.
+        """Logits, float32 [n, vocab], of hidden states [n, hidden] after the final norm; float64 in a float64 model.
 
-        With `head_ids` only their rows of the output head are read; a row of hidden states with a NaN still gives NaN.
-        `ids`: the only ones whose logits are wanted, [n, len(ids)].
+        With `head_ids`, only their rows of the output head are read; a hidden state with a NaN still gives NaN.
+        `ids` limits the result to these ids, [n, len(ids)].
         """
         if ids is not None:
             return self._products(hidden, self.lm_head.weight[ids.start : ids.stop])

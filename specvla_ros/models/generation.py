@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says about greedy decoding, as transformers' generate reads it.
+"""Greedy decoding rules of a checkpoint, as transformers' generate reads them.
 
-A repetition penalty counts all ids before a token, those of the prompt too; in a tree, the ids on the node's own path.
+A repetition penalty counts all ids before a token, including the prompt's; in a tree, the ids on the node's own path.
 """
 
 from collections.abc import Sequence
@@ -23,25 +23,25 @@ USUAL_NEW_TOKENS = 20  # transformers' default length of an answer
 
 @dataclass(frozen=True)
 class GreedyRules:
-    """What is done to logits before the largest is taken."""
+    """Logit processing before the argmax."""
 
-    # Logits of earlier ids are divided by it if positive, else multiplied (CTRL, arXiv 1909.05858, as transformers'
-    # RepetitionPenaltyLogitsProcessor); 1: none.
+    # Logits of earlier ids are divided by it if positive, else multiplied (CTRL, arXiv 1909.05858, as in transformers'
+    # RepetitionPenaltyLogitsProcessor); 1: no penalty.
     repetition_penalty: float = 1.0
-    allowed_ids: tuple[int, ...] = ()  # the only ids that may be answered, after the penalty; empty: all
-    max_new_tokens: int | None = None  # length at which generate would end an answer; None: the file does not say
+    allowed_ids: tuple[int, ...] = ()  # the only ids that may be generated, applied after the penalty; empty: all
+    max_new_tokens: int | None = None  # generate's limit on an answer's length; None: not given
 
     @property
     def penalises(self) -> bool:
         return self.repetition_penalty != 1.0
 
     def apply(self, logits: Tensor, trees: Sequence[tuple[Tensor, Ancestry]], seen: Tensor | None) -> Tensor:
-        """Logits as the rules leave them; nothing is read back.
+        """Applies the rules to logits, without a read-back.
 
         Args:
             logits: float32 [nodes of all trees, vocab].
             trees: tokens int64 [n] and ancestry of each request's tree, in the logits' order.
-            seen: bool [requests, vocab], the ids of prompt and answer up to each tree's root; None: nothing penalises.
+            seen: bool [requests, vocab], the ids of prompt and answer up to each tree's root; None: no penalty.
         """
         if seen is not None:
             parts = zip(trees, seen, strict=True)
@@ -58,35 +58,35 @@ NO_RULES = GreedyRules()
 
 @cache  # uploaded once: in a tick, a copy waits for the device
 def _others(allowed_ids: tuple[int, ...], vocab: int, device: torch.device) -> Tensor:
-    """Bool [vocab]: all other ids."""
+    """Mask of all other ids, bool [vocab]."""
     others = torch.ones(vocab, dtype=torch.bool)
     others[list(allowed_ids)] = False
     return others.to(device)
 
 
 def _seen_at_nodes(tokens: Tensor, ancestry: Ancestry, before: Tensor) -> Tensor:
-    """Bool [n, vocab]: the ids before each node's successor, the node's own included."""
+    """Mask of the ids up to and including each node, bool [n, vocab]."""
     n, vocab = len(tokens), len(before)
     if n == 1:
         return before[None]
     nodes = torch.arange(n, device=tokens.device)
     on_path = (ancestry.ancestors[:, None] >> nodes & 1).to(torch.uint8)
-    on_path[:, 0] = 0  # the root is among those before; behind a prompt its token stands for nothing
+    on_path[:, 0] = 0  # `before` already has the root; after a prompt its token has no meaning
     counts = torch.zeros(n, vocab, dtype=torch.uint8, device=tokens.device)
     counts.scatter_add_(1, tokens.clamp(0, vocab - 1).expand(n, n), on_path)
     return counts.bool() | before
 
 
 def seen_ids(ids: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:
-    """Ids of several requests to bool [requests, vocab]."""
+    """Mask of the ids of several requests, bool [requests, vocab]."""
     flat = [request * vocab + i for request, mine in enumerate(ids) for i in {*mine}]
     seen = torch.zeros(len(ids) * vocab, dtype=torch.bool, device=device)
     return seen.index_fill(0, to_device(flat, device), True).view(len(ids), vocab)
 
 
-# What else changes greedy decoding in transformers' generate, with the values that do not.
+# Other settings that change greedy decoding in transformers' generate, with their neutral values.
 PLAIN: dict[str, tuple[object, ...]] = {
-    "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),  # another is "quantized"
+    "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),  # the other is "quantized"
     "constraints": (None,),
     "dola_layers": (None,),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -115,9 +115,9 @@ PLAIN: dict[str, tuple[object, ...]] = {
 
 
 def read_generation(directory: Path) -> GreedyRules:
-    """The rules of a generation_config.json; sampling is never done, and a missing file asks for nothing.
+    """Reads the rules of a generation_config.json. Sampling is ignored; a missing file means no rules.
 
-    UserError if it asks for what is not done here: the policy would act otherwise than under its own code.
+    Raises UserError for an unsupported setting: the policy would act differently than under its own code.
     """
     path = directory / "generation_config.json"
     if not path.exists():
@@ -126,8 +126,8 @@ def read_generation(directory: Path) -> GreedyRules:
     for name, plain in PLAIN.items():
         if name in given.raw and given.raw[name] not in plain:
             raise UserError(
-                f"{path}: {name} is {shown(given.raw[name])}, which changes what it answers and is not supported; if "
-                "it was not trained or evaluated so, take it out"
+                f"{path}: {name} is {shown(given.raw[name])}, which changes the answers and is not supported; remove "
+                "it if the policy was not trained or evaluated with it"
             )
     return GreedyRules(
         repetition_penalty=given.number("repetition_penalty", 1.0, above=0.0, maximum=1e3),
@@ -136,18 +136,18 @@ def read_generation(directory: Path) -> GreedyRules:
 
 
 def refuse_max_length(directory: Path) -> None:
-    """For a policy whose code leaves the length to the file: UserError where it is counted with the prompt."""
+    """Refuses a generation_config.json whose length limit includes the prompt (max_length)."""
     path = directory / "generation_config.json"
     length = read_checkpoint_json(path).raw.get("max_length") if path.exists() else None
     if length not in (None, USUAL_NEW_TOKENS):
         raise UserError(
-            f"{path}: max_length is {shown(length)}, which counts the prompt too and is not supported: give the length "
-            "of an answer as max_new_tokens in its place"
+            f"{path}: max_length is {shown(length)}, which includes the prompt and is not supported: give the length "
+            "of an answer as max_new_tokens instead"
         )
 
 
 def read_end_ids(directory: Path) -> frozenset[int]:
-    """The ids that end an answer: generation_config.json's, else config.json's; UserError if neither says it."""
+    """Reads the end token ids from generation_config.json, else config.json; UserError if neither has them."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         found = read_checkpoint_json(path).raw.get("eos_token_id") if path.exists() else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a checkpoint says how its images are prepared."""
+"""Image preprocessing settings of a checkpoint."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from specvla_ros.settings.json_file import Fields
 
 
 def read_image_config(directory: Path) -> Fields:
-    """How images are prepared: of processor_config.json, as transformers 5 saves it, else of the older file.
+    """Reads the image settings of processor_config.json, as transformers 5 saves it, else of the older file.
 
-    UserError if neither says it.
+    Raises UserError if neither file has them.
     """
     nested = directory / "processor_config.json"
     if nested.exists():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters as PEFT saves them, merged into the weights of their base model while these are read.
+"""LoRA adapters as saved by PEFT, merged into the weights of their base model while loading.
 
 W becomes W + s B A (arXiv 2106.09685, section 4.1) with s = alpha / r, or alpha / sqrt(r) with `use_rslora`. The sum is
-taken in float32; PEFT's `merge_and_unload` takes it in the base model's precision.
+computed in float32; PEFT's `merge_and_unload` computes it in the base model's precision.
 """
 
 import math
@@ -21,20 +21,19 @@ from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import Fields, shown
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
-# Parts of a tensor's name that are not the same in the files of a checkpoint and in the modules that PEFT has seen,
-# from one version of transformers to the next.
+# Parts of a tensor's name that differ between a checkpoint's files and the modules that PEFT adapted, depending on the
+# version of transformers.
 _WRAPPERS = frozenset(("base_model", "model", "language_model", "modules_to_save", "base_layer"))
-_ROOT = "base_model.model."  # PEFT's own, before the name that its patterns are of
+_ROOT = "base_model.model."  # PEFT's prefix of the names that its patterns match
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.weight)?")
-# What would make W another sum than the one above, or W another matrix than the base model's, with the values that do
-# not.
+# Settings that would change the sum above, or the base model's W, with their neutral values.
 PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (None, False),
     "fan_in_fan_out": (None, False),
     "lora_bias": (None, False),
     "megatron_config": (None,),
-    # Others, as PiSSA, change the base.
+    # Others, such as PiSSA, change the base.
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
@@ -50,12 +49,12 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """What is added to one weight."""
+    """The update of one weight."""
 
-    down: Tensor  # A, [r, in]; of an embedding [r, vocabulary], of a convolution [r, in, …]
-    up: Tensor  # B, [out, r]; of a convolution [out, r, 1, …]
+    down: Tensor  # A, [r, in]; for an embedding [r, vocabulary], for a convolution [r, in, …]
+    up: Tensor  # B, [out, r]; for a convolution [out, r, 1, …]
     scale: float  # s
-    embedding: bool  # the weight has a row per token, which B A has as a column
+    embedding: bool  # the weight has a row per token, B A a column
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,21 +63,21 @@ class LoraFactors:
 
     @property
     def delta(self) -> Tensor:
-        """Float32, of the weight's shape."""
+        """The update in float32, in the weight's shape."""
         product = self.scale * (self.up.float().flatten(1) @ self.down.float().flatten(1))
         return product.mT if self.embedding else product.view(self.shape)
 
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter."""
+    """A LoRA adapter."""
 
-    path: Path  # its weights
+    path: Path  # file of its weights
     factors: Mapping[str, LoraFactors]  # by the weight's name, see `bare_name`
     whole: Mapping[str, Tensor]  # tensors that replace the base model's (`modules_to_save`, biases)
 
     def changes(self, name: str) -> bool:
-        """Whether it changes the tensor of this name."""
+        """True if it changes the tensor of this name."""
         return bare_name(name) in self.factors.keys() | self.whole.keys()
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
@@ -88,9 +87,9 @@ class LoraAdapter:
         return weight if factors is None else weight.float() + factors.delta.to(weight.device)
 
     def contained_in(self, weights: Mapping[str, Tensor]) -> float:
-        """How much of it some weights hold: about 0 in those that it was trained on, 1 where it was merged before.
+        """Share of the adapter in some weights: about 0 in those that it was trained on, 1 if it was merged before.
 
-        `weights`: by name, each of which it has factors for.
+        `weights`: by name; the adapter must have factors for each.
         """
         found = whole = 0.0
         for name, weight in weights.items():
@@ -103,8 +102,8 @@ class LoraAdapter:
         """Refuses an adapter of another base model.
 
         Args:
-            tensors: of the model by checkpoint name.
-            unused: names that the model's files may hold and the model has no place for.
+            tensors: the model's, by checkpoint name.
+            unused: names that the model's files may contain although the model does not have them.
         """
         there = {bare_name(name): tensor for name, tensor in tensors.items()}
         for name, shape in self._shapes():
@@ -114,7 +113,7 @@ class LoraAdapter:
             if found is None or tuple(found.shape) != shape:
                 has = "none" if found is None else f"one of shape {list(found.shape)}"
                 raise UserError(
-                    f"{self.path} changes a tensor {name} of shape {list(shape)}, and the model has {has}: the adapter "
+                    f"{self.path} changes a tensor {name} of shape {list(shape)}, but the model has {has}: the adapter "
                     "was trained on another base model"
                 )
 
@@ -124,12 +123,12 @@ class LoraAdapter:
 
 
 def bare_name(name: str) -> str:
-    """A tensor's name without the names of modules that only wrap others."""
+    """A tensor's name without the names of wrapper modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def adapter_of(directory: Path) -> str:
-    """What is merged into a directory's weights while they are loaded, for results; empty: nothing."""
+    """Description of the adapter that is merged while loading a directory, for results; empty if there is none."""
     config = directory / ADAPTER_CONFIG
     if not config.exists():
         return ""
@@ -137,7 +136,7 @@ def adapter_of(directory: Path) -> str:
 
 
 def read_adapter(directory: Path) -> LoraAdapter | None:
-    """The adapter beside a model's files, if any; UserError if it is of another kind than LoRA, or incomplete."""
+    """Reads the adapter next to a model's files, if any; UserError if it is not a LoRA, or is incomplete."""
     config = directory / ADAPTER_CONFIG
     if not config.exists():
         return None
@@ -145,8 +144,8 @@ def read_adapter(directory: Path) -> LoraAdapter | None:
     for name, plain in PLAIN.items():
         if given.raw.get(name) not in plain:
             raise UserError(
-                f"{config}: {name} is {shown(given.raw.get(name))}, which cannot be merged here: merge it with PEFT's "
-                "merge_and_unload and give the merged directory"
+                f"{config}: {name} is {shown(given.raw.get(name))}, which is not supported: merge it with PEFT's "
+                "merge_and_unload and use the merged directory"
             )
     path, tensors = _tensors(directory)
     found: dict[str, dict[str, Tensor]] = {}
@@ -158,7 +157,7 @@ def read_adapter(directory: Path) -> LoraAdapter | None:
         else:
             found.setdefault(factor["module"], {})[factor["kind"]] = tensor
     if not found and not whole:
-        raise UserError(f"{path} holds no tensors; copy it again")
+        raise UserError(f"{path} contains no tensors; copy it again")
     factors = {f"{bare_name(module)}.weight": _factors(module, kinds, given, path) for module, kinds in found.items()}
     return LoraAdapter(path, factors, whole)
 
@@ -167,7 +166,7 @@ def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     path = next((directory / name for name in _FILES if (directory / name).exists()), None)
     if path is None:
         raise UserError(
-            f"{directory} has {ADAPTER_CONFIG}, but neither {' nor '.join(_FILES)}; copy it from where that is from"
+            f"{directory} has {ADAPTER_CONFIG}, but neither {' nor '.join(_FILES)}; copy it from the same source"
         )
     if path.suffix == ".bin":
         return path, tensors_in(read_pickled(path), path)
@@ -191,7 +190,7 @@ def _factors(module: str, kinds: Mapping[str, Tensor], config: Fields, path: Pat
 
 
 def _of_module(module: str, pattern: Mapping[str, object]) -> float | None:
-    """A module's own value, by PEFT's patterns: each is the end of a module's name, or all of it from the root on."""
+    """The module's value in PEFT's patterns, which match the end of a module's name or all of it."""
     module = module.removeprefix(_ROOT)
     for key, value in pattern.items():
         if isinstance(value, int | float) and re.fullmatch(rf"(.*\.)?({key})", module):

@@ -15,19 +15,19 @@ ONLY_CAMERA = "image"  # the camera of an image without a name
 class Observation:
     """Camera images of one moment with their instruction.
 
-    Raises UserError for no image, one that is empty or not uint8 RGB, or a stamp that is no positive whole number.
+    Raises UserError if there is no image, an image is empty or not uint8 RGB, or the stamp is not a positive integer.
     """
 
     # uint8 [height, width, 3], RGB, by camera name; a single array is the image of the only camera.
     images: Mapping[str, np.ndarray] | np.ndarray = field(repr=False)
     instruction: str  # the task in words, as the user wrote it
     stamp_ns: int  # the images' own stamp, nanoseconds of ROS time, greater than 0
-    frame_id: str = ""  # the camera's frame, travels with the stamp
-    epoch: int = 0  # the instruction epoch; results of an older one are void
+    frame_id: str = ""  # the camera's frame, passed on with the stamp
+    epoch: int = 0  # the instruction epoch; results of an older one are discarded
     received_ns: int = 0  # `time.monotonic_ns()` when the image reached this process
     # Seconds from the stamp to receipt on the clock of the stamp; 0 when read from a bag in process.
     receive_s: float = 0.0
-    # The prompt as token ids, in place of the instruction; for checkpoints without a tokenizer.
+    # The prompt as token ids, instead of the instruction; for checkpoints without a tokenizer.
     prompt_ids: tuple[int, ...] | None = None
     state: np.ndarray | None = None  # float [dims], the proprioceptive state in the units of the training data
     stream: str = ""  # name of the robot; stamps and epochs of different streams cannot be compared
@@ -38,7 +38,7 @@ class Observation:
         if not self.cameras:
             raise UserError("an observation needs at least one camera image")
         if not isinstance(self.instruction, str):
-            raise UserError(f"an instruction must be text, got {type(self.instruction).__name__}")
+            raise UserError(f"an instruction must be a string, got {type(self.instruction).__name__}")
         for image in self.cameras.values():
             if not isinstance(image, np.ndarray):
                 raise UserError(f"an observation needs images as uint8 RGB arrays, got {type(image).__name__}")
@@ -60,16 +60,16 @@ class Observation:
         return self.images
 
     def of_cameras(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """The images of these cameras, in their order; a single image may have any name where one camera is asked for.
+        """The images of these cameras, in this order. If one camera is requested, a single image may have any name.
 
-        UserError if there are others, or too few.
+        Raises UserError if cameras are missing or extra.
         """
         given = self.cameras
         if len(given) == len(names) == 1:
             return {**given}
         if {*given} != {*names}:
             wanted = ", ".join(names)
-            raise UserError(f"the policy needs images of the cameras {wanted}; given are those of {', '.join(given)}")
+            raise UserError(f"the policy needs images of the cameras {wanted}, but got {', '.join(given)}")
         return {name: given[name] for name in names}
 
     def state_of(self, dims: int) -> np.ndarray:
@@ -83,9 +83,9 @@ class Observation:
             or state.shape != (dims,)
             or not np.isfinite(state).all()
         ):
-            given = "none is given" if state is None else f"given is {type(state).__name__}"
+            given = "got none" if state is None else f"got {type(state).__name__}"
             if isinstance(state, np.ndarray):
-                given = f"given is one of shape {list(state.shape)} and {state.dtype}"
+                given = f"got shape {list(state.shape)}, {state.dtype}"
             raise UserError(
                 f"the policy reads the robot's state, {dims} finite numbers in the units of its training data; {given}"
             )
@@ -93,5 +93,5 @@ class Observation:
 
 
 def normalise_instruction(instruction: str) -> str:
-    """Lower case, single spaces, no full stop: to compare with taught instructions."""
+    """Lower case, single spaces, no final punctuation, for comparison with the trained instructions."""
     return " ".join(instruction.lower().split()).rstrip(" .!")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised matrices of the decoder's layers: w8a8, fp8, and int4 on a CPU are ours, int4 on a GPU is torchao's.
+"""Quantised matrices of the decoder's layers: w8a8, fp8 and int4 on a CPU are our own, int4 on a GPU is torchao's.
 
-Embeddings, norms, output head, vision towers and projector stay as they are; so does a draft head, except beside w8a8
+Embeddings, norms, output head, vision towers and projector are not quantised; neither is a draft head, except with w8a8
 on a CPU.
 """
 
@@ -23,24 +23,24 @@ from specvla_ros.models.settings import QUANTIZATIONS, WeightFormat
 ROTATED = WeightFormat.W8A8_HADAMARD.value  # as w8a8, after `rotate_layer`
 MATRICES = ("qkv", "out", "gate_up", "down")
 
-# What a weight takes, its share of the scales included. int4: a scale and a zero in bfloat16 per group of 128, and rows
+# Bytes per weight, including its share of the scales. int4: a scale and a zero in bfloat16 per group of 128, and rows
 # padded to a multiple of 1024.
 BYTES_PER_WEIGHT = {"int4": 0.55, "w8a8": 1.01, ROTATED: 1.01, "fp8": 1.01}
 
 _INT4_GROUP = 128  # weights that share a scale
 _INT4_STEPS = 15
-# The least compute capability: tensor cores for bfloat16 (Ampere), and for float8 (Ada).
+# Minimum compute capability: tensor cores for bfloat16 (Ampere), and for float8 (Ada).
 _LEAST_CAPABILITY = {"int4": (8, 0), "fp8": (8, 9)}
-_INSTALL = "pip install torchao (0.18 goes with torch 2.13); `specvla doctor` says what is there"
+_INSTALL = "pip install torchao (0.18 goes with torch 2.13); `specvla doctor` shows what is installed"
 
 
 class RoundedLinear(nn.Linear):
-    """Weights in int8 or float8_e4m3fn, activations rounded to the same row by row; see `rounded_linear`.
+    """Weights in int8 or float8_e4m3fn, with activations rounded to the same dtype per row; see `rounded_linear`.
 
-    In host memory only the packed weight of int8 is kept, where the processor has a product for it.
+    In host memory, only the packed int8 weight is kept if the processor has a product for it.
 
     Args:
-        weight: [out_features, in_features]; in a float64 model its steps are float64, and nothing is packed.
+        weight: [out_features, in_features]; in a float64 model its steps are float64, and it is not packed.
     """
 
     scales: Tensor
@@ -62,15 +62,15 @@ class RoundedLinear(nn.Linear):
 
     @property
     def rounded(self) -> Rounded | None:
-        """For the kernels that round in the norm and the gate; None of int8 where these do not run."""
+        """The weight for kernels that round in the norm and the gate; None for int8 if these do not run."""
         runs = self.weight.dtype != torch.int8 or has_kernels(self.scales)
         return Rounded(self.weight, self.scales) if runs else None
 
 
 class Int4Linear(nn.Linear):
-    """Weights in 4 bits, unpacked for every product: to measure the cost of rounding without a GPU, not for speed.
+    """4-bit weights, unpacked for every product: to measure the effect of rounding without a GPU, not for speed.
 
-    Each row's groups of 128 weights are rounded to 16 even steps between their least and their largest value.
+    Each row's groups of 128 weights are rounded to 16 even steps between their minimum and maximum.
     """
 
     steps: Tensor
@@ -88,7 +88,7 @@ class Int4Linear(nn.Linear):
         self.register_buffer("least", least)
 
     def unpacked(self) -> Tensor:
-        """[out_features, in_features], dtype of the steps."""
+        """The weight [out_features, in_features], in the dtype of the steps."""
         rounded = torch.stack((self.weight >> 4, self.weight & 15), dim=2).view(*self.steps.shape[:2], _INT4_GROUP)
         return (rounded * self.steps + self.least).view(self.out_features, -1)[:, : self.in_features]
 
@@ -97,29 +97,29 @@ class Int4Linear(nn.Linear):
 
 
 def is_packed(layer: nn.Module) -> bool:
-    """Whether a layer's matrices are packed in int8 for a CPU."""
+    """True if a layer's matrices are packed in int8 for a CPU."""
     return any(isinstance(module, RoundedLinear) and module.packed is not None for module in layer.modules())
 
 
 class _TorchaoLinear(nn.Linear):
-    """Its weight is of torchao's class, which brings the product."""
+    """A linear layer whose weight is a torchao tensor with its own product."""
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Weights of a model, those that are packed by the shape of their matrix."""
+    """Number of weights of a model; packed ones count by the shape of their matrix."""
     packed = [module for module in model.modules() if isinstance(module, (Int4Linear, RoundedLinear))]
     whole = sum(module.in_features * module.out_features - module.weight.numel() for module in packed)
     return sum(parameter.numel() for parameter in model.parameters()) + whole
 
 
 def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Whether a device can compute with such weights; reads no checkpoint.
+    """Checks that a device can compute with such weights; reads no checkpoint.
 
     Args:
-        quantization: `none`; `int4`: weights alone; `w8a8`, `w8a8_hadamard`, `fp8`: weights and activations.
-        dtype: of what is not quantised.
+        quantization: `none`; `int4`: weights only; `w8a8`, `w8a8_hadamard`, `fp8`: weights and activations.
+        dtype: of the unquantised part.
 
-    Raises UserError: no such quantisation, not on this device or in this dtype, or torchao is missing.
+    Raises UserError: unknown quantisation, unsupported on this device or in this dtype, or torchao is missing.
     """
     if quantization not in QUANTIZATIONS:
         raise UserError(f"model.quantization is '{quantization}', but it must be one of: {', '.join(QUANTIZATIONS)}")
@@ -142,13 +142,13 @@ def _check_gpu(quantization: str, device: torch.device, dtype: torch.dtype) -> N
         )
     if dtype != torch.bfloat16:
         raise UserError(
-            f"{wanted} has kernels for bfloat16 alone, not for {str(dtype).removeprefix('torch.')}: "
+            f"{wanted} has kernels for bfloat16 only, not for {str(dtype).removeprefix('torch.')}: "
             "set dtype to bfloat16, or choose w8a8"
         )
 
 
 def check_memory(model: Any, device: torch.device, quantization: str) -> None:
-    """UserError if a GPU cannot hold a model, around a `PackedDecoder` on the meta device, while it is loaded."""
+    """Raises UserError if a GPU cannot hold a model, given on the meta device, while it is loaded."""
     if device.type != "cuda":
         return
     needed = _bytes_needed(model, quantization)
@@ -158,12 +158,12 @@ def check_memory(model: Any, device: torch.device, quantization: str) -> None:
         hint = f"model.quantization {' or '.join(fitting)}, " if fitting else ""
         raise UserError(
             f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
-            f"GiB free: end what else runs there, choose bfloat16, {hint}or another device"
+            f"GiB free: stop other processes on it, choose bfloat16, {hint}or another device"
         )
 
 
 def _bytes_needed(model: Any, quantization: str) -> float:
-    """While loading: the result, and one layer that is not quantised yet."""
+    """Peak memory while loading: the result, and one layer that is not quantised yet."""
     whole = sum(parameter.nbytes for parameter in model.parameters())
     if quantization == "none":
         return whole
@@ -174,9 +174,9 @@ def _bytes_needed(model: Any, quantization: str) -> float:
 
 
 def quantize_layer(layer: DecoderLayer, quantization: str) -> None:
-    """Quantises a layer's matrices in place, one after the other: only one is there twice.
+    """Quantises a layer's matrices in place, one at a time, so that only one is in memory twice.
 
-    UserError if a matrix has a shape that cannot be quantised so, or torchao lacks what is needed.
+    Raises UserError if a matrix's shape cannot be quantised, or torchao is missing or too old.
     """
     for name in MATRICES:
         setattr(layer, name, _quantized(getattr(layer, name), quantization))
@@ -190,7 +190,7 @@ def _quantized(matrix: nn.Linear, quantization: str) -> nn.Linear:
 
 
 def _by_torchao(matrix: nn.Linear) -> nn.Linear:
-    """In int4. Torchao's settings for torch.compile are left alone: nothing is compiled here."""
+    """Quantises to int4. Torchao's settings for torch.compile are not changed: nothing is compiled here."""
     for name in ("torchao", "torch.utils._pytree"):  # it warns about extensions for other GPUs
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -198,7 +198,7 @@ def _by_torchao(matrix: nn.Linear) -> nn.Linear:
     except ImportError as error:
         raise UserError(f"torchao cannot be imported ({error}): {_INSTALL}") from None
     try:
-        # The tiles of the kernel that comes with torch; HQQ finds scales that lose less than minimum and maximum.
+        # The tile format of torch's own kernel. HQQ finds scales that lose less than those of minimum and maximum.
         config = torchao.Int4WeightOnlyConfig(
             group_size=_INT4_GROUP,
             int4_packing_format="tile_packed_to_4d",
@@ -209,27 +209,27 @@ def _by_torchao(matrix: nn.Linear) -> nn.Linear:
         raise UserError(f"this torchao is too old for 'int4' ({error}): {_INSTALL}") from None
     shape = list(matrix.weight.shape)
     torchao.quantize_(matrix, config)
-    if type(matrix.weight) is nn.Parameter:  # torchao leaves what does not fit as it is, and says nothing
-        raise UserError(f"a matrix of shape {shape} cannot be quantised as 'int4': choose another, or none")
+    if type(matrix.weight) is nn.Parameter:  # torchao silently leaves what does not fit unchanged
+        raise UserError(f"a matrix of shape {shape} cannot be quantised as 'int4': choose another format, or none")
     matrix.__class__ = _TorchaoLinear
     return matrix
 
 
-# Hadamard rotation of the layers (QuaRot, arXiv 2404.00456), so that no channel stands out when it is rounded.
+# Hadamard rotation of the layers (QuaRot, arXiv 2404.00456), which spreads outlier channels before rounding.
 #
-# Two of its rotations fold into the weights and change nothing but rounding. The residual stream is rotated: the norms'
-# weights go into the matrices after them, since rotation keeps a row's norm, and the matrices that read or write the
-# stream are rotated with it. And each head's values are rotated, which the output matrix undoes. The stream is rotated
-# where it enters the layers and back where it leaves them: embeddings, output head, vision and a draft head stay as
-# they are, for two products of [hidden, hidden] per forward. QuaRot's rotation at run time, of the input of the MLP's
-# second matrix, would need another kernel and is left out.
+# Two of its rotations fold into the weights and change only the rounding. The residual stream is rotated: the norms'
+# weights are folded into the matrices after them, since rotation keeps a row's norm, and the matrices that read or
+# write the stream are rotated with it. Each head's values are rotated too, which the output matrix undoes. The stream
+# is rotated where it enters the layers and back where it leaves them, at two products of [hidden, hidden] per forward:
+# embeddings, output head, vision and a draft head are unchanged. QuaRot's rotation at run time, of the input of the
+# MLP's second matrix, would need another kernel and is left out.
 
 
 def rotation(size: int) -> Tensor:
-    """Float64 [size, size], orthogonal: a Hadamard matrix with random signs, times a small random one beside.
+    """An orthogonal matrix, float64 [size, size]: a Hadamard matrix with random signs, times a small random one.
 
-    Hadamard matrices of powers of two are made here; of another size the odd factor is a random orthogonal matrix, as
-    in SpinQuant's start (arXiv 2405.16406).
+    The Hadamard matrix has the size's power of two; the odd factor is a random orthogonal matrix, as in SpinQuant's
+    initialisation (arXiv 2405.16406).
     """
     generator = torch.Generator().manual_seed(0)
     odd = size // (size & -size)
@@ -242,7 +242,7 @@ def rotation(size: int) -> Tensor:
 
 
 def turn_stream(decoder: PackedDecoder) -> Tensor:
-    """Has the decoder rotate its stream; `rotate_layer` must then rotate its layers. Returns [hidden, hidden]."""
+    """Makes the decoder rotate its stream; returns the rotation [hidden, hidden] that `rotate_layer` must apply."""
     assert not decoder.config.deepstack
     wide = torch.promote_types(decoder.dtype, torch.float32)
     turn = rotation(decoder.config.hidden_size).to(decoder.device, wide)

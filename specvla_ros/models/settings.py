@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a checkpoint's loading; without torch, so that a node can check them before anything is loaded."""
+"""Settings for loading a checkpoint, without torch, so that a node can check them before loading anything."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class WeightFormat(str, Enum):
-    """How the decoder's matrices are stored; everything else stays in the policy's dtype."""
+    """Storage format of the decoder's matrices; everything else keeps the policy's dtype."""
 
     NONE = "none"
     INT4 = "int4"
@@ -25,7 +25,7 @@ class WeightFormat(str, Enum):
 
 
 class PromptStyle(str, Enum):
-    """How an OpenVLA checkpoint is asked."""
+    """Prompt format of an OpenVLA checkpoint."""
 
     OPENVLA = "openvla"
     VICUNA = "vicuna"
@@ -37,47 +37,47 @@ QUANTIZATIONS = tuple(weights.value for weights in WeightFormat)
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a checkpoint is loaded."""
+    """Settings for loading a checkpoint."""
 
     unnorm_key: str = parameter(
-        "", "Dataset of the checkpoint whose action statistics apply; empty: the only one there is.", basic=True
+        "", "Dataset whose action statistics are used; empty: the checkpoint's only one.", basic=True
     )
     device: str = parameter(
-        "auto", "Where the policy runs: auto (CUDA if it is there), cpu, cuda or cuda:N.", basic=True
+        "auto", "Device that runs the policy: auto (CUDA if available), cpu, cuda or cuda:N.", basic=True
     )
     dtype: str = parameter(
         "auto", "Precision of the weights; auto: float32 on a CPU, bfloat16 on CUDA.", choices=DTYPES, basic=True
     )
     quantization: str = parameter(
         "none",
-        "Weights of the language model's layers: int4 (weights alone, for ar and spec), or w8a8 and fp8 (weights and "
-        "activations, for every mode); w8a8_hadamard: w8a8 with channels turned so that none stands out. fp8 needs a "
-        "GPU, int4 on a GPU torchao; int4 on a CPU is slow.",
+        "Quantisation of the language model's layers: int4 (weights only, for ar and spec); w8a8 and fp8 (weights and "
+        "activations, for every mode); w8a8_hadamard (w8a8 with channels rotated to spread outliers). fp8 needs a "
+        "GPU. int4 needs torchao on a GPU, and is slow on a CPU.",
         name="model.quantization",
         choices=QUANTIZATIONS,
         basic=True,
     )
     action_head: bool = parameter(
         False,
-        "Read only the 256 action rows of the output head; for policies that answer with actions alone.",
+        "Read only the 256 action rows of the output head; for policies that answer with actions only.",
         name="model.action_head",
     )
     center_crop: bool = parameter(
         False,
-        "Crop images to the central 90 % of their area, as checkpoints fine-tuned with augmentation need.",
+        "Crop images to the central 90 % of their area, for checkpoints fine-tuned with image augmentation.",
         basic=True,
     )
     prompt: str = parameter(
         "auto",
-        "How an OpenVLA checkpoint is asked: openvla, vicuna (OpenVLA v0.1), or ecot, which writes its reasoning first "
-        "(set decode.max_reasoning_tokens). auto: openvla, unless config.json names Vicuna, which two of them have.",
+        "Prompt format of an OpenVLA checkpoint: openvla, vicuna (OpenVLA v0.1), or ecot, which writes its reasoning "
+        "first (set decode.max_reasoning_tokens). auto: openvla; required if config.json names Vicuna.",
         name="model.prompt",
         choices=("auto", *(style.value for style in PromptStyle)),
     )
     cameras: tuple[str, ...] = parameter(
         ALL_CAMERAS,
-        "Cameras that the robot has, of those that the policy was trained with, for a policy that can do without some "
-        "(pi0-FAST); all: every one.",
+        "The robot's cameras, among those that the policy was trained with, for a policy that can run without some "
+        "(such as pi0-FAST); all: every camera.",
         name="model.cameras",
     )
 
@@ -86,9 +86,9 @@ class ModelSettings:
 
 
 def refuse_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """For a loader: refuses those of `load_target`'s keywords that it does not know, unless they have their default."""
+    """Refuses keywords of `load_target` that a loader does not support, unless they have their default."""
     usual = ModelSettings()
     for name, value in options.items():
         if value != getattr(usual, name):
             shown = next(each.name for each in walk(usual) if each.name.rpartition(".")[2] == name)
-            raise UserError(f"{directory}: this family of policies has no {shown}; leave it out")
+            raise UserError(f"{directory}: this family of policies does not support {shown}; leave it out")

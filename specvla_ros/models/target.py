@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the engine and the models: what a policy must provide so that any engine mode can decode it.
+"""The interface between engine and models: the protocols of a policy that any engine mode can decode.
 
-The engine sees a model through these protocols alone. A family implements `Target` in its own file or folder and
+The engine accesses a model only through these protocols. A family implements `Target` in its own file or folder and
 registers a loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another package uses the entry point group
 `specvla_ros.targets`.
 """
@@ -27,20 +27,20 @@ _FAMILIES = ("openvla.target", "qwen_vl.target", "pi0_fast.target", "minivla", "
 TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.families.{family}" for family in _FAMILIES])
 
 ImageEmbeddings = Callable[[Tensor], Tensor]
-"""Pixels [channels, size, size] on the host to embeddings [image_tokens, hidden], which the next call may overwrite."""
+"""Maps host pixels [channels, size, size] to embeddings [image_tokens, hidden], which the next call may overwrite."""
 Pixels = tuple[Tensor, ...]
-"""The arguments of `image_embeddings`, in turn, for one observation; in host memory."""
+"""Arguments of the successive `image_embeddings` calls for one observation, in host memory."""
 ActionHead = Callable[[Tensor], Tensor]
-"""The prompt's last hidden states [rows, hidden] to actions float64 [horizon, dims], in the robot's units."""
+"""Maps the prompt's last hidden states [rows, hidden] to actions float64 [horizon, dims], in the robot's units."""
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """The result of one packed forward, segments in order."""
+    """The result of one packed forward, with its segments in order."""
 
     logits: Tensor  # float32 [n_wanted, vocab], of the wanted rows
     hidden: Tensor  # [n_rows, hidden], of all rows, after the final norm
-    choices: Tensor | None = None  # int64 [n_wanted], `greedy_choice` of the logits, where the forward has it already
+    choices: Tensor | None = None  # int64 [n_wanted], `greedy_choice` of the logits, if the forward has computed it
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class PromptLayout:
     """The rows of an observation's prompt, known on the host before anything is computed."""
 
     ids: tuple[int, ...]  # the prompt's text as token ids
-    rows: int  # length of the prompt in rows of the KV cache, those of the images included
-    visual_rows: tuple[range, ...]  # the rows of image embeddings, in order, a range for each stretch
-    # int64 [axes, rows], RoPE positions for a model whose rows have several (M-RoPE); rows after the prompt count up
-    # from the largest. None: rows count up from 0.
+    rows: int  # length of the prompt in rows of the KV cache, including the images' rows
+    visual_rows: tuple[range, ...]  # contiguous ranges of image rows, in order
+    # int64 [axes, rows], RoPE positions for a model with several per row (M-RoPE); rows after the prompt count up from
+    # the largest. None: rows count up from 0.
     positions: np.ndarray | None = None
     causal: bool = True  # each row sees only earlier ones; False: all rows see each other (a prefix language model)
 
     def positions_of(self, start: int, stop: int) -> np.ndarray | None:
-        """RoPE positions of some rows of the prompt or of an answer without branches: int64 [axes, stop - start].
+        """RoPE positions of rows of the prompt or of an unbranched answer, int64 [axes, stop - start].
 
         None: they count up from 0.
         """
@@ -66,7 +66,7 @@ class PromptLayout:
         return np.concatenate((self.positions[:, start:stop], np.tile(behind, (len(self.positions), 1))), axis=1)
 
     def positions_behind(self, row: int, nodes: int) -> np.ndarray | None:
-        """RoPE positions of a tree that begins at a row after the prompt: int64 [axes, nodes]; None: its row."""
+        """The root's RoPE positions, int64 [axes, nodes], of a tree at a row after the prompt; None: the row itself."""
         of_root = self.positions_of(row, row + 1)
         return None if of_root is None else np.repeat(of_root, nodes, axis=1)
 
@@ -82,7 +82,7 @@ class Decoder(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def embed_tokens(self) -> Callable[[Tensor], Tensor]:
-        """Token ids [n] to embeddings [n, hidden]."""
+        """Maps token ids [n] to embeddings [n, hidden]."""
 
     def __call__(
         self, embeddings: Tensor, layout: PackedLayout, wanted_rows: Tensor, keys: Tensor, values: Tensor
@@ -90,17 +90,17 @@ class Decoder(Protocol):
         """One pass of all segments through all layers, see `specvla_ros.engine.batch.packed_forward`."""
 
     def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
-        """All layers and the final norm: [n_rows, hidden] to the same; can be captured in a CUDA graph."""
+        """Runs all layers and the final norm, giving [n_rows, hidden]; can be captured in a CUDA graph."""
 
     def products(self, x: Tensor) -> Tensor:
-        """A layer's products without attention, [n_rows, hidden] to the same: timed by rows."""
+        """A layer's products without attention, [n_rows, hidden] to the same shape; timed by number of rows."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] after the final norm to float32 [n, vocab]."""
+        """Logits, float32 [n, vocab], of hidden states [n, hidden] after the final norm."""
 
 
 class VisionModel(Protocol):
-    """What turns pixels into prompt embeddings."""
+    """A model that turns pixels into prompt embeddings."""
 
     @property
     def decoder(self) -> Decoder: ...
@@ -109,7 +109,7 @@ class VisionModel(Protocol):
         """Shape of the pixels of one observation; empty for a model without vision."""
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Normalised pixels of `pixel_shape` to embeddings [image_tokens, hidden]."""
+        """Maps normalised pixels of `pixel_shape` to embeddings [image_tokens, hidden]."""
 
 
 class PolicyFacts(Protocol):
@@ -121,22 +121,22 @@ class PolicyFacts(Protocol):
     def codec(self) -> Codec: ...
     @property
     def unnorm_key(self) -> str:
-        """Dataset whose action statistics apply; empty where there is no choice."""
+        """Dataset whose action statistics are used; empty if there is no choice."""
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Names of its cameras, in its own order; empty: it sees none."""
+        """Camera names in the policy's order; empty: it uses no cameras."""
 
     @property
     def state_dims(self) -> int:
-        """Numbers of the robot's state that it reads."""
+        """Number of robot state values that it reads."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Their names in its order; empty: the checkpoint does not say."""
+        """Names of the state values in the policy's order; empty: the checkpoint does not give them."""
 
     def describe(self) -> dict[str, Any]:
-        """What is loaded, for diagnostics and results."""
+        """Description of the loaded policy, for diagnostics and results."""
 
 
 class Target(PolicyFacts, Protocol):
@@ -152,22 +152,22 @@ class Target(PolicyFacts, Protocol):
     def generation(self) -> GreedyRules: ...
     @property
     def causal_prompt(self) -> bool:
-        """Whether a prompt row sees only earlier rows, so that a prefill may be cut into chunks."""
+        """True if a prompt row attends only to earlier rows, so that a prefill may be split into chunks."""
 
     @property
     def head(self) -> ActionHead | None:
-        """Gives the actions of a policy that writes no tokens; None: its codec does."""
+        """Computes the actions of a policy that generates no tokens; None: its codec decodes them."""
 
     @property
     def image_tokens(self) -> int:
-        """Rows of the prompt that the images take."""
+        """Number of prompt rows that the images take."""
 
     @property
     def action_head(self) -> bool:
-        """Whether the output head computes the logits of action tokens alone."""
+        """True if the output head computes only the logits of action tokens."""
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:
-        """The rows of an observation's prompt; UserError if instruction, image or state do not fit the policy."""
+        """The rows of an observation's prompt; UserError if instruction, image or state does not fit the policy."""
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
@@ -175,12 +175,12 @@ class Target(PolicyFacts, Protocol):
         """The prompt as the decoder reads it, [prompt rows, hidden].
 
         Args:
-            prompt_ids: the text of its prompt.
-            vision: the image embeddings' implementation; None: the model's own.
+            prompt_ids: token ids of the prompt's text.
+            vision: implementation of the image embeddings; None: the model's own.
         """
 
     def blank_observation(self) -> Observation:
-        """An observation that needs no tokenizer and no camera, to warm up with."""
+        """An observation for warm-up that needs neither tokenizer nor camera."""
 
 
 @runtime_checkable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's tokenizer.json, made to take any prompt whole."""
+"""A checkpoint's tokenizer, without truncation or padding, and checks of instructions and prompts."""
 
 import string
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from tokenizers import Tokenizer
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import shown
 
-MAX_INSTRUCTION = 1000  # characters; the longest in Open X-Embodiment have some 200
-# What instructions are made of; a file that contradicts itself shows it with the first text, not when it is read.
+MAX_INSTRUCTION = 1000  # characters; the longest in Open X-Embodiment have about 200
+# Characters of instructions. An inconsistent tokenizer.json fails at its first encoding, not when it is read.
 _SAMPLE = f"In: What action should the robot take to {string.printable}ä中🤖?\nOut:"
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json without its truncation and padding, as transformers reads it.
+    """Reads a tokenizer.json without its truncation and padding, as transformers does.
 
-    With truncation, two instructions that differ at their end would be the same prompt.
+    With truncation, instructions that differ only at the end would give the same prompt.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -29,8 +29,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def require_tokenizer(directory: Path, hint: str = "copy it from where the weights are from") -> Tokenizer:
-    """The tokenizer.json of a directory that must have one; `hint` ends the message where it does not."""
+def require_tokenizer(directory: Path, hint: str = "copy it from the source of the weights") -> Tokenizer:
+    """Reads a directory's tokenizer.json; UserError, with `hint` at its end, if the file is missing."""
     path = directory / "tokenizer.json"
     if not path.exists():
         raise UserError(f"{path} is missing; {hint}")
@@ -38,7 +38,7 @@ def require_tokenizer(directory: Path, hint: str = "copy it from where the weigh
 
 
 def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
-    """UserError if the tokenizer in `path` cannot encode a text, or gives ids beyond the `vocab_size` of the model."""
+    """Raises UserError if the tokenizer of `path` cannot encode text or has ids beyond the model's `vocab_size`."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
     if largest >= vocab_size:
         raise UserError(
@@ -49,12 +49,12 @@ def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
         tokenizer.encode(_SAMPLE)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # where the file contradicts itself the library panics, which is no Exception
+    except BaseException as error:  # on an inconsistent file the library panics with a BaseException
         raise UserError(f"{path} cannot encode a prompt ({error}); copy the file again") from None
 
 
 def text_of(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
-    """Token ids as text, special tokens left out; empty without a tokenizer."""
+    """Decodes token ids to text without special tokens; empty without a tokenizer."""
     if tokenizer is None or not tokens:
         return ""
     text: str = tokenizer.decode(list(tokens))
@@ -62,32 +62,30 @@ def text_of(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
 
 
 def check_prompt_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """UserError if the model has no embedding for one of the ids of a prompt."""
+    """Raises UserError if the model has no embedding for one of the prompt's ids."""
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong:
         raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {vocab_size} ids")
 
 
 def check_instruction(instruction: str) -> None:
-    """UserError if an instruction is no text that a prompt and a ROS string can hold."""
+    """Raises UserError if an instruction is not valid text for a prompt and a ROS string."""
     if not instruction.strip():
-        raise UserError("the instruction is empty; say what the robot shall do, for instance 'put carrot on plate'")
+        raise UserError("the instruction is empty; describe the task, for example 'put carrot on plate'")
     if len(instruction) > MAX_INSTRUCTION:
         raise UserError(
-            f"the instruction has {len(instruction)} characters, at most {MAX_INSTRUCTION} are taken; shorten it"
+            f"the instruction has {len(instruction)} characters, the limit is {MAX_INSTRUCTION}; shorten it"
         )
     if "\0" in instruction:
-        raise UserError("the instruction holds a NUL character, which would cut it off; send plain text")
+        raise UserError("the instruction contains a NUL character, which would truncate it; send plain text")
     try:
         instruction.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the instruction is no Unicode text ({error.reason}); send it as UTF-8") from None
+        raise UserError(f"the instruction is not valid Unicode ({error.reason}); send it as UTF-8") from None
 
 
 def refuse_special_tokens(text: str, tokenizer: Tokenizer) -> None:
-    """UserError if an instruction holds a special token, which would rewrite the prompt."""
+    """Raises UserError if an instruction contains a special token, which would change the prompt's structure."""
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.special and token.content.strip() and token.content in text:
-            raise UserError(
-                f"the instruction holds '{token.content}', a special token of the policy; say it in plain words"
-            )
+            raise UserError(f"the instruction contains '{token.content}', a special token of the policy; rephrase it")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the targets of all families share; a family adds its pixels, prompt and answers."""
+"""The base class of all families' targets; a family adds its pixels, prompt and answers."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-_BLANK = (64, 64)  # pixels of a picture to warm up with
+_BLANK = (64, 64)  # pixels of a warm-up image
 
 
 class VisionLanguageTarget:
     """A checkpoint, ready to decode. Holds no state between observations. See `Target`.
 
-    A family is a frozen dataclass with `pixels` and `written`, and with `layout` and `assemble` where its prompt is not
-    BOS | images | the rest of the text. Its `model` is a `VisionModel` and a torch module around a `PackedDecoder`.
+    A family is a frozen dataclass with `pixels` and `written`, and with `layout` and `assemble` if its prompt is not
+    BOS | images | rest of the text. Its `model` is a `VisionModel` and a torch module around a `PackedDecoder`.
     """
 
     FAMILY: ClassVar[str]
-    if TYPE_CHECKING:  # a field of one, computed by another
+    if TYPE_CHECKING:  # fields in some families, properties in others
 
         @property
         def directory(self) -> Path: ...
@@ -84,16 +84,16 @@ class VisionLanguageTarget:
         return None
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
-        """The prompt's text; UserError if the instruction or the state do not fit the policy."""
+        """Token ids of the prompt's text; UserError if the instruction or the state does not fit the policy."""
         given = observation.prompt_ids
         return self.written(observation) if given is None else tuple(given)
 
     def written(self, observation: Observation) -> tuple[int, ...]:
-        """The prompt's text where no ids are given in its place."""
+        """Token ids of the prompt's text, used if the observation gives no ids."""
         raise NotImplementedError
 
     def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; image by image: a captured tower has the size of one."""
+        """See `PreparesPictures`; one entry per image, since a captured tower takes a single image."""
         return tuple(map(self.image_processor, observation.of_cameras(self.cameras).values()))
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:
@@ -116,7 +116,7 @@ class VisionLanguageTarget:
         return self.assemble(observation, prompt_ids, images)
 
     def assemble(self, observation: Observation, prompt_ids: Sequence[int], images: Tensor) -> Tensor:
-        """The whole prompt [rows, hidden] from the images' embeddings [image_tokens, hidden] and the rest."""
+        """The whole prompt [rows, hidden] from the images' embeddings [image_tokens, hidden] and the text."""
         text = self.embedded(prompt_ids)
         return torch.cat((text[:1], images, text[1:]))
 

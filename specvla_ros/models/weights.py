@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from safetensors (or PyTorch's own) files into a model's tensors, shard by shard."""
+"""Loads weights from safetensors or PyTorch files into a model's tensors, shard by shard."""
 
 import logging
 import math
@@ -25,45 +25,45 @@ from specvla_ros.settings.json_file import shown
 _log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
-# What transformers looks for, in its order: the first that is there is read, whatever lies beside it.
+# File names in transformers' order of preference: the first that exists is read, all others are ignored.
 _INDEX = ".index.json"
 _CHOICE = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
 
-# A shard is mapped into memory to be read. It is mapped anew after this many values, so that pages already copied are
-# given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
+# A shard is memory-mapped for reading, and mapped again after this many values to release the pages already copied: a
+# single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
 _REMAP_VALUES = 8 << 20
 
-_LOOKED_AT = 8  # matrices, to tell whether an adapter was merged before
+_LOOKED_AT = 8  # matrices compared to detect an adapter that was merged before
 _FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-# What may be converted to the model's dtype. Integers, booleans and 8-bit floats are quantised weights: without the
-# scales, which lie in tensors of other names, their values mean nothing.
+# Formats that can be converted to the model's dtype. Integers, booleans and 8-bit floats are quantised weights: their
+# values mean nothing without their scales, which are tensors of other names.
 _FLOATS = tuple(_FORMATS.values())
-# How bitsandbytes, GPTQ, AWQ, compressed-tensors and fp8 checkpoints call what belongs to a quantised weight.
+# Names of a quantised weight's parts in bitsandbytes, GPTQ, AWQ, compressed-tensors and fp8 checkpoints.
 _SCALES = re.compile(
     r"\.(SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|qweight|qzeros|scales|g_idx"
     r"|weight_packed|\w*_scale|\w*_scale_inv|\w*zero_point)\b"
 )
-_ORIGINAL = "give the original checkpoint, and set model.quantization to have its weights quantised here"
+_ORIGINAL = "use the original checkpoint, and set model.quantization to quantise it while loading"
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The output head and the embeddings of a checkpoint, its adapter included."""
+    """Relation of a checkpoint's output head and embeddings, including its adapter."""
 
-    tied: bool  # they are one table
-    stored: Mapping[str, str]  # a name of the two, and the other, under which the files have the same values
+    tied: bool  # they share one table
+    stored: Mapping[str, str]  # one name of the two to the other one, under which the files store the same values
 
 
 def read_tables(directory: Path, embeddings: str, head: str, *, tied: bool) -> Tables:
-    """Whether the output head is the table of embeddings: as transformers decides it, and as an adapter was trained.
+    """Determines if output head and embeddings are tied, as transformers does and as an adapter was trained.
 
-    Where config.json ties them, the files may lack either. Two that differ are both kept all the same, and an adapter
-    that changes one of them leaves the other as it was.
+    If config.json ties them, the files may lack either one. Two that differ are both kept nevertheless, and an adapter
+    that changes one of them does not affect the other.
 
     Args:
         directory: as in `load_weights`.
         embeddings, head: their names in the files.
-        tied: as config.json says.
+        tied: the value of config.json.
     """
     if not tied:
         return Tables(tied=False, stored={})
@@ -83,7 +83,7 @@ def _tensor(directory: Path, name: str) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit."""
+    """True if both are equal bit for bit."""
     alike = one.dtype == other.dtype and one.shape == other.shape
     return alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
 
@@ -98,14 +98,14 @@ def load_weights(
     """Copies a checkpoint's tensors into the model's, converting dtype and moving to the model's device.
 
     Args:
-        directory: holds model.safetensors, or shards with model.safetensors.index.json; or the same of
-            pytorch_model.bin. An adapter beside them is merged. Or one file of either kind.
+        directory: contains model.safetensors, or shards with model.safetensors.index.json, or the pytorch_model.bin
+            equivalents; an adapter next to them is merged. Or a single file of either kind.
         tensors: destinations by checkpoint name; other names in the files are not read.
         progress: called with the current file and the fraction of the tensors done.
         stored: see `Tables`.
 
     Raises UserError: a file or tensor is missing, truncated, or of another shape or number format. The destinations are
-    then half-filled.
+    then partly filled.
     """
     done, adapter = 0, read_adapter(directory)
     for path, names in _files(directory, tensors, stored).items():
@@ -123,18 +123,18 @@ def check_weights(
     unused: str = "",
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Whether the files hold just these tensors, and an adapter changes no others; reads little more than headers.
+    """Checks that the files hold exactly these tensors and an adapter changes no others; reads little but headers.
 
     Args:
         directory: as in `load_weights`.
-        tensors: of the model by checkpoint name; they may be on the meta device.
-        unused: regular expression of names that the files may hold beside them: of what is never computed.
+        tensors: the model's, by checkpoint name; they may be on the meta device.
+        unused: regular expression of other names that the files may contain; the model never uses them.
         stored: see `Tables`.
 
-    Says in the log that an adapter will be merged, and if the weights seem to have it already.
+    Logs that an adapter will be merged, and if the weights seem to contain it already.
 
-    Raises UserError: a tensor is missing, damaged, of another shape or number format, or not of the model: its
-    config.json then describes another, for instance one with fewer layers; or the adapter is of another model.
+    Raises UserError: a tensor is missing, damaged, of another shape or number format, or not in the model described by
+    config.json, for instance because that has fewer layers; or the adapter belongs to another model.
     """
     may_be = re.compile(unused or r"(?!)")
     known = {*tensors, *stored, *stored.values()}
@@ -142,10 +142,10 @@ def check_weights(
     def refuse_others(path: Path, names: Iterable[str]) -> None:
         extra = sorted(name for name in names if name not in known and not may_be.fullmatch(name))
         if any(map(_SCALES.search, extra)):
-            raise UserError(f"{path} holds {_some(extra)}: its weights are quantised and cannot be read; {_ORIGINAL}")
+            raise UserError(f"{path} contains {_some(extra)}: quantised weights are not supported; {_ORIGINAL}")
         if extra:
             raise UserError(
-                f"{path} holds {_some(extra)}, for which the model of config.json has no place: weights and "
+                f"{path} contains {_some(extra)}, which the model of config.json does not have: weights and "
                 "config.json belong to different checkpoints; copy both from the same one"
             )
 
@@ -163,22 +163,22 @@ def check_weights(
         _log.warning("%s has an adapter: %s", directory, adapter_of(directory))
         changed = [name for name in tensors if bare_name(name) in adapter.factors][:_LOOKED_AT]
         if adapter.contained_in({name: _tensor(directory, stored.get(name, name)) for name in changed}) > 0.5:
-            hint = "%s: its weights seem to have been merged with this adapter before: if so, take %s and %s away"
+            hint = "%s: its weights seem to have been merged with this adapter before: if so, remove %s and %s"
             _log.warning(hint, directory, ADAPTER_CONFIG, adapter.path.name)
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
-    """The names of all tensors in a checkpoint; reads headers alone."""
+    """The names of all tensors in a checkpoint; reads only headers."""
     return frozenset(tensor_shapes(directory))
 
 
 def tensor_sizes(directory: Path) -> dict[str, int]:
-    """Values of each tensor of a checkpoint; reads headers alone."""
+    """Number of values of each tensor of a checkpoint; reads only headers."""
     return {name: math.prod(shape) for name, shape in tensor_shapes(directory).items()}
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a checkpoint; reads headers alone."""
+    """The shape of each tensor of a checkpoint; reads only headers."""
     index = _index(directory)
     files = _files(directory, ("",) if index is None else _weight_map(index), {})
     shapes: dict[str, tuple[int, ...]] = {}
@@ -189,7 +189,7 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _files(directory: Path, names: Iterable[str], stored: Mapping[str, str]) -> dict[Path, list[str]]:
-    """Which file holds which of the names."""
+    """The names in each file."""
     names = list(names)
     if directory.is_file():
         return {directory: names}
@@ -213,7 +213,7 @@ def _files(directory: Path, names: Iterable[str], stored: Mapping[str, str]) -> 
 
 
 def _index(directory: Path) -> Path | None:
-    """The file that says which shard holds which tensor; None: there is one file."""
+    """The index file, which maps tensors to shards; None: there is a single file."""
     chosen = _chosen(directory)
     return chosen if chosen is not None and chosen.name.endswith(_INDEX) else None
 
@@ -226,12 +226,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_checkpoint_json(index).inner("weight_map").raw
     strange = [file for file in weight_map.values() if not isinstance(file, str) or not _is_file_name(file)]
     if strange:
-        raise UserError(f"{index}: weight_map names {shown(strange[0])}, which is no file beside it; copy it again")
+        raise UserError(f"{index}: weight_map names {shown(strange[0])}, which is not a file next to it; copy it again")
     return weight_map
 
 
 def _is_file_name(name: str) -> bool:
-    """No path elsewhere, and nothing that a file system refuses."""
+    """True if a name is a plain file name, not a path, and valid in any file system."""
     return PurePath(name).name == name and len(name) < 256 and name.isprintable()
 
 
@@ -276,7 +276,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class _Pickled:
-    """A PyTorch file with a safetensors file's face."""
+    """A PyTorch file with the interface of a safetensors file."""
 
     tensors: Mapping[str, Tensor]
 
@@ -313,8 +313,8 @@ def _check_tensors(
         shape, dtype = list(found.get_shape()), str(found.get_dtype())
         if dtype not in _FLOATS:
             raise UserError(
-                f"{path}: tensor {name} holds values of format {dtype}, but {', '.join(_FLOATS)} can be read: the "
-                f"weights are quantised or no weights at all; {_ORIGINAL}"
+                f"{path}: tensor {name} has values of format {dtype}, but only {', '.join(_FLOATS)} can be read: they "
+                f"are quantised weights or not weights at all; {_ORIGINAL}"
             )
         if shape != list(tensors[name].shape):
             raise UserError(

@@ -152,7 +152,7 @@ def test_a_beam_of_64_nodes() -> None:
 
 def test_rows_that_are_too_long_are_refused() -> None:
     drawn = Candidates(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 1025))
-    with pytest.raises(ValueError, match="choose the likeliest before"):
+    with pytest.raises(ValueError, match="choose the likeliest first"):
         expand_tree_triton(drawn, None, memory(1, 3), torch.ones(1, dtype=torch.int64), k=3, level=0, offset=0)
 
 

@@ -98,7 +98,7 @@ def test_an_older_triton_is_no_fault_of_the_import() -> None:
     done = subprocess.run([sys.executable, "-c", OLD], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("False PyTorch references: Triton 3.1.0 is older than 3.2")
-    assert "decoding on PyTorch references" in done.stderr
+    assert "decoding with PyTorch references" in done.stderr
 
 
 def test_on_a_cpu_nothing_is_said() -> None:
@@ -111,8 +111,8 @@ def test_a_gpu_that_computes_no_more_is_named_with_what_to_do(monkeypatch: pytes
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     assert device_fault(GPU) == (
-        "cuda:0 computes no more (RuntimeError: CUDA error: an illegal memory access was encountered): restart this "
-        "process; nvidia-smi and `dmesg | grep -i xid` say whether the GPU or its driver failed"
+        "cuda:0 has failed (RuntimeError: CUDA error: an illegal memory access was encountered): restart this "
+        "process; nvidia-smi and `dmesg | grep -i xid` show whether the GPU or its driver failed"
     )
 
 

@@ -76,14 +76,14 @@ def test_a_missing_tensor(checkpoint: Path) -> None:
 def test_weights_of_another_number_format_are_not_taken_for_values(checkpoint: Path, dtype: torch.dtype) -> None:
     name = "language_model.model.layers.1.mlp.up_proj.weight"
     edit_weights(checkpoint, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
-    refuse(checkpoint, rf"tensor {name} holds values of format .*set model\.quantization to have its weights quantised")
+    refuse(checkpoint, rf"tensor {name} has values of format .*set model\.quantization to quantise it while loading")
 
 
 @pytest.mark.parametrize("scale", ["weight_scale_inv", "SCB", "weight.absmax", "qzeros"])
 def test_scales_of_quantised_weights_are_not_left_out(checkpoint: Path, scale: str) -> None:
     name = f"language_model.model.layers.1.mlp.up_proj.{scale}"
     edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.ones(192)}))
-    refuse(checkpoint, rf"holds {name}: its weights are quantised .*give the original checkpoint")
+    refuse(checkpoint, rf"contains {name}: quantised weights are not supported.*use the original checkpoint")
 
 
 @pytest.mark.parametrize("place", [None, "text_config"])
@@ -98,7 +98,7 @@ def test_a_config_with_fewer_layers_than_the_weights(checkpoint: Path, sharded: 
     if sharded:
         shard(checkpoint)
     edit_json(checkpoint / "config.json", lambda config: config["text_config"].update(num_hidden_layers=1))
-    refuse(checkpoint, r"holds language_model\.model\.layers\.1\..* for which the model of config\.json has no place")
+    refuse(checkpoint, r"contains language_model\.model\.layers\.1\..*, which the model of config\.json does not have")
     edit_json(checkpoint / "config.json", lambda config: config["text_config"].update(num_hidden_layers=3))
     refuse(checkpoint, r"(lacks|does not list) language_model\.model\.layers\.2\.")
 
@@ -143,7 +143,7 @@ def test_an_index_that_leads_out_of_the_directory(checkpoint: Path) -> None:
     shard(checkpoint)
     name = "language_model.lm_head.weight"
     edit_json(checkpoint / "model.safetensors.index.json", lambda index: index["weight_map"].update({name: "../x"}))
-    refuse(checkpoint, r"weight_map names '\.\./x', which is no file beside it")
+    refuse(checkpoint, r"weight_map names '\.\./x', which is not a file next to it")
 
 
 def test_a_truncated_shard(checkpoint: Path) -> None:
@@ -226,11 +226,11 @@ def test_an_index_that_lists_too_little(checkpoint: Path) -> None:
             "num_attention_heads is 0, but it must be a whole number",
         ),
         (dict(text_config={"num_key_value_heads": 3}), "num_key_value_heads is 3, but it must be a divisor"),
-        (dict(text_config={"vocab_size": 200}), "leaves no token for text"),
+        (dict(text_config={"vocab_size": 200}), "leaves no text token besides"),
         (dict(use_fused_vision_backbone="true"), "use_fused_vision_backbone is 'true', but"),
         (dict(image_sizes=[0, 0]), "image_sizes is .* sizes from 1 to"),
         (dict(norm_stats=[]), "norm_stats is .*, but it must be an object"),
-        (dict(instructions="lift"), "instructions is 'lift', but it must be a list of texts"),
+        (dict(instructions="lift"), "instructions is 'lift', but it must be a list of strings"),
     ],
 )
 def test_a_config_of_something_else(checkpoint: Path, change: dict, message: str) -> None:
@@ -363,7 +363,7 @@ def test_a_gpu_that_is_not_there(good: Path) -> None:
 def test_a_gpu_beyond_those_there_are(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    refuse(good, "device 'cuda:2' was asked for, but there are 2 CUDA GPUs", device="cuda:2")
+    refuse(good, "device 'cuda:2' was requested, but there are 2 CUDA GPUs", device="cuda:2")
 
 
 def test_a_gpu_without_room_is_told_before_anything_is_read(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,12 +374,14 @@ def test_a_gpu_without_room_is_told_before_anything_is_read(good: Path, monkeypa
 
 
 def test_a_hub_id_is_told_how_to_become_a_directory() -> None:
-    refuse(Path("openvla/openvla-7b"), "no directory; .* download it first: hf download openvla/openvla-7b --local-dir")
+    refuse(
+        Path("openvla/openvla-7b"), "not a directory; .* download it first: hf download openvla/openvla-7b --local-dir"
+    )
 
 
 def test_an_adapter_is_told_from_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    refuse(tmp_path, "holds an adapter .* without the model that it adapts: copy or link its base model's files")
+    refuse(tmp_path, "contains an adapter .* without its base model: copy or link the base model's files")
 
 
 def test_a_git_lfs_pointer_is_told_from_the_file(checkpoint: Path) -> None:
@@ -394,4 +396,4 @@ def test_decoding_that_is_not_plainly_greedy(checkpoint: Path, name: str, value:
     (checkpoint / "generation_config.json").write_text("{" + plain + "}")
     load_target(checkpoint, device="cpu")
     edit_json(checkpoint / "generation_config.json", lambda given: given.update({name: value}))
-    refuse(checkpoint, rf"generation_config\.json: {name} is .* changes what it answers")
+    refuse(checkpoint, rf"generation_config\.json: {name} is .* changes the answers")

@@ -46,16 +46,16 @@ def test_numbers_are_shares_of_the_range() -> None:
     ("text", "why"),
     [
         ("0 100 75 25", ""),
-        ("0 101 75 25", "'101' is no number from 0 to 100"),
-        ("0 07 75 25", "'07' is no number from 0 to 100"),
-        ("0  75 25", "'' is no number from 0 to 100"),
-        ("0 100 75", "3 numbers in place of 2 x 2"),
-        ("0 100 75 25 1", "5 numbers in place of 2 x 2"),
+        ("0 101 75 25", "'101' is not a number from 0 to 100"),
+        ("0 07 75 25", "'07' is not a number from 0 to 100"),
+        ("0  75 25", "'' is not a number from 0 to 100"),
+        ("0 100 75", "3 numbers instead of 2 x 2"),
+        ("0 100 75 25 1", "5 numbers instead of 2 x 2"),
     ],
 )
 def test_what_is_wrong_with_an_answer_of_digits(text: str, why: str) -> None:
     assert DIGITS.problem((*numbers(text), END)) == DIGITS.problem((*numbers(text), 13)) == why
-    assert DIGITS.problem(numbers(text)) == f"the answer has no end after {len(text)} tokens"
+    assert DIGITS.problem(numbers(text)) == f"the answer has no end token after {len(text)} tokens"
 
 
 def test_what_is_no_digit_is_named_and_the_end_is_no_part_of_the_action() -> None:
@@ -111,16 +111,16 @@ def test_a_fast_answer_and_its_parts(codec: FastCodec) -> None:
     assert codec.problem(answer) == "" and codec.action_tokens(answer) == tokens
     assert codec.action_tokens(answer[:-1]) == tokens and codec.text_tokens(answer) == codec.beginning
     np.testing.assert_allclose(codec.decode(tokens), actions)
-    assert codec.problem(answer[:-1]) == f"the answer has no end after {len(answer) - 1} tokens"
-    assert codec.problem((*codec.beginning, *tokens, tokens[0], END)).endswith("FAST coefficients in place of 2 x 2")
-    assert codec.problem((*codec.beginning, codec.first_id - sign, END)) == "-1 is no FAST token"
-    assert codec.problem((*codec.beginning, codec.first_id + 300 * sign, END)) == "300 is no FAST token"
+    assert codec.problem(answer[:-1]) == f"the answer has no end token after {len(answer) - 1} tokens"
+    assert codec.problem((*codec.beginning, *tokens, tokens[0], END)).endswith("FAST coefficients instead of 2 x 2")
+    assert codec.problem((*codec.beginning, codec.first_id - sign, END)) == "-1 is not a FAST token"
+    assert codec.problem((*codec.beginning, codec.first_id + 300 * sign, END)) == "300 is not a FAST token"
 
 
 def test_an_answer_begins_as_the_policys_do() -> None:
     tokens = BEGUN.encode(np.zeros((2, 2)) + 0.5)
     for answer in ((*tokens, END), (1, *tokens, END), (2, 1, *tokens, END)):
-        assert BEGUN.problem(answer) == "the answer does not begin as the policy's answers do"
+        assert BEGUN.problem(answer) == "the answer does not start with the policy's fixed words"
         assert BEGUN.text_tokens(answer) == ()
     assert (FAST.max_tokens, BEGUN.max_tokens) == (9, 11), "two bytes for each of four coefficients, and the end"
     assert (replace(FAST, limit=8).max_tokens, replace(FAST, limit=20).max_tokens) == (8, 9)
@@ -208,8 +208,8 @@ def test_an_answer_of_codes() -> None:
     np.testing.assert_allclose(chunk, [STATISTICS.unnormalise(row) for row in codec.vae.decode([3, 1])])
     codes = codec.vae.encode(STATISTICS.normalise(chunk))
     assert codec.encode(chunk) == tuple(49 - code for code in codes)
-    assert codec.problem((45, 49)) == "" and codec.problem((44, 50)) == "token 44 is no action token"
-    assert codec.problem((49, 50)) == "token 50 is no action token"
+    assert codec.problem((45, 49)) == "" and codec.problem((44, 50)) == "token 44 is not an action token"
+    assert codec.problem((49, 50)) == "token 50 is not an action token"
     with pytest.raises(UserError, match="codes of a VQ-VAE have no tolerance in metres"):
         codec.bins_within(metres=0.1, radians=0.0, gripper_bins=0)
     assert codec.spread_bins((0, 0), 0) == () and not codec.bound(()).any() and codec.bound(()).shape == (3, 2)
@@ -249,14 +249,14 @@ def test_a_vq_vae_is_read_as_it_was_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "name", "shape", "wanted"),
     [
-        ("encoder", "encoder.0.weight", (8, 7), "encoder.encoder.0.weight must be any x 6"),
-        ("encoder", "encoder.2.weight", (7, 7), "encoder.encoder.2.weight must be any x 8"),
-        ("encoder", "fc.weight", (5, 7), "encoder.fc.weight must be 4 x 7"),
-        ("encoder", "fc.bias", (5,), "encoder.fc.bias must be 4"),
-        ("decoder", "encoder.0.bias", (7, 1), "decoder.encoder.0.bias must be 7"),
-        ("decoder", "fc.weight", None, "decoder.fc.weight must be 6 x 9"),
-        ("vq_embedding", "layers.1._codebook.embed", (2, 5, 4), "layers.1._codebook.embed must be 1 x 5 x 4"),
-        ("vq_embedding", "layers.0._codebook.embed", (1, 6, 4), "layers.0._codebook.embed must be 1 x 5 x 4"),
+        ("encoder", "encoder.0.weight", (8, 7), "encoder.encoder.0.weight must have shape any x 6"),
+        ("encoder", "encoder.2.weight", (7, 7), "encoder.encoder.2.weight must have shape any x 8"),
+        ("encoder", "fc.weight", (5, 7), "encoder.fc.weight must have shape 4 x 7"),
+        ("encoder", "fc.bias", (5,), "encoder.fc.bias must have shape 4"),
+        ("decoder", "encoder.0.bias", (7, 1), "decoder.encoder.0.bias must have shape 7"),
+        ("decoder", "fc.weight", None, "decoder.fc.weight must have shape 6 x 9"),
+        ("vq_embedding", "layers.1._codebook.embed", (2, 5, 4), "layers.1._codebook.embed must have shape 1 x 5 x 4"),
+        ("vq_embedding", "layers.0._codebook.embed", (1, 6, 4), "layers.0._codebook.embed must have shape 1 x 5 x 4"),
     ],
 )
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path, part: str, name: str, shape: Any, wanted: str) -> None:
@@ -266,7 +266,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path, part: str, name: str
     else:
         saved[part][name] = torch.zeros(shape)
     torch.save(saved, tmp_path / "checkpoints" / "model.pt")
-    with pytest.raises(UserError, match=f"model.pt: .*{wanted}, as config.json beside it says"):
+    with pytest.raises(UserError, match=f"model.pt: .*{wanted}, as config.json says"):
         read_vq_vae(tmp_path)
 
 
@@ -337,8 +337,8 @@ def test_fast_tokens_are_the_vocabularys_last_and_count_down(tmp_path: Path) -> 
     assert (codec.dt_s, codec.end_ids, codec.limit, codec.beginning) == (0.1, {END}, None, ())
     made(tmp_path, "fast", ids + 1, time_horizon=1024)
     for vocab, config, why in (
-        (ids, dict(time_horizon=2), f"has {ids} ids, and the policy {ids} tokens"),
-        (999, dict(time_horizon=2, action_dim=3), "fitted for 3 dimensions, and the action statistics have 2"),
+        (ids, dict(time_horizon=2), f"has {ids} ids, but the policy only {ids} tokens"),
+        (999, dict(time_horizon=2, action_dim=3), "fitted for 3 dimensions, but the action statistics have 2"),
         (999, dict(time_horizon=0), "time_horizon"),
         (999, dict(time_horizon=1025), "time_horizon"),
         (999, dict(time_horizon=2, dt_s=0.0), "dt_s"),

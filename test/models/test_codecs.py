@@ -99,9 +99,9 @@ def test_how_many_tokens_may_follow(codec: BinsCodec, answer: tuple[int, ...], r
 def test_what_is_wrong_with_an_answer_is_said() -> None:
     action = (FIRST, FIRST + 1, FIRST + 2)
     assert PLAIN.problem(action) == "" == ENDED.problem((WORD, *action, END))
-    assert PLAIN.problem((FIRST, WORD, 8)) == f"token {WORD} is no action token"
-    assert "has no end after 4 tokens" in ENDED.problem((WORD, *action))
-    assert "ends with 2 action tokens in place of 3" in ENDED.problem((WORD, FIRST, FIRST, END))
+    assert PLAIN.problem((FIRST, WORD, 8)) == f"token {WORD} is not an action token"
+    assert "has no end token after 4 tokens" in ENDED.problem((WORD, *action))
+    assert "ends with 2 action tokens instead of 3" in ENDED.problem((WORD, FIRST, FIRST, END))
     assert "ends with 4 action tokens" in ENDED.problem((FIRST, *action, END))
     assert PLAIN.with_text(5).max_text == 5 and ENDED.with_text(1).max_text == 1
     with pytest.raises(UserError, match=r"set decode\.max_reasoning_tokens"):

@@ -59,7 +59,7 @@ def test_what_the_original_encodes_without_loss_has_the_same_ids() -> None:
         actions = np.array(case["actions"])
         below = min(map(min, case["coefficients"])) < tokenizer.min_token  # it takes the lowest character for these
         if below or not case["round_trip"]:
-            with pytest.raises(UserError, match="fit the tokenizer on actions like it"):
+            with pytest.raises(UserError, match="fit the tokenizer on similar actions"):
                 tokenizer.encode(actions)
             refused += 1
             continue
@@ -136,7 +136,7 @@ def test_every_mode_gives_the_same_chunks_and_refuses_the_same_answers(fast_poli
     actions = [each for each in plain if isinstance(each, Action)]
     drops = [each for each in plain if isinstance(each, Drop)]
     assert len(actions) > 2 and {each.reason for each in drops} == {DropReason.NOT_AN_ACTION}
-    assert any("FAST coefficients in place of 2 x 2" in each.detail for each in drops)
+    assert any("FAST coefficients instead of 2 x 2" in each.detail for each in drops)
     for action in actions:
         assert action.actions.shape == (HORIZON, DIMS)
         np.testing.assert_allclose(codec.decode(codec.encode(action.actions)), action.actions, atol=1e-12)
@@ -149,7 +149,7 @@ def test_every_mode_gives_the_same_chunks_and_refuses_the_same_answers(fast_poli
 
 def test_a_fast_policy_of_other_dimensions_or_asked_for_what_it_has_not_is_refused(tmp_path: Path) -> None:
     directory = write_fast_policy(tmp_path)
-    with pytest.raises(UserError, match=r"leave model\.action_head"):
+    with pytest.raises(UserError, match=r"unset model\.action_head"):
         load_target(directory, device="cpu", action_head=True)
     target = load_target(directory, device="cpu")
     with pytest.raises(UserError, match=r"2 dimensions without units: set acceptance\.bins instead"):
@@ -157,7 +157,7 @@ def test_a_fast_policy_of_other_dimensions_or_asked_for_what_it_has_not_is_refus
     with pytest.raises(UserError, match=r"leave decode\.max_reasoning_tokens at 0"):
         Engine(target, EngineSettings(max_reasoning_tokens=8))
     edit_json(directory / FOLDER / "processor_config.json", lambda config: config.update(action_dim=7))
-    with pytest.raises(UserError, match="fitted for 7 dimensions, and the action statistics have 2"):
+    with pytest.raises(UserError, match="fitted for 7 dimensions, but the action statistics have 2"):
         load_target(directory, device="cpu")
     (directory / FOLDER / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"action_tokenizer/tokenizer\.json is missing"):

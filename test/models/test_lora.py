@@ -189,7 +189,7 @@ def test_an_adapter_is_said_and_one_that_was_merged_before_hinted_at(
     save_file(tensors, openvla / "model.safetensors")
     load_target(openvla, device="cpu", quantization="w8a8")
     assert len(caplog.messages) == 2
-    assert "seem to have been merged with this adapter before: if so, take adapter_config.json" in caplog.messages[1]
+    assert "seem to have been merged with this adapter before: if so, remove adapter_config.json" in caplog.messages[1]
 
 
 def tensors_of(target: Any) -> list[Tensor]:
@@ -213,10 +213,10 @@ def test_an_adapter_of_another_base_is_refused(openvla: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3', which cannot be merged here"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', which is not supported"),
         ({"use_dora": True}, "use_dora is (True|true)"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is (True|true)"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which cannot be merged here"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which is not supported"),
         ({"alora_invocation_tokens": [7]}, "alora_invocation_tokens is"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication is"),
         ({"lora_alpha": "much"}, "lora_alpha is 'much', but it must be a finite number"),

@@ -37,7 +37,7 @@ def load(dtype: torch.dtype, quantization: str, error: Exception) -> None:
     [
         (24.0, torch.float32, "none", "27.9 GiB in float32, .*24.0 GiB free: choose dtype bfloat16 .14.0 GiB. or"),
         (12.0, torch.bfloat16, "none", r"14.0 GiB in bfloat16, .*: choose model.quantization int4 \(5.2 GiB\) or"),
-        (12.0, torch.bfloat16, "none", r"quantization w8a8_hadamard \(8.0 GiB\), or close what else uses the GPU$"),
+        (12.0, torch.bfloat16, "none", r"quantization w8a8_hadamard \(8.0 GiB\), or stop other processes on the GPU$"),
         (4.0, torch.bfloat16, "w8a8", "8.0 GiB in bfloat16 with w8a8 layers, .*too little for any format"),
     ],
 )

@@ -103,7 +103,7 @@ def test_what_is_no_code_is_no_action(targets: Targets) -> None:
     codec = target_of(cases()[0], targets).codec
     assert not codec.problem(cases()[0]["generated_ids"])
     for other in (5, 1649, 1778):
-        assert codec.problem([*cases()[0]["generated_ids"][:6], other]) == f"token {other} is no action token"
+        assert codec.problem([*cases()[0]["generated_ids"][:6], other]) == f"token {other} is not an action token"
     with pytest.raises(UserError, match="codes of a VQ-VAE have no bins"):
         codec.spread_bins((3,), 0)
 
@@ -146,7 +146,7 @@ def test_missing_parts(checkpoint: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"action_tokenizer": "action_tokenizer"}, "vla.action_tokenizer is 'action_tokenizer'; known are"),
+        ({"action_tokenizer": "action_tokenizer"}, "vla.action_tokenizer is 'action_tokenizer'; supported are"),
         ({"image_sequence_len": 3}, "image_sequence_len is 3"),
     ],
 )
@@ -158,7 +158,8 @@ def test_configurations(checkpoint: Path, change: dict[str, Any], message: str) 
 def test_an_adapter_is_not_passed_over(checkpoint: Path) -> None:
     (checkpoint / "adapter_config.json").write_text("{}")
     refuse(
-        checkpoint, "adapter_config.json: adapters are not merged into files of this kind: do it where it was trained"
+        checkpoint,
+        "adapter_config.json: adapters cannot be merged into this kind of checkpoint: merge it with the code",
     )
 
 
@@ -170,9 +171,9 @@ def test_damaged_weights(checkpoint: Path) -> None:
     saved = torch.load(ORACLE / "checkpoint" / "checkpoints" / path.name, weights_only=True)
     del saved["model"]["projector"]["projector.0.bias"]
     torch.save(saved, path)
-    refuse(checkpoint, r"projector.fc1.bias must have shape \[448\], and there is no such tensor")
+    refuse(checkpoint, r"projector.fc1.bias must have shape \[448\], but there is no such tensor")
     torch.save(saved, path.with_name("step-2.pt"))
-    refuse(checkpoint, "must hold one .pt file, that of the step to run; it has 2")
+    refuse(checkpoint, "must contain one .pt file, that of the step to run; it has 2")
 
 
 def test_no_tensor_is_left_out_in_silence(checkpoint: Path) -> None:
@@ -181,12 +182,12 @@ def test_no_tensor_is_left_out_in_silence(checkpoint: Path) -> None:
     llm = saved["model"]["llm_backbone"]
     own = llm["llm.lm_head.weight"] = llm["llm.lm_head.weight"] + 1
     torch.save(saved, path)
-    refuse(checkpoint, "lm_head.weight and .*embed_tokens.weight differ, and llm/config.json says .* one table")
+    refuse(checkpoint, "lm_head.weight and .*embed_tokens.weight differ, but llm/config.json says .* tied")
     edit_json(checkpoint.parent / "llm" / "config.json", lambda config: config.update(tie_word_embeddings=False))
     decoder = load_target(checkpoint, device="cpu").decoder
     assert isinstance(decoder, PackedDecoder) and torch.equal(decoder.lm_head.weight, own)
     edit_json(checkpoint.parent / "llm" / "config.json", lambda config: config.update(num_hidden_layers=2))
-    refuse(checkpoint, r"holds language_model.model.layers.2.\S+, for which this policy has no place, and 11 more")
+    refuse(checkpoint, r"contains language_model.model.layers.2.\S+, which this policy does not have, and 11 more")
 
 
 class _Acts:
@@ -204,13 +205,13 @@ def test_weights_that_act(checkpoint: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_vq_vae_of_another_shape(checkpoint: Path) -> None:
     (folder,) = (checkpoint.parent / "vq").iterdir()
     edit_json(folder / "config.json", lambda config: config.update(input_dim_h=5))
-    refuse(checkpoint, r"encoder.encoder.0.weight must be any x 35, as config.json beside it says")
+    refuse(checkpoint, r"encoder.encoder.0.weight must have shape any x 35, as config.json says")
     shutil.copytree(folder, folder.with_name("another"))
-    refuse(checkpoint, "must hold one folder, that of the policy's own VQ-VAE; it has 2")
+    refuse(checkpoint, "must contain one folder, that of the policy's own VQ-VAE; it has 2")
 
 
 def test_cameras_and_options(checkpoint: Path) -> None:
     refuse(checkpoint, r"model.cameras must be \[image\] or \[image, wrist\]", cameras=("wrist",))
-    refuse(checkpoint, "this family of policies has no center_crop", center_crop=True)
+    refuse(checkpoint, "this family of policies does not support center_crop", center_crop=True)
     target = load_target(checkpoint, device="cpu")
     assert target.cameras == ("image",) and target.codec.horizon == 8

@@ -146,11 +146,11 @@ def test_without_the_decoder_of_its_pictures_it_is_refused(plain: Path, monkeypa
 
 def test_it_is_not_cut_and_nothing_can_draft(plain: Path) -> None:
     target = load_target(plain, device="cpu", cameras=("image",))
-    with pytest.raises(UserError, match="this policy's prompt sees itself both ways"):
+    with pytest.raises(UserError, match="this policy's prompt attends bidirectionally"):
         Engine(target, EngineSettings("pipeline", prefill_chunks=2))
-    with pytest.raises(UserError, match=r"draft\.self_tokens leaves image rows out"):
+    with pytest.raises(UserError, match=r"draft\.self_tokens omits image rows"):
         Engine(target, EngineSettings("spec", draft=adjusted(DraftSettings(), self_tokens=3)))
-    with pytest.raises(UserError, match="come from a head and not from tokens"):
+    with pytest.raises(UserError, match="come from a head, not from tokens"):
         target.codec.decode(())
 
 
@@ -181,14 +181,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refuse(directory, "model.cameras must begin with image, wrist, wrist_2", cameras=("wrist",))
     statistics = json.loads((directory / "dataset_statistics.json").read_text())
     (directory / "dataset_statistics.json").write_text(json.dumps({"kitchen": statistics["libero_goal_no_noops"]}))
-    refuse(directory, "dataset 'kitchen', and how many actions its chunks have is known for those with libero, aloha")
+    refuse(
+        directory,
+        "dataset 'kitchen', but the number of actions per chunk is known only for datasets with libero, aloha",
+    )
     (directory / "dataset_statistics.json").write_text(json.dumps(statistics))
     edit_json(directory / "dataset_statistics.json", lambda given: given["libero_goal_no_noops"].pop("proprio"))
     refuse(directory, "needs q01 and q99 of proprio")
     (directory / "dataset_statistics.json").write_text(json.dumps(statistics))
     head = next(directory.glob("action_head--*"))
     shutil.copy(head, directory / "action_head--7_checkpoint.pt")
-    refuse(directory, "holds 2 files")
+    refuse(directory, "contains 2 files")
     head.rename(tmp_path / head.name)
     refuse(directory, r"action_head--7_checkpoint.pt and proprio_projector--\d+_checkpoint.pt are of different steps")
     (tmp_path / head.name).rename(head)
@@ -197,7 +200,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     torch.save({name: each for name, each in saved.items() if "fc2" not in name}, head)
     refuse(directory, r"model.fc2.weight must have shape \[7, 48\], .* there is no such tensor")
     torch.save({"module.model.trunk": torch.zeros(1)}, head)
-    refuse(directory, "holds no L1 head")
+    refuse(directory, "contains no L1 head")
     (directory / "vision_backbone--1.pt").touch()
     refuse(directory, "with FiLM, which is not supported")
 
@@ -205,7 +208,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_half_a_checkpoint_is_not_taken_for_plain_openvla(tmp_path: Path) -> None:
     directory = without("action_head--*", tmp_path / "checkpoint")
     for action_head in (False, True):
-        refuse(directory, r"is half an OpenVLA-OFT checkpoint: .* no action_head--\*.pt", action_head=action_head)
+        refuse(directory, r"is an incomplete OpenVLA-OFT checkpoint: .* no action_head--\*.pt", action_head=action_head)
 
 
 @torch.inference_mode()

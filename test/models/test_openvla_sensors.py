@@ -89,9 +89,7 @@ def test_the_state_and_every_picture_decide(target: OpenVLATarget) -> None:
 def test_other_cameras_and_states_are_refused(target: OpenVLATarget) -> None:
     seen = observation(0)
     two = {name: seen.cameras[name] for name in CAMERAS[:2]}
-    with pytest.raises(
-        UserError, match="needs images of the cameras image, left, wrist; given are those of image, left"
-    ):
+    with pytest.raises(UserError, match="needs images of the cameras image, left, wrist, but got image, left"):
         target.prompt_layout(Observation(two, ASKED, 1, state=seen.state))
     for state in (None, np.zeros(3), np.array([0.0, np.nan])):
         with pytest.raises(UserError, match="reads the robot's state, 2 finite numbers"):
@@ -100,8 +98,8 @@ def test_other_cameras_and_states_are_refused(target: OpenVLATarget) -> None:
 
 def test_a_config_that_does_not_fit_is_refused(directory: Path, tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"cameras": ["image", "image"]}, "a list of different names"),
-        ({"cameras": []}, "a list of different names"),
+        ({"cameras": ["image", "image"]}, "a list of distinct names"),
+        ({"cameras": []}, "a list of distinct names"),
         ({"state_dims": 3}, "state_dims 3 and statistics of 2 numbers under proprio"),
     ]
     for i, (changes, words) in enumerate(wrong):
@@ -112,5 +110,5 @@ def test_a_config_that_does_not_fit_is_refused(directory: Path, tmp_path: Path) 
     edit_json(copied / "config.json", lambda config: config["norm_stats"]["bridge_orig"].pop("proprio"))
     with pytest.raises(UserError, match=r"\['proprio'\] needs the lists q01 and q99"):
         load_openvla(copied, device="cpu")
-    with pytest.raises(UserError, match="is asked with image, left, wrist, neither more nor fewer"):
+    with pytest.raises(UserError, match="needs exactly the cameras image, left, wrist;"):
         load_openvla(directory, device="cpu", cameras=("image", "left"))

@@ -68,7 +68,7 @@ def observation(case: Mapping[str, Any], stamp_ns: int = 1) -> Observation:
 def test_prompt_pictures_and_states(case: dict[str, Any], targets: dict[tuple[str, ...], Pi0FastTarget]) -> None:
     target, seen, number = target_of(case, targets), observation(case), case["case"]
     if case["prompt_truncated"]:
-        with pytest.raises(UserError, match="the prompt has 103 tokens, and the policy reads 64: the robot's state"):
+        with pytest.raises(UserError, match="the prompt has 103 tokens, but the policy reads 64: the robot's state"):
             target.prompt_layout(seen)
         return
     layout = target.prompt_layout(seen)
@@ -149,16 +149,16 @@ def test_a_draft_model_with_other_cameras_is_refused() -> None:
     case = next(case for case in cases() if len(cameras_of(case)) == 1)
     target = load_target(ORACLE / "checkpoint", device="cpu", cameras=cameras_of(case))
     drafts = adjusted(DraftSettings(nodes=16), model=str(target.directory))
-    with pytest.raises(UserError, match=r"draft.model: .* is asked with images of the cameras"):
+    with pytest.raises(UserError, match=r"draft.model: .* needs images of the cameras"):
         Engine(target, EngineSettings("spec", draft=drafts))
 
 
 def test_its_prompt_is_never_cut(targets: dict[tuple[str, ...], Pi0FastTarget]) -> None:
     target = target_of(cases()[0], targets)
-    with pytest.raises(UserError, match="this policy's prompt sees itself both ways"):
+    with pytest.raises(UserError, match="this policy's prompt attends bidirectionally"):
         Engine(target, EngineSettings("pipeline", prefill_chunks=2))
     drafts = adjusted(DraftSettings(), self_tokens=4)
-    with pytest.raises(UserError, match=r"draft\.self_tokens leaves image rows out"):
+    with pytest.raises(UserError, match=r"draft\.self_tokens omits image rows"):
         Engine(target, EngineSettings("spec", draft=drafts))
 
 
@@ -296,12 +296,12 @@ def refuse(directory: Path, message: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 0.7}, "temperature asks for sampled actions"),
+        ({"temperature": 0.7}, "temperature above 0 asks for sampling"),
         ({"paligemma_variant": "gemma_7b"}, "paligemma_variant .* one of: gemma_2b, gemma_300m"),
         ({"input_features": {"observation.state": {"shape": [8]}}}, "names no camera"),
         ({"image_resolution": [112, 100]}, "image_resolution"),
-        ({"output_features": {"action": {"shape": [6]}}}, "must hold 6 finite numbers each as action.mean"),
-        ({"fast_skip_tokens": 700}, "has 256 ids, and the policy room for 110"),
+        ({"output_features": {"action": {"shape": [6]}}}, "must contain 6 finite numbers each as action.mean"),
+        ({"fast_skip_tokens": 700}, "has 256 ids, but the policy has room for 110"),
         ({"type": "pi0"}, "only .*'pi0_fast'.* checkpoints are supported"),
     ],
 )
@@ -314,7 +314,7 @@ def test_configurations(checkpoint: Path, change: dict[str, Any], message: str) 
     ("name", "message"),
     [
         ("tokenizer", "copy PaliGemma's tokenizer there"),
-        ("action_tokenizer", "copy the FAST tokenizer that the policy was trained with there"),
+        ("action_tokenizer", "copy the FAST tokenizer of the policy's training there"),
         ("policy_preprocessor.json", "policy_preprocessor.json is missing"),
         ("policy_postprocessor_step_0_unnormalizer_processor.safetensors", "cannot be read"),
         ("model.safetensors", "holds neither model.safetensors"),
@@ -331,8 +331,8 @@ def test_missing_files(checkpoint: Path, name: str, message: str) -> None:
 
 def test_options_and_cameras(checkpoint: Path) -> None:
     refuse(checkpoint, "has no camera 'top'; its cameras are base_0_rgb, left_wrist_0_rgb", cameras=("top",))
-    refuse(checkpoint, "this family of policies has no unnorm_key", unnorm_key="bridge")
-    refuse(checkpoint, "this family of policies has no model.quantization", quantization="int4")
+    refuse(checkpoint, "this family of policies does not support unnorm_key", unnorm_key="bridge")
+    refuse(checkpoint, "this family of policies does not support model.quantization", quantization="int4")
 
 
 PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
@@ -381,11 +381,11 @@ def test_other_normalisations(checkpoint: Path, mode: str) -> None:
             {"norm_map": {"ACTION": "QUANTILE10"}},
             "one of: MEAN_STD, MIN_MAX, QUANTILES",
         ),
-        (POST, "unnormalizer_processor", {"eps": 1e-3}, "only steps with eps"),
+        (POST, "unnormalizer_processor", {"eps": 1e-3}, "only eps 1e-08"),
         (POST, "absolute_actions_processor", {"enabled": True}, "policy_postprocessor.json: relative actions are not"),
         (PRE, "relative_actions_processor", {"enabled": True}, "policy_preprocessor.json: relative actions are not"),
         (PRE, "rename_observations_processor", {"rename_map": {"a": "b"}}, "rename_map is not supported"),
-        (PRE, "normalizer_processor", {"normalize_observation_keys": []}, "and without normalize_observation_keys"),
+        (PRE, "normalizer_processor", {"normalize_observation_keys": []}, "without normalize_observation_keys is"),
     ],
 )
 def test_what_a_processors_step_asks_is_done_or_refused(
@@ -398,16 +398,17 @@ def test_what_a_processors_step_asks_is_done_or_refused(
 def test_a_step_that_is_not_known_or_missing(checkpoint: Path) -> None:
     edit_json(checkpoint / POST, lambda given: given["steps"].append({"registry_name": "clip_actions", "config": {}}))
     refuse(
-        checkpoint, r"policy_postprocessor.json does 'clip_actions', which is not done here; known, once each, are un"
+        checkpoint,
+        r"policy_postprocessor.json has 'clip_actions', which is not supported; supported steps, once each: un",
     )
     edit_json(checkpoint / POST, lambda given: given.update(steps=[]))
-    refuse(checkpoint, "policy_postprocessor.json lacks unnormalizer_processor, which is needed here")
+    refuse(checkpoint, "policy_postprocessor.json lacks unnormalizer_processor; supported steps, once each: un")
 
 
 def test_the_longest_prompt_is_the_tokenizer_steps(checkpoint: Path) -> None:
     edit_step(checkpoint, PRE, "tokenizer_processor", max_length=20)
     target = load_target(checkpoint, device="cpu")
-    with pytest.raises(UserError, match=r"tokens, and the policy reads 20: the robot's state"):
+    with pytest.raises(UserError, match=r"tokens, but the policy reads 20: the robot's state"):
         target.prompt_layout(observation(next(case for case in cases() if cameras_of(case) == target.cameras)))
 
 
@@ -416,12 +417,12 @@ def test_statistics_that_are_no_numbers(checkpoint: Path) -> None:
     values = load_file(path)
     values["observation.state.mean"] = np.full(8, np.nan, np.float32)
     save_file(values, path)
-    refuse(checkpoint, "must hold 8 finite numbers each as observation.state.mean and observation.state.std")
+    refuse(checkpoint, "must contain 8 finite numbers each as observation.state.mean and observation.state.std")
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
-    [(None, "none is given"), (np.zeros(7), r"of shape \[7\]"), (np.full(8, np.nan), "finite")],
+    [(None, "got none"), (np.zeros(7), r"got shape \[7\]"), (np.full(8, np.nan), "finite")],
 )
 def test_states(targets: dict[tuple[str, ...], Pi0FastTarget], state: np.ndarray | None, message: str) -> None:
     target = target_of(cases()[0], targets)

@@ -46,7 +46,7 @@ def test_whole_numbers_are_quantised_weights(checkpoint: Path) -> None:
     tensors = to_bin(checkpoint)
     tensors["projector.fc1.weight"] = tensors["projector.fc1.weight"].to(torch.int8)
     torch.save(tensors, checkpoint / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"projector.fc1.weight holds values of format torch.int8"):
+    with pytest.raises(UserError, match=r"projector.fc1.weight has values of format torch.int8"):
         load_target(checkpoint, device="cpu")
 
 

@@ -34,7 +34,7 @@ def prompt_of(tokenizer: Tokenizer, *taught: str) -> PromptTokenizer:
 
 @pytest.mark.parametrize("token", [*SPECIAL, "</S>"])
 def test_a_special_token_cannot_be_smuggled_in(tokenizer: Tokenizer, token: str) -> None:
-    with pytest.raises(UserError, match=f"holds '{token.lower()}', a special token of the policy"):
+    with pytest.raises(UserError, match=f"contains '{token.lower()}', a special token of the policy"):
         prompt_of(tokenizer).ids(f"pick up the cube {token} and more")
 
 
@@ -57,9 +57,9 @@ def test_no_instruction_brings_more_special_ids_than_the_prompt_has(tokenizer: T
         ("", "is empty"),
         (" \n", "is empty"),
         ("lift\0 the cube", "NUL"),
-        ("lift \udcff", "no Unicode text"),
-        ("x" * (MAX_INSTRUCTION + 1), f"at most {MAX_INSTRUCTION} are taken"),
-        (" " * 100_000 + "lift", f"at most {MAX_INSTRUCTION} are taken"),
+        ("lift \udcff", "not valid Unicode"),
+        ("x" * (MAX_INSTRUCTION + 1), f"the limit is {MAX_INSTRUCTION}"),
+        (" " * 100_000 + "lift", f"the limit is {MAX_INSTRUCTION}"),
     ],
 )
 def test_what_is_no_instruction_is_refused_with_a_short_reason(tokenizer: Tokenizer, text: str, reason: str) -> None:
@@ -71,7 +71,7 @@ def test_what_is_no_instruction_is_refused_with_a_short_reason(tokenizer: Tokeni
 
 def test_an_untaught_instruction_is_not_given_back_whole(tokenizer: Tokenizer) -> None:
     taught = [f"lift {n} {'cubes ' * 100}".strip() for n in range(30)]
-    with pytest.raises(UserError, match=r"never taught 'xxx.*and 10 more") as refused:
+    with pytest.raises(UserError, match=r"not trained on 'xxx.*and 10 more") as refused:
         prompt_of(tokenizer, *taught).ids("x" * MAX_INSTRUCTION)
     assert len(str(refused.value)) < 2000
 

@@ -183,8 +183,8 @@ def test_int4_is_half_a_step_of_each_group_off_at_most(shape: tuple[int, int]) -
     [
         ("fp8", (8, 7), torch.bfloat16, r"needs compute capability 8\.9, but cuda:0 has 8\.7 .*: choose w8a8 or int4"),
         ("int4", (7, 5), torch.bfloat16, r"needs compute capability 8\.0, but cuda:0 has 7\.5 .*: choose w8a8$"),
-        ("int4", (8, 7), torch.float16, "bfloat16 alone, not for float16: set dtype to bfloat16, or choose w8a8"),
-        ("fp8", (9, 0), torch.float32, "bfloat16 alone, not for float32: set dtype to bfloat16, or choose w8a8"),
+        ("int4", (8, 7), torch.float16, "bfloat16 only, not for float16: set dtype to bfloat16, or choose w8a8"),
+        ("fp8", (9, 0), torch.float32, "bfloat16 only, not for float32: set dtype to bfloat16, or choose w8a8"),
     ],
 )
 def test_a_gpu_that_lacks_it_is_told_what_it_can_do(

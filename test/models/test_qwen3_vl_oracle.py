@@ -91,7 +91,7 @@ def test_pictures_states_and_answers(case: dict[str, Any]) -> None:
 
 
 def test_a_checkpoint_without_a_policys_files_is_refused() -> None:
-    with pytest.raises(UserError, match="is a Qwen-VL checkpoint, but no policy that is known"):
+    with pytest.raises(UserError, match="is a Qwen-VL checkpoint, but not a known policy"):
         load_target(CHECKPOINT, device="cpu")
 
 

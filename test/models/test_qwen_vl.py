@@ -239,9 +239,9 @@ def refuse(directory: Path, message: str, **options: Any) -> None:
 
 def test_a_model_that_is_no_policy(checkpoint: Path) -> None:
     (checkpoint / "norm_stats.json").write_text('{"bridge": {"action": {"q01": [0.0], "q99": [1.0]}}}')
-    refuse(checkpoint, "their tokenizer is not with it: copy physical-intelligence/fast to .*action_tokenizer")
+    refuse(checkpoint, "their tokenizer is missing: copy physical-intelligence/fast to .*action_tokenizer")
     write_qwen_vl(checkpoint, SHAPES[0], seed=1)
-    refuse(checkpoint, "is a Qwen-VL checkpoint, but no policy that is known: NORA has .*VLA-0 has")
+    refuse(checkpoint, "is a Qwen-VL checkpoint, but not a known policy: NORA has .*VLA-0 has")
 
 
 @pytest.mark.parametrize(
@@ -250,10 +250,10 @@ def test_a_model_that_is_no_policy(checkpoint: Path) -> None:
         ("config.json", {"vision_config": {"depth": "four"}}, "vision_config cannot be read"),
         ("config.json", {"model_type": "qwen4_vl"}, "only .* checkpoints are supported"),
         ("config.json", {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
-        ("generation_config.json", {"num_beams": 4}, "num_beams is 4, which changes what it answers"),
+        ("generation_config.json", {"num_beams": 4}, "num_beams is 4, which changes the answers"),
         ("generation_config.json", {"repetition_penalty": -1}, "repetition_penalty is -1, but it must be"),
         ("preprocessor_config.json", {"image_std": [0.5, 0, 0.5]}, "image_std"),
-        ("preprocessor_config.json", {"do_normalize": False}, "do_normalize is False, but it must be True: images are"),
+        ("preprocessor_config.json", {"do_normalize": False}, "do_normalize is False, but it must be True: other"),
         ("preprocessor_config.json", {"do_rescale": False}, "do_rescale is False"),
         ("preprocessor_config.json", {"rescale_factor": 0.01}, "rescale_factor is 0.01"),
         ("preprocessor_config.json", {"resample": 2}, "resample is 2"),
@@ -288,7 +288,7 @@ def test_mrope_sections_that_do_not_fit(checkpoint: Path) -> None:
 def test_a_fast_tokenizer_of_another_vocabulary(checkpoint: Path) -> None:
     add_nora(checkpoint)
     write_qwen_vl(checkpoint, SHAPES[0], seed=1, actions=FAST_IDS - 1)
-    refuse(checkpoint, "does not go on from <robot_action_0> to <robot_action_63>")
+    refuse(checkpoint, "is not consecutive from <robot_action_0> to <robot_action_63>")
 
 
 def test_options_of_other_families(checkpoint: Path) -> None:
@@ -440,15 +440,15 @@ def written(text: str) -> list[int]:
     ("text", "problem"),
     [
         ("0 1000 500 7", ""),
-        ("0 1000 500", "3 numbers in place of 2 x 2"),
-        ("0 1000 500 7 8", "5 numbers in place of 2 x 2"),
-        ("0 1001 500 7", "'1001' is no number from 0 to 1000"),
-        ("0 007 500 7", "'007' is no number from 0 to 1000"),
-        ("0  1000 500 7", "'' is no number"),
-        (" 0 1000 500 7", "'' is no number"),
-        ("", "'' is no number"),
+        ("0 1000 500", "3 numbers instead of 2 x 2"),
+        ("0 1000 500 7 8", "5 numbers instead of 2 x 2"),
+        ("0 1001 500 7", "'1001' is not a number from 0 to 1000"),
+        ("0 007 500 7", "'007' is not a number from 0 to 1000"),
+        ("0  1000 500 7", "'' is not a number"),
+        (" 0 1000 500 7", "'' is not a number"),
+        ("", "'' is not a number"),
         ("0 x 500 7", "token 5 is neither a digit nor a space"),
-        ("0 " + "9" * 400 + " 5 7", "is no number from 0 to 1000"),
+        ("0 " + "9" * 400 + " 5 7", "is not a number from 0 to 1000"),
     ],
 )
 def test_digits_refuse_what_is_no_chunk(text: str, problem: str) -> None:

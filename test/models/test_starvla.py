@@ -167,17 +167,20 @@ def test_weights_in_safetensors_and_data_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["framework"].update(name="QwenGR00T"), "StarVLA run of 'QwenGR00T': .* QwenFast alone"),
-        (lambda c: c["datasets"]["vla_data"].update(data_mix="moon"), "actions of 'moon' are scaled .* as specvla: "),
-        (lambda c: c["datasets"]["vla_data"].update(CoT_prompt="act"), "CoT_prompt is 'act', .* not be told what to"),
-        (lambda c: c["framework"]["action_model"].update(action_dim=8), "action_dim is 8, and these data have 7"),
+        (lambda c: c["framework"].update(name="QwenGR00T"), "StarVLA run of 'QwenGR00T', but only QwenFast"),
+        (lambda c: c["datasets"]["vla_data"].update(data_mix="moon"), "action scaling of 'moon', .* as specvla: "),
+        (
+            lambda c: c["datasets"]["vla_data"].update(CoT_prompt="act"),
+            "CoT_prompt is 'act', .* otherwise lack the instruction",
+        ),
+        (lambda c: c["framework"]["action_model"].update(action_dim=8), "action_dim is 8, but the data have 7"),
         (
             lambda c: c["datasets"]["vla_data"].update(specvla={"cameras": ["a"], "scaling": ["q98"]}),
             r"specvla.scaling is \['q98'\], but it must be a list with one of q99, min_max, binary, none",
         ),
         (
             lambda c: c["datasets"]["vla_data"].update(specvla={"cameras": ["a", "a"], "scaling": ["q99"]}),
-            "cameras is .* a list of different names",
+            "cameras is .* a list of distinct names",
         ),
     ],
 )
@@ -192,7 +195,7 @@ def test_what_is_missing_or_too_much(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bridge_rt_1", "")
     adapter = run / "vlm" / "adapter_config.json"
     adapter.write_text("{}")
-    with pytest.raises(UserError, match="adapters are not merged into files of this kind"):
+    with pytest.raises(UserError, match="adapters cannot be merged into this kind of checkpoint"):
         load(run, "oxe_bridge")
     adapter.unlink()
     with pytest.raises(UserError, match="statistics of 2 datasets; set unnorm_key to one of: oxe_bridge, oxe_rt1"):
@@ -200,7 +203,7 @@ def test_what_is_missing_or_too_much(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unnorm_key 'moon' is not in"):
         load(run, "moon")
     shutil.copyfile(run / "checkpoints/steps_1_pytorch_model.pt", run / "checkpoints/steps_2_pytorch_model.pt")
-    with pytest.raises(UserError, match=r"must hold one .* file, that of the step to run; it has 2"):
+    with pytest.raises(UserError, match=r"must contain one .* file, that of the step to run; it has 2"):
         load(run, "oxe_bridge")
     (run / "checkpoints/steps_2_pytorch_model.pt").unlink()
     edit_json(run / "dataset_statistics.json", lambda given: given["oxe_bridge"]["action"].update(q01=[0.0] * 6))
@@ -210,10 +213,10 @@ def test_what_is_missing_or_too_much(tmp_path: Path) -> None:
     shutil.copytree(NORA / "fast_tokenizer", run / "action_tokenizer")
     (run / "action_tokenizer/processor_config.json").chmod(0o644)
     edit_json(run / "action_tokenizer/processor_config.json", lambda given: given.update(action_dim=6))
-    with pytest.raises(UserError, match="was fitted for 6 dimensions, and the action statistics have 7"):
+    with pytest.raises(UserError, match="was fitted for 6 dimensions, but the action statistics have 7"):
         load(run, "oxe_rt1")
     shutil.rmtree(run / "action_tokenizer")
-    with pytest.raises(UserError, match="FAST tokens, and their tokenizer is not with it"):
+    with pytest.raises(UserError, match="FAST tokens, but their tokenizer is missing"):
         load(run, "oxe_rt1")
     shutil.rmtree(run / "vlm")
     with pytest.raises(UserError, match=r"vlm is missing: it must hold config\.json, tokenizer and processor"):

@@ -211,7 +211,7 @@ def test_the_codec_round_trips_and_bounds_what_it_accepts(actions: list[list[flo
 def test_a_checkpoint_may_name_another_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path)
     edit_json(tmp_path / "config.json", lambda config: config.update(action_codec="pairs"))
-    with pytest.raises(UserError, match="there is no action codec 'pairs'; known: bins"):
+    with pytest.raises(UserError, match="unknown action codec 'pairs'; known: bins"):
         checkpoint.load_target(tmp_path, device="cpu")
     monkeypatch.setattr(CODECS, "_entries", dict(CODECS.entries()))
     CODECS.register("pairs")(lambda context: DigitCodec())

@@ -30,18 +30,18 @@ class ActionTokenizer:
 
     @property
     def first_id(self) -> int:
-        """The lowest action token, and the highest value."""
+        """The lowest action token, which is the highest value."""
         return self.vocab_size - len(self.edges)
 
     def is_action(self, token: int) -> bool:
         return self.first_id <= token < self.vocab_size
 
     def encode(self, values: np.ndarray) -> np.ndarray:
-        """Normalised values, any shape, clipped to [-1, 1], to int64 token ids of the same shape."""
+        """Encodes normalised values of any shape, clipped to [-1, 1], as int64 token ids of the same shape."""
         return self.vocab_size - np.digitize(np.clip(values, -1.0, 1.0), self.edges)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Token ids to bin centres, float64 of the same shape; ids outside the action tokens are clipped."""
+        """Decodes token ids to bin centres, float64 of the same shape; ids outside the action tokens are clipped."""
         index = np.clip(self.vocab_size - np.asarray(tokens) - 1, 0, len(self.centers) - 1)
         return self.centers[index]
 
@@ -52,11 +52,11 @@ class BinsCodec(ChunkCodec):
 
     tokenizer: ActionTokenizer  # token ids to normalised values
     statistics: ActionStatistics  # normalised values to the robot's units
-    # Text tokens that may come before the action, as in embodied chain-of-thought; 0 for OpenVLA, whose first token is
-    # an action.
+    # Maximum number of text tokens before the action, as in embodied chain-of-thought; 0 for OpenVLA, whose first token
+    # is an action.
     max_text: int = 0
     dt_s: float | None = None  # see `Codec`
-    # The token ids with which a policy that writes text ends its answer, which then holds one whole action at its end.
+    # End tokens of a policy that writes text; its answer must have one whole action just before the end token.
     # Empty: an answer ends with the last token of the first whole action.
     end_ids: frozenset[int] = frozenset()
 
@@ -80,7 +80,7 @@ class BinsCodec(ChunkCodec):
     def with_text(self, max_text: int) -> "BinsCodec":
         if self.end_ids and not max_text:
             raise UserError(
-                "this policy writes text before its action: set decode.max_reasoning_tokens to its length, such as 1024"
+                "this policy writes text before its action: set decode.max_reasoning_tokens to its length, e.g. 1024"
             )
         return replace(self, max_text=max_text)
 
@@ -119,11 +119,11 @@ class BinsCodec(ChunkCodec):
     def problem(self, tokens: Sequence[int]) -> str:
         if not self.end_ids:
             other = (token for token in self.action_tokens(tokens) if not self.tokenizer.is_action(token))
-            return "".join(f"token {token} is no action token" for token in islice(other, 1))
+            return "".join(f"token {token} is not an action token" for token in islice(other, 1))
         if tokens[-1] not in self.end_ids:
-            return f"the answer has no end after {len(tokens)} tokens: raise decode.max_reasoning_tokens"
+            return f"the answer has no end token after {len(tokens)} tokens: raise decode.max_reasoning_tokens"
         actions = self.position(tokens[:-1])
-        return "" if actions == self.dims else f"the answer ends with {actions} action tokens in place of {self.dims}"
+        return "" if actions == self.dims else f"the answer ends with {actions} action tokens instead of {self.dims}"
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         return self.statistics.unnormalise(self.tokenizer.decode(tokens))[None]

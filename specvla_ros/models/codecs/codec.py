@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between tokens and actions.
+"""The interface between tokens and actions.
 
-A codec is one file: a class and a function that makes it from a `CodecContext`, registered by name; another package
+A codec is one file: a class, and a function, registered by name, that makes it from a `CodecContext`. Another package
 adds one with an entry point of the group `specvla_ros.codecs`.
 """
 
@@ -22,7 +22,7 @@ Self = TypeVar("Self", bound="ChunkCodec")
 
 CODECS = Registry("specvla_ros.codecs", [f"specvla_ros.models.codecs.{name}" for name in ("bins", "digits", "fast")])
 CODEC_FOLDER = "action_tokenizer"
-"""Where a checkpoint keeps what its codec needs beside config.json, as LeRobot's do."""
+"""A checkpoint's folder for its codec's own files, as in LeRobot's checkpoints."""
 CODEC_FILE = "processor_config.json"
 
 
@@ -41,37 +41,37 @@ class ActionIds:
         return (tokens >= self.first) & (tokens < self.stop)
 
     def compare(self, trees: Trees) -> Comparison:
-        """See `TokenDistances`; a dimension is a place among the action's tokens."""
+        """See `TokenDistances`; a dimension is an index into the action's tokens."""
         return compare_drafts(trees, self.first, self.stop, self.bins)
 
 
 class TokenDistances(Protocol):
-    """How far apart two tokens of an answer are, on the device and without a read-back."""
+    """Distances between tokens of an answer, computed on the device without a read-back."""
 
     def contain(self, tokens: Tensor) -> Tensor:
-        """Bool of the shape of tokens: which of them stand for actions."""
+        """Mask of the action tokens, bool in the shape of `tokens`."""
 
     def compare(self, trees: Trees) -> Comparison:
-        """Each drafted token beside the target's own choice.
+        """Compares each drafted token with the target's own choice.
 
-        Its `dimensions` count the codec's steps, as `Codec.bound` takes their tolerances; -1 where one token cannot
-        stand for the other within any bound. Its `distances` are in the codec's smallest steps.
+        The result's `dimensions` index the tolerances that `Codec.bound` takes; -1 where one token cannot replace the
+        other within any bound. Its `distances` are in the codec's smallest steps.
         """
 
 
 @runtime_checkable
 class SaysNumbers(Protocol):
-    """Optional: a codec whose answers say one number of an action after the other."""
+    """Optional: a codec whose answers spell an action's numbers one after the other."""
 
     def begun(self, tokens: Sequence[int]) -> np.ndarray:
-        """The completed numbers at the beginning of an answer, float64 [n], action by action, in robot units.
+        """The completed numbers at the start of an answer, float64 [n], action by action, in robot units.
 
-        Tokens that follow do not change them: `decode` gives the same numbers. None after a token that makes the answer
-        stand for no action.
+        Later tokens do not change them: `decode` gives the same numbers. Numbers after a token that makes the answer
+        invalid are left out.
         """
 
     def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
-        """How the number that an answer has begun may go on to its end; nothing where a draft begins it so."""
+        """Possible continuations of an answer's unfinished number; empty if a draft has the same unfinished number."""
 
 
 class Codec(Protocol):
@@ -81,7 +81,7 @@ class Codec(Protocol):
     def names(self) -> tuple[str, ...]: ...
     @property
     def unnorm_key(self) -> str:
-        """Dataset whose action statistics apply; empty where there is no choice."""
+        """Dataset whose action statistics are used; empty if there is no choice."""
 
     @property
     def horizon(self) -> int:
@@ -89,7 +89,7 @@ class Codec(Protocol):
 
     @property
     def dt_s(self) -> float | None:
-        """Seconds that one action takes, as the training data was recorded; None where the checkpoint does not say."""
+        """Duration of one action in the training data in seconds; None if the checkpoint does not give it."""
 
     @property
     def action_range(self) -> tuple[np.ndarray, np.ndarray]:
@@ -107,10 +107,10 @@ class Codec(Protocol):
         """The same codec with up to `max_text` tokens of text before the actions."""
 
     def position(self, tokens: Sequence[int]) -> int:
-        """Where an answer so far stands, for `distances`: of bins the index of the next action token."""
+        """Position of an unfinished answer, for `distances`; for bins, the index of the next action token."""
 
     def in_text(self, tokens: Sequence[int]) -> bool:
-        """Whether the next token may be text."""
+        """True if the next token may be text."""
 
     def remaining(self, tokens: Sequence[int]) -> int:
         """Maximum number of tokens still to come."""
@@ -122,40 +122,40 @@ class Codec(Protocol):
         """Length of the answer if it is complete, else 0; the first `known` tokens did not complete it."""
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of a complete answer that stand for its actions."""
+        """The action tokens of a complete answer."""
 
     def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The text of a complete answer, without what ends it."""
+        """The text tokens of a complete answer, without its end token."""
 
     def problem(self, tokens: Sequence[int]) -> str:
-        """Why a complete answer stands for no action; empty: it does."""
+        """Reason why a complete answer is not a valid action; empty if it is."""
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
-        """Action tokens to float64 [horizon, dims] in the robot's units."""
+        """Decodes action tokens to float64 [horizon, dims] in the robot's units."""
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        """Actions [horizon, dims] in the robot's units to the nearest action tokens."""
+        """Encodes actions [horizon, dims] in the robot's units as the nearest action tokens."""
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        """Index at which a drafted answer continues after a committed beginning that may differ from its own."""
+        """Index at which a drafted answer continues after a committed beginning that may differ from the draft's."""
 
     def normalise(self, actions: np.ndarray) -> np.ndarray:
-        """Actions [horizon, dims] in the robot's units to the scale of the training data, about [-1, 1]."""
+        """Scales actions [horizon, dims] in the robot's units as in the training data, to about [-1, 1]."""
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
         """The largest acceptance tolerance, in steps as for `bound`, within physical bounds.
 
-        UserError if the bounds do not fit the policy's actions.
+        Raises UserError if the bounds do not fit the policy's actions.
         """
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """One tolerance for all moving dimensions, or one per dimension, to one per step as for `bound`.
+        """Expands one tolerance for all moving dimensions, or one per dimension, to one per step as for `bound`.
 
-        UserError if their number does not fit.
+        Raises UserError if their number does not fit.
         """
 
     def bound(self, bins: Sequence[int]) -> np.ndarray:
-        """How far an accepted action can be from the target's own: float64 [horizon, dims] in the robot's units.
+        """Maximum deviation of an accepted action from the target's own, float64 [horizon, dims] in robot units.
 
         `bins`: acceptance tolerances, one per action token (bins), number (digits) or coefficient (FAST).
         """
@@ -163,14 +163,14 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class CodecContext:
-    """What a codec is made from."""
+    """The inputs for making a codec."""
 
     directory: Path  # the checkpoint, for the codec's own files
     norm_stats: Mapping[str, Any]  # the checkpoint's action statistics by dataset
-    unnorm_key: str  # the dataset whose statistics apply; empty: the only one
+    unnorm_key: str  # the dataset whose statistics are used; empty: the only one
     vocab_size: int  # token ids in the vocabulary, padding rows not counted
     bins: int  # bin edges per action dimension
-    end_ids: frozenset[int] = frozenset()  # they end the answer of a policy that writes text before its action
+    end_ids: frozenset[int] = frozenset()  # end tokens of a policy that writes text before its action
 
     @property
     def statistics(self) -> ActionStatistics:
@@ -178,26 +178,26 @@ class CodecContext:
 
 
 def make_codec(name: str, context: CodecContext) -> Codec:
-    """The codec of a name; UserError if there is none, or the checkpoint does not fit it."""
+    """Makes the codec of a name; UserError if it is unknown, or the checkpoint does not fit it."""
     known = CODECS.entries()
     if name not in known:
-        raise UserError(f"{context.directory}: there is no action codec '{name}'; known: {', '.join(known)}")
+        raise UserError(f"{context.directory}: unknown action codec '{name}'; known: {', '.join(known)}")
     codec: Codec = known[name].make(context)
     return codec
 
 
 class ChunkCodec:
-    """What codecs with action statistics share. See `Codec`.
+    """The base class of codecs with action statistics. See `Codec`.
 
-    As it stands, an answer has `max_tokens` tokens, all of them actions, and relaxed acceptance is refused.
+    By default an answer has `max_tokens` tokens, all of them action tokens, and relaxed acceptance is refused.
 
     Attributes:
-        WRITES: what it writes, in words.
+        WRITES: the kind of answer, for messages.
         statistics: normalised values to the robot's units.
     """
 
     WRITES: ClassVar[str]
-    if TYPE_CHECKING:  # a field of one, computed by another
+    if TYPE_CHECKING:  # fields in some codecs, properties in others
 
         @property
         def statistics(self) -> ActionStatistics: ...
@@ -220,7 +220,7 @@ class ChunkCodec:
 
     @property
     def action_ids(self) -> ActionIds:
-        """Empty: drafts and rules that rely on neighbours being close leave these tokens alone."""
+        """Empty, so that drafters and rules that rely on neighbouring ids being close ignore these tokens."""
         return ActionIds(0, 0, bins=1)
 
     @property
@@ -229,7 +229,7 @@ class ChunkCodec:
 
     def with_text(self: Self, max_text: int) -> Self:
         if max_text:
-            raise UserError(f"this policy writes {self.WRITES} and no text: leave decode.max_reasoning_tokens at 0")
+            raise UserError(f"this policy writes {self.WRITES}, not text: leave decode.max_reasoning_tokens at 0")
         return self
 
     def position(self, tokens: Sequence[int]) -> int:
@@ -272,7 +272,7 @@ class ChunkCodec:
 
 
 class WrittenChunkCodec(ChunkCodec):
-    """For answers that one of `end_ids` ends, which belongs to them; at the latest after `max_tokens`."""
+    """The base class for answers that end with one of `end_ids`, which is part of them, or after `max_tokens`."""
 
     if TYPE_CHECKING:
 
@@ -280,7 +280,7 @@ class WrittenChunkCodec(ChunkCodec):
         def end_ids(self) -> frozenset[int]: ...
 
     def in_text(self, tokens: Sequence[int]) -> bool:
-        """Always: any token may come next, the end token included."""
+        """Always true: any token may come next, including the end token."""
         return True
 
     def end(self, tokens: Sequence[int], known: int) -> int:

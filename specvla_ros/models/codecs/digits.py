@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions as whole numbers in digits, as VLA-0 (arXiv 2510.13054) writes them: `406 674 313 …`.
+"""Actions as integers in digits, as VLA-0 (arXiv 2510.13054) writes them: `406 674 313 …`.
 
-Each value of the chunk, row by row, is a number from 0 to the number of bins; a space stands between two.
+Each value of the chunk, row by row, is an integer from 0 to the number of bins; spaces separate them.
 """
 
 from collections.abc import Sequence
@@ -21,29 +21,28 @@ from specvla_ros.models.codecs.statistics import ActionStatistics, tolerance_in_
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import read_fields
 
-_MOST_UNITS = 9  # between two last digits
-_SPACE, _OTHER = 10, -1  # beside the digits' values
+_MOST_UNITS = 9  # maximum difference between two last digits
+_SPACE, _OTHER = 10, -1  # in addition to the digits' values
 
 
 @dataclass(frozen=True)
 class PlaceValues:
-    """How far two digits are apart in a number's units; see `TokenDistances`.
+    """Distances between digits in a number's units; see `TokenDistances`.
 
-    A digit may stand for another only where it is the number's last: where neither number could go on and still be at
-    most the largest. An earlier digit does not tell how far apart the numbers will be: `4 …` may become 4 and `5 …`
-    599.
+    A digit may replace another only as the number's last: if a further digit would take either number above the
+    largest. An earlier digit does not determine the distance of the numbers: `4 …` may become 4 and `5 …` 599.
     """
 
     digit_ids: tuple[int, ...]  # the tokens of 0 to 9
     space_id: int  # the token between two numbers
-    largest: int  # number that may be written
+    largest: int  # the largest number
 
     def contain(self, tokens: Tensor) -> Tensor:
-        """Digits and spaces."""
+        """Mask of digits and spaces."""
         return self._values(tokens) != _OTHER
 
     def position(self, tokens: Sequence[int]) -> int:
-        """Numbers before the next token, and what is written of its own: see `_at`."""
+        """The count of numbers before the next token, combined with the digits so far of its own number: see `_at`."""
         spaces = [i for i, token in enumerate(tokens) if token == self.space_id]
         values = {token: value for value, token in enumerate(self.digit_ids)}
         written = [values[token] for token in tokens[spaces[-1] + 1 if spaces else 0 :] if token in values]
@@ -56,7 +55,7 @@ class PlaceValues:
         return self.largest + 3
 
     def compare(self, trees: Trees) -> Comparison:
-        """See `TokenDistances`: dimensions count the numbers, distances are units of a number."""
+        """See `TokenDistances`: dimensions are indices of numbers, distances are in units of a number."""
         wanted = trees.wanted
         drafted, own = self._values(trees.tokens), self._values(wanted)
         index, written, begun = self._at(trees, drafted)
@@ -67,7 +66,7 @@ class PlaceValues:
         return Comparison.where_near(trees, wanted, near, (drafted - own).abs(), index)
 
     def _at(self, trees: Trees, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where each node's token stands: which number, what is written of it before, and whether anything is.
+        """For each node's token: index of its number, value of the digits before it, and if there are any.
 
         `drafted`: values of the tokens, int64 [requests, n]; the results are int64, int64 and bool of that shape.
         """
@@ -77,7 +76,7 @@ class PlaceValues:
         own = before & (depths[:, None] > last_space[:, :, None]) & _is_digit(drafted)[:, None]
         places = (depths[:, :, None] - 1 - depths[:, None]).clamp(0, len(str(self.largest)))
         written = torch.where(own, drafted[:, None] * 10**places, 0).sum(dim=2)
-        # The root's number goes on where no space is drafted.
+        # The root's number continues if no space is drafted.
         begun = (trees.positions % self._stride)[:, None].where(last_space == 0, 0)
         shift = 10 ** (depths - 1).clamp(0, len(str(self.largest)))
         written = written + (begun - 1).clamp(min=0) * shift
@@ -95,7 +94,7 @@ def _is_digit(values: Tensor) -> Tensor:
 
 @cache  # uploaded once: in a tick, a copy waits for the device
 def _value_table(digit_ids: tuple[int, ...], space_id: int, device: torch.device) -> Tensor:
-    """int64 [n]: values of tokens; the last entry is for all beyond, and for NO_TOKEN."""
+    """Values of tokens, int64 [n]; the last entry is for all higher ids, and for NO_TOKEN."""
     table = torch.full((max(*digit_ids, space_id) + 2,), _OTHER)
     table[list(digit_ids)] = torch.arange(10)
     table[space_id] = _SPACE
@@ -104,23 +103,23 @@ def _value_table(digit_ids: tuple[int, ...], space_id: int, device: torch.device
 
 @dataclass(frozen=True)
 class DigitsCodec(WrittenChunkCodec):
-    """Answers of digits and spaces, and an end token. See `Codec`.
+    """Codec of answers with digits, spaces and an end token. See `Codec`.
 
-    Answers that VLA-0's own code repairs (numbers left out, too many, beyond the range, or unreadable) are refused.
+    Answers that VLA-0's own code repairs (missing, extra, out-of-range or unreadable numbers) are refused.
 
-    Relaxed acceptance takes another last digit of a number, see `PlaceValues`: an accepted number is off by at most its
-    tolerance in units, and never by more than nine.
+    Relaxed acceptance allows another last digit of a number, see `PlaceValues`: an accepted number is off by at most
+    its tolerance in units, and never by more than nine.
     """
 
     WRITES: ClassVar[str] = "digits"
 
     digit_ids: tuple[int, ...]  # the tokens of 0 to 9
     space_id: int  # the token between two numbers
-    end_ids: frozenset[int]  # the tokens that end an answer, and belong to it
+    end_ids: frozenset[int]  # end tokens, which are part of the answer
     statistics: ActionStatistics  # smallest and largest value of each dimension
     horizon: int  # actions per answer
     bins: int  # the largest number
-    limit: int  # length at which an answer ends in any case
+    limit: int  # maximum length of an answer
     dt_s: float | None = None  # see `Codec`
 
     @property
@@ -141,7 +140,7 @@ class DigitsCodec(WrittenChunkCodec):
 
     @property
     def max_tokens(self) -> int:
-        """Of the longest answer that can stand for actions, and its end."""
+        """Length of the longest valid answer, including its end token."""
         longest = self.horizon * len(self.names) * (len(str(self.bins)) + 1)
         return min(longest, self.limit)
 
@@ -150,16 +149,16 @@ class DigitsCodec(WrittenChunkCodec):
 
     def problem(self, tokens: Sequence[int]) -> str:
         if tokens[-1] not in self.end_ids:
-            return f"the answer has no end after {len(tokens)} tokens"
+            return f"the answer has no end token after {len(tokens)} tokens"
         other = next((i for i in tokens[:-1] if i != self.space_id and i not in self.digit_ids), None)
         if other is not None:
             return f"token {other} is neither a digit nor a space"
         words = self._words(tokens[:-1])
         wrong = next((word for word in words if not self._is_number(word)), None)
         if wrong is not None:
-            return f"'{wrong}' is no number from 0 to {self.bins}"
+            return f"'{wrong}' is not a number from 0 to {self.bins}"
         dims = len(self.names)
-        return "" if len(words) == self.horizon * dims else f"{len(words)} numbers in place of {self.horizon} x {dims}"
+        return "" if len(words) == self.horizon * dims else f"{len(words)} numbers instead of {self.horizon} x {dims}"
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         return self._values(self._words(tokens)).reshape(self.horizon, len(self.names))
@@ -171,7 +170,7 @@ class DigitsCodec(WrittenChunkCodec):
         return self._values(words[: self.horizon * len(self.names)])
 
     def _values(self, words: Sequence[str]) -> np.ndarray:
-        """Numbers to the robot's units, float64 [n], action by action."""
+        """Converts numbers to the robot's units, float64 [n], action by action."""
         low, high = self.action_range
         place = np.arange(len(words)) % len(self.names)
         return low[place] + (high - low)[place] * (np.array(words, dtype=np.float64) / self.bins)
@@ -180,7 +179,7 @@ class DigitsCodec(WrittenChunkCodec):
         return word == str(int(word or -1)) and int(word) <= self.bins
 
     def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
-        """See `SaysNumbers`: another next digit, the nearest first, continued as the first draft is."""
+        """See `SaysNumbers`: other next digits, nearest first, each continued like the first draft."""
         written = [*takewhile(self.digit_ids.__contains__, reversed(answer))][::-1]
         begun = [(draft, self.resume(draft, answer)) for draft in drafts if draft]
         if not written or any([*draft[at - len(written) : at]] == written for draft, at in begun):
@@ -194,7 +193,7 @@ class DigitsCodec(WrittenChunkCodec):
         return [(self.digit_ids[digit], *rest[1:stop]) for digit in others]
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        """Values beyond the range of the training data are clipped to it; in float32, as the original rounds."""
+        """Clips values to the range of the training data; computed in float32, as the original rounds."""
         low, high = (each.astype(np.float32) for each in self.action_range)
         width = np.where(high > low, high - low, np.float32(1))
         shares = (np.clip(actions.astype(np.float32), low, high) - low) / width
@@ -203,7 +202,7 @@ class DigitsCodec(WrittenChunkCodec):
         return tuple(self.space_id if each == " " else self.digit_ids[int(each)] for each in text)
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        """At the same digit of the same number: numbers have different lengths."""
+        """Resumes at the same digit of the same number, since numbers differ in length."""
         number = sum(token == self.space_id for token in answer)
         digit = next((i for i, token in enumerate(reversed(answer)) if token == self.space_id), len(answer))
         spaces = [i for i, token in enumerate(draft) if token == self.space_id]
@@ -219,14 +218,14 @@ class DigitsCodec(WrittenChunkCodec):
 
 
 DIGIT_TOKENS = 11
-"""At the vocabulary's end, counting down from 0 on; the last of them is the space."""
+"""Number of tokens at the vocabulary's end, counting down from digit 0; the last of them is the space."""
 
 
 @CODECS.register("digits")
 def _digits(context: CodecContext) -> DigitsCodec:
-    """Of this package's own format: `action_tokenizer/processor_config.json` says the fields that are read here."""
+    """Makes the codec of this package's own format from `action_tokenizer/processor_config.json`."""
     path = context.directory / CODEC_FOLDER / CODEC_FILE
-    fields = read_fields(path, missing="it must say time_horizon and bins", hint="; copy it again")
+    fields = read_fields(path, missing="it must contain time_horizon and bins", hint="; copy it again")
     if context.vocab_size <= DIGIT_TOKENS:
         raise UserError(f"{context.directory}: a vocabulary of {context.vocab_size} tokens has no room for digits")
     ids = [context.vocab_size - 1 - i for i in range(DIGIT_TOKENS)]

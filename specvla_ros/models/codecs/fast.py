@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of FAST tokens, and how far from the target's own action a relaxed one may be."""
+"""Codec of answers in FAST tokens, and the bound on a relaxed action's deviation from the target's own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,30 +21,30 @@ from specvla_ros.settings.json_file import Fields, read_fields
 
 @dataclass(frozen=True)
 class CoefficientDistances:
-    """How far two FAST tokens are apart, in steps of a coefficient; see `TokenDistances`.
+    """Distances between FAST tokens, in steps of a coefficient; see `TokenDistances`.
 
-    One may stand for the other where both are as many whole characters, and these differ in one place alone.
+    One may replace the other if both have the same number of whole characters and differ in exactly one of them.
     """
 
     tokenizer: FastTokenizer
     first_id: int  # the policy's token of FAST id 0
-    step: int  # from one id's token to the next one's: 1 or -1
+    step: int  # difference between consecutive ids' tokens: 1 or -1
 
     def contain(self, tokens: Tensor) -> Tensor:
         ids = self._ids(tokens)
         return (ids >= 0) & (ids < self.tokenizer.vocab_size)
 
     def _ids(self, tokens: Tensor) -> Tensor:
-        return tokens - self.first_id if self.step > 0 else self.first_id - tokens  # times the step: one launch more
+        return tokens - self.first_id if self.step > 0 else self.first_id - tokens  # times the step: one more launch
 
     def position(self, tokens: Sequence[int]) -> int:
-        """Coefficients so far: the index of the next one."""
+        """Number of coefficients so far, which is the index of the next one."""
         begun = self.tokenizer.characters_begun
         ids = ((token - self.first_id) * self.step for token in tokens)
         return sum(begun[i] for i in ids if 0 <= i < len(begun))
 
     def compare(self, trees: Trees) -> Comparison:
-        """See `TokenDistances`: dimensions count the coefficients, distances are steps of one."""
+        """See `TokenDistances`: dimensions are indices of coefficients, distances are in steps of one."""
         wanted = trees.wanted
         coefficients, lengths, begun = _coefficient_table(self.tokenizer, trees.tokens.device)
         drafted, own = (
@@ -59,11 +59,11 @@ class CoefficientDistances:
 
 @lru_cache(maxsize=4)  # uploaded once: in a tick, a copy waits for the device
 def _coefficient_table(tokenizer: FastTokenizer, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """By id, with a last row for what is no FAST token, all int64.
+    """Tables by FAST id, all int64, with a last row for other tokens.
 
     Returns:
-        its coefficients [ids + 1, longest token], padded with 0; their number [ids + 1], 0 where the token is not whole
-        characters; the characters that begin in it [ids + 1].
+        a token's coefficients [ids + 1, longest token], padded with 0; their number [ids + 1], 0 if the token is not
+        whole characters; the number of characters that begin in it [ids + 1].
     """
     texts = [token.decode("utf-8", errors="replace") for token in tokenizer.token_bytes]
     codes = [[] if HALF in text else [ord(character) for character in text] for text in texts]
@@ -76,23 +76,23 @@ def _coefficient_table(tokenizer: FastTokenizer, device: torch.device) -> tuple[
 
 @dataclass(frozen=True)
 class FastCodec(WrittenChunkCodec):
-    """Answers of FAST tokens and an end token, which may begin with fixed words. See `Codec`.
+    """Codec of answers with FAST tokens and an end token, optionally after fixed words. See `Codec`.
 
-    Relaxed acceptance takes a token whose coefficients differ from those of the target's own in one place, see
+    Relaxed acceptance allows a token with one coefficient different from the target's own token, see
     `CoefficientDistances`. The inverse transform is linear, so each action of the chunk then lies within `bound`.
     """
 
     WRITES: ClassVar[str] = "FAST tokens"
 
-    tokenizer: FastTokenizer  # ids from 0 on to normalised actions
+    tokenizer: FastTokenizer  # FAST ids to normalised actions
     statistics: ActionStatistics  # normalised values to the robot's units
     horizon: int  # actions per answer
     first_id: int  # the policy's token of FAST id 0
-    end_ids: frozenset[int]  # the token ids that end an answer, and belong to it
+    end_ids: frozenset[int]  # end tokens, which are part of the answer
     dt_s: float | None = None  # see `Codec`
-    step: int = -1  # the policy's tokens count up from the first (1), as NORA's do, or down (-1), as pi0-FAST's
-    limit: int | None = None  # length at which an answer ends in any case; None: where it cannot be a chunk any more
-    beginning: tuple[int, ...] = ()  # the tokens with which an answer begins
+    step: int = -1  # the policy's tokens count up from the first (1), as in NORA, or down (-1), as in pi0-FAST
+    limit: int | None = None  # maximum length of an answer; None: that of the longest possible chunk
+    beginning: tuple[int, ...] = ()  # tokens at the start of every answer
 
     @property
     def distances(self) -> "CoefficientDistances":
@@ -102,7 +102,7 @@ class FastCodec(WrittenChunkCodec):
         return self.distances.position(tokens[self._beginning_of(tokens) :])
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        """See `Codec`. Each dimension's tolerance is shared out from the lowest frequency on, a step at a time."""
+        """See `Codec`. Each dimension's tolerance is distributed a step at a time, starting at the lowest frequency."""
         limits = physical_limits(self.statistics, metres=metres, radians=radians)
         steps = np.zeros((self.horizon, len(self.names)), dtype=np.int64)
         for dim, limit in enumerate(limits):
@@ -135,17 +135,17 @@ class FastCodec(WrittenChunkCodec):
         steps = np.asarray(bins).reshape(self.horizon, len(self.names)) / self.tokenizer.scale
         moved: np.ndarray = np.abs(cosines(self.horizon)).T @ steps * self._half_range
         switches = list(self.statistics.switches)
-        moved[:, switches] = moved[:, switches] > 0  # over, or not at all
+        moved[:, switches] = moved[:, switches] > 0  # flipped, or not at all
         return moved
 
     @property
     def _half_range(self) -> np.ndarray:
-        """Of each dimension, in the robot's units."""
+        """Half the range of each dimension, in the robot's units."""
         return np.where(self.statistics.mask, (self.statistics.high - self.statistics.low) / 2, 1.0)
 
     @property
     def max_tokens(self) -> int:
-        """A character of its own for each coefficient, of two bytes at most below 2048, and the end token."""
+        """One character per coefficient, of at most two bytes each below 2048, and the end token."""
         longest = len(self.beginning) + 2 * self.horizon * len(self.names) + 1
         return longest if self.limit is None else min(longest, self.limit)
 
@@ -161,9 +161,9 @@ class FastCodec(WrittenChunkCodec):
 
     def problem(self, tokens: Sequence[int]) -> str:
         if tokens[-1] not in self.end_ids:
-            return f"the answer has no end after {len(tokens)} tokens"
+            return f"the answer has no end token after {len(tokens)} tokens"
         if self._beginning_of(tokens) < len(self.beginning):
-            return "the answer does not begin as the policy's answers do"
+            return "the answer does not start with the policy's fixed words"
         return self.tokenizer.problem(self._fast_ids(self.action_tokens(tokens)), self.horizon, len(self.names))
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
@@ -174,7 +174,7 @@ class FastCodec(WrittenChunkCodec):
         return tuple(self.first_id + self.step * i for i in self.tokenizer.encode(self.normalise(actions)))
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        """After as many coefficients: tokens stand for different numbers of them."""
+        """Resumes after the same number of coefficients, since tokens differ in how many they encode."""
         wanted, reached = sum(map(self._bytes, answer)), 0
         for at, token in enumerate(draft):
             if reached >= wanted:
@@ -183,7 +183,7 @@ class FastCodec(WrittenChunkCodec):
         return len(draft)
 
     def _bytes(self, token: int) -> int:
-        """Of a token's coefficients; a token of the beginning counts as one."""
+        """Number of bytes of a token's coefficients; a token of the beginning counts as one."""
         (i,) = self._fast_ids((token,))
         found = self.tokenizer.token_bytes
         return len(found[i]) or 1 if 0 <= i < len(found) else 1
@@ -193,22 +193,22 @@ class FastCodec(WrittenChunkCodec):
 
 
 def check_dims(fields: Fields, statistics: ActionStatistics) -> None:
-    """UserError if a FAST tokenizer's processor_config.json says it was fitted for another number of dimensions."""
+    """Raises UserError if a FAST tokenizer's processor_config.json gives another number of dimensions."""
     dims = fields.whole("action_dim", len(statistics.low), minimum=1, maximum=1 << 10)
     if dims != len(statistics.low):
         raise UserError(
-            f"{fields.path.parent} was fitted for {dims} dimensions, and the action statistics have "
+            f"{fields.path.parent} was fitted for {dims} dimensions, but the action statistics have "
             f"{len(statistics.low)}: they belong to different policies"
         )
 
 
 @CODECS.register("fast")
 def _fast(context: CodecContext) -> FastCodec:
-    """From `action_tokenizer/`, whose processor_config.json has the horizon too, as `time_horizon`."""
+    """Makes the codec from `action_tokenizer/`, whose processor_config.json also has the horizon, `time_horizon`."""
     folder = context.directory / CODEC_FOLDER
     tokenizer = read_fast_tokenizer(folder)
     if tokenizer.vocab_size >= context.vocab_size:
-        raise UserError(f"{folder} has {tokenizer.vocab_size} ids, and the policy {context.vocab_size} tokens")
+        raise UserError(f"{folder} has {tokenizer.vocab_size} ids, but the policy only {context.vocab_size} tokens")
     statistics = context.statistics
     fields = read_fields(folder / CODEC_FILE, missing="", hint="; copy it again")
     check_dims(fields, statistics)

@@ -2,7 +2,7 @@
 """FAST's tokenizer (Pertsch et al., arXiv 2501.09747): the byte-pair encoding of a chunk's cosine transform.
 
 Each dimension's values over the chunk are transformed (DCT-II, orthonormal), scaled and rounded; the coefficients, row
-by row, are characters of a string that byte-level BPE shortens. So answers of one policy have different lengths.
+by row, are characters of a string that byte-level BPE shortens. Answers of one policy therefore differ in length.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from specvla_ros.models.tokenizer import read_tokenizer
 from specvla_ros.settings.json_file import read_fields
 
 _TOKENIZER = "tokenizer.json"
-HALF = "\N{REPLACEMENT CHARACTER}"  # what a lost half of a two-byte character decodes to
+HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from a lone half of a two-byte character
 _MAX_CODE = 0x10FFFF
-_SURROGATES = range(0xD800, 0xE000)  # code points that are no characters
+_SURROGATES = range(0xD800, 0xE000)  # code points that are not characters
 
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """The published tokenizer: chunks of normalised actions to ids from 0 to `vocab_size` - 1, and back.
+    """The published tokenizer, which converts chunks of normalised actions to ids below `vocab_size`, and back.
 
     Chunks that the original repairs (it pads a wrong number of coefficients with zeros, and reads half a character as
     the coefficient 65533 less its offset) are refused, and so are actions that encoding would lose.
@@ -42,16 +42,16 @@ class FastTokenizer:
         return self.bpe.get_vocab_size()
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        """Normalised actions [horizon, dims], about [-1, 1], to ids.
+        """Encodes normalised actions [horizon, dims], about [-1, 1], as ids.
 
-        UserError if they are not finite, or too far outside of the range the tokenizer was fitted on.
+        Raises UserError if they are not finite, or too far outside the range that the tokenizer was fitted on.
         """
         text = "".join(map(self._character, to_coefficients(actions, self.scale).flatten().tolist()))
         ids: tuple[int, ...] = tuple(self.bpe.encode(text).ids)
         if self.bpe.decode(list(ids), skip_special_tokens=False) != text:
             raise UserError(
-                "an action is outside of what this FAST tokenizer was fitted on and would be lost: normalise it, or "
-                "fit the tokenizer on actions like it"
+                "an action is outside the range that this FAST tokenizer was fitted on and would be lost: normalise "
+                "it, or fit the tokenizer on similar actions"
             )
         return ids
 
@@ -59,25 +59,25 @@ class FastTokenizer:
         code = coefficient - self.min_token
         if not 0 <= code <= _MAX_CODE or code in _SURROGATES:
             raise UserError(
-                f"an action has a coefficient of {coefficient}, and this FAST tokenizer begins at {self.min_token}: "
-                "normalise it, or fit the tokenizer on actions like it"
+                f"an action has a coefficient of {coefficient}, but this FAST tokenizer begins at {self.min_token}: "
+                "normalise it, or fit the tokenizer on similar actions"
             )
         return chr(code)
 
     def problem(self, ids: Sequence[int], horizon: int, dims: int) -> str:
-        """Why ids stand for no chunk, in words; empty: they do."""
+        """Reason why ids do not decode to a chunk; empty if they do."""
         other = next((i for i in ids if not 0 <= i < self.vocab_size), None)
         if other is not None:
-            return f"{other} is no FAST token"
+            return f"{other} is not a FAST token"
         text = self._text(ids)
         if HALF in text:
             return "a FAST character is cut in half"
         if len(text) != horizon * dims:
-            return f"{len(text)} FAST coefficients in place of {horizon} x {dims}"
+            return f"{len(text)} FAST coefficients instead of {horizon} x {dims}"
         return ""
 
     def decode(self, ids: Sequence[int], horizon: int, dims: int) -> np.ndarray:
-        """Ids to normalised actions, float64 [horizon, dims]; UserError if they stand for no such chunk."""
+        """Decodes ids to normalised actions, float64 [horizon, dims]; UserError if they do not give such a chunk."""
         problem = self.problem(ids, horizon, dims)
         if problem:
             raise UserError(problem)
@@ -86,8 +86,8 @@ class FastTokenizer:
         return actions
 
     def _text(self, ids: Sequence[int]) -> str:
-        # All at once: a character may be two tokens. And without the clean-up of spaces that the released files ask
-        # for, which takes away characters that stand for coefficients.
+        # All at once, since a character may be two tokens. Without the clean-up of spaces that the released files ask
+        # for, since it removes characters that encode coefficients.
         text: str = self.bpe.decode(list(ids), skip_special_tokens=False)
         return text
 
@@ -103,7 +103,7 @@ class FastTokenizer:
 
     @cached_property
     def characters_begun(self) -> tuple[int, ...]:
-        """How many characters begin in each id's bytes: those that continue none."""
+        """Number of characters that begin in each id's bytes."""
         return tuple(sum(byte & 0xC0 != 0x80 for byte in token) for token in self.token_bytes)
 
 
@@ -115,7 +115,7 @@ def _byte_symbols() -> dict[int, str]:
 
 
 def to_coefficients(actions: np.ndarray, scale: float) -> np.ndarray:
-    """[horizon, dims] to int64 of the same shape."""
+    """Scaled and rounded coefficients of actions [horizon, dims], int64 of the same shape."""
     if actions.ndim != 2 or not np.isfinite(actions).all() or np.abs(actions).max(initial=0.0) > MAX_VALUE:
         raise UserError("FAST encodes chunks [horizon, dims] of finite, normalised actions")
     return np.around(cosines(len(actions)) @ actions * scale).astype(np.int64)
@@ -130,19 +130,19 @@ def cosines(horizon: int) -> np.ndarray:
 
 
 def read_fast_tokenizer(directory: Path) -> FastTokenizer:
-    """The tokenizer in a directory: the released layout, or LeRobot's, which has a folder for its BPE.
+    """Reads a tokenizer in the released layout or in LeRobot's, which has a folder for its BPE.
 
-    UserError if a file is missing or malformed.
+    Raises UserError if a file is missing or malformed.
     """
     fields = read_fields(
         directory / CODEC_FILE,
-        missing=f"{directory} must hold the policy's FAST tokenizer, with {CODEC_FILE} and {_TOKENIZER}",
+        missing=f"{directory} must contain the policy's FAST tokenizer, with {CODEC_FILE} and {_TOKENIZER}",
         hint="; copy it again",
     )
     nested = directory / "bpe_tokenizer" / _TOKENIZER
     path = nested if nested.exists() else directory / _TOKENIZER
     if not path.exists():
-        raise UserError(f"{path} is missing; copy the FAST tokenizer from where the weights are from")
+        raise UserError(f"{path} is missing; copy the FAST tokenizer from the source of the weights")
     return FastTokenizer(
         bpe=read_tokenizer(path),
         scale=fields.number("scale", above=0.0),

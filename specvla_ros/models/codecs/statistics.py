@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Action statistics of a checkpoint: they scale normalised values to the robot's units, and tolerances to bins."""
+"""Action statistics of a checkpoint, which scale normalised values to the robot's units and tolerances to bins."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,30 +24,30 @@ class ActionStatistics:
     unnorm_key: str  # the dataset's name in the checkpoint
     low: np.ndarray  # float64 [action_dim], the 1st percentile of the training actions
     high: np.ndarray  # float64 [action_dim], the 99th
-    mask: np.ndarray  # bool [action_dim]; False: the dimension is used as it is (a gripper in [0, 1])
-    switches: tuple[int, ...] = ()  # indices of such dimensions that are 1 above a half, and else 0
+    mask: np.ndarray  # bool [action_dim]; False: the dimension is not scaled (a gripper in [0, 1])
+    switches: tuple[int, ...] = ()  # indices of unscaled dimensions that are set to 1 above 0.5, else to 0
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name per dimension: x y z roll pitch yaw gripper, or dim_0 … where the policy has not seven."""
+        """One name per dimension: x y z roll pitch yaw gripper, or dim_0 … if there are not seven."""
         n = len(self.low)
         return ACTION_NAMES if n == len(ACTION_NAMES) else tuple(f"dim_{i}" for i in range(n))
 
     def unnormalise(self, values: np.ndarray) -> np.ndarray:
-        """Normalised values [action_dim] in [-1, 1] to the robot's units, float64, not clipped."""
+        """Scales normalised values [action_dim] in [-1, 1] to the robot's units, float64, not clipped."""
         scaled = 0.5 * (values + 1) * (self.high - self.low) + self.low
         found = np.where(self.mask, scaled, values)
         found[list(self.switches)] = found[list(self.switches)] > 0.5
         return found
 
     def normalise(self, values: np.ndarray) -> np.ndarray:
-        """The inverse; a dimension that never moved in training (high = low) gives 0."""
+        """The inverse of `unnormalise`; a dimension that never moved in training (high = low) gives 0."""
         width = np.where(self.high > self.low, self.high - self.low, np.inf)
         return np.where(self.mask, 2 * (values - self.low) / width - np.isfinite(width), values)
 
 
 def select_key(statistics: Mapping[str, Any], unnorm_key: str, where: str = "this checkpoint") -> str:
-    """The key of a dataset; an empty one means the only one."""
+    """Returns a checked dataset key; an empty one selects the only dataset."""
     known = ", ".join(sorted(statistics)) or "none"
     if not unnorm_key and len(statistics) != 1:
         raise UserError(
@@ -61,10 +61,10 @@ def select_key(statistics: Mapping[str, Any], unnorm_key: str, where: str = "thi
 
 
 def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str = "action") -> ActionStatistics:
-    """The statistics of actions, or of another `kind` of vector, under a key; an empty key means the only one.
+    """The statistics of actions, or of another `kind` of vector, under a key; an empty key selects the only one.
 
-    A fine-tuned LIBERO checkpoint may hold `NAME_no_noops` for the suite NAME; that is found too, as in OpenVLA's
-    evaluation. Raises UserError for no key where there are several, an unknown key, or malformed statistics.
+    A fine-tuned LIBERO checkpoint may have `NAME_no_noops` for the suite NAME; that is found too, as in OpenVLA's
+    evaluation. Raises UserError for a missing key if there are several, an unknown key, or malformed statistics.
     """
     if unnorm_key not in norm_stats and f"{unnorm_key}_no_noops" in norm_stats:
         unnorm_key = f"{unnorm_key}_no_noops"
@@ -88,7 +88,7 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str 
 def checked_statistics(
     path: Path, norm_stats: Mapping[str, Any], unnorm_key: str, kind: str = "action"
 ) -> ActionStatistics:
-    """As `select_statistics`; errors begin with the checkpoint or file."""
+    """Like `select_statistics`, with errors that begin with the checkpoint or file."""
     try:
         return select_statistics(norm_stats, unnorm_key, kind)
     except UserError as error:
@@ -106,14 +106,14 @@ def _numbers(value: Any, where: str) -> np.ndarray:
 def tolerance_in_bins(
     statistics: ActionStatistics, values: int, *, metres: float, radians: float, gripper_bins: int
 ) -> tuple[int, ...]:
-    """Physical tolerances as whole bins per dimension, rounded down; 0 is strict.
+    """Converts physical tolerances to whole bins per dimension, rounded down; 0 is strict.
 
     Args:
         values: bin centres per dimension (255); a bin is 2 / `values` of half the dimension's range.
-        metres, radians: for x, y, z; for roll, pitch, yaw.
+        metres, radians: for x, y, z and for roll, pitch, yaw.
         gripper_bins: for dimensions that the statistics do not scale.
 
-    Raises UserError: a tolerance smaller than one bin of its dimension, or statistics whose units are not known.
+    Raises UserError: a tolerance smaller than one bin of its dimension, or statistics with unknown units.
     """
     bins = []
     widths = (statistics.high - statistics.low) / values
@@ -138,9 +138,9 @@ def tolerance_in_bins(
 
 
 def physical_limits(statistics: ActionStatistics, *, metres: float, radians: float) -> list[float | None]:
-    """The tolerance of each dimension in its unit; None: the statistics do not scale it, as a gripper's.
+    """The tolerance of each dimension in its unit; None for dimensions that are not scaled, such as a gripper.
 
-    UserError if the dimensions' units are not known.
+    Raises UserError if the dimensions' units are not known.
     """
     if statistics.names != ACTION_NAMES:
         raise UserError(
@@ -152,15 +152,15 @@ def physical_limits(statistics: ActionStatistics, *, metres: float, radians: flo
 
 
 def _rounded_up(width: float) -> float:
-    """To four digits and not below, so that the number named in a message is accepted."""
+    """Rounds up to four digits, so that the number given in a message is accepted."""
     unit = 10.0 ** (math.floor(math.log10(width)) - 3)
     return math.ceil(width / unit) * unit
 
 
 def spread_bins(bins: Sequence[int], mask: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:
-    """One tolerance for all moving dimensions, or one per dimension as given; UserError for another number of them.
+    """Expands one tolerance to all moving dimensions, or keeps one per dimension; UserError for any other number.
 
-    `mask`: which dimensions the statistics scale; the others take `gripper_bins` when one number is given.
+    `mask`: True for dimensions that the statistics scale; the others take `gripper_bins` if one number is given.
     """
     if len(bins) == 1:
         return tuple(bins[0] if scaled else gripper_bins for scaled in mask)

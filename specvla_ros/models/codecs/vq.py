@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Actions as codes of a residual VQ-VAE (VQ-BeT, arXiv 2403.03181), as MiniVLA writes them: a chunk in a few tokens.
 
-A token chooses one vector of its layer's codebook; the sum of all layers' goes through an MLP that gives the chunk.
+A token selects one vector of its layer's codebook; an MLP decodes the sum of all layers' vectors to the chunk.
 """
 
 from collections.abc import Sequence
@@ -27,25 +27,25 @@ Mlp = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 @dataclass(frozen=True)
 class VqVae:
-    """Codes to normalised chunks, and back; float32, as in the original."""
+    """Converts codes to normalised chunks and back, in float32 as in the original."""
 
     codebooks: np.ndarray  # [layers, codes, latent]
     encoder: Mlp  # a chunk to a latent vector
     decoder: Mlp  # a latent vector to a chunk
     horizon: int  # actions per chunk
-    scale: float  # of the decoder's output
+    scale: float  # factor of the decoder's output
 
     @property
     def dims(self) -> int:
         return len(self.decoder[-1][1]) // self.horizon
 
     def decode(self, codes: Sequence[int]) -> np.ndarray:
-        """One code per layer to normalised actions [horizon, dims], not clipped."""
+        """Decodes one code per layer to normalised actions [horizon, dims], not clipped."""
         latent = self.codebooks[np.arange(len(codes)), list(codes)].sum(axis=0)
         return _through(self.decoder, latent).reshape(self.horizon, -1) * np.float32(self.scale)
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        """Normalised actions [horizon, dims] to the code of each layer nearest to the residual of the layers before."""
+        """Encodes normalised actions [horizon, dims]: each layer's code nearest to the residual of earlier layers."""
         left = _through(self.encoder, (actions / self.scale).astype(np.float32).reshape(-1))
         codes = []
         for codebook in self.codebooks:
@@ -64,9 +64,9 @@ def _through(layers: Mlp, values: np.ndarray) -> np.ndarray:
 
 
 def read_vq_vae(directory: Path) -> VqVae:
-    """From `config.json` and `checkpoints/model.pt`, as vq_bet_official saves it.
+    """Reads `config.json` and `checkpoints/model.pt`, as saved by vq_bet_official.
 
-    UserError if a file is missing or damaged, or they do not fit each other.
+    Raises UserError if a file is missing or damaged, or the two do not match.
     """
     fields = read_fields(directory / "config.json", missing="copy the VQ-VAE's whole folder", hint="; copy it again")
     horizon, dims = (fields.whole(name, minimum=1, maximum=1 << 10) for name in ("input_dim_h", "input_dim_w"))
@@ -84,7 +84,7 @@ def read_vq_vae(directory: Path) -> VqVae:
             or any(n and n != k for n, k in zip(shape, found.shape, strict=True))
         ):
             wanted = " x ".join(str(n) if n else "any" for n in shape)
-            raise UserError(f"{path}: {part}.{name} must be {wanted}, as config.json beside it says; copy both again")
+            raise UserError(f"{path}: {part}.{name} must have shape {wanted}, as config.json says; copy both again")
         return found.float().numpy()
 
     def mlp(part: str, inputs: int, outputs: int) -> Mlp:
@@ -107,17 +107,17 @@ def read_vq_vae(directory: Path) -> VqVae:
 
 @dataclass(frozen=True)
 class VqCodec(ChunkCodec):
-    """Answers of one code per layer and nothing else. See `Codec`.
+    """Codec of answers with one code per layer and nothing else. See `Codec`.
 
-    The original takes an id that is no code for the first or the last one; here it is refused. Relaxed acceptance has
-    no bound here: neighbouring codes are not similar.
+    The original clips an id that is not a code to the first or the last one; here it is refused. Relaxed acceptance
+    has no bound: neighbouring codes are not similar.
     """
 
     WRITES: ClassVar[str] = "codes of a VQ-VAE"
 
     vae: VqVae  # codes to normalised chunks
     statistics: ActionStatistics  # normalised values to the robot's units
-    stop_id: int  # one past the token of code 0, from which codes count down
+    stop_id: int  # one past the token of code 0; codes count down from it
     dt_s: float | None = None  # see `Codec`
 
     @property
@@ -137,7 +137,7 @@ class VqCodec(ChunkCodec):
 
     def problem(self, tokens: Sequence[int]) -> str:
         other = (token for token in tokens if token not in self.ids)
-        return "".join(f"token {token} is no action token" for token in islice(other, 1))
+        return "".join(f"token {token} is not an action token" for token in islice(other, 1))
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         chunk = self.vae.decode([self.stop_id - 1 - token for token in tokens]).astype(np.float64)

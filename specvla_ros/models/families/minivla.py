@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a MiniVLA directory, as openvla-mini trains and releases it, to a policy.
+"""Loads a MiniVLA checkpoint, as trained and released by openvla-mini.
 
 Source: Stanford-ILIAD/openvla-mini: prismatic/models/load.py, vla/action_tokenizer.py, models/backbones. Its code also
-needs the language model's files and the VQ-VAE; here they lie in `llm/` and `vq/`, in the checkpoint or beside it.
+needs the language model's files and the VQ-VAE; they must be in `llm/` and `vq/`, in the checkpoint or next to it.
 """
 
 from dataclasses import dataclass, replace
@@ -40,13 +40,13 @@ from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
 
 _WRIST = "wrist"
-_EXTRA_TOKENS = 256  # <|extra_0|> and on, which its code adds behind the tokenizer's own
-_ROW_MULTIPLE = 64  # of the embedding
+_EXTRA_TOKENS = 256  # from <|extra_0|> on; its code appends them to the tokenizer's own
+_ROW_MULTIPLE = 64  # the embedding's number of rows is a multiple of this
 _PROMPT = (
     "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-# Names in its files, and in OpenVLA's of Hugging Face, whose model it is.
+# Prefixes of names in its files, and in OpenVLA's Hugging Face files, whose model it shares.
 _NAMES = (
     ("projector.0.", "projector.fc1."),
     ("projector.2.", "projector.fc2."),
@@ -72,8 +72,8 @@ def load_minivla(
     """Loads a MiniVLA checkpoint from its native layout; see `load_target` for the arguments.
 
     Args:
-        directory: holds config.json, checkpoints/ with one .pt file and dataset_statistics.json; llm/ and vq/ lie in it
-            or beside it.
+        directory: contains config.json, checkpoints/ with one .pt file and dataset_statistics.json; llm/ and vq/ are
+            inside it or next to it.
         cameras: `image`, or `image` and `wrist`; ALL_CAMERAS: as many as config.json says.
     """
     refuse_options(directory, options)
@@ -114,24 +114,24 @@ def _cameras(directory: Path, asked: tuple[str, ...], usual: int) -> tuple[str, 
 
 
 def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
-    """By config.json's action tokenizer; `extra` ones use the tokens at the vocabulary's end."""
+    """Makes the codec of config.json's action tokenizer; `extra` ones use the tokens at the vocabulary's end."""
     norm_stats = read_checkpoint_json(directory / "dataset_statistics.json").raw
     statistics = checked_statistics(directory, norm_stats, unnorm_key)
     if name == "extra_action_tokenizer":
         return BinsCodec(ActionTokenizer(tokens), statistics)
     if not name.endswith("_vq_extra_action_tokenizer"):
         raise UserError(
-            f"{directory / 'config.json'}: vla.action_tokenizer is '{name}'; known are extra_action_tokenizer and "
+            f"{directory / 'config.json'}: vla.action_tokenizer is '{name}'; supported are extra_action_tokenizer and "
             "those that end with _vq_extra_action_tokenizer"
         )
     vq = folder_beside(directory, "vq", "the folder of the VQ-VAE that the policy was trained with")
     folders = [each for each in sorted(vq.iterdir()) if each.is_dir()]
     if len(folders) != 1:
-        raise UserError(f"{vq} must hold one folder, that of the policy's own VQ-VAE; it has {len(folders)}")
+        raise UserError(f"{vq} must contain one folder, that of the policy's own VQ-VAE; it has {len(folders)}")
     vae = read_vq_vae(folders[0])
     if vae.dims != len(statistics.low):
         raise UserError(
-            f"{folders[0]} was trained for {vae.dims} dimensions, and the action statistics have "
+            f"{folders[0]} was trained for {vae.dims} dimensions, but the action statistics have "
             f"{len(statistics.low)}: they belong to different policies"
         )
     return VqCodec(vae, statistics, tokens)
@@ -146,7 +146,7 @@ def _load(directory: Path, model: OpenVLA, progress: Progress | None) -> None:
     wanted = model.checkpoint_tensors()
     if _HEAD in given and _HEAD not in wanted and not given.pop(_HEAD).equal(given.get(_EMBEDDINGS, Tensor())):
         raise UserError(
-            f"{path}: {_HEAD} and {_EMBEDDINGS} differ, and llm/config.json says that they are one table "
+            f"{path}: {_HEAD} and {_EMBEDDINGS} differ, but llm/config.json says that they are tied "
             "(tie_word_embeddings): copy llm/ from the language model that the policy was trained from"
         )
     copy_weights(given, wanted, path, progress, unused=model.unused_tensors)
@@ -161,7 +161,7 @@ def _renamed(name: str) -> str:
 
 @dataclass(frozen=True)
 class MiniVLATarget(VisionLanguageTarget):
-    """A checkpoint whose prompt is the first token | the images | the rest of the text."""
+    """A checkpoint whose prompt is first token | images | rest of the text."""
 
     directory: Path
     model: OpenVLA

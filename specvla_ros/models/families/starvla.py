@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StarVLA's QwenFast: Qwen2.5-VL or Qwen3-VL that writes a chunk in FAST tokens, from the folder of its training run.
+"""StarVLA's QwenFast, from the folder of its training run: Qwen2.5-VL or Qwen3-VL that writes a chunk in FAST tokens.
 
 Source: starVLA/starVLA (0ed0aad): model/framework/VLM4A/QwenFast.py, model/modules/vlm, deployment/model_server,
 dataloader/gr00t_lerobot/transform/state_action.py, and the data_config.py and evaluation clients of its examples.
-Answers that are no chunk, which that class repairs (coefficients of zero, text between the tokens left out), are
-refused here.
+Answers that are not a chunk are refused here; that class repairs them (with zero coefficients, or by dropping text
+between the tokens).
 """
 
 from collections.abc import Callable
@@ -30,22 +30,22 @@ from specvla_ros.models.target import TARGETS
 from specvla_ros.models.weights import Progress
 from specvla_ros.settings.json_file import Fields, shown
 
-_HORIZON = 16  # QwenFastDefaultConfig's future_action_window_size, and the present one
+_HORIZON = 16  # QwenFastDefaultConfig's future_action_window_size + 1
 _PREFIX = "qwen_vl_interface.model."  # of a tensor's name
 _PLACE = "{instruction}"
-_FRAMEWORK = "qwenfast"  # its code asks for QwenFast, papers and cards say QwenFAST
-_SCALED_BY = {"q99": ("q01", "q99"), "min_max": ("min", "max")}  # the range that becomes -1 to 1
+_FRAMEWORK = "qwenfast"  # QwenFast in its code, QwenFAST in papers and model cards
+_SCALED_BY = {"q99": ("q01", "q99"), "min_max": ("min", "max")}  # the range that maps to -1 to 1
 _SCALINGS = (*_SCALED_BY, "binary", "none")
 _OURS = "specvla"
 
 
 @dataclass(frozen=True)
 class RobotData:
-    """StarVLA's registry entry of a robot's data, which a run does not repeat."""
+    """StarVLA's registry entry for a robot's data, which a run does not contain."""
 
     cameras: tuple[str, ...]  # in the order of training
-    scaling: tuple[str, ...]  # of each number of an action: of _SCALINGS
-    averaged: bool = False  # its client scales images by averages (INTER_AREA), not by Pillow's bilinear filter
+    scaling: tuple[str, ...]  # per action dimension, from _SCALINGS
+    averaged: bool = False  # its client resizes images with INTER_AREA, not with Pillow's bilinear filter
 
 
 _OXE = RobotData((ONLY_CAMERA,), ("q99",) * 6 + ("binary",), averaged=True)
@@ -55,7 +55,7 @@ _ROBOTS = {
     "libero_franka": RobotData((ONLY_CAMERA, "wrist"), ("min_max",) * 6 + ("none",)),
     "openpi_libero_franka": RobotData((ONLY_CAMERA, "wrist"), ("q99",) * 7),
 }
-# DATASET_NAMED_MIXTURES; where there are several robots, the key of the statistics is the robot's name.
+# DATASET_NAMED_MIXTURES; with several robots, the key of the statistics is the robot's name.
 _MIXTURES = {
     "bridge": ("oxe_bridge",),
     "bridge_rt_1": ("oxe_bridge", "oxe_rt1"),
@@ -70,25 +70,25 @@ _MIXTURES = {
 class Run:
     """A training run's folder."""
 
-    directory: Path  # holds config.yaml and dataset_statistics.json
+    directory: Path  # contains config.yaml and dataset_statistics.json
     fields: Fields  # of config.yaml
     vlm: Path  # the base model's configuration, tokenizer and processor
-    weights: Path  # of the one checkpoint to run
+    weights: Path  # of the checkpoint to run
 
 
 def read_run(directory: Path) -> Run:
-    """The parts of a run; UserError if one is missing, or it is a run of another framework.
+    """Reads the parts of a run; UserError if one is missing, or the run is of another framework.
 
     Args:
-        directory: holds config.yaml, dataset_statistics.json and checkpoints/ with one file; vlm/, the base model's
-            folder, lies in it or beside it.
+        directory: contains config.yaml, dataset_statistics.json and checkpoints/ with one file; vlm/, the base model's
+            folder, is inside it or next to it.
     """
     fields = read_yaml(directory / "config.yaml", "StarVLA")
     name = fields.inner("framework").text("name")
     if name.lower() != _FRAMEWORK:
         raise UserError(
-            f"{directory} is a StarVLA run of {shown(name)}: of its frameworks QwenFast alone writes actions token by "
-            "token, which is what can be made faster here; run it with StarVLA's own server"
+            f"{directory} is a StarVLA run of {shown(name)}, but only QwenFast, which writes actions token by token, "
+            "is supported; run it with StarVLA's own server"
         )
     vlm = folder_beside(
         directory, "vlm", "config.json, tokenizer and processor of the run's base model (framework.qwenvl.base_vlm)"
@@ -98,15 +98,15 @@ def read_run(directory: Path) -> Run:
 
 
 def _robot(run: Run, key: str) -> RobotData:
-    """By the name of the data, or as the user has written it into config.yaml."""
+    """The robot of a data set's name, or as written into config.yaml by the user."""
     data = run.fields.inner("datasets").inner("vla_data")
     if _OURS in data.raw:
         ours = data.inner(_OURS)
         cameras = ours.list_of("cameras", str, "a list of names, in the order of training")
-        words = f"a list with one of {', '.join(_SCALINGS)} for each number of an action"
+        words = f"a list with one of {', '.join(_SCALINGS)} for each action dimension"
         scaling = ours.list_of("scaling", str, words)
         if not cameras or len(set(cameras)) < len(cameras):
-            raise ours.wrong("cameras", "a list of different names")
+            raise ours.wrong("cameras", "a list of distinct names")
         if not scaling or not set(scaling) <= set(_SCALINGS):
             raise ours.wrong("scaling", words)
         return RobotData(tuple(cameras), tuple(scaling))
@@ -114,13 +114,13 @@ def _robot(run: Run, key: str) -> RobotData:
     robots = _MIXTURES.get(mixture, ())
     if len(robots) > 1 and key not in robots:
         raise UserError(
-            f"{run.directory}: '{mixture}' are data of {' and '.join(robots)}; set unnorm_key to one of them"
+            f"{run.directory}: '{mixture}' has data of {' and '.join(robots)}; set unnorm_key to one of them"
         )
     if not robots:
         raise UserError(
-            f"{run.fields.path}: how actions of '{mixture}' are scaled and which cameras it has is not in the run, and "
-            f"known here for {', '.join(_MIXTURES)} only: write it below datasets.vla_data as {_OURS}: "
-            "{cameras: [image], scaling: [q99, q99, q99, q99, q99, q99, binary]}, as its data_config.py has it"
+            f"{run.fields.path}: the run lacks the cameras and action scaling of '{mixture}', which are "
+            f"built in only for {', '.join(_MIXTURES)}: add them under datasets.vla_data as {_OURS}: "
+            "{cameras: [image], scaling: [q99, q99, q99, q99, q99, q99, binary]}, as in its data_config.py"
         )
     return _ROBOTS[key if len(robots) > 1 else robots[0]]
 
@@ -139,7 +139,7 @@ def _statistics(key: str, raw: Fields, robot: RobotData) -> ActionStatistics:
             first, second = _SCALED_BY[scaling]
             low[i], high[i] = ranges[first][i], ranges[second][i]
     if not (low <= high).all():
-        raise UserError(f"{raw.path}: the ranges of '{key}' must not end before they begin")
+        raise UserError(f"{raw.path}: the ranges of '{key}' need a lower bound that is not above the upper one")
     mask = np.array([scaling in _SCALED_BY for scaling in robot.scaling])
     switches = tuple(i for i, scaling in enumerate(robot.scaling) if scaling == "binary")
     return ActionStatistics(key, low, high, mask, switches)
@@ -167,7 +167,7 @@ def load_starvla(
 def _qwen_fast(run: Run, context: PolicyContext) -> ChatPolicy:
     if not has_robot_actions(context.tokenizer):
         raise UserError(
-            f"{run.vlm} has no tokens <robot_action_0> and on: it is not the base model that the run was trained from"
+            f"{run.vlm} has no tokens from <robot_action_0> on: it is not the base model that the run was trained from"
         )
     file = read_checkpoint_json(run.directory / "dataset_statistics.json")
     key = select_key(file.raw, context.unnorm_key, str(file.path))
@@ -176,7 +176,7 @@ def _qwen_fast(run: Run, context: PolicyContext) -> ChatPolicy:
     action = run.fields.inner("framework").inner("action_model", {})
     dims = action.whole("action_dim", len(robot.scaling), minimum=1, maximum=1 << 10)
     if dims != len(robot.scaling):
-        raise UserError(f"{run.fields.path}: action_dim is {dims}, and these data have {len(robot.scaling)}")
+        raise UserError(f"{run.fields.path}: action_dim is {dims}, but the data have {len(robot.scaling)}")
     codec = robot_action_codec(
         context, run.directory, statistics, horizon=_horizon(action), limit=context.generation.max_new_tokens
     )
@@ -187,7 +187,7 @@ def _qwen_fast(run: Run, context: PolicyContext) -> ChatPolicy:
 
 
 def _horizon(action: Fields) -> int:
-    """Actions per answer, as its compatibility layer reads old and new files."""
+    """Actions per answer, read from old and new files as in StarVLA's compatibility layer."""
     window = action.whole("future_action_window_size", _HORIZON - 1, maximum=(1 << 10) - 1)
     return action.whole("action_horizon", window + 1, minimum=1, maximum=1 << 10)
 
@@ -196,14 +196,14 @@ def _prompt(run: Run) -> str:
     data = run.fields.inner("datasets").inner("vla_data")
     prompt = data.text("CoT_prompt", _PLACE)
     if _PLACE not in prompt:
-        raise data.wrong("CoT_prompt", f"a text with {_PLACE} in it: the policy would not be told what to do")
+        raise data.wrong("CoT_prompt", f"a string with {_PLACE} in it: the prompt would otherwise lack the instruction")
     return prompt
 
 
 def _sent(*, averaged: bool) -> Callable[[np.ndarray], np.ndarray]:
-    """From a camera's image to what an evaluation client sends, uint8 RGB [SIDE, SIDE, 3]; aspect ratio not kept.
+    """The evaluation clients' resizing of a camera image to uint8 RGB [SIDE, SIDE, 3]; aspect ratio not kept.
 
-    UserError if OpenCV is not installed.
+    Raises UserError if OpenCV is not installed.
     """
     if not averaged:
         size = (SIDE, SIDE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an OpenVLA checkpoint's config.json says, checked."""
+"""Reads and checks an OpenVLA checkpoint's config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,23 +25,23 @@ from specvla_ros.settings.json_file import Fields, shown
 
 @dataclass(frozen=True)
 class OpenVLAConfig:
-    """The whole policy. `instructions` to `state_names` are this package's additions to config.json."""
+    """Configuration of the whole policy. `instructions` to `state_names` are this package's additions."""
 
-    towers: tuple[VisionTowerConfig, ...]  # one, or two whose features are joined by channel (DINOv2 first)
+    towers: tuple[VisionTowerConfig, ...]  # one, or two whose channels are concatenated (DINOv2 first)
     llama: DecoderShape  # the language model
     pad_to_multiple_of: int  # rows that pad the vocabulary; the last 256 ids before them are the action tokens
     action_bins: int  # bin edges per action dimension
     norm_stats: Mapping[str, Any]  # the checkpoint's dataset statistics by unnorm_key
-    vicuna: bool  # its language model is Vicuna: OpenVLA v0.1's and ECoT's, which have other prompts
-    instructions: tuple[str, ...] = ()  # all that the policy was taught; empty: any is accepted
+    vicuna: bool  # the language model is Vicuna, as in OpenVLA v0.1 and ECoT, which have other prompts
+    instructions: tuple[str, ...] = ()  # all that the policy was trained on; empty: any is accepted
     action_codec: str = "bins"  # name of its codec, see `specvla_ros.models.codecs`
     cameras: tuple[str, ...] = (ONLY_CAMERA,)  # in prompt order (not OFT's)
-    state_dims: int = 0  # numbers of the robot's state in its prompt, as bins
-    state_names: tuple[str, ...] = ()  # of these, in their order; empty: not known
+    state_dims: int = 0  # number of robot state values in the prompt, as bins
+    state_names: tuple[str, ...] = ()  # of these values, in order; empty: unknown
 
     @property
     def token_vocab_size(self) -> int:
-        """Ids that are tokens, padding rows not counted; the last of them is the lowest action bin."""
+        """Number of token ids without padding rows; the last id is the lowest action bin."""
         return self.llama.vocab_size - self.pad_to_multiple_of
 
     @property
@@ -64,14 +64,14 @@ _MAX_PIXELS = 4096  # more than any model has, see config.py
 
 
 def is_oft(directory: Path) -> bool:
-    """Whether a checkpoint is OpenVLA-OFT's, whose head gives the actions in one forward."""
+    """True for an OpenVLA-OFT checkpoint, whose head gives the actions in one forward."""
     return any(directory.glob("action_head--*.pt"))
 
 
 def read_config(directory: Path) -> OpenVLAConfig:
-    """Reads config.json, and dataset_statistics.json of a fine-tuned checkpoint in place of its norm_stats.
+    """Reads config.json; a fine-tuned checkpoint's dataset_statistics.json replaces its norm_stats.
 
-    UserError if the directory or a file is missing, or names something unknown.
+    Raises UserError if the directory or a file is missing, or has an unsupported value.
     """
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
@@ -86,26 +86,26 @@ def read_config(directory: Path) -> OpenVLAConfig:
         action_bins=raw.whole("n_action_bins", 256, minimum=2, maximum=1 << 16),
         norm_stats=raw.inner("norm_stats", {}).raw if fine_tuned is None else fine_tuned,
         vicuna="vicuna" in raw.text("llm_backbone_id", ""),
-        instructions=tuple(raw.list_of("instructions", str, "a list of texts", ())),
+        instructions=tuple(raw.list_of("instructions", str, "a list of strings", ())),
         action_codec=raw.text("action_codec", "bins"),
         cameras=tuple(raw.list_of("cameras", str, "a list of names", (ONLY_CAMERA,))),
         state_dims=raw.whole("state_dims", 0, maximum=1024),
         state_names=tuple(raw.list_of("state_names", str, "a list of names", ())),
     )
     if not config.cameras or len({*config.cameras} - {""}) != len(config.cameras):
-        raise raw.wrong("cameras", "a list of different names")
+        raise raw.wrong("cameras", "a list of distinct names")
     if config.state_names and len({*config.state_names}) != config.state_dims:
-        raise raw.wrong("state_names", f"a list of {config.state_dims} different names, as state_dims says")
+        raise raw.wrong("state_names", f"a list of {config.state_dims} distinct names, as state_dims says")
     if config.token_vocab_size <= config.action_bins:
         raise UserError(
-            f"{raw.path}: text_config.vocab_size {config.llama.vocab_size} leaves no token for text beside "
+            f"{raw.path}: text_config.vocab_size {config.llama.vocab_size} leaves no text token besides "
             f"{config.pad_to_multiple_of} rows of padding and {config.action_bins} action tokens{raw.hint}"
         )
     return config
 
 
 def prismatic_towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:
-    """DINOv2 and SigLIP at 224 pixels, as in native Prismatic checkpoints, or tiny ones as config.json says."""
+    """DINOv2 and SigLIP at 224 pixels, as in native Prismatic checkpoints, or tiny ones given by config.json."""
     ids = ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
     return _towers(replace(raw, raw=raw.raw | {"timm_model_ids": ids, "image_sizes": [224, 224]}))
 

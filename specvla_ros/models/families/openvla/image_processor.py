@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a camera image to the pixels that the vision towers were trained on."""
+"""Converts a camera image to pixels as in the vision towers' training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from specvla_ros.models.image_config import read_image_config
 from specvla_ros.settings.json_file import Fields, is_number
 
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
-CENTER_CROP_AREA = 0.9  # of the image, what OpenVLA's fine-tuned checkpoints saw on average under augmentation
+CENTER_CROP_AREA = 0.9  # of the image; OpenVLA's fine-tuned checkpoints saw it on average under augmentation
 _RESAMPLING = {
     "bicubic": Image.Resampling.BICUBIC,
     "bilinear": Image.Resampling.BILINEAR,
@@ -39,19 +39,19 @@ class _TowerInput:
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """What preprocessor_config.json prescribes, see `read_image_config`."""
+    """Image preprocessing as in preprocessor_config.json, see `read_image_config`."""
 
     # `resize-naive` squeezes to a square; `letterbox` pads to a square first; `resize-crop` scales the shorter side and
     # crops the middle.
     strategy: str
     towers: tuple[_TowerInput, ...]  # input size, resampling, mean and std of each vision tower
     letterbox_fill: tuple[int, int, int]  # RGB of the padding
-    # Cut the middle 90 % (by area) first, as OpenVLA's evaluation does for checkpoints that were fine-tuned with image
-    # augmentation.
+    # Crop to the central 90 % of the area first, as OpenVLA's evaluation does for checkpoints that were fine-tuned with
+    # image augmentation.
     center_crop: bool = False
 
     def __call__(self, image: np.ndarray) -> Tensor:
-        """RGB uint8 [height, width, 3] to normalised float32 [3 * towers, size, size]."""
+        """Converts RGB uint8 [height, width, 3] to normalised float32 [3 * towers, size, size]."""
         if self.center_crop:
             image = center_crop(image, self.towers[0].size)
         picture = Image.fromarray(image)
@@ -64,7 +64,7 @@ class ImageProcessor:
             key = tower.size, tower.resampling
             if key not in fitted:
                 fitted[key] = np.asarray(self._fitted(picture, tower)).transpose(2, 0, 1)
-            # Written where they belong: joining and reordering float pixels takes longer than the arithmetic.
+            # Written in place: concatenating and reordering float pixels takes longer than the arithmetic.
             np.divide(fitted[key], np.float32(255), out=channels)
             channels -= tower.mean[:, None, None]
             channels /= tower.std[:, None, None]
@@ -77,9 +77,9 @@ class ImageProcessor:
 
 
 def read_image_processor(directory: Path, *, center_crop: bool) -> ImageProcessor:
-    """Reads what the directory says of its images. Means are read, not assumed: released files hold bf16-rounded ones.
+    """Reads a checkpoint's image settings. Means are read, not assumed: released files have bf16-rounded ones.
 
-    UserError if the file is missing, incomplete or names an unknown strategy.
+    Raises UserError if the file is missing or incomplete, or has an unknown strategy.
     """
     raw = read_image_config(directory)
     strategy = raw.text("image_resize_strategy", choices=STRATEGIES)
@@ -93,7 +93,7 @@ def read_image_processor(directory: Path, *, center_crop: bool) -> ImageProcesso
 
 
 def dinosiglip_processor(sizes: Sequence[int]) -> ImageProcessor:
-    """Prismatic's for DINOv2 and SigLIP: squeezed, bicubic, with timm's means."""
+    """Prismatic's image processor for DINOv2 and SigLIP: squeezed to a square, bicubic, with timm's means."""
     imagenet = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
     half = np.full(3, 0.5, np.float32), np.full(3, 0.5, np.float32)
     towers = (
@@ -128,10 +128,10 @@ def _towers(raw: Fields) -> tuple[_TowerInput, ...]:
 
 
 def center_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """The middle 90 % of an image by area, bilinear: RGB uint8 [height, width, 3] to [size, size, 3].
+    """Crops to the central 90 % of an image's area, bilinear: RGB uint8 [height, width, 3] to [size, size, 3].
 
-    Follows OpenVLA's evaluation: the frame is brought to `size` first (Lanczos), then TensorFlow's crop_and_resize and
-    convert_image_dtype, whose arithmetic is repeated here.
+    Follows OpenVLA's evaluation: resizes to `size` (Lanczos), then repeats the arithmetic of TensorFlow's
+    crop_and_resize and convert_image_dtype.
     """
     if image.shape[:2] != (size, size):
         image = np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.LANCZOS))
@@ -148,7 +148,7 @@ def center_crop(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def _letterbox(picture: Image.Image, fill: tuple[int, int, int]) -> Image.Image:
-    """Pads to a square; like the original, to one pixel less where the difference is odd."""
+    """Pads to a square; like the original, one pixel short if the difference is odd."""
     width, height = picture.size
     side = max(width, height)
     left, top = (side - width) // 2, (side - height) // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVLA: one or two vision transformers, a projector and a Llama decoder; and how they are read from a checkpoint."""
+"""OpenVLA's model and its loading: one or two vision transformers, a projector and a Llama decoder."""
 
 from dataclasses import replace
 from functools import partial
@@ -90,7 +90,7 @@ class _Block(nn.Module):
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of LayerScale, [dim] each; they stay beside the matrices, as checkpoints and training have them."""
+        """LayerScale factors, [dim] each, kept separate from the matrices as in checkpoints and training."""
         first, second = (each.scale_factor if isinstance(each, _LayerScale) else None for each in (self.ls1, self.ls2))
         return first, second
 
@@ -105,7 +105,7 @@ class _PatchEmbedding(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """A ViT up to the block before its last, whose patch features OpenVLA uses. Parameter names are the checkpoint's.
+    """A ViT up to its second-to-last block, whose patch features OpenVLA uses. Parameters have the checkpoint's names.
 
     The last block, the final norm and SigLIP's attention pool are in the checkpoints but never computed: they are
     neither built nor read.
@@ -122,7 +122,7 @@ class VisionTower(nn.Module):
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth - 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels [3, size, size] to patch features [patches, embed_dim]; or a batch of both."""
+        """Maps normalised pixels [3, size, size] to patch features [patches, embed_dim], or a batch of them."""
         if pixels.ndim == 3 and self.blocks and has_kernels(pixels) and not torch.is_grad_enabled():
             return self._fused(pixels)
         images = pixels if pixels.ndim == 4 else pixels[None]
@@ -136,9 +136,9 @@ class VisionTower(nn.Module):
         return features if pixels.ndim == 4 else features[0]
 
     def _fused(self, image: Tensor) -> Tensor:
-        """The same for one image [3, size, size] in 7 launches per block, which have no backward pass.
+        """The same for one image [3, size, size] in 7 launches per block, without a backward pass.
 
-        Each norm adds what comes before it, and the last matrix what is left.
+        Each norm adds the output before it to the residual; the last matrix adds the final residual.
         """
         proj = self.patch_embed.proj
         x = patch_embedding(image, proj.weight, cast(Tensor, proj.bias), self.pos_embed[0])
@@ -199,15 +199,15 @@ class OpenVLA(nn.Module):
         return (3 * len(towers), towers[0].image_size, towers[0].image_size) if self.towers else ()
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Normalised pixels [3 * towers, size, size] to embeddings [image_tokens, hidden]."""
+        """Maps normalised pixels [3 * towers, size, size] to embeddings [image_tokens, hidden]."""
         images = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True).split(3)
         towers = [partial(tower, image) for tower, image in zip(self.towers, images, strict=True)]
         return self.projector(torch.cat(side_by_side(towers, self.decoder.device), dim=1))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Every tensor by its name in the checkpoint; fused matrices as the slices that the names stand for.
+        """Every tensor by its name in the checkpoint; fused matrices appear as the slices that have names there.
 
-        Writing into a value writes into the model: loading and saving use this one map.
+        Writing to a value writes to the model: loading and saving use this one map.
         """
         parts = {f"vision_backbone.{prefix}": tower for prefix, tower in zip(_TOWERS, self.towers, strict=False)}
         named = {
@@ -236,11 +236,11 @@ def load_model(
     quantization: str = "none",
     progress: Progress | None = None,
 ) -> OpenVLA:
-    """The model of a checkpoint, ready to decode.
+    """Loads the model of a checkpoint, ready to decode.
 
     Args:
-        dtype: of what is not quantised; the output head may have another, see `head_dtype`.
-        quantization: of the decoder layers' matrices, checked by `check_quantization`.
+        dtype: of the unquantised part; the output head may have another, see `head_dtype`.
+        quantization: format of the decoder layers' matrices, checked by `check_quantization`.
 
     Raises UserError: the device has too little memory, or the weights are incomplete or do not fit the config.
     """

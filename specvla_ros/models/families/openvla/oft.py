@@ -3,7 +3,7 @@
 
 Source: moojink/openvla-oft: experiments/robot/openvla_utils.py, prismatic/extern/hf/modeling_prismatic.py,
 prismatic/models/action_heads.py and projectors.py, prismatic/vla/constants.py; and its fork of transformers, in which
-every row of the sequence sees every other.
+every row of the sequence attends to every other.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,16 +36,16 @@ _CAMERAS = (ONLY_CAMERA, "wrist", "wrist_2")
 _STOP_ID = 2  # </s>, after the placeholders
 _JPEG_QUALITY = 95
 _EPS = 1e-8
-# Of prismatic/vla/constants.py, by a word in the dataset's name: actions of a chunk, and the bounds of a statistic.
+# From prismatic/vla/constants.py, by a word in the dataset's name: actions per chunk, and the statistics for bounds.
 _CONSTANTS = {"libero": (8, ("q01", "q99")), "aloha": (25, ("min", "max")), "bridge": (5, ("q01", "q99"))}
 _OF_HEAD = {"norm_in": "layer_norm1", "fc_in": "fc1", "norm_out": "layer_norm2", "fc_out": "fc2"}
 
 
 @dataclass(frozen=True)
 class HeadCodec(ChunkCodec):
-    """For a policy that writes no tokens, whose actions come from a head: see `Target.head`.
+    """Codec of a policy that writes no tokens, whose actions come from a head: see `Target.head`.
 
-    An answer ends with its first token, which stands for nothing.
+    An answer ends with its first token, which has no meaning.
     """
 
     WRITES: ClassVar[str] = "actions of a head"
@@ -62,10 +62,10 @@ class HeadCodec(ChunkCodec):
         return ""
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
-        raise UserError("this policy's actions come from a head and not from tokens")
+        raise UserError("this policy's actions come from a head, not from tokens")
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        raise UserError("this policy's actions come from a head and not from tokens")
+        raise UserError("this policy's actions come from a head, not from tokens")
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
         return len(draft)
@@ -74,7 +74,7 @@ class HeadCodec(ChunkCodec):
 class L1Head(nn.Module):
     """An MLP over the hidden states of each action's placeholders (L1RegressionActionHead), with residual `blocks`.
 
-    Dimensions outside of the mask of `bounds` are used as they are.
+    Dimensions outside the mask of `bounds` are not scaled.
     """
 
     def __init__(self, bounds: ActionStatistics, hidden: int, width: int, blocks: int) -> None:
@@ -87,7 +87,7 @@ class L1Head(nn.Module):
         self._bounds = bounds
 
     def normalised(self, hidden: Tensor) -> Tensor:
-        """Hidden states [horizon * dims, hidden] to normalised actions [horizon, dims], not clipped."""
+        """Maps hidden states [horizon * dims, hidden] to normalised actions [horizon, dims], not clipped."""
         x = F.relu(self.fc_in(self.norm_in(hidden.reshape(-1, self.dims * hidden.shape[-1]))))
         for block in self.blocks:
             x = x + F.relu(block(x))
@@ -95,7 +95,7 @@ class L1Head(nn.Module):
         return out
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The same in the robot's units, float64."""
+        """Maps hidden states to actions in the robot's units, float64."""
         values = self.normalised(hidden).double()
         low, high = (torch.from_numpy(each).to(values.device) for each in (self._bounds.low, self._bounds.high))
         scaled = 0.5 * (values + 1) * (high - low + _EPS) + low
@@ -103,7 +103,7 @@ class L1Head(nn.Module):
 
 
 class ProprioProjector(nn.Module):
-    """The robot's state as one row of the prompt."""
+    """Projects the robot's state to one row of the prompt."""
 
     def __init__(self, bounds: ActionStatistics, hidden: int) -> None:
         super().__init__()
@@ -111,14 +111,14 @@ class ProprioProjector(nn.Module):
         self._bounds = bounds
 
     def normalised(self, state: np.ndarray) -> np.ndarray:
-        """Float [dims] in the robot's units to float64 from -1 to 1."""
+        """Normalises a state, float [dims] in the robot's units, to float64 from -1 to 1."""
         low, high = self._bounds.low, self._bounds.high
         scaled = np.clip(2 * (state - low) / (high - low + _EPS) - 1, -1.0, 1.0)
         values: np.ndarray = np.where(self._bounds.mask, scaled, state)
         return values
 
     def forward(self, state: Tensor) -> Tensor:
-        """Normalised state [dims] to [1, hidden]."""
+        """Maps a normalised state [dims] to [1, hidden]."""
         out: Tensor = self.fc2(F.gelu(self.fc1(state)))[None]
         return out
 
@@ -128,7 +128,7 @@ def _read_head(path: Path, bounds: ActionStatistics, hidden: int) -> L1Head:
     blocks = len({name.split(".")[2] for name in saved if name.startswith("model.mlp_resnet_blocks.")})
     first = saved.get("model.fc1.weight")
     if first is None or first.dim() != 2:
-        raise UserError(f"{path} holds no L1 head (model.fc1.weight); only those are supported")
+        raise UserError(f"{path} contains no L1 head (model.fc1.weight); no other heads are supported")
     head = L1Head(bounds, hidden, first.shape[0], blocks)
     modules = {ours: f"model.{theirs}" for ours, theirs in _OF_HEAD.items()}
     for i in range(blocks):
@@ -138,7 +138,7 @@ def _read_head(path: Path, bounds: ActionStatistics, hidden: int) -> L1Head:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Of a file, without the prefix that training on several GPUs leaves."""
+    """The tensors of a file, without the name prefix that training on several GPUs leaves."""
     return {name.removeprefix("module."): each for name, each in tensors_in(read_pickled(path), path).items()}
 
 
@@ -166,7 +166,7 @@ class OFTParts:
         *,
         cropped: bool,
     ) -> "OFTTarget":
-        _jpeg_decoder()  # told now, and not when a camera with other pictures sends the first
+        _jpeg_decoder()  # if missing, fails now and not at the first image of another size
         for module in (self.head, self.proprio):
             if module is not None:
                 module.to(model.decoder.device, model.decoder.dtype).eval().requires_grad_(False)
@@ -176,9 +176,9 @@ class OFTParts:
 
 
 def read_oft(directory: Path, config: OpenVLAConfig, unnorm_key: str, cameras: tuple[str, ...]) -> OFTParts | None:
-    """The parts of an OFT checkpoint; None: it is no OFT checkpoint.
+    """Reads the parts of an OFT checkpoint; None if it is not an OFT checkpoint.
 
-    UserError if it has a head or parts that are not supported, or a file is damaged or does not fit.
+    Raises UserError if it has an unsupported head or part, or a file is damaged or does not fit.
     """
     for pattern, what in (("noisy_action_projector--*.pt", "a diffusion head"), ("vision_backbone--*.pt", "FiLM")):
         if list(directory.glob(pattern)):
@@ -187,18 +187,18 @@ def read_oft(directory: Path, config: OpenVLAConfig, unnorm_key: str, cameras: t
     if head_file is None:
         if projector is not None:
             raise UserError(
-                f"{directory} is half an OpenVLA-OFT checkpoint: {projector.name} is there, and no action_head--*.pt, "
-                "which gives the actions; copy that of the same step beside it"
+                f"{directory} is an incomplete OpenVLA-OFT checkpoint: it has {projector.name}, but no "
+                "action_head--*.pt, which gives the actions; copy that of the same step next to it"
             )
         return None
     if projector is not None and _step(projector) != _step(head_file):
-        raise UserError(f"{directory}: {head_file.name} and {projector.name} are of different steps; keep those of one")
+        raise UserError(f"{directory}: {head_file.name} and {projector.name} are of different steps; keep one step's")
     name = checked_statistics(directory, config.norm_stats, unnorm_key).unnorm_key
     horizon, bounds_of = next((each for word, each in _CONSTANTS.items() if word in name.lower()), (0, ("", "")))
     if not horizon:
         raise UserError(
-            f"{directory} is an OpenVLA-OFT checkpoint of the dataset '{name}', and how many actions its chunks have "
-            f"is known for those with {', '.join(_CONSTANTS)} in their name"
+            f"{directory} is an OpenVLA-OFT checkpoint of the dataset '{name}', but the number of actions per chunk is "
+            f"known only for datasets with {', '.join(_CONSTANTS)} in their name"
         )
     actions = _bounds(directory, config, name, "action", bounds_of)
     hidden = config.llama.hidden_size
@@ -218,7 +218,7 @@ def _shown(directory: Path, cameras: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _bounds(directory: Path, config: OpenVLAConfig, name: str, kind: str, of: tuple[str, str]) -> ActionStatistics:
-    """Of `action` or `proprio`, read as OpenVLA's action statistics are."""
+    """The bounds of `action` or `proprio`, read like OpenVLA's action statistics."""
     given = config.norm_stats[name].get(kind)
     if not isinstance(given, dict) or not {*of} <= given.keys():
         raise UserError(f"{directory}: dataset_statistics.json needs {' and '.join(of)} of {kind}")
@@ -229,7 +229,7 @@ def _bounds(directory: Path, config: OpenVLAConfig, name: str, kind: str, of: tu
 def _only(directory: Path, kind: str) -> Path | None:
     files = list(directory.glob(f"{kind}--*.pt"))
     if len(files) > 1:
-        raise UserError(f"{directory} holds {len(files)} files {kind}--*.pt; keep that of the step to run")
+        raise UserError(f"{directory} contains {len(files)} files {kind}--*.pt; keep that of the step to run")
     return files[0] if files else None
 
 
@@ -247,9 +247,9 @@ def _jpeg_decoder() -> Callable[..., np.ndarray]:
 
 
 def through_jpeg(image: np.ndarray) -> np.ndarray:
-    """What TensorFlow makes of uint8 RGB that it encodes and decodes, to the shade.
+    """Encodes and decodes uint8 RGB as JPEG, with exactly TensorFlow's result.
 
-    Its decoder takes libjpeg's fast integer cosine transform, which Pillow cannot: up to 10 shades lie between them.
+    TensorFlow's decoder uses libjpeg's fast integer cosine transform, which Pillow cannot: values differ by up to 10.
     """
     compressed = BytesIO()
     Image.fromarray(image).save(compressed, "JPEG", quality=_JPEG_QUALITY, subsampling="4:2:0")
@@ -258,7 +258,7 @@ def through_jpeg(image: np.ndarray) -> np.ndarray:
 
 
 def resized(image: np.ndarray, size: int) -> np.ndarray:
-    """As TensorFlow's Lanczos filter with antialias, in float up to its one rounding: Pillow rounds uint8 twice."""
+    """Resizes like TensorFlow's antialiased Lanczos filter, in float with one rounding; Pillow rounds uint8 twice."""
     channels = (Image.fromarray(each) for each in image.astype(np.float32).transpose(2, 0, 1))
     fitted = np.stack([np.asarray(each.resize((size, size), Image.Resampling.LANCZOS)) for each in channels], axis=2)
     return np.clip(np.rint(fitted), 0, 255).astype(np.uint8)
@@ -268,8 +268,8 @@ def resized(image: np.ndarray, size: int) -> np.ndarray:
 class OFTTarget(VisionLanguageTarget):
     """A checkpoint, ready to act.
 
-    Its prompt is BOS | images | state | the rest of the text | a zero row per value of the chunk | </s>, and all of it
-    sees all of it. The head reads as many rows as there are values, from the text's last row on.
+    Its prompt is BOS | images | state | rest of the text | a zero row per value of the chunk | </s>, with full
+    attention. The head reads one row per value, starting at the text's last row.
     """
 
     directory: Path
@@ -298,12 +298,12 @@ class OFTTarget(VisionLanguageTarget):
 
     @property
     def values(self) -> int:
-        """Of a chunk, each with a placeholder of its own."""
+        """Number of values of a chunk, each with its own placeholder."""
         return self.codec.horizon * self.head_module.dims
 
     @property
     def image_tokens(self) -> int:
-        """Rows beside the text: images, state, placeholders and </s>."""
+        """Rows other than the text: images, state, placeholders and </s>."""
         return self._image_rows + (self.proprio is not None) + self.values + 1
 
     @property
@@ -331,7 +331,7 @@ class OFTTarget(VisionLanguageTarget):
         return torch.cat((text[:1], *rows, text[1:-1], nothing, text[-1:]))
 
     def picture(self, image: np.ndarray) -> np.ndarray:
-        """Uint8 RGB at the towers' size: an image of another size goes through JPEG first, as in training."""
+        """The image at the towers' size, uint8 RGB. One of another size goes through JPEG first, as in training."""
         size = self.model.config.towers[0].image_size
         if image.shape[:2] != (size, size):
             image = resized(through_jpeg(image), size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an instruction and the robot's state to prompt tokens."""
+"""Converts an instruction and the robot's state to prompt tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from specvla_ros.models.tokenizer import (
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
 LLAMA_SPACE_ID = 29871
-# Llama's tokenizer, as OpenVLA runs it, begins every prompt with it, whether tokenizer.json says so or not.
+# Llama's tokenizer, as OpenVLA runs it, starts every prompt with it, even if tokenizer.json does not say so.
 _BOS = "<s>"
 _SHOWN_TAUGHT = 20
 _VICUNA_SYSTEM = (
@@ -37,7 +37,7 @@ _VICUNA_SYSTEM = (
 class PromptTokenizer:
     """The checkpoint's prompt."""
 
-    tokenizer: Tokenizer | None  # None when the directory has no tokenizer.json; then only ids can be given
+    tokenizer: Tokenizer | None  # None if the directory has no tokenizer.json; then only ids can be given
     style: PromptStyle  # the words around the instruction
     trailing_id: int | None  # the token that must end the prompt; None in a vocabulary without a lone space
     vocab_size: int  # ids the model has embeddings for
@@ -46,8 +46,8 @@ class PromptTokenizer:
     def ids(self, instruction: str) -> tuple[int, ...]:
         """Prompt ids of an instruction, BOS first, the trailing token last.
 
-        UserError if the instruction is no plain text of a usable length, holds a special token or was never taught, or
-        the checkpoint has no tokenizer.
+        Raises UserError if the instruction is not plain text of a usable length, contains a special token or is not
+        among the trained ones, or the checkpoint has no tokenizer.
         """
         check_instruction(instruction)
         if self.taught:
@@ -55,13 +55,13 @@ class PromptTokenizer:
             if instruction not in self.taught:
                 more = len(self.taught) - _SHOWN_TAUGHT
                 raise UserError(
-                    f"the policy was never taught '{shortened(instruction)}'; it knows: "
+                    f"the policy was not trained on '{shortened(instruction)}'; it knows: "
                     + "; ".join(f"'{shortened(each)}'" for each in self.taught[:_SHOWN_TAUGHT])
                     + (f"; and {more} more" if more > 0 else "")
                 )
         if self.tokenizer is None:
             raise UserError(
-                "the checkpoint has no tokenizer.json, so instructions cannot be read; copy it there from the released "
+                "the checkpoint has no tokenizer.json, so instructions cannot be encoded; copy it from the released "
                 "checkpoint, or give the prompt as token ids"
             )
         refuse_special_tokens(instruction.lower(), self.tokenizer)
@@ -69,7 +69,7 @@ class PromptTokenizer:
         return self.complete(encoded if bos is None or encoded[:1] == [bos] else [bos, *encoded])
 
     def ids_of(self, observation: Observation) -> tuple[int, ...]:
-        """Prompt ids of an observation's instruction, or those given in its place."""
+        """Prompt ids of an observation's instruction, or the ids given instead."""
         given = observation.prompt_ids
         return self.ids(observation.instruction) if given is None else self.complete(given)
 
@@ -81,7 +81,7 @@ class PromptTokenizer:
         return f"{text} TASK:" if self.style is PromptStyle.ECOT else text
 
     def complete(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Appends the trailing token where it is missing; UserError for no or unknown ids."""
+        """Appends the trailing token if it is missing; UserError for empty or unknown ids."""
         if not ids:
             raise UserError("the prompt has no token ids; begin with the BOS id (1)")
         check_prompt_ids(ids, self.vocab_size)
@@ -93,12 +93,12 @@ class PromptTokenizer:
 def read_prompt_tokenizer(
     directory: Path, *, style: PromptStyle, token_vocab_size: int, vocab_size: int, taught: tuple[str, ...] = ()
 ) -> PromptTokenizer:
-    """Reads tokenizer.json if it is there.
+    """Reads tokenizer.json if it exists.
 
     Args:
         style: ECoT's prompt does not end with a lone space.
-        token_vocab_size: tokens in the vocabulary, padding not counted; tells Llama's vocabulary from a smaller one,
-            whose own lone-space token takes the place of 29871.
+        token_vocab_size: tokens in the vocabulary, padding not counted; distinguishes Llama's vocabulary from a smaller
+            one, whose own lone-space token replaces 29871.
         vocab_size: rows of the embedding.
 
     Raises UserError: tokenizer.json cannot be read, or gives ids the model does not have.
@@ -120,28 +120,28 @@ def read_prompt_tokenizer(
 
 @dataclass(frozen=True)
 class StateTokens:
-    """The robot's state in the prompt: each number as the bin token that stands for it in an action."""
+    """The robot's state in the prompt: each value as the bin token that it would have in an action."""
 
     tokenizer: ActionTokenizer
-    statistics: ActionStatistics  # of the state in the training data; numbers outside their range take the last bin
+    statistics: ActionStatistics  # of the state in the training data; values outside their range take the last bin
 
     @property
     def dims(self) -> int:
         return len(self.statistics.low)
 
     def ids(self, states: np.ndarray) -> np.ndarray:
-        """Float [..., dims] in the units of the training data to int64 of the same shape."""
+        """Encodes float [..., dims] in the units of the training data as int64 ids of the same shape."""
         return self.tokenizer.encode(self.statistics.normalise(states))
 
 
 def read_state_tokens(config: OpenVLAConfig, directory: Path, unnorm_key: str) -> StateTokens | None:
-    """The state's part of a prompt, if the policy reads it; UserError if its statistics are missing or do not fit."""
+    """Reads the state's part of a prompt, if the policy uses it; UserError if its statistics are missing or wrong."""
     if not config.state_dims:
         return None
     statistics = checked_statistics(directory, config.norm_stats, unnorm_key, "proprio")
     if len(statistics.low) != config.state_dims:
         raise UserError(
             f"{directory}: config.json gives state_dims {config.state_dims} and statistics of {len(statistics.low)} "
-            "numbers under proprio: they must be as many"
+            "numbers under proprio: the two must be equal"
         )
     return StateTokens(ActionTokenizer(config.token_vocab_size, config.action_bins), statistics)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an OpenVLA checkpoint directory to a policy."""
+"""Loads OpenVLA and OpenVLA-OFT checkpoints."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,8 +67,7 @@ def load_openvla(
         return oft.target(directory, load(), image_processor, prompts, cropped=center_crop)
     if cameras not in (ALL_CAMERAS, config.cameras):
         raise UserError(
-            f"{directory}: this policy is asked with {', '.join(config.cameras)}, neither more nor fewer; leave "
-            "model.cameras out"
+            f"{directory}: this policy needs exactly the cameras {', '.join(config.cameras)}; leave model.cameras out"
         )
     state = read_state_tokens(config, directory, unnorm_key)
     head_ids = _head_ids(codec, directory) if action_head else None
@@ -80,8 +79,8 @@ def load_openvla(
 def _prompts(directory: Path, config: OpenVLAConfig, chosen: str) -> PromptTokenizer:
     if chosen == "auto" and config.vicuna:
         raise UserError(
-            f"{directory}: config.json names Vicuna, which OpenVLA v0.1 and ECoT have, and does not say which of them "
-            "this is; asked as the other it acts wrongly: set model.prompt to vicuna or to ecot"
+            f"{directory}: config.json names Vicuna, which both OpenVLA v0.1 and ECoT use. Their prompts are not "
+            "interchangeable: set model.prompt to vicuna or to ecot, as the checkpoint was trained"
         )
     return read_prompt_tokenizer(
         directory,
@@ -110,13 +109,13 @@ def _codec(directory: Path, config: OpenVLAConfig, unnorm_key: str, style: Promp
 def _head_ids(codec: Codec, directory: Path) -> range:
     ids = range(codec.action_ids.first, codec.action_ids.stop)
     if not ids:
-        raise UserError(f"{directory} does not answer with bins alone, so it needs all logits: leave model.action_head")
+        raise UserError(f"{directory} does not answer with bins only, so it needs all logits: unset model.action_head")
     return ids
 
 
 @dataclass(frozen=True)
 class OpenVLATarget(VisionLanguageTarget):
-    """A checkpoint whose prompt is BOS | the cameras' images | the state's tokens | the rest of the text."""
+    """A checkpoint whose prompt is BOS | camera images | state tokens | rest of the text."""
 
     directory: Path
     model: OpenVLA

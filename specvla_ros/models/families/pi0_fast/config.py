@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pi0-FAST checkpoint as LeRobot saves it: config.json, and the statistics of its two processors.
+"""Configuration of a pi0-FAST checkpoint as saved by LeRobot: config.json, and the statistics of its two processors.
 
 Source: huggingface/lerobot: policies/pi0_fast and processor/normalize_processor.py.
 """
@@ -31,7 +31,7 @@ _GEMMA = replace(
     vocab_size=257152,
 )
 _VARIANTS = {"gemma_2b": _GEMMA, "gemma_300m": replace(_GEMMA, hidden_size=1024, intermediate_size=4096)}
-# SigLIP-So400m/14, as PaliGemma has it.
+# SigLIP-So400m/14, as in PaliGemma.
 _VISION: Mapping[str, Any] = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -40,8 +40,8 @@ _VISION: Mapping[str, Any] = {
     "patch_size": 14,
 }
 _EPS = 1e-8  # NormalizerProcessorStep's
-# The steps of its two processors; each is done here, or changes no answer. LeRobot does what they say, and not what
-# config.json says of the same.
+# Steps of the two processors; each is implemented here, or does not change answers. LeRobot follows them where
+# config.json has the same settings.
 _NEEDED = ("normalizer_processor", "tokenizer_processor", "unnormalizer_processor")
 _NORMALISER, _TOKENIZER, _UNNORMALISER = _NEEDED
 _STEPS = {
@@ -57,38 +57,38 @@ _STEPS = {
     ),
     "postprocessor": (_UNNORMALISER, "absolute_actions_processor", "device_processor"),
 }
-# Modes of normalisation, and the two statistics that each needs.
+# Normalisation modes, and the two statistics that each needs.
 _BOUNDS = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99")}
 
 
 @dataclass(frozen=True)
 class Pi0FastConfig:
-    """The whole policy."""
+    """Configuration of the whole policy."""
 
     decoder: DecoderShape  # the language model
     vision: Mapping[str, Any]  # arguments of transformers' SiglipVisionConfig
-    cameras: tuple[str, ...]  # names of all its cameras, in its order
+    cameras: tuple[str, ...]  # names of all its cameras, in the policy's order
     image_size: tuple[int, int]  # height and width
     state: "Normalisation"  # normalises the robot's state
     actions: ActionStatistics  # un-normalises its actions
     chunk: int  # actions per answer
     prompt_tokens: int  # longest prompt
-    answer_tokens: int  # length at which an answer ends in any case
-    skipped_ids: int  # ids at the vocabulary's end that are no FAST tokens
+    answer_tokens: int  # maximum length of an answer
+    skipped_ids: int  # ids at the vocabulary's end that are not FAST tokens
     text_tokenizer: Path  # its folder
     action_tokenizer: Path  # its folder
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Of one vector, in float32 as in LeRobot."""
+    """Normalisation of one vector, in float32 as in LeRobot."""
 
     mode: str  # MEAN_STD, MIN_MAX, QUANTILES or IDENTITY
-    first: np.ndarray  # float32 [dims], mean or lower bound; of IDENTITY only its length counts
+    first: np.ndarray  # float32 [dims], mean or lower bound; for IDENTITY only its length counts
     second: np.ndarray  # float32 [dims], standard deviation or upper bound
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        """Float [dims] in the robot's units to float32 [dims], about [-1, 1]."""
+        """Normalises float [dims] in the robot's units to float32 [dims], about [-1, 1]."""
         values = values.astype(np.float32)
         if self.mode == "IDENTITY":
             return values
@@ -103,7 +103,7 @@ def read_config(directory: Path) -> Pi0FastConfig:
     raw = read_checkpoint_json(directory / "config.json")
     before, after = (_steps(directory, processor) for processor in _STEPS)
     if raw.number("temperature", 0.0) > 0:
-        raise UserError(f"{raw.path}: temperature asks for sampled actions; they are always the most likely ones here")
+        raise UserError(f"{raw.path}: temperature above 0 asks for sampling, but decoding is always greedy")
     decoder, vision = _shapes(raw, directory)
     inputs, outputs = raw.inner("input_features"), raw.inner("output_features")
     cameras = tuple(name.removeprefix(_CAMERA) for name in inputs.raw if name.startswith(_CAMERA))
@@ -131,15 +131,15 @@ def read_config(directory: Path) -> Pi0FastConfig:
 
 
 def _steps(directory: Path, processor: str) -> dict[str, Fields]:
-    """Of a processor, by name; UserError if it has one that is not done here, or lacks one."""
+    """A processor's steps by name; UserError if it has an unsupported one, or lacks one."""
     path, known = directory / f"policy_{processor}.json", _STEPS[processor]
     given = read_checkpoint_json(path).list_of("steps", dict, "a list of objects")
     names = [step.get("registry_name") or step.get("class") for step in given]
     unknown = [name for name in names if name not in known or names.count(name) > 1]
     missing = [name for name in known if name in _NEEDED and name not in names]
     if unknown or missing:
-        wrong = f"does {shown(unknown[0])}, which is not done" if unknown else f"lacks {missing[0]}, which is needed"
-        raise UserError(f"{path} {wrong} here; known, once each, are {', '.join(known)}")
+        wrong = f"has {shown(unknown[0])}, which is not supported" if unknown else f"lacks {missing[0]}"
+        raise UserError(f"{path} {wrong}; supported steps, once each: {', '.join(known)}")
     steps = {
         name: Fields(step, path, f"steps[{i}].", "; compare it with a released checkpoint's")
         for i, (name, step) in enumerate(zip(names, given, strict=True))
@@ -154,7 +154,7 @@ def _steps(directory: Path, processor: str) -> dict[str, Fields]:
 
 
 def _shapes(raw: Fields, directory: Path) -> tuple[DecoderShape, dict[str, Any]]:
-    """Of the variant that config.json names, or of tiny_dims.json, as small reference checkpoints need."""
+    """Shapes of config.json's variant, or of tiny_dims.json for small reference checkpoints."""
     decoder, vision = _VARIANTS[raw.text("paligemma_variant", "gemma_2b", choices=tuple(_VARIANTS))], dict(_VISION)
     path = directory / "tiny_dims.json"
     if not path.exists():
@@ -176,19 +176,19 @@ def _dims(features: Fields, name: str) -> int:
 
 
 def _normalisation(step: Fields, kind: str, feature: str, dims: int) -> Normalisation:
-    """As a step says, from the statistics beside its file."""
+    """Reads a step's normalisation, with the statistics in a file next to it."""
     config, directory = step.inner("config"), step.path.parent
     modes = config.inner("norm_map")
     mode = modes.text(kind, "IDENTITY", choices=(*_BOUNDS, "IDENTITY"))
     keys = config.raw.get("normalize_observation_keys")
     if config.number("eps", _EPS) != _EPS or (feature == _STATE and keys is not None and _STATE not in keys):
-        raise UserError(f"{step.path}: only steps with eps {_EPS}, and without normalize_observation_keys, are known")
+        raise UserError(f"{step.path}: only eps {_EPS} without normalize_observation_keys is supported")
     if mode == "IDENTITY":
         nothing = np.zeros(dims, np.float32)
         return Normalisation(mode, nothing, nothing)
     name = step.text("state_file")
     if "/" in name:
-        raise step.wrong("state_file", "the name of a file beside it, which holds the statistics")
+        raise step.wrong("state_file", "the name of the statistics file next to it")
     path = directory / name
     try:
         statistics = load_file(path)
@@ -197,22 +197,22 @@ def _normalisation(step: Fields, kind: str, feature: str, dims: int) -> Normalis
     found = [statistics.get(f"{feature}.{each}") for each in _BOUNDS[mode]]
     if not all(each is not None and each.shape == (dims,) and np.isfinite(each).all() for each in found):
         names = " and ".join(f"{feature}.{each}" for each in _BOUNDS[mode])
-        raise UserError(f"{path} must hold {dims} finite numbers each as {names}, for {mode}")
+        raise UserError(f"{path} must contain {dims} finite numbers each as {names}, for {mode}")
     first, second = (np.asarray(each, dtype=np.float32) for each in found)
     return Normalisation(mode, first, second)
 
 
 def _statistics(actions: Normalisation) -> ActionStatistics:
-    """The same un-normalisation for a codec: the values of -1 and 1."""
+    """The same un-normalisation for a codec: the values that -1 and 1 map to."""
     first, second = actions.first.astype(np.float64), actions.second.astype(np.float64)
     if actions.mode == "MEAN_STD":
         first, second = first - second, first + second
     if (first > second).any():
-        raise UserError("a statistic of the actions has its smallest value above its largest; copy the file again")
+        raise UserError("an action statistic has its minimum above its maximum; copy the file again")
     return ActionStatistics("", first, second, np.full(len(first), actions.mode != "IDENTITY"))
 
 
 def _folder(directory: Path, name: str, usual: str) -> Path:
-    """Of a tokenizer: the one that config.json names beside it, or the usual one."""
+    """A tokenizer's folder: the one that config.json names, or the usual one."""
     named = directory / name
     return named if name and named.is_dir() else directory / usual

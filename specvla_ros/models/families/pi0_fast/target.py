@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a pi0-FAST checkpoint directory, as LeRobot saves it, to a policy."""
+"""Loads pi0-FAST checkpoints as saved by LeRobot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, ref
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress, check_weights, load_weights, read_tables
 
-_EDGES = np.linspace(-1, 1, 257)[:-1]  # of the state's bins, as openpi's tokenizer has them
+_EDGES = np.linspace(-1, 1, 257)[:-1]  # of the state's bins, as in openpi's tokenizer
 _BEGINNING, _END = "Action: ", "|"
 _PREFIX = "model.paligemma_with_expert.paligemma."
 _HEAD = f"{_PREFIX}lm_head.weight"
@@ -34,7 +34,7 @@ _EMBEDDINGS = f"{_PREFIX}model.language_model.embed_tokens.weight"
 
 
 class PaliGemma(nn.Module):
-    """transformers' SigLIP tower, a projector and our decoder, for images of so many cameras."""
+    """transformers' SigLIP tower, a projector and our decoder, for images of a given number of cameras."""
 
     def __init__(self, config: Pi0FastConfig, cameras: int) -> None:
         try:
@@ -45,8 +45,8 @@ class PaliGemma(nn.Module):
         super().__init__()
         try:
             self.tower: nn.Module = SiglipVisionModel(SiglipVisionConfig(**config.vision))
-        except Exception as error:  # its checks raise several kinds, none of them its own
-            raise UserError(f"transformers cannot make this checkpoint's vision tower ({error})") from None
+        except Exception as error:  # its checks raise several exceptions, none of its own
+            raise UserError(f"transformers cannot build this checkpoint's vision tower ({error})") from None
         self.projector = nn.Linear(config.vision["hidden_size"], config.decoder.hidden_size)
         self.decoder = PackedDecoder(config.decoder)
         self._pictures = (cameras, 3, *config.image_size)
@@ -58,7 +58,7 @@ class PaliGemma(nn.Module):
         return self._pictures
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Pixels of `pixel_shape` to embeddings [image_tokens, hidden]; not scaled, as text is."""
+        """Maps pixels of `pixel_shape` to embeddings [image_tokens, hidden], which are not scaled, unlike text."""
         pixels = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True)
         embeddings: Tensor = self.projector(self.tower(pixels).last_hidden_state).flatten(0, 1)
         return embeddings
@@ -72,8 +72,8 @@ def load_model(
     dtype: torch.dtype,
     progress: Progress | None,
 ) -> PaliGemma:
-    """The model of a checkpoint, ready to decode; UserError if the weights are incomplete or do not fit the config."""
-    # LeRobot writes both tables where they differ, and else one of them, mostly under the head's name.
+    """Loads a checkpoint's model, ready to decode; UserError if the weights are incomplete or do not fit the config."""
+    # LeRobot saves both tables if they differ, else only one, usually under the head's name.
     tables = read_tables(directory, _EMBEDDINGS, _HEAD, tied=True)
     config = replace(config, decoder=replace(config.decoder, tie_word_embeddings=tables.tied))
     model = empty_model(partial(PaliGemma, config, cameras), dtype, device)
@@ -111,9 +111,9 @@ def load_pi0_fast(
     """Loads a pi0-FAST policy from a directory that LeRobot saved; see `load_target` for the arguments.
 
     Args:
-        directory: holds config.json, model.safetensors, the processors with their statistics, tokenizer/ and
+        directory: contains config.json, model.safetensors, the processors with their statistics, tokenizer/ and
             action_tokenizer/.
-        cameras: those of its cameras that the robot has, or ALL_CAMERAS.
+        cameras: the robot's cameras among the policy's, or ALL_CAMERAS.
     """
     refuse_options(directory, options)
     config = read_config(directory)
@@ -140,7 +140,7 @@ def load_pi0_fast(
 def _tokenizer(config: Pi0FastConfig) -> Tokenizer:
     hint = "copy PaliGemma's tokenizer there (google/paligemma-3b-pt-224)"
     tokenizer = require_tokenizer(config.text_tokenizer, hint)
-    # <image> is behind the model's own ids.
+    # <image> comes after the model's own ids.
     check_tokenizer(tokenizer, config.text_tokenizer / "tokenizer.json", config.decoder.vocab_size + 1)
     return tokenizer
 
@@ -155,13 +155,13 @@ def _only(tokenizer: Tokenizer, text: str, path: Path) -> int:
 def _codec(directory: Path, config: Pi0FastConfig, tokenizer: Tokenizer) -> FastCodec:
     if not config.action_tokenizer.is_dir():
         raise UserError(
-            f"{config.action_tokenizer} is missing: copy the FAST tokenizer that the policy was trained with there "
+            f"{config.action_tokenizer} is missing: copy the FAST tokenizer of the policy's training there "
             "(physical-intelligence/fast, unless it was fitted)"
         )
     fast = read_fast_tokenizer(config.action_tokenizer)
     first = config.decoder.vocab_size - 1 - config.skipped_ids
     if first < fast.vocab_size:
-        raise UserError(f"{config.action_tokenizer} has {fast.vocab_size} ids, and the policy room for {first}")
+        raise UserError(f"{config.action_tokenizer} has {fast.vocab_size} ids, but the policy has room for {first}")
     return FastCodec(
         tokenizer=fast,
         statistics=config.actions,
@@ -175,7 +175,7 @@ def _codec(directory: Path, config: Pi0FastConfig, tokenizer: Tokenizer) -> Fast
 
 @dataclass(frozen=True)
 class Pi0FastTarget(VisionLanguageTarget):
-    """A checkpoint whose prompt is [images][text]<bos>, all of which sees all of it; LeRobot's padding is left out."""
+    """A checkpoint whose prompt is [images][text]<bos>, with full attention; LeRobot's padding is left out."""
 
     directory: Path
     model: PaliGemma
@@ -213,13 +213,13 @@ class Pi0FastTarget(VisionLanguageTarget):
         ids = self.tokenizer.encode(f"Task: {task}, State: {' '.join(map(str, bins))};\n").ids
         if len(ids) > self.prompt_tokens:
             raise UserError(
-                f"the prompt has {len(ids)} tokens, and the policy reads {self.prompt_tokens}: the robot's state, with "
-                "which it ends, would be lost; shorten the instruction"
+                f"the prompt has {len(ids)} tokens, but the policy reads {self.prompt_tokens}: the robot's state at "
+                "its end would be cut off; shorten the instruction"
             )
         return (*ids, self.bos_id)
 
     def pixels(self, observation: Observation) -> Pixels:
-        """Of all images together."""
+        """Pixels of all images together."""
         images = observation.of_cameras(self.cameras).values()
         return (torch.stack([padded_picture(image, *self.image_size) for image in images]),)
 
@@ -228,14 +228,14 @@ class Pi0FastTarget(VisionLanguageTarget):
 
 
 def padded_picture(image: np.ndarray, height: int, width: int) -> Tensor:
-    """As LeRobot prepares it: uint8 RGB scaled to fit, black around it, float32 [3, height, width] from -1 to 1.
+    """Scales uint8 RGB to fit and pads it with black, as LeRobot does: float32 [3, height, width] from -1 to 1.
 
     Bilinear without antialiasing; an odd row or column of padding goes below or to the right (openpi's
     resize_with_pad).
     """
     pixels = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))[None].float() / 255
     ratio = max(image.shape[1] / width, image.shape[0] / height)
-    # A picture of extreme shape keeps a row: the original makes none of it, and fails.
+    # An image of extreme shape keeps a row; the original rounds to none, and fails.
     high, wide = (max(1, int(side / ratio)) for side in image.shape[:2])
     if (high, wide) != image.shape[:2]:
         pixels = F.interpolate(pixels, size=(high, wide), mode="bilinear", align_corners=False).clamp(0, 1)

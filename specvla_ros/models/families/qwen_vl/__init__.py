@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-VL, and the policies that were made of it: NORA and VLA-0."""
+"""Qwen2.5-VL and Qwen3-VL, and the policies built on them: NORA and VLA-0."""

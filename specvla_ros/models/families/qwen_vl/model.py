@@ -53,7 +53,7 @@ _FAMILIES = {"qwen2_5_vl": _TEXT, "qwen2_5_vl_text": _TEXT, "qwen3_vl_text": _TE
 
 @dataclass(frozen=True)
 class QwenVLConfig:
-    """The whole model."""
+    """Configuration of the whole model."""
 
     model_type: str  # of QWEN_VL_TYPES
     decoder: DecoderShape  # the language model
@@ -64,21 +64,21 @@ class QwenVLConfig:
 def read_config(directory: Path) -> QwenVLConfig:
     """Reads config.json, flat as on the hub or with `text_config`.
 
-    UserError if it is damaged, describes what is not supported, or transformers is not installed.
+    Raises UserError if it is damaged or not supported, or transformers is not installed.
     """
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
     check_not_quantised(raw)
     text = raw.inner("text_config", {})
     decoder = read_decoder_shape(text if text.raw else raw, _FAMILIES)
-    # The flat layout and the nested one differ in where this stands; transformers reads the outer one.
+    # The flat and the nested layout have this in different places; transformers reads the outer one.
     decoder = replace(decoder, tie_word_embeddings=raw.flag("tie_word_embeddings", False))
     kind = raw.text("model_type", choices=QWEN_VL_TYPES)
     vision = _vision_config(kind, raw.inner("vision_config").raw, directory / "config.json")
     decoder = replace(decoder, deepstack=len(getattr(vision, "deepstack_visual_indexes", ())))
     if vision.out_hidden_size != decoder.hidden_size:
         raise UserError(
-            f"{raw.path}: the vision tower's rows have {vision.out_hidden_size} channels and the language model "
+            f"{raw.path}: the vision tower's rows have {vision.out_hidden_size} channels, but the language model "
             f"{decoder.hidden_size}{raw.hint}"
         )
     image_id = raw.whole("image_token_id", 151655, maximum=MAX_IDS)
@@ -93,12 +93,12 @@ def _vision_config(kind: str, fields: dict[str, Any], path: Path) -> Any:
         raise missing_package(error, "requirements/robot-transformers.txt") from None
     try:
         return (Qwen2_5_VLVisionConfig if kind == "qwen2_5_vl" else Qwen3VLVisionConfig)(**fields)
-    except Exception as error:  # its checks raise several kinds, none of them its own
+    except Exception as error:  # its checks raise several exceptions, none of its own
         raise UserError(f"{path}: vision_config cannot be read ({error}); compare it with a released one") from None
 
 
 class QwenVL(nn.Module):
-    """The target; `grid` has the patches of each image, (height, width)."""
+    """The target; `grid` has each image's number of patches, (height, width)."""
 
     def __init__(self, config: QwenVLConfig, grid: tuple[tuple[int, int], ...]) -> None:
         super().__init__()
@@ -108,11 +108,11 @@ class QwenVL(nn.Module):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """Empty, so that it is not captured: the tower reads its images' sizes back while it runs."""
+        """Empty, so that the tower is not captured: it reads its images' sizes back to the host while running."""
         return ()
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Patches of all images [patches, values] to embeddings [image_tokens, input_size]."""
+        """Maps the patches of all images [patches, values] to embeddings [image_tokens, input_size]."""
         pixels = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True)
         seen = self.visual(pixels, grid_thw=self._grid.to(pixels.device))
         features = seen.deepstack_features if self.decoder.config.deepstack else ()
@@ -135,11 +135,11 @@ def load_model(
     progress: Progress | None,
     prefix: str = "",
 ) -> QwenVL:
-    """The model of a checkpoint, ready to decode; UserError if the weights are incomplete or do not fit the config.
+    """Loads a checkpoint's model, ready to decode; UserError if the weights are incomplete or do not fit the config.
 
     Args:
-        weights: its directory, or the file that holds them.
-        grid: patches of each image, (height, width).
+        weights: the checkpoint's directory, or the file with the weights.
+        grid: number of patches of each image, (height, width).
         prefix: of each tensor's name in the files.
     """
     nested = any(name.startswith(f"{prefix}model.language_model.") for name in tensor_names(weights))
@@ -156,7 +156,7 @@ def load_model(
 
 
 def _tensors(model: QwenVL, prefix: str, *, nested: bool) -> dict[str, Tensor]:
-    """Every tensor by its name in the checkpoint: the hub's flat layout, or that of newer transformers."""
+    """Every tensor by its name in the checkpoint, in the hub's flat layout or that of newer transformers."""
     visual = "model.visual" if nested else "visual"
     tensors = {f"{visual}.{name}": parameter.detach() for name, parameter in model.visual.named_parameters()}
     text = decoder_tensors(model.decoder)
@@ -166,13 +166,13 @@ def _tensors(model: QwenVL, prefix: str, *, nested: bool) -> dict[str, Tensor]:
 
 
 def _fill_buffers(tower: nn.Module, config: QwenVLConfig) -> None:
-    """Computes the tower's buffers, which came up empty, from a tower without blocks."""
+    """Fills the tower's empty buffers with those of a tower without blocks."""
     shallow = type(config.vision)(**{**config.vision.to_dict(), "depth": 0})
     try:
         whole = dict(type(tower)._from_config(shallow).named_buffers())  # type: ignore[attr-defined]
     except Exception as error:
-        raise UserError(f"transformers cannot make this checkpoint's vision tower ({error})") from None
+        raise UserError(f"transformers cannot build this checkpoint's vision tower ({error})") from None
     for name, empty in list(tower.named_buffers()):
         parent, _, own = name.rpartition(".")
-        # Float32 whatever the weights' dtype, as transformers leaves them.
+        # Float32 for any dtype of the weights, as in transformers.
         tower.get_submodule(parent).register_buffer(own, whole[name].to(empty.device), persistent=False)

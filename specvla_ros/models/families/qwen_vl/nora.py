@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NORA (arXiv 2504.19854): Qwen2.5-VL whose vocabulary ends with FAST tokens, `<robot_action_0>` and on.
+"""NORA (arXiv 2504.19854): Qwen2.5-VL whose vocabulary ends with FAST tokens, from `<robot_action_0>` on.
 
-Source: declare-lab/nora, inference/nora.py. Answers that are no chunk, for which that class returns the middle of the
-range, are refused here.
+Source: declare-lab/nora, inference/nora.py. Answers that are not a chunk are refused here; that class returns the
+middle of the range for them.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messag
 from specvla_ros.models.generation import USUAL_NEW_TOKENS, read_end_ids, refuse_max_length
 from specvla_ros.models.observation import ONLY_CAMERA
 
-SIDE = 224  # of its images, whose aspect ratio is not kept
+SIDE = 224  # pixels of an image's side; the aspect ratio is not kept
 _FIRST, _NTH = "<robot_action_0>", "<robot_action_{}>"
 _FOLDERS = ("action_tokenizer", "fast_tokenizer", "../fast_tokenizer")
 
 
 def nora(context: PolicyContext) -> ChatPolicy | None:
-    """The policy, where the vocabulary has its action tokens; UserError if a file is missing, or does not fit."""
+    """Makes the policy if the vocabulary has its action tokens; UserError if a file is missing or does not fit."""
     if not has_robot_actions(context.tokenizer):
         return None
     if context.generation.max_new_tokens is None:
@@ -36,7 +36,7 @@ def nora(context: PolicyContext) -> ChatPolicy | None:
         context,
         context.directory,
         _statistics(context),
-        horizon=None,  # NORA's is one; NORA-Long's file says another
+        horizon=None,  # 1 for NORA; given by NORA-Long's file
         limit=context.generation.max_new_tokens or USUAL_NEW_TOKENS,
     )
     return robot_action_policy(
@@ -57,11 +57,11 @@ def robot_action_policy(
     sent: Callable[[np.ndarray], np.ndarray],
     text: Callable[[str], str],
 ) -> ChatPolicy:
-    """A policy that is shown its images and then the instruction, in one message.
+    """Makes a policy whose prompt is one message: the images, then the instruction.
 
     Args:
-        sent: a camera's image to uint8 RGB [SIDE, SIDE, 3].
-        text: an instruction to the message's text.
+        sent: turns a camera's image into uint8 RGB [SIDE, SIDE, 3].
+        text: turns an instruction into the message's text.
     """
     processor = context.processor
     sides = processor.fitted(SIDE, SIDE, processor.min_pixels, processor.max_pixels)
@@ -83,34 +83,34 @@ def robot_action_policy(
 
 
 def _statistics(context: PolicyContext) -> ActionStatistics:
-    """Of norm_stats.json; its masks are not read: NORA scales the gripper like the rest."""
+    """Statistics of norm_stats.json, without its masks: NORA scales the gripper like the rest."""
     path = context.directory / "norm_stats.json"
     statistics = checked_statistics(path, read_checkpoint_json(path).raw, context.unnorm_key)
     return replace(statistics, mask=np.ones_like(statistics.mask))
 
 
 def has_robot_actions(tokenizer: Tokenizer) -> bool:
-    """Whether a vocabulary has these tokens."""
+    """True if a vocabulary has NORA's action tokens."""
     return tokenizer.token_to_id(_FIRST) is not None
 
 
 def robot_action_codec(
     context: PolicyContext, directory: Path, statistics: ActionStatistics, *, horizon: int | None, limit: int | None
 ) -> FastCodec:
-    """The codec of NORA, and of other policies whose vocabulary has these tokens (StarVLA's).
+    """Makes the codec of NORA, and of other policies whose vocabulary has these tokens (StarVLA's).
 
     Args:
-        directory: in or beside which the FAST tokenizer lies.
+        directory: contains the FAST tokenizer, or is next to it.
         statistics: normalised values to the robot's units.
-        horizon: actions per answer; None: as the FAST tokenizer's `time_horizon` says, or one.
+        horizon: actions per answer; None: the FAST tokenizer's `time_horizon`, or 1.
         limit: see `FastCodec`.
 
-    Raises UserError: there is no FAST tokenizer, or it has other ids than the vocabulary.
+    Raises UserError: there is no FAST tokenizer, or its ids differ from the vocabulary's.
     """
     found = next((folder for name in _FOLDERS if (folder := directory / name).is_dir()), None)
     if found is None:
         raise UserError(
-            f"{directory} is a policy that writes FAST tokens, and their tokenizer is not with it: copy "
+            f"{directory} is a policy that writes FAST tokens, but their tokenizer is missing: copy "
             f"physical-intelligence/fast to {directory / _FOLDERS[0]} (hf download physical-intelligence/fast "
             "--local-dir …)"
         )
@@ -118,8 +118,8 @@ def robot_action_codec(
     first, last = context.tokenizer.token_to_id(_FIRST), _NTH.format(tokenizer.vocab_size - 1)
     if first is None or context.tokenizer.token_to_id(last) != first + tokenizer.vocab_size - 1:
         raise UserError(
-            f"{context.directory}: the FAST tokenizer has {tokenizer.vocab_size} ids, but the vocabulary does not go "
-            f"on from {_FIRST} to {last}: they belong to different policies"
+            f"{context.directory}: the FAST tokenizer has {tokenizer.vocab_size} ids, but the vocabulary is not "
+            f"consecutive from {_FIRST} to {last}: they belong to different policies"
         )
     config = read_checkpoint_json(found / "processor_config.json")
     check_dims(config, statistics)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a Qwen-VL checkpoint a robot's policy: its chat, its images, its codec.
+"""The parts that make a Qwen-VL checkpoint a robot policy: chat, images and codec.
 
-A policy is one file with a function that looks at a checkpoint's directory: it gives a `ChatPolicy`, or None where
-these are not its files.
+A policy is one file with a function that inspects a checkpoint's directory and returns a `ChatPolicy`, or None if the
+files are not those of its policy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,34 +25,34 @@ from specvla_ros.models.image_config import read_image_config
 from specvla_ros.settings.json_file import Fields
 
 _COLOURS = "three numbers"
-# What else transformers' class reads, with the values that it is prepared by here.
+# Other settings that transformers' class reads, with the supported values.
 PLAIN: Mapping[str, tuple[object, ...]] = {
     "do_resize": (True,),
     "resample": (3,),
     "do_rescale": (True,),
     "rescale_factor": (1 / 255,),
     "do_normalize": (True,),
-    "do_convert_rgb": (True, False, None),  # an image has three colours already
+    "do_convert_rgb": (True, False, None),  # images are always RGB
     "do_center_crop": (None, False),
     "do_pad": (None, False),
 }
-_MAX_PIXELS = 1 << 26  # of one picture; more than any model has
+_MAX_PIXELS = 1 << 26  # of one image; more than any model uses
 
 
 @dataclass(frozen=True)
 class PatchProcessor:
-    """What preprocessor_config.json prescribes, see `read_image_config`."""
+    """Image preprocessing as in preprocessor_config.json, see `read_image_config`."""
 
     patch_size: int  # pixels of a patch's side
     merge_size: int  # patches per prompt row along a side
     temporal_patch_size: int  # images per patch: a single one is repeated
     min_pixels: int  # an image with fewer is resized
     max_pixels: int  # an image with more is resized
-    mean: np.ndarray  # float32 [3], of colours from 0 to 1
+    mean: np.ndarray  # float32 [3], for colours from 0 to 1
     std: np.ndarray  # float32 [3]
 
     def fitted(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """The size that an image is given: multiples of `factor`, with so many pixels at least and at most."""
+        """The size of a resized image: multiples of `factor`, with `least` to `most` pixels."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         high, wide = smart_resize(height, width, factor=self.factor, min_pixels=least, max_pixels=most)
@@ -60,13 +60,13 @@ class PatchProcessor:
 
     @property
     def factor(self) -> int:
-        """Pixels of which an image's sides are a multiple."""
+        """Number of pixels of which an image's sides are multiples."""
         return self.patch_size * self.merge_size
 
     def patches(self, pictures: Sequence[np.ndarray]) -> Tensor:
-        """Images uint8 RGB [height, width, 3], whose sides are multiples of `factor`, to float32 [patches, values].
+        """Converts uint8 RGB [height, width, 3], whose sides are multiples of `factor`, to float32 [patches, values].
 
-        Patches of one prompt row follow each other, as in transformers' Qwen2VLImageProcessor.
+        Patches of one prompt row are consecutive, as in transformers' Qwen2VLImageProcessor.
         """
         return torch.from_numpy(np.concatenate([self._patches(picture) for picture in pictures]))
 
@@ -80,14 +80,14 @@ class PatchProcessor:
 
 
 def read_patch_processor(directory: Path) -> PatchProcessor:
-    """Reads what the directory says of its images, with Qwen2.5-VL's defaults.
+    """Reads a checkpoint's image settings, with Qwen2.5-VL's defaults.
 
-    UserError if it says nothing, a wrong value, or something that is not done here.
+    Raises UserError if they are missing, invalid or not supported.
     """
     raw = read_image_config(directory)
     for name, plain in PLAIN.items():
         if raw.raw.get(name, plain[0]) not in plain:
-            raise raw.wrong(name, " or ".join(map(str, plain)) + ": images are prepared in no other way here")
+            raise raw.wrong(name, " or ".join(map(str, plain)) + ": other values are not supported")
     size = raw.inner("size", {})
     mean = raw.list_of("image_mean", float, _COLOURS, [0.48145466, 0.4578275, 0.40821073], length=3)
     std = raw.list_of("image_std", float, _COLOURS, [0.26862954, 0.26130258, 0.27577711], length=3)
@@ -107,7 +107,7 @@ def read_patch_processor(directory: Path) -> PatchProcessor:
 
 
 def resized(picture: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Uint8 RGB [height, width, 3], bicubic, as qwen_vl_utils resizes it."""
+    """Resizes uint8 RGB to [height, width, 3], bicubic, as in qwen_vl_utils."""
     if picture.shape[:2] == (height, width):
         return picture
     return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
@@ -119,12 +119,12 @@ IMAGE = {"type": "image"}  # in a chat message
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a policy is made from."""
+    """The inputs for making a policy."""
 
     directory: Path  # the checkpoint
     tokenizer: Tokenizer
     processor: PatchProcessor
-    unnorm_key: str  # the dataset whose action statistics apply; empty: the only one
+    unnorm_key: str  # the dataset whose action statistics are used; empty: the only one
     generation: GreedyRules  # of its generation_config.json
 
 
@@ -135,15 +135,15 @@ class ChatPolicy:
     name: str  # of the policy's family
     cameras: tuple[str, ...]  # in the order of training
     picture_sizes: tuple[tuple[int, int], ...]  # (height, width) of each image in the prompt
-    pictures: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]  # camera images by name to these images, uint8 RGB
-    messages: Callable[[str], Messages]  # the chat before its answer, by instruction
-    numbers_pictures: bool  # the chat template counts the images in words (`add_vision_id`)
+    pictures: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]  # camera images by name to prompt images, uint8
+    messages: Callable[[str], Messages]  # an instruction to the chat before the answer
+    numbers_pictures: bool  # the chat template numbers the images in its text (`add_vision_id`)
     codec: Codec  # of its answers
-    generation: GreedyRules  # what is done to logits before the largest is taken
+    generation: GreedyRules  # logit processing before the argmax
 
 
 def read_chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages], str]:
-    """The checkpoint's chat template: messages to a prompt's text, an image being one token."""
+    """Reads the checkpoint's chat template, which turns messages into a prompt's text with one token per image."""
     from transformers import PreTrainedTokenizerFast
 
     template = _template(directory)
@@ -163,7 +163,7 @@ def read_chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages]
 
 
 def _template(directory: Path) -> str:
-    """From the first file that has one, in transformers' order."""
+    """Reads the chat template of the first file that has one, in transformers' order."""
     for name in ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json"):
         path = directory / name
         if not path.exists():
@@ -173,11 +173,11 @@ def _template(directory: Path) -> str:
         template: str = read_checkpoint_json(path).text("chat_template", "")
         if template:
             return template
-    raise UserError(f"{directory} has no chat template: copy chat_template.json from where the weights are from")
+    raise UserError(f"{directory} has no chat template: copy chat_template.json from the source of the weights")
 
 
 def read_yaml(path: Path, what: str) -> Fields:
-    """The object in a YAML file; UserError if it cannot be read as the configuration of `what`."""
+    """Reads the object in a YAML file; UserError if it cannot be read as a `what` configuration."""
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Qwen-VL checkpoint directory to a policy."""
+"""Loads policies built on Qwen-VL."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def load_qwen_vl(
     progress: Progress | None,
     **options: Any,
 ) -> "QwenVLTarget":
-    """Loads a policy made from Qwen2.5-VL or Qwen3-VL; see `load_target` for the arguments.
+    """Loads a policy built on Qwen2.5-VL or Qwen3-VL; see `load_target` for the arguments.
 
     The directory also holds a chat template and the policy's own files.
     """
@@ -65,7 +65,7 @@ def load_qwen_vl(
 
 
 def read_base(directory: Path, unnorm_key: str) -> tuple[QwenVLConfig, PolicyContext]:
-    """Config, tokenizer and processor of a policy, without the weights; UserError if they are damaged or do not fit."""
+    """Reads a policy's config, tokenizer and processor, not its weights; UserError if damaged or mismatched."""
     config = read_config(directory)
     tokenizer = require_tokenizer(directory)
     check_tokenizer(tokenizer, directory / "tokenizer.json", config.decoder.vocab_size)
@@ -78,8 +78,8 @@ def _policy(context: PolicyContext) -> ChatPolicy:
     policy = next((each for each in found if each is not None), None)
     if policy is None:
         raise UserError(
-            f"{context.directory} is a Qwen-VL checkpoint, but no policy that is known: NORA has the tokens "
-            "<robot_action_0> and on, VLA-0 has dataset_stats.pkl or dataset_stats.json with or beside it"
+            f"{context.directory} is a Qwen-VL checkpoint, but not a known policy: NORA has tokens from "
+            "<robot_action_0> on, VLA-0 has dataset_stats.pkl or dataset_stats.json inside or next to the directory"
         )
     return policy
 
@@ -91,12 +91,12 @@ def qwen_vl_target(
     policy: ChatPolicy,
     load: Callable[[tuple[tuple[int, int], ...]], QwenVL],
 ) -> "QwenVLTarget":
-    """The target of a policy; UserError if there is no chat template, or the weights do not fit.
+    """Makes a policy's target; UserError if there is no chat template, or the weights do not fit.
 
     Args:
-        directory: of the target, which is not the base model's for a training run.
+        directory: of the target; for a training run this is not the base model's.
         config: of the base model.
-        load: gives the model for the patches of each image, (height, width).
+        load: loads the model for each image's number of patches, (height, width).
     """
     chat = read_chat(context.directory, numbers_pictures=policy.numbers_pictures)
     side = context.processor.patch_size
@@ -106,12 +106,12 @@ def qwen_vl_target(
 
 @dataclass(frozen=True)
 class QwenVLTarget(VisionLanguageTarget):
-    """A checkpoint whose prompt is a chat, with an image's rows in place of its token."""
+    """A checkpoint whose prompt is a chat, with each image's token replaced by its rows."""
 
-    directory: Path  # of the checkpoint; of StarVLA's, the run
+    directory: Path  # of the checkpoint; for StarVLA, of the run
     model: QwenVL
     tokenizer: Tokenizer
-    chat: Callable[[Messages], str]  # messages to a prompt's text, an image being one token
+    chat: Callable[[Messages], str]  # messages to a prompt's text, with one token per image
     processor: PatchProcessor  # images to patches
     policy: ChatPolicy
     image_id: int  # the token that stands for an image
@@ -136,7 +136,7 @@ class QwenVLTarget(VisionLanguageTarget):
 
     @property
     def _row_grids(self) -> tuple[tuple[int, int], ...]:
-        """Prompt rows of each image: high and wide."""
+        """Prompt rows of each image, (height, width)."""
         side = self.processor.factor
         return tuple((height // side, width // side) for height, width in self.policy.picture_sizes)
 
@@ -146,12 +146,12 @@ class QwenVLTarget(VisionLanguageTarget):
         return tuple(self.tokenizer.encode(self.chat(self.policy.messages(observation.instruction))).ids)
 
     def layout(self, ids: tuple[int, ...]) -> PromptLayout:
-        """UserError for ids outside the vocabulary, or another number of images than the policy's."""
+        """Lays out the prompt; UserError for ids outside the vocabulary, or a wrong number of images."""
         check_prompt_ids(ids, self.decoder.config.vocab_size)
         grids = self._row_grids
         places = self._image_places(ids)
         if len(places) != len(grids):
-            raise UserError(f"the prompt has {len(places)} places for pictures, and there are {len(grids)}")
+            raise UserError(f"the prompt has {len(places)} image tokens, but there are {len(grids)} images")
         positions = mrope_positions(ids, self.image_id, grids)
         visual, after = [], 0
         for place, (height, width) in zip(places, grids, strict=True):
@@ -182,11 +182,11 @@ class QwenVLTarget(VisionLanguageTarget):
 def mrope_positions(ids: Sequence[int], image_id: int, grids: Sequence[tuple[int, int]]) -> np.ndarray:
     """M-RoPE positions of a prompt: time, height and width, int64 [3, rows].
 
-    Text counts up in all three. An image stays at one time, its rows and columns count from there, and what follows
-    continues after the larger of them (Qwen2.5-VL, arXiv 2502.13923, section 2.1.2).
+    Text counts up on all three axes. An image keeps one time, its rows and columns count from there, and the text after
+    it continues after the larger of them (Qwen2.5-VL, arXiv 2502.13923, section 2.1.2).
 
     Args:
-        ids: of the prompt, an image being one token, `image_id`.
+        ids: of the prompt, with one token, `image_id`, per image.
         grids: rows and columns of each image.
     """
     parts, at = [], 0

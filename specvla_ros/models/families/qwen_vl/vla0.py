@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VLA-0 (arXiv 2510.13054): an unchanged Qwen2.5-VL that writes its actions as numbers.
+"""VLA-0 (arXiv 2510.13054): an unmodified Qwen2.5-VL that writes its actions as numbers.
 
 Source: NVlabs/vla0: rv_train/models/qwen/model.py, rv_train/configs.py, configs/vla0.yaml and RoboVerse's
-image_unifier.py. Its checkpoint is the folder `model_last`, which lies beside `dataset_stats.pkl` and `config.yaml`.
+image_unifier.py. Its checkpoint is the folder `model_last`, next to `dataset_stats.pkl` and `config.yaml`.
 """
 
 import math
@@ -27,13 +27,13 @@ _STATISTICS = ("dataset_stats.json", "dataset_stats.pkl")
 _ACTIONS = "out_ori_act"
 _MAX_NEW_TOKENS = 1024  # QwenActor.num_tokens
 _CROP = "IMAGE.crop_img"
-# What qwen_vl_utils lets a picture have, in pixels.
+# Limits of an image's pixels in qwen_vl_utils.
 _LEAST_PIXELS, _MOST_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Its config.yaml, mostly MODEL.QWEN's fields; the defaults are configs/vla0.yaml's, as for the released policy."""
+    """The run's config.yaml, mostly MODEL.QWEN's fields. Defaults are configs/vla0.yaml's, of the released policy."""
 
     horizon: int = 8
     num_cam: int = 2
@@ -42,11 +42,11 @@ class _Run:
     tiled_rgb_imgs: bool = True
     height: int = 224  # of `rgb_img_size`
     width: int = 224
-    crop: float = 0.875  # share of an image's sides that is kept
+    crop: float = 0.875  # kept share of an image's sides
 
 
 def vla0(context: PolicyContext) -> ChatPolicy | None:
-    """The policy, where its statistics of actions are; UserError for damaged files or unsupported values."""
+    """Makes the policy if its action statistics exist; UserError for damaged files or unsupported values."""
     path = _beside(context.directory, _STATISTICS)
     if path is None:
         return None
@@ -54,7 +54,7 @@ def vla0(context: PolicyContext) -> ChatPolicy | None:
     run = _run(context.directory)
     written = [context.tokenizer.encode(text).ids for text in "0123456789 "]
     if any(len(each) != 1 for each in written):
-        raise UserError(f"{context.directory}: tokenizer.json has no token of its own for each digit and the space")
+        raise UserError(f"{context.directory}: tokenizer.json lacks a separate token for each digit and the space")
     ids = [only for (only,) in written]
     end_ids = read_end_ids(context.directory)
     codec = DigitsCodec(
@@ -109,23 +109,23 @@ def _end_of_turn(context: PolicyContext, end_ids: frozenset[int]) -> int:
     name = given.get("content") if isinstance(given, dict) else given
     found = context.tokenizer.token_to_id(name) if isinstance(name, str) else None
     if found is None or found not in end_ids:
-        raise UserError(f"{config.path}: eos_token is {shown(given)}, which is no token that ends an answer")
+        raise UserError(f"{config.path}: eos_token is {shown(given)}, which is not a token that ends an answer")
     return found
 
 
 def _beside(directory: Path, names: tuple[str, ...]) -> Path | None:
-    """A file in the checkpoint, or in the run's folder around it."""
+    """Finds a file in the checkpoint, or in the run's folder that contains it."""
     paths = (folder / name for folder in (directory, directory.resolve().parent) for name in names)
     return next((path for path in paths if path.is_file()), None)
 
 
 class _Numbers(pickle.Unpickler):
-    """Reads plain values and NumPy's arrays, and nothing that could act."""
+    """Reads only plain values and NumPy arrays, no code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}")
 
 
 def _statistics(path: Path) -> ActionStatistics:
@@ -134,7 +134,7 @@ def _statistics(path: Path) -> ActionStatistics:
             with path.open("rb") as file:
                 value = _Numbers(file).load()
         except Exception as error:  # a damaged pickle raises nearly anything
-            raise UserError(f"{path} cannot be read as statistics of actions ({error}); copy it again") from None
+            raise UserError(f"{path} cannot be read as action statistics ({error}); copy it again") from None
         raw = Fields(value if isinstance(value, dict) else {}, path)
     else:
         raw = read_fields(path, missing="copy it again")
@@ -159,7 +159,7 @@ def _run(directory: Path) -> _Run:
     qwen = fields.inner("MODEL").inner("QWEN")
     options = fields.inner("DATALOADER", {}).inner("ROBOVERSE", {}).text("cfg_opts", "")
     if qwen.whole("history", 1) != 1 or qwen.text("action_type", "original") != "original":
-        raise UserError(f"{path}: only policies of one moment (history 1) and of original actions are supported")
+        raise UserError(f"{path}: only policies with history 1 and action_type original are supported")
     height, width = _sides(qwen)
     names, values = options.split(":")[::2], options.split(":")[1::2]
     crop = dict(zip(names, values, strict=False)).get(_CROP, "1.0")
@@ -182,7 +182,7 @@ def _run(directory: Path) -> _Run:
 
 
 def _sides(qwen: Fields) -> tuple[int, int]:
-    """`rgb_img_size`: a list, or a text such as `224,224`."""
+    """Reads `rgb_img_size`: a list, or a string such as `224,224`."""
     given = qwen.raw.get("rgb_img_size")
     words = given.strip("()[] ").split(",") if isinstance(given, str) else given
     try:
@@ -195,10 +195,10 @@ def _sides(qwen: Fields) -> tuple[int, int]:
 
 
 def _cropped(image: np.ndarray, run: _Run) -> np.ndarray:
-    """The middle of an image, bilinear without antialiasing, aspect ratio not kept: uint8 [height, width, 3].
+    """Crops and resizes an image, bilinear without antialiasing, aspect ratio not kept: uint8 [height, width, 3].
 
-    On integer colours, as in its server for robots; its LIBERO evaluation computes with fractions and truncates them,
-    which differs by 1 of 255 in some pixels.
+    Computed on integer colours, as in VLA-0's server for robots. Its LIBERO evaluation computes with fractions and
+    truncates them, which differs by 1 of 255 in some pixels.
     """
     height, width = image.shape[:2]
     kept_height, kept_width = int(height * run.crop), int(width * run.crop)
