@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real-time VLA policies on ROS 2; `Policy` runs one without ROS. Importing this package costs no torch."""
+"""Real-time VLA policies on ROS 2; `Policy` runs one without ROS. Importing this package does not import torch."""
 
 from importlib import import_module
 from pkgutil import extend_path
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from specvla_ros.models.observation import Observation as Observation
     from specvla_ros.policy import Policy as Policy
 
-# A developer imports the modules from the sources, and the generated messages (specvla_ros.msg) from where they are
-# installed: without this line the sources would hide the messages.
+# When modules are imported from a source checkout, the generated messages (specvla_ros.msg) still come from the
+# installed package: without this line the sources would hide them.
 __path__ = extend_path(__path__, __name__)
 
 __version__ = "0.1.0"

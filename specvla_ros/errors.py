@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 _SHOWN_CHARACTERS = 80
-# The extras of setup.cfg that a robot does without, and their packages as they are imported.
+# The optional extras of setup.cfg, with the import names of their packages.
 _EXTRAS = {
     "lab": ("rosbags", "mujoco", "plotly", "av", "rich", "typer"),
     "serve": ("starlette", "uvicorn", "websockets", "msgpack"),
@@ -16,15 +16,15 @@ _EXTRAS = {
 
 
 class UserError(Exception):
-    """Something the user gave is wrong: a checkpoint, a bag, an image, a parameter.
+    """An error in a user's input: a checkpoint, a bag, an image, a parameter.
 
-    The message says what is wrong, where, and what to do. Commands print it without a traceback and exit with 2; the
-    policy node refuses the transition with it.
+    The message says what is wrong, where, and what to do. Commands print it without a traceback and exit with code 2;
+    the policy node fails the lifecycle transition with it.
     """
 
 
 def together(*checks: Callable[[], Any]) -> tuple[Any, ...]:
-    """What independent checks return; one UserError says all that is wrong, so that a user need not start again."""
+    """Runs independent checks and returns their results; raises a single UserError that lists all problems."""
     found, problems = [], []
     for check in checks:
         try:
@@ -39,7 +39,7 @@ def together(*checks: Callable[[], Any]) -> tuple[Any, ...]:
 def missing_package(error: ModuleNotFoundError, requirements: str = "") -> UserError:
     """The error for a Python package that is not installed.
 
-    `requirements`: the file in requirements/ that has the package; empty: by the package's name.
+    `requirements`: the file in requirements/ with the package; empty: derived from the package's name.
     """
     package = str(error.name).partition(".")[0]
     extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), "")
@@ -47,10 +47,10 @@ def missing_package(error: ModuleNotFoundError, requirements: str = "") -> UserE
     with_pip = f", or the extra specvla_ros[{extra}]" if extra else ""
     return UserError(
         f"the Python package '{error.name}' is missing; install it with `pip install -r {files}`{with_pip} "
-        "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
+        "(on a Jetson use NVIDIA's wheels for torch); `specvla doctor` lists everything that is missing"
     )
 
 
 def shortened(text: str) -> str:
-    """What a user gave, short enough for a message."""
+    """Shortens a user's text for a message."""
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."

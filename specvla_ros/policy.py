@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public face: a policy in five lines of Python, without ROS."""
+"""The public Python API: load and run a policy without ROS."""
 
 import queue
 import sys
@@ -27,12 +27,12 @@ from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
 from specvla_ros.policy_parameters import model_settings, read_policy_file
 
-Image = Any  # what `as_pixels` takes
+Image = Any  # any input of `as_pixels`
 Images = Image | Mapping[str, Image]
 
 
 class NoActionError(Exception):
-    """A frame ended without an action; `drop` says why."""
+    """A frame ended without an action; `drop` holds the reason."""
 
     def __init__(self, drop: Drop) -> None:
         super().__init__(f"{drop.reason.value}: {drop.detail}" if drop.detail else drop.reason.value)
@@ -40,9 +40,9 @@ class NoActionError(Exception):
 
 
 class Policy:
-    """A loaded and warmed-up policy. Several threads may use it: they take turns.
+    """A loaded and warmed-up policy. It is thread-safe; concurrent calls are serialised.
 
-    Raises UserError where the settings do not fit the target or the device's memory.
+    Raises UserError if the settings do not fit the target or the device's memory.
     """
 
     def __init__(self, target: Target, settings: EngineSettings) -> None:
@@ -63,14 +63,14 @@ class Policy:
         progress: Progress | None = None,
         **parameters: Any,
     ) -> "Policy":
-        """Loads a checkpoint in Hugging Face format; raises UserError, saying what to do, for a wrong argument.
+        """Loads a checkpoint in Hugging Face format; raises UserError with a remedy for a wrong argument.
 
         Args:
-            mode: `ar`, `spec`, `pipeline` or `specpipe`; empty: that of `params_file`, or `ar`.
-            tolerance: how far an accepted token may be from the target's own choice, such as `5mm,3deg` or `5bins`;
-                empty: not at all.
-            params_file: a ROS 2 parameter file, as the node takes it: how to load and how to decode.
-            progress: called with what is being done and the fraction that is done.
+            mode: `ar`, `spec`, `pipeline` or `specpipe`; empty: the mode in `params_file`, or `ar`.
+            tolerance: maximum deviation of an accepted token from the target's own choice, such as `5mm,3deg` or
+                `5bins`; empty: none.
+            params_file: a ROS 2 parameter file of the policy node, with loading and decoding parameters.
+            progress: called with the current step and the fraction done.
             parameters: keywords of `load_target` (`device`, `dtype`, …), and parameters of docs/reference/parameters.md
                 with underscores for dots (`draft_nodes=16`).
         """
@@ -86,27 +86,26 @@ class Policy:
         return self.engine.target.codec.names
 
     def describe(self) -> dict[str, Any]:
-        """What is loaded and how it decodes."""
+        """Describes the loaded checkpoint and the decoding settings."""
         return self.engine.describe()
 
     def reset(self) -> None:
-        """Forgets earlier answers: for another robot, or another episode."""
+        """Discards earlier answers; call it before another robot or another episode."""
         with self._turn:
             self._check_free()
             self.engine.reset()
             self._stamp_ns = 0
 
     def act(self, image: Images, instruction: str, *, state: Any = None, stamp_ns: int | None = None) -> Action:
-        """Decodes the action for one moment.
+        """Decodes the action for one observation.
 
-        Raises UserError where the image or the instruction cannot be used, NoActionError where the policy gave no valid
-        action.
+        Raises UserError if the image or the instruction is invalid, NoActionError if the policy gave no valid action.
 
         Args:
-            image: uint8 [height, width, 3], RGB, of the only camera; or one such array per camera name. A tensor, a
-                Pillow image or a file's path is read as one.
-            state: float [dims], the robot's state, for policies that read it; a list of numbers too.
-            stamp_ns: nanoseconds, greater than those before; None: the time of the call.
+            image: uint8 [height, width, 3], RGB, of the only camera; or a dict of these by camera name. A tensor, a
+                Pillow image or a file's path is converted.
+            state: float [dims] or a list of numbers, the robot's state, for policies that read it.
+            stamp_ns: nanoseconds, greater than all earlier stamps; None: the time of the call.
         """
         with self._turn:
             self._check_free()
@@ -117,10 +116,10 @@ class Policy:
         raise UserError(outcome.detail) if outcome.reason is DropReason.BAD_INSTRUCTION else NoActionError(outcome)
 
     def stream(self, *, partial: bool = False) -> "Stream":
-        """Frames in as they come, actions out as they finish; the pipelined modes overlap them. Use it with `with`.
+        """Opens a stream, in which the pipelined modes overlap frames; actions come out as they finish. Use `with`.
 
-        `partial`: also the first actions of an answer while the rest is decoded, of policies that write digits. Each
-        begins with those before it of the same observation; the last one's `Action.partial` is false.
+        `partial`: policies that write digits also return the first actions of an answer while the rest is decoded. Each
+        partial action extends the one before for the same observation; the last has `Action.partial` false.
         """
         with self._turn:
             self._check_free()
@@ -129,7 +128,7 @@ class Policy:
             return self._stream
 
     def _own_precision(self) -> torch.autocast:
-        """The checkpoint's dtype, also where the caller computes under torch.autocast."""
+        """Disables the caller's torch.autocast, so that the policy computes in the checkpoint's dtype."""
         return torch.autocast(self.engine.target.decoder.device.type, enabled=False)
 
     def _check_free(self) -> None:
@@ -148,18 +147,18 @@ class Policy:
 
 
 class Stream:
-    """Frames to actions, by a thread of its own; see `Policy.stream`.
+    """Decodes frames to actions in its own thread; see `Policy.stream`.
 
-    Iterating gives actions as they finish, oldest frame first, until `finish` was called and nothing is left. In the
-    pipelined modes a frame that a newer one overtakes ends without an action, unless decode.in_order is set; `drops`
-    counts such frames by reason.
+    Iteration yields actions as they finish, oldest frame first, until `finish` was called and nothing is left. In the
+    pipelined modes a frame overtaken by a newer one ends without an action, unless decode.in_order is set; `drops`
+    counts dropped frames by reason.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.drops: Counter[DropReason] = Counter()
         self._policy = policy
         self._actions: queue.SimpleQueue[Action | BaseException | None] = queue.SimpleQueue()
-        self._fault: BaseException | None = None  # raised again where the actions are asked for
+        self._fault: BaseException | None = None  # raised again in the reader's thread
         self._counting = threading.Lock()
         self._taking = True
         self._thread = EngineThread(
@@ -172,37 +171,37 @@ class Stream:
 
     @property
     def closed(self) -> bool:
-        """Whether the policy may be used otherwise again."""
+        """True once the stream has ended and the policy is free again."""
         return self._thread.ended
 
     def put(self, image: Images, instruction: str, *, state: Any = None, stamp_ns: int | None = None) -> None:
-        """Hands a frame over and returns at once; one that still waits is dropped for it. Arguments as in `Policy.act`.
+        """Submits a frame and returns immediately; it replaces a waiting frame. Arguments as in `Policy.act`.
 
-        Raises UserError where the image cannot be used, or the stream is closed.
+        Raises UserError if the image is invalid or the stream is closed.
         """
         if not self._taking or self.closed:
-            raise UserError("the stream takes no more frames: open another one")
+            raise UserError("the stream accepts no more frames: open another one")
         self._thread.submit(self._policy._observation(image, instruction, state, stamp_ns))
 
     def finish(self) -> None:
-        """Says that no more frames come; what is in flight is decoded to its end."""
+        """Ends the input; frames in flight are still decoded."""
         self._taking = False
         self._thread.finish()
 
     def get(self, timeout_s: float | None = None) -> Action | None:
-        """The next action; None when there is none in time, or the stream has ended."""
+        """Returns the next action; None after the timeout or at the end of the stream."""
         try:
             found = self._actions.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if found is None or isinstance(found, BaseException):
-            self._actions.put(found)  # whoever asks next is told too
+            self._actions.put(found)  # the next call also sees the end
         if isinstance(found, BaseException):
             raise found
         return found
 
     def close(self) -> None:
-        """Ends the stream; what is in flight is dropped."""
+        """Ends the stream; frames in flight are dropped."""
         self._taking = False
         self._thread.end(lambda engine: engine.flush())
 

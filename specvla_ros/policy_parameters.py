@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy node's parameters, those of each of several robots, and what a file says of them. Needs no torch."""
+"""Parameters of the policy node and of each of its robots, and reading them from files. Needs no torch."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ from specvla_ros.settings.profiles import merge_parameters, names_for
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 ALL_NUMBERS = ("all",)
-# The others that are not writable are read in configure.
+# Other non-writable parameters are read in configure.
 READ_IN_ACTIVATE = ("image_transport", "image_reliability", "sync_tolerance_s", "state_names")
 ONE_ROBOT = ("",)
 _NAMESPACE = re.compile(r"[A-Za-z][A-Za-z0-9_]*(/[A-Za-z][A-Za-z0-9_]*)*")
@@ -27,53 +27,51 @@ _GROUPS = (
     "model",
     *(each.ROS_PREFIX.rstrip(".") for each in (EngineSettings, DraftSettings, AcceptanceSettings, ConventionSettings)),
 )
-_NEARLY = 0.8  # how alike a misspelt name is
-_OF_ROS, _OF_TOPICS = ("use_sim_time", "start_type_description_service"), "qos_overrides."  # what every node takes
-_SHOWN = 8  # names of other nodes
+_NEARLY = 0.8  # similarity above which a name counts as misspelt
+_OF_ROS, _OF_TOPICS = ("use_sim_time", "start_type_description_service"), "qos_overrides."  # parameters of every node
+_SHOWN = 8  # other nodes' names shown in the warning
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RobotParameters:
-    """What is one robot's own: what it sees, is told, and does with an action."""
+    """Parameters of one robot: its inputs and the meaning of its actions."""
 
     image_transport: str = parameter(
         "auto",
-        "Which image topics to subscribe to: image (raw), image/compressed, or both (auto). One spares bandwidth.",
+        "Image topics to subscribe to: image (raw), image/compressed, or both (auto). A single one saves bandwidth.",
         choices=("auto", "raw", "compressed"),
         basic=True,
     )
     image_reliability: str = parameter(
         "auto",
-        "QoS of the image subscriptions. auto: reliable where every publisher of the topic offers that, so that large "
-        "images are not lost for one packet; it follows publishers that come later.",
+        "QoS of the image subscriptions. auto: reliable if every publisher of the topic offers it, so that one lost "
+        "packet does not lose a large image; adapts when publishers appear later.",
         choices=("auto", "best_effort", "reliable"),
     )
     sync_tolerance_s: float = parameter(
         TOLERANCE_S,
-        "How far the stamps of the other cameras' images and of the robot's state may lie from the first camera's, for "
-        "a policy that looks at several.",
+        "Maximum difference between the first camera's stamp and those of the other cameras and the robot's state, for "
+        "a policy with several inputs.",
         unit="s",
         minimum=0.0,
         maximum=10.0,
     )
     state_names: tuple[str, ...] = parameter(
         ALL_NUMBERS,
-        "Names of the numbers of the topic `state` that the policy reads, in its order; all: those that its checkpoint "
-        "names, or else every one, in the first message's order.",
+        "Names of the values of topic `state` that the policy reads, in its order. all: the names in its checkpoint, "
+        "or else every value in the first message's order.",
     )
-    instruction: str = parameter(
-        "", "What the robot shall do until the topic `instruction` says otherwise.", basic=True
-    )
+    instruction: str = parameter("", "The robot's task until a message on topic `instruction` replaces it.", basic=True)
     action: ConventionSettings = section(ConventionSettings)
     base_frame: str = parameter(
         "base_link",
-        "Name of the robot's base frame, the frame_id of the actions: their displacements are in it.",
+        "The robot's base frame: the frame_id of the actions, in which their displacements are given.",
         basic=True,
     )
     max_future_s: float = parameter(
         0.1,
-        "How far an image's stamp may lie ahead of this node's clock.",
+        "Maximum time by which an image's stamp may be ahead of this node's clock.",
         unit="s",
         minimum=0.0,
         maximum=3600.0,
@@ -83,13 +81,13 @@ class RobotParameters:
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """Every parameter of the node `<robot>/policy`, a robot's part of a policy node that serves several."""
+    """All parameters of the node `<robot>/policy`, one robot's part of a policy node that serves several."""
 
     robot: RobotParameters = section(RobotParameters)
     budget_s: float = parameter(
         0.0,
-        "In which an image should be answered, from its arrival on: of the robots' images that wait, that with the "
-        "earliest deadline is begun.",
+        "Deadline for answering an image, counted from its arrival. Among the robots' waiting images the earliest "
+        "deadline is served first.",
         unit="s",
         minimum=0.0,
         maximum=60.0,
@@ -97,7 +95,7 @@ class SharedParameters:
     )
     priority: int = parameter(
         0,
-        "Images of robots with a higher one are begun first, whatever the budgets.",
+        "Images of robots with a higher priority are served first, whatever their budgets.",
         minimum=-100,
         maximum=100,
         writable=True,
@@ -106,21 +104,21 @@ class SharedParameters:
 
 @dataclass(frozen=True)
 class PolicyParameters:
-    """Every parameter of the policy node; the descriptions are those that `ros2 param describe` shows."""
+    """All parameters of the policy node; `ros2 param describe` shows the descriptions."""
 
     checkpoint: str = parameter("", "Directory of the policy's checkpoint, see docs/reference/policies.md.", basic=True)
     model: ModelSettings = section(ModelSettings)
     robots: tuple[str, ...] = parameter(
         ONE_ROBOT,
-        "Names of the robots that share this policy; each has a node of its own, `<robot>/policy`, with its topics, "
-        "diagnostics and lifecycle. Empty: one robot, and this node is its own.",
+        "Names of the robots that share this policy; each gets its own node `<robot>/policy` with topics, diagnostics "
+        "and lifecycle. Empty: one robot, served by this node itself.",
     )
     robot: RobotParameters = section(RobotParameters)
     diagnostics_period_s: float = parameter(1.0, "Time between two diagnostics.", unit="s", minimum=0.05, maximum=60.0)
     engine: EngineSettings = section(EngineSettings, max_image_age_s=1.0)
 
     def check(self) -> None:
-        """Raises UserError for what is wrong and can be told before anything is loaded."""
+        """Checks everything that can be checked before loading; raises UserError."""
         if not self.checkpoint.strip():
             raise UserError(
                 "parameter 'checkpoint' is empty; set it to the directory of a policy's checkpoint, "
@@ -131,29 +129,28 @@ class PolicyParameters:
 
     @property
     def decoding(self) -> EngineSettings:
-        """The engine's settings, with room for every robot."""
+        """The engine's settings, with at least one stream per robot."""
         return replace(self.engine, streams=max(self.engine.streams, len(self.robots)))
 
 
 def check_robots(names: tuple[str, ...]) -> None:
-    """Raises UserError for a name that cannot be a namespace, or stands there twice."""
+    """Raises UserError for a duplicate name or one that is not a valid namespace."""
     if names == ONE_ROBOT:
         return
     wrong = next((name for name in names if not _NAMESPACE.fullmatch(name) or names.count(name) > 1), None)
     if wrong is not None or not names:
         raise UserError(
-            f"parameter 'robots' has {wrong!r}: give each robot a name of its own, of letters, digits and "
-            "underscores, such as robots:=[left,right]"
+            f"parameter 'robots' has {wrong!r}: give each robot a unique name of letters, digits and underscores, "
+            "such as robots:=[left,right]"
         )
 
 
 def read_policy_file(file: Path) -> dict[str, Any]:
-    """What a ROS parameter file says to the policy's node, by full name.
+    """Reads the policy node's values from a ROS parameter file, by full name.
 
-    A section of all nodes (`/**`) may hold names of others: how many are left to them is logged.
-
-    UserError: the file cannot be read; or a name that the policy does not have stands in a section of its own, is
-    nearly one of its names, or is in one of their groups.
+    Other nodes' names in the section for all nodes (`/**`) are skipped and counted in a warning. Raises UserError if
+    the file cannot be read, or an unknown name is in the policy's own section, resembles one of its names, or is in one
+    of its groups.
     """
     read = [declared.name for tree in (ModelSettings, EngineSettings, ConventionSettings) for declared in walk(tree())]
     known = {declared.name: None for tree in (PolicyParameters, SharedParameters) for declared in walk(tree())}
@@ -168,16 +165,14 @@ def read_policy_file(file: Path) -> dict[str, Any]:
         others.append(name)
     if others:
         them = ", ".join(others[:_SHOWN]) + (", …" if len(others) > _SHOWN else "")
-        _LOG.warning(
-            "parameter file %s: %d names are none of the policy's, left to other nodes: %s", file, len(others), them
-        )
+        _LOG.warning("parameter file %s: skipped %d names that are not policy parameters: %s", file, len(others), them)
     return values
 
 
 def model_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> ModelSettings:
-    """Settings from values by full name, of which others are passed over, and from fields, which win.
+    """Builds model settings from `values` by full name, ignoring other names, overridden by the fields in `given`.
 
-    UserError: a value that is not allowed.
+    Raises UserError for an invalid value.
     """
     names = {declared.name for declared in walk(ModelSettings())}
     return replace(with_values(ModelSettings(), {n: value for n, value in values.items() if n in names}), **given)

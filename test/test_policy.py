@@ -89,15 +89,15 @@ def test_a_stream_says_what_it_dropped_and_ends_when_it_is_closed(directory: Pat
         stream.put(pictures(1)[0], "")
         stream.finish()
         assert list(stream) == [] and stream.get() is None
-        with pytest.raises(UserError, match="takes no more frames"):
+        with pytest.raises(UserError, match="accepts no more frames"):
             stream.put(pictures(1)[0], ASKED)
     assert stream.closed and stream.drops == {DropReason.BAD_INSTRUCTION: 1}
 
 
 def test_a_frame_without_an_action_raises_with_the_reason(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy.load(directory, device="cpu")
-    monkeypatch.setattr(type(policy.engine.target.codec), "problem", lambda *_: "token 5 is no action token")
-    with pytest.raises(NoActionError, match="not_an_action: token 5 is no action token"):
+    monkeypatch.setattr(type(policy.engine.target.codec), "problem", lambda *_: "token 5 is not an action token")
+    with pytest.raises(NoActionError, match="not_an_action: token 5 is not an action token"):
         policy.act(pictures(1)[0], ASKED)
 
 
@@ -107,7 +107,7 @@ def test_bad_input_is_told_before_anything_is_decoded(directory: Path) -> None:
         policy.act(pictures(1)[0], " ")
     with pytest.raises(UserError, match="uint8 RGB image"):
         policy.act(np.zeros((8, 8), np.uint8), ASKED)
-    with pytest.raises(UserError, match="needs images of the cameras image; given are those of left, right"):
+    with pytest.raises(UserError, match="needs images of the cameras image, but got left, right"):
         policy.engine.target.prompt_layout(
             frame(1, 0).__class__({"left": pictures(1)[0], "right": pictures(1)[0]}, ASKED, 1)
         )
@@ -115,7 +115,7 @@ def test_bad_input_is_told_before_anything_is_decoded(directory: Path) -> None:
         Policy.load("openvla/openvla-7b")
     with pytest.raises(UserError, match=r"decode.mode"):
         Policy.load(directory, mode="psychic")
-    with pytest.raises(UserError, match="is no tolerance"):
+    with pytest.raises(UserError, match="invalid tolerance"):
         Policy.load(directory, tolerance="2 miles")
     with pytest.raises(UserError, match="there is no parameter 'draft_leaves'"):
         Policy.load(directory, draft_leaves=3)
@@ -141,14 +141,14 @@ def test_an_image_of_another_kind_is_refused_in_words(directory: Path, image: An
 @pytest.mark.parametrize("instruction", [None, b"bytes", ["words"], 3])
 def test_an_instruction_of_another_kind_is_refused_in_words(directory: Path, instruction: Any) -> None:
     policy = Policy.load(directory, device="cpu")
-    with pytest.raises(UserError, match="an instruction must be text"):
+    with pytest.raises(UserError, match="an instruction must be a string"):
         policy.act(pictures(1)[0], instruction)
 
 
 def test_arguments_of_another_kind_are_refused_in_words(directory: Path) -> None:
-    with pytest.raises(UserError, match="a tolerance must be text, got 5"):
+    with pytest.raises(UserError, match="a tolerance must be a string, got 5"):
         Policy.load(directory, tolerance=5, device="cpu")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="a checkpoint is named by its directory, got NoneType"):
+    with pytest.raises(UserError, match="a checkpoint must be given as a directory path, got NoneType"):
         Policy.load(None, device="cpu")  # type: ignore[arg-type]
 
 

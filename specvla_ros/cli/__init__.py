@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The specvla command."""
+"""The `specvla` command."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where `specvla` and `python -m specvla_ros.cli` begin, also where the libraries of their commands are missing."""
+"""Entry point of `specvla` and `python -m specvla_ros.cli`; it also runs without the commands' libraries."""
 
 import sys
 from importlib.util import find_spec
 
 
 def main() -> None:
-    """Runs the command. On a robot without typer and rich only `specvla doctor` runs; the others say what they need."""
+    """Runs the command. Without typer and rich only `specvla doctor` runs; other commands say what to install."""
     if find_spec("typer") and find_spec("rich"):
         from specvla_ros.cli.app import main as run
 
@@ -16,8 +16,8 @@ def main() -> None:
 
         sys.exit(report(as_json="--json" in sys.argv))
     sys.exit(
-        "specvla: this machine has what the nodes need, and `specvla doctor` says whether it is complete. The other "
-        "commands need typer and rich: pip install -r requirements/lab.txt (or the extra specvla_ros[lab])"
+        "specvla: without typer and rich only `specvla doctor` runs; it checks whether the nodes have all they need. "
+        "For the other commands: pip install -r requirements/lab.txt (or the extra specvla_ros[lab])"
     )
 
 

@@ -29,8 +29,8 @@ _Number = TypeVar("_Number", int, float)
 
 TOKEN_VARIABLE = "SPECVLA_TOKEN"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# A simulator that loads a scene answers no ping meanwhile, which takes a minute. A robot that vanishes keeps its
-# session as long; who closes the connection gives it back at once.
+# A simulator does not answer pings while it loads a scene, which takes a minute. A vanished robot keeps its session for
+# as long; one that closes its connection frees it at once.
 _PING_TIMEOUT_S = 180.0
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ add_laboratory(app)
 
 
 def main() -> None:
-    """Runs the command; whatever goes wrong is one message and an exit code, without a traceback."""
+    """Runs the command; every error becomes a single message and an exit code, without a traceback."""
     with one_line_endings():
         app()
 
@@ -68,21 +68,25 @@ def _specvla(
 def serve(
     chosen: PolicyOptions,
     port: Annotated[int, typer.Option(help="TCP port.", min=0, max=65535)] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: at all of the machine's.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
     robots: Annotated[
-        int, typer.Option(help="Sessions at once; their frames share forwards.", min=1, max=MAX_STREAMS)
+        int, typer.Option(help="Maximum number of sessions; their frames share forwards.", min=1, max=MAX_STREAMS)
     ] = 4,
-    budget: Annotated[float, typer.Option(help="Seconds in which a request should be answered.", min=0.0)] = 0.5,
-    max_message_mb: Annotated[float, typer.Option(help="Maximum of a request, in MB.", min=0.001)] = 32.0,
-    max_rate: Annotated[float, typer.Option(help="Requests per second of a session; 0: no limit.", min=0.0)] = 0.0,
-    idle: Annotated[float, typer.Option(help="Seconds until a silent session over HTTP is closed.", min=0.0)] = 60.0,
+    budget: Annotated[float, typer.Option(help="Deadline for answering a request, in seconds.", min=0.0)] = 0.5,
+    max_message_mb: Annotated[float, typer.Option(help="Maximum size of a request, in MB.", min=0.001)] = 32.0,
+    max_rate: Annotated[
+        float, typer.Option(help="Maximum requests per second of a session; 0: no limit.", min=0.0)
+    ] = 0.0,
+    idle: Annotated[
+        float, typer.Option(help="Seconds without a request after which an HTTP session is closed.", min=0.0)
+    ] = 60.0,
     token_file: Annotated[
-        Path | None, typer.Option(help=f"File with the token that clients must show; or the variable {TOKEN_VARIABLE}.")
+        Path | None, typer.Option(help=f"File with the token required of clients; or set {TOKEN_VARIABLE}.")
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")] = None,
     key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
 ) -> None:
-    """Serve a policy to openpi's and vla-eval's clients (websockets) and OpenVLA's (POST /act), with /metrics."""
+    """Serve a policy to clients of openpi and vla-eval (websockets) and OpenVLA (POST /act), with /metrics."""
     try:
         import uvicorn
 
@@ -99,7 +103,7 @@ def serve(
             raise UserError(f"{path} does not exist")
     token = token_file.read_text(encoding="utf-8").strip() if token_file else os.environ.get(TOKEN_VARIABLE, "")
     if token_file is not None and not token:
-        raise UserError(f"{token_file} is empty: write a token into it, such as that of `openssl rand -hex 32`")
+        raise UserError(f"{token_file} is empty: write a token into it, for example from `openssl rand -hex 32`")
     _check_certificate(certificate, key)
     listening = _listen(host, port)
     port = listening.getsockname()[1]
@@ -112,10 +116,10 @@ def serve(
         sessions=robots, token=token, budget_s=budget, max_message_bytes=limit, max_rate_hz=max_rate, idle_s=idle
     )
     if not token and host not in _LOOPBACK:
-        typer.echo(f"anybody who reaches {host} may use the policy: set {TOKEN_VARIABLE} or --token-file", err=True)
+        typer.echo(f"any client that reaches {host} can use the policy: set {TOKEN_VARIABLE} or --token-file", err=True)
     letter = "s" if certificate is not None else ""
     typer.echo(
-        f"serving {chosen.checkpoint.name} to {robots} robots at once: ws{letter}://{host}:{port} (openpi), "
+        f"serving {chosen.checkpoint.name} to up to {robots} robots: ws{letter}://{host}:{port} (openpi), "
         f"ws{letter}://{host}:{port}/vla-eval (vla-eval), http{letter}://{host}:{port}/act (OpenVLA)"
     )
     served = uvicorn.Config(
@@ -125,7 +129,7 @@ def serve(
         ws_ping_interval=20.0,
         ws_ping_timeout=_PING_TIMEOUT_S,
         ws_per_message_deflate=False,
-        timeout_graceful_shutdown=5,  # seconds, for answers under way
+        timeout_graceful_shutdown=5,  # seconds, for requests in progress
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
@@ -142,11 +146,11 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (ssl.SSLError, OSError) as error:
-        raise UserError(f"{certificate} and {key} are no PEM certificate with its key ({error})") from None
+        raise UserError(f"{certificate} and {key} are not a PEM certificate and its key ({error})") from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Takes the port before a policy is loaded."""
+    """Binds the port, before a policy is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -154,7 +158,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.bind(address)
     except OSError as error:
         raise UserError(
-            f"cannot listen at {host}:{port} ({error.strerror}); choose another --port, or an address of this machine "
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or an address of this machine "
             "as --host"
         ) from None
     return listening
@@ -167,20 +171,20 @@ def predict(
     image: Annotated[
         list[Path],
         typer.Option(
-            help="Camera image: PNG, JPEG, WebP, BMP, PPM, TIFF or GIF. Again for each camera, in the policy's order.",
+            help="Camera image: PNG, JPEG, WebP, BMP, PPM, TIFF or GIF. Repeat for each camera, in the policy's order.",
             show_default=False,
         ),
     ],
-    instruction: Annotated[str, typer.Option(help="What the robot shall do.")] = "",
+    instruction: Annotated[str, typer.Option(help="The robot's task.")] = "",
     prompt_ids: Annotated[
-        str, typer.Option(help="The prompt as token ids, e.g. '1,512,29901', in place of --instruction.")
+        str, typer.Option(help="The prompt as token ids, e.g. '1,512,29901', instead of --instruction.")
     ] = "",
     state: Annotated[
         str, typer.Option(help="The robot's state, e.g. '0.1,-0.4,1.2', for a policy that reads it.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Decode the action for one image, or one of each camera."""
+    """Decode the action for one image, or one image per camera."""
     if bool(instruction) == bool(prompt_ids):
         raise UserError("give either --instruction or --prompt-ids")
     import numpy as np
@@ -195,8 +199,8 @@ def predict(
     policy = chosen.load()
     if len(pictures) != len(policy.cameras):
         raise UserError(
-            f"{len(pictures)} images are given, and the policy has {len(policy.cameras)} cameras: give --image once "
-            f"for each, in this order: {', '.join(policy.cameras)}"
+            f"got {len(pictures)} images, but the policy has {len(policy.cameras)} cameras: give --image once for "
+            f"each, in this order: {', '.join(policy.cameras)}"
         )
     if robot is not None and not policy.state_dims:
         raise UserError("the policy reads no state of the robot: leave --state out")
@@ -249,7 +253,7 @@ def _numbers(text: str, kind: Callable[[str], _Number], words: str) -> tuple[_Nu
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
-    """Say what is installed, and what to fix. Exit code 1 if something needed is missing."""
+    """Report what is installed and what to fix. Exit code 1 if something required is missing."""
     from specvla_ros.cli.doctor import report
 
     raise typer.Exit(report(as_json=as_json))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed, what is missing, and what to do about it."""
+"""Checks the installation: what is installed, what is missing, and how to fix it."""
 
 import json
 import os
@@ -15,12 +15,12 @@ class Check:
     """One finding."""
 
     name: str
-    state: str  # `ok`, `missing` (needed, and does not work) or `note` (works without it)
+    state: str  # `ok`, `missing` (required, and does not work) or `note` (optional)
     found: str
     fix: str = ""  # what to do
 
 
-# What policy, driver, guard and task need; and what a robot does without, by the file that has it.
+# Required by policy, driver, guard and task; and optional packages with the reason to install them.
 _LIBRARIES = ("numpy", "pillow", "safetensors", "tokenizers", "mcap", "lz4", "zstandard", "pyyaml", "ruckig")
 _INSTALL = "pip install -r requirements/runtime.txt; on a robot with an apt ROS 2 -r requirements/robot.txt"
 _WITHOUT = {
@@ -36,11 +36,11 @@ _WITHOUT = {
     "accelerate": "only training needs it: pip install -r requirements/train.txt",
     "torchao": "only int4 on a GPU needs it: pip install torchao (0.18 goes with torch 2.13)",
 }
-_COLOURS = {"ok": 32, "missing": 31, "note": 33}  # of terminals, by state
+_COLOURS = {"ok": 32, "missing": 31, "note": 33}  # terminal colour codes
 
 
 def report(*, as_json: bool) -> int:
-    """Prints the findings; needs no library. The exit code is 1 if something needed is missing."""
+    """Prints the findings; needs no library. Returns exit code 1 if something required is missing."""
     checks = examine()
     if as_json:
         print(json.dumps([asdict(check) for check in checks]))
@@ -57,7 +57,7 @@ def _coloured(state: str) -> str:
 
 
 def examine() -> list[Check]:
-    """Looks at this machine. Never raises: a broken installation is a finding."""
+    """Examines this machine. Never raises: a broken installation is a finding."""
     return [
         _python(),
         *_torch(),
@@ -72,7 +72,7 @@ def examine() -> list[Check]:
 
 
 def _attempt(name: str, look: Callable[[], str | Check], fix: str, *, state: str = "missing") -> Check:
-    """A check that imports something which may be absent or broken."""
+    """Runs a check whose imports may be absent or broken."""
     try:
         found = look()
         return found if isinstance(found, Check) else Check(name, "ok", found)
@@ -103,7 +103,7 @@ def _version(name: str) -> str:
 
 
 def _image_converter() -> Check:
-    """What turns raw images of all encodings into RGB: ROS' own, or that of the wheels."""
+    """Finds the converter from raw images of all encodings to RGB: ROS' cv_bridge, or the rosbags-image wheel."""
 
     def converter(module: str, named: str) -> str:
         import_module(module)
@@ -125,7 +125,7 @@ def _torch() -> list[Check]:
                 "GPU",
                 "note",
                 "none",
-                "without a CUDA GPU policies run on the CPU in float32, where drafting seldom pays",
+                "without a CUDA GPU policies run on the CPU in float32, where drafting rarely pays off",
             )
         properties = torch.cuda.get_device_properties(0)
         memory = properties.total_memory / 2**30
@@ -138,12 +138,12 @@ def _torch() -> list[Check]:
 
 
 def _kernels() -> list[Check]:
-    """What the Triton kernels need, which run on a GPU alone; without them the PyTorch references run."""
+    """Checks the requirements of the Triton kernels, which run on GPUs; without them PyTorch references run."""
     try:
         import torch
 
         on_gpu = torch.cuda.is_available()
-    except Exception:  # said by the check of torch
+    except Exception:  # reported by the check of torch
         return []
     lost = "without it policies decode on PyTorch references, several times slower"
     slow = f"; {lost if on_gpu else 'only needed on a GPU'}"
@@ -195,14 +195,14 @@ def _ros() -> list[Check]:
         return "VlaAction, DecodeStats, SimEpisode, RunTask"
 
     sourced = (
-        "for the nodes and the demo, which a pip wheel lacks: source /opt/ros/<distro>/setup.bash, or run make build "
-        "on a machine without ROS 2"
+        "needed by the nodes and the demo, not in the pip wheel: source /opt/ros/<distro>/setup.bash, or run make "
+        "build on a machine without ROS 2"
     )
     found = _attempt("rclpy", rclpy, sourced)
     if found.state != "ok":
         return [found]
-    install = "install ros-<distro>-rmw-fastrtps-cpp, and set AMENT_PREFIX_PATH to where it is"
-    build = "colcon build and source install/setup.bash, or make build; a pip wheel brings none"
+    install = "install ros-<distro>-rmw-fastrtps-cpp, and set AMENT_PREFIX_PATH to its location"
+    build = "colcon build and source install/setup.bash, or make build; not in the pip wheel"
     path, transports = shutil.which("ros2"), os.environ.get("FASTDDS_BUILTIN_TRANSPORTS", "")
     no_tools = Check("ros2 tools", "note", "no ros2 on the PATH", "wheels have no ros2 command; an apt ROS 2 does")
     lost = "if raw images over 0.5 MB get lost: FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA for every process"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laboratory's entry in the command line, the one module outside of it that imports it.
+"""Adds the laboratory to the command line; no other module outside `lab` imports it.
 
-Its commands import their libraries when they run, and say which extra brings what is missing.
+Its commands import their libraries when they run, and name the extra to install for a missing one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import typer  # `doctor` asks here too, without it
+    import typer  # `doctor` imports this module without it
 
 
 def add_laboratory(app: typer.Typer) -> None:
@@ -28,14 +28,14 @@ def find_policy(given: Path | None) -> tuple[Path, Path | None]:
 
 
 def bundled_names() -> tuple[str, ...]:
-    """Names of the policies that come with the package."""
+    """Names of the policies shipped with the package."""
     from specvla_ros.lab.bundled import policies
 
     return policies.bundled_names()
 
 
 def simulator_gl() -> str:
-    """The simulator's MUJOCO_GL; UserError if it cannot draw."""
+    """The simulator's MUJOCO_GL; UserError if it cannot render."""
     from specvla_ros.lab.simulation import require_gl
 
     return require_gl()

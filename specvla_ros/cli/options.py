@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that are declared once: those of a policy, and the parameters of the plans that commands run."""
+"""Shared command-line options: a policy's options, and options generated from the parameters of plans."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from specvla_ros.models.target import Target
 
 
-_MODEL = "Model"  # the panel of the options that load a policy: the basic ones are shown
+_MODEL = "Model"  # help panel of the loading options; help shows only basic ones
 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Which policy runs, and how."""
+    """The policy to run and its settings."""
 
     checkpoint: Path
     model: ModelSettings
     engine: EngineSettings
     action: ConventionSettings
-    in_file: Mapping[str, Any] = field(default_factory=dict)  # all that its file says, by name
+    in_file: Mapping[str, Any] = field(default_factory=dict)  # all values of its parameter file by name
 
     def load(self, progress: Callable[[str, float], None] | None = None) -> "Target":
-        """Loads the checkpoint, and leaves a core to other processes."""
+        """Loads the checkpoint; leaves a core to other processes."""
         from specvla_ros.models.checkpoint import leave_a_core, load_target
 
         leave_a_core()
         return load_target(self.checkpoint, **vars(self.model), progress=progress)
 
     def load_to_publish(self) -> "Target":
-        """The same, for actions that are asked for in words and go out as messages.
+        """Loads the checkpoint for text instructions and published actions.
 
-        UserError: says all that is missing for it at once, before weights are read.
+        Raises one UserError with everything that is missing, before weights are read.
         """
         missing = self._unsaid()
 
@@ -63,19 +63,19 @@ class PolicyOptions:
         return target
 
     def _unsaid(self) -> str:
-        """What an OpenVLA checkpoint needs to be asked in words and to say what its numbers mean; empty: nothing."""
+        """Lists what an OpenVLA checkpoint lacks to read instructions and publish actions; empty: nothing."""
         from specvla_ros.models.families.openvla.config import read_config
         from specvla_ros.models.tokenizer import require_tokenizer
 
         try:
             config = read_config(self.checkpoint)
-        except UserError:  # another family's, or loading says it
+        except UserError:  # another family, or an error that loading reports
             return ""
         datasets = [self.model.unnorm_key] if self.model.unnorm_key else [*config.norm_stats]
-        dt_s = None if config.action_codec == "bins" else 1.0  # another codec's files may say it
+        dt_s = None if config.action_codec == "bins" else 1.0  # other codecs' files may give it
         known = [key for key in datasets if known_dataset(key) is not None]
         convention = partial(self.action.convention, (known or datasets or [""])[0], dt_s)
-        hint = "without it no instruction can be read: copy it from the released checkpoint"
+        hint = "it is needed to read instructions: copy it from the released checkpoint"
         try:
             together(partial(require_tokenizer, self.checkpoint, hint), convention)
         except UserError as error:
@@ -86,12 +86,12 @@ class PolicyOptions:
 def takes_policy(
     *, mode: str = "", decodes: bool = True, publishes: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options of a policy; it gets them as its argument `chosen`, a `PolicyOptions`.
+    """Adds a policy's options to a command, which receives them as `chosen`, a `PolicyOptions`.
 
     Args:
-        mode: of a command which compares settings itself, and so has neither --mode nor --tolerance.
-        decodes: False: it has no --mode and no --tolerance, and its policy's -p and --params-file are of loading.
-        publishes: its actions go out as messages, so that action.* may be set.
+        mode: fixed mode of a command that compares settings itself; it has neither --mode nor --tolerance.
+        decodes: False: no --mode and --tolerance, and -p and --params-file only affect loading.
+        publishes: the command publishes actions as messages, so that action.* may be set.
     """
     model = _Options(ModelSettings, panel=_MODEL)
     options = [_checkpoint() if decodes else _checkpoint("--target"), *model.options]
@@ -107,7 +107,7 @@ def takes_policy(
         def run(**given: Any) -> None:
             context = given.pop("context")
             settings = vars(model.take(given))
-            # A file may say otherwise where the user gave no option.
+            # A file may override options that the user did not give.
             usual = {name for name in settings if context.get_parameter_source(model.option_of(name)).name == "DEFAULT"}
             asked = {name: value for name, value in settings.items() if name not in usual}
             shared = {option.name: given.pop(option.name) for option in options if option.name in given}
@@ -121,14 +121,14 @@ def takes_policy(
 
 @dataclass(frozen=True)
 class Taken:
-    """How a command takes a plan, beside it in an `Annotated`."""
+    """A command's changes to a plan's options, given with the plan in an `Annotated`."""
 
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # values of parameters that are no options of this command
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # those that differ from the plan's
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # values of parameters without an option in this command
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from the plan's
 
 
 def takes_plans(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command, for each argument that is a plan, the plan's parameters as options; it gets the plan."""
+    """Replaces each plan among a command's arguments by its parameters as options; the command receives the plan."""
     own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inspect.signature(command).parameters.values()]
     plans = {each.name: plan for each in own if (plan := _plan(each.annotation)) is not None}
 
@@ -151,7 +151,7 @@ def _plan(annotation: Any) -> "_Options | None":
 
 
 class _Options:
-    """The options of a class of settings, one for each of its parameters."""
+    """The options of a settings class, one per parameter."""
 
     def __init__(self, kind: Any, taken: Taken = Taken(), panel: str = "") -> None:
         self._kind, self._fixed = kind, taken.fixed
@@ -169,7 +169,7 @@ class _Options:
         return self._by_field[field].name
 
     def take(self, given: dict[str, Any]) -> Any:
-        """The settings, from the values of their options, which are removed."""
+        """Builds the settings from their options' values, which are removed from `given`."""
         values = {name: _plain(given.pop(option.name)) for name, option in self._by_field.items()}
         hints = get_type_hints(self._kind)
         lists = {name: tuple(value or ()) for name, value in values.items() if get_origin(hints[name]) is tuple}
@@ -211,8 +211,8 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     )
     if plain.get("tolerance") and not engine.drafts:
         typer.echo(
-            f"--tolerance {plain['tolerance']} changes nothing: it is of drafted tokens, and {engine.mode} drafts "
-            "none; add --mode spec",
+            f"--tolerance {plain['tolerance']} has no effect: it applies to drafted tokens, and mode {engine.mode} "
+            "does not draft; add --mode spec",
             err=True,
         )
     conventions = {name: value for name, value in in_file.items() if publishes and name.startswith(prefix)}
@@ -229,7 +229,7 @@ def _checkpoint(*flags: str) -> inspect.Parameter:
     from specvla_ros.cli.laboratory import bundled_names
 
     names = ", ".join(bundled_names())
-    text = f"Checkpoint of the policy: a Hugging Face directory, or one of this package: {names}. Default: nano."
+    text = f"The policy's checkpoint: a Hugging Face directory, or a bundled policy: {names}. Default: nano."
     return _option("checkpoint", Path | None, None, _MODEL, "--checkpoint", "--policy", *flags, help=text)
 
 
@@ -248,13 +248,13 @@ def _decoding(name: str, kind: Any, default: object, help: str, *flags: str) -> 
 
 
 _DECODING_IN_ANY_MODE = [
-    _decoding("mode", _choice("mode", MODES) | None, None, "How tokens are decoded; short for -p decode.mode:=…"),
+    _decoding("mode", _choice("mode", MODES) | None, None, "Decoding mode; short for -p decode.mode:=…"),
     _decoding(
         "tolerance",
         str,
         "",
-        "How far each drafted token may be from the policy's own choice, such as 2mm,1deg or 5bins; 0: not at all. A "
-        "whole answer may differ by more. Takes the rule bin_distance, unless -p acceptance.rule:=… says otherwise.",
+        "Maximum deviation of each drafted token from the policy's own choice, such as 2mm,1deg or 5bins; 0: none. A "
+        "whole answer may differ by more. Selects the rule bin_distance unless -p acceptance.rule:=… is given.",
     ),
 ]
 _DECODING = [
@@ -262,10 +262,10 @@ _DECODING = [
         "param",
         list[str] | None,
         None,
-        f"name:=value, as the node takes it: {_basic_names()}; or another of decode.*, draft.*, "
-        "acceptance.*, model.*, or action.* where actions go out (docs/reference/parameters.md); again for more.",
+        f"A node parameter as name:=value: {_basic_names()}; or any other of decode.*, draft.*, acceptance.*, model.*, "
+        "and action.* for commands that publish actions (docs/reference/parameters.md); repeatable.",
         "-p",
         "--param",
     ),
-    _decoding("params_file", Path | None, None, "ROS parameter file, as the policy node takes it."),
+    _decoding("params_file", Path | None, None, "ROS parameter file of the policy node."),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands show at a terminal, and how they end: one line and an exit code, with nothing half written."""
+"""The commands' terminal output: progress, tables, and errors as one line with an exit code."""
 
 import errno
 import os
@@ -18,12 +18,12 @@ from rich.table import Column, Table
 from specvla_ros import __version__
 from specvla_ros.errors import UserError, missing_package
 
-USER_ERROR, BUG = 2, 3  # exit codes; 1 is a result that breaks a limit
+USER_ERROR, BUG = 2, 3  # exit codes; 1 means that a result breaks a limit
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def progress_bar(*, shown: bool = True) -> columns.Progress:
-    """A bar on stderr with count, time elapsed and time left."""
+    """A progress bar on stderr with count, elapsed time and time left."""
     return columns.Progress(
         columns.SpinnerColumn(),
         columns.BarColumn(),
@@ -39,14 +39,14 @@ def progress_bar(*, shown: bool = True) -> columns.Progress:
 
 @contextmanager
 def progress(description: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar, and the function that advances it: done, total, description."""
+    """Shows a progress bar and yields the function that advances it: done, total, description."""
     with progress_bar() as bar:
         line = bar.add_task(description, total=None)
         yield lambda done, wanted, what: bar.update(line, completed=done, total=wanted, description=what)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table to stdout whose cells are never cut or wrapped."""
+    """Prints a table to stdout without truncating or wrapping its cells."""
     table = Table(*(Column(name, no_wrap=True) for name in head), box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*row)
@@ -57,8 +57,8 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def one_line_endings() -> Iterator[None]:
     """Turns exceptions into messages and exit codes; SystemExit and KeyboardInterrupt pass.
 
-    A user's error, a full disk or a file that cannot be read is 2. Anything else is a fault of this package: 3, and the
-    trace goes into a file, to be reported.
+    A user's error, a full disk or an unreadable file exits with 2. Anything else is a bug of this package: it exits
+    with 3 and writes the trace to a file to be reported.
     """
     try:
         yield
@@ -67,14 +67,14 @@ def one_line_endings() -> Iterator[None]:
     except UserError as error:
         _end(str(error), USER_ERROR)
     except ModuleNotFoundError as error:
-        own = str(error.name).startswith("specvla")  # no package that a user could install
+        own = str(error.name).startswith("specvla")  # not a package that a user could install
         _end(*((_bug(error), BUG) if own else (str(missing_package(error)), USER_ERROR)))
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         _end(_system_error(error), USER_ERROR)
-    except BaseException as error:  # a library in Rust panics with what is no Exception
+    except BaseException as error:  # panics of Rust libraries are not Exceptions
         _end(_bug(error), BUG)
 
 
@@ -89,10 +89,10 @@ def _system_error(error: OSError) -> str:
     where = f"{str(error.filename)[:200]}: " if error.filename else ""
     if error.errno in _FULL:
         return (
-            f"{where}{reason}: what was written before is kept. Free some space, then give the same command again; "
-            "those that write into a directory go on where they were"
+            f"{where}{reason}: what was written before is kept. Free some space, then run the same command again; "
+            "commands that write into a directory resume"
         )
-    if error.errno is None:  # as NumPy says that a file became shorter than it should be
+    if error.errno is None:  # NumPy's error for a file that is too short
         return f"{where}{reason}; is the disk full?"
     return f"{where}{reason}; check the path and its permissions"
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ROS messages to arrays and back, and the messages of several topics by their stamps."""
+"""Converts ROS messages to arrays and back, and matches messages of several topics by stamp."""

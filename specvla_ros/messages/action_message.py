@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions to the fields of VlaAction and DecodeStats and back. Needs no ROS: only the fields count."""
+"""Converts actions to the fields of VlaAction and DecodeStats and back. Needs no ROS: only field names matter."""
 
 import math
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ from specvla_ros.engine.outcome import Action
 
 @dataclass(frozen=True)
 class ActionMeaning:
-    """What the numbers of a policy's actions mean: the part of its messages that is the same in all of them."""
+    """The meaning of a policy's action values, identical in all of its messages."""
 
-    convention: ActionConvention  # its units scale what is published to metres and radians
-    unnorm_key: str  # dataset whose statistics scaled them; empty: the policy has no choice
+    convention: ActionConvention  # its units scale published values to metres and radians
+    unnorm_key: str  # dataset whose statistics scaled them; empty: the policy has only one
     base_frame: str  # the header's frame_id
 
     def metric(self, action: Action) -> np.ndarray:
-        """float64 [horizon, dims]: translations in metres, rotations in radians, everything else as it is."""
+        """float64 [horizon, dims]: translations in metres, rotations in radians, other values unchanged."""
         unit = dict.fromkeys(("x", "y", "z"), self.convention.translation_unit_m)
         unit |= dict.fromkeys(("roll", "pitch", "yaw"), self.convention.rotation_unit_rad)
         scaled: np.ndarray = action.actions * np.array([unit.get(name, 1.0) for name in action.names])
@@ -39,7 +39,7 @@ class ActionMeaning:
 def vla_action_fields(
     action: Action, meaning: ActionMeaning, *, seq: int, publish_s: float, latency_s: float
 ) -> dict[str, Any]:
-    """The fields of VlaAction.msg but its header: the stamp is the observation's, the frame_id the base frame."""
+    """The fields of VlaAction.msg without its header, which has the observation's stamp and the base frame's id."""
     convention = meaning.convention
     return {
         "seq": seq,
@@ -65,9 +65,9 @@ def vla_action_fields(
 
 
 def stamped_action(message: Any, stamp_s: float) -> StampedAction:
-    """The action that a VlaAction holds; its values are metric, as `vla_action_fields` wrote them.
+    """The action in a VlaAction; its values are metric, as `vla_action_fields` wrote them.
 
-    Raises ValueError where it holds none, or means its numbers in a way that is not known.
+    Raises ValueError if the message holds no valid action or uses an unknown convention.
     """
     convention = ActionConvention(
         message.action_dt,
@@ -88,7 +88,7 @@ def stamped_action(message: Any, stamp_s: float) -> StampedAction:
 
 
 def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, int]) -> dict[str, Any]:
-    """The fields of DecodeStats.msg but its header, whose stamp and frame_id are the observation's."""
+    """The fields of DecodeStats.msg without its header, which has the observation's stamp and frame_id."""
     record = action.record
     return {
         "seq": seq,

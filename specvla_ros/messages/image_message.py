@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image messages of any common encoding to RGB arrays, and their stamps. Needs no ROS: only the fields count."""
+"""Converts image messages of common encodings to RGB arrays and reads stamps. Needs no ROS: only field names matter."""
 
 import io
 import operator
@@ -20,9 +20,9 @@ NANOSECONDS = 1_000_000_000
 @dataclass(frozen=True)
 class _Layout:
     pixel_bytes: int  # per pixel in a row of `data`, padding not counted
-    form: str  # the 8-bit encoding that the pixels are in once wide words are scaled
+    form: str  # 8-bit encoding of the pixels after wide words are scaled
     word_bytes: int = 1  # bytes per sample
-    even: tuple[str, ...] = ()  # which of width and height must be even
+    even: tuple[str, ...] = ()  # dimensions that must be even: width, height
     chroma_rows: float = 0.0  # rows after the image's own, as a fraction of its height
 
 
@@ -49,22 +49,22 @@ _LAYOUTS = {
 }
 
 _DEPTH = ("16uc1", "32fc1")
-_HEAD_BYTES = 1 << 16  # of a picture, in which its kind of pixels stands
-_COLOURED = ("RGB", "RGBA", "P", "CMYK", "YCbCr", "RGBX")  # modes of Pillow
+_HEAD_BYTES = 1 << 16  # start of a compressed image, which holds its header
+_COLOURED = ("RGB", "RGBA", "P", "CMYK", "YCbCr", "RGBX")  # Pillow modes
 
 SUPPORTED_ENCODINGS = tuple(name.replace("uc", "UC") for name in _LAYOUTS)
 
-# In four bytes of two pixels: where luma begins, U, V.
+# Offsets of first luma, U and V in the four bytes of two pixels.
 _PACKED_YUV = {"uyvy": (1, 0, 2), "yuyv": (0, 1, 3)}
-# In the pairs of the chroma plane: U, V.
+# Offsets of U and V in the pairs of the chroma plane.
 _PLANAR_YUV = {"nv12": (0, 1), "nv21": (1, 0)}
 
 
 def rgb_from_image(message: Any) -> np.ndarray:
     """The pixels of a sensor_msgs/Image as RGB uint8 [height, width, 3].
 
-    Words of 16 bits are scaled to 8. `8UC3` and `8UC4` hold blue first, as OpenCV stores them. YUV is BT.601, limited
-    range. For rgb8 it is a view of `message.data`: keep the message alive and do not write to it.
+    16-bit samples are scaled to 8 bits. `8UC3` and `8UC4` are blue first, as in OpenCV. YUV is BT.601, limited range.
+    For rgb8 the result is a view of `message.data`: keep the message alive and do not write to it.
     """
     layout, rows = _checked(message)
     if layout.word_bytes == 2:
@@ -80,7 +80,7 @@ def rgb_from_image(message: Any) -> np.ndarray:
 
 
 def is_depth(message: Any) -> bool:
-    """Whether a sensor_msgs/Image or CompressedImage holds distances, whose bytes would pass for brightness."""
+    """True if a sensor_msgs/Image or CompressedImage holds depth, whose bytes could be mistaken for brightness."""
     form = getattr(message, "format", None)
     if form is None:
         return message.encoding.lower() in _DEPTH
@@ -88,12 +88,12 @@ def is_depth(message: Any) -> bool:
 
 
 def _encoding_of(form: str) -> str:
-    """The pixels' encoding, as image_transport begins a compressed image's format with it."""
+    """The pixel encoding, which image_transport puts first in a compressed image's format."""
     return form.split(";")[0].strip().lower()
 
 
 def _checked(message: Any) -> tuple[_Layout, np.ndarray]:
-    """An encoding's layout and the image's rows without their padding, uint8 [rows, bytes]."""
+    """The encoding's layout and the image's rows without padding, uint8 [rows, bytes]."""
     height, width, step = message.height, message.width, message.step
     if height < 1 or width < 1:
         raise UserError(f"the image is empty: {width} x {height}; check the camera driver")
@@ -101,7 +101,7 @@ def _checked(message: Any) -> tuple[_Layout, np.ndarray]:
     if is_depth(message):
         raise UserError(
             f"the image encoding '{message.encoding}' is a depth image's; remap the topic `image` to the camera's "
-            "colour image. A driver that means grey by it must say mono16"
+            "colour image. For a grey image the driver must publish mono16"
         )
     if layout is None:
         raise UserError(
@@ -136,7 +136,7 @@ def _converted(rows: np.ndarray, width: int, encoding: str) -> np.ndarray:
 
 @cache
 def _converter() -> Callable[[Any, str], np.ndarray]:
-    """cv_bridge where ROS brings one that works here, else rosbags-image. OpenCV is imported with the first image."""
+    """Returns cv_bridge's converter if it works here, else rosbags-image's. OpenCV is imported with the first image."""
     data = np.zeros(3, dtype=np.uint8)
     probe = SimpleNamespace(height=1, width=1, encoding="bgr8", step=3, data=data, is_bigendian=0)
     try:
@@ -144,7 +144,7 @@ def _converter() -> Callable[[Any, str], np.ndarray]:
 
         convert: Callable[[Any, str], np.ndarray] = CvBridge().imgmsg_to_cv2
         convert(probe, "rgb8")
-    except Exception:  # not there, or built for another NumPy or OpenCV
+    except Exception:  # not installed, or built for another NumPy or OpenCV
         try:
             from rosbags.image import message_to_cvimage
         except ImportError as error:
@@ -154,7 +154,7 @@ def _converter() -> Callable[[Any, str], np.ndarray]:
         convert = message_to_cvimage
     import cv2
 
-    cv2.setNumThreads(1)  # an image takes 0.1 ms; its threads would compete with torch's for the cores
+    cv2.setNumThreads(1)  # an image takes 0.1 ms; more threads would compete with torch's for the cores
     return convert
 
 
@@ -170,9 +170,9 @@ def _yuv_planes(rows: np.ndarray, height: int, form: str) -> tuple[np.ndarray, n
 
 
 def _rgb_from_yuv(luma: np.ndarray, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """BT.601 limited range: luma in 16..235, chroma around 128.
+    """Converts BT.601 limited range: luma in 16..235, chroma around 128.
 
-    In float and not by OpenCV, whose 8-bit integers are off by one in many pixels and by more where luma is below 16.
+    Computed in float: OpenCV's 8-bit integers are off by one in many pixels and by more where luma is below 16.
     """
     y = (luma.astype(np.float32) - 16) * (255 / 219)
     u = (u.astype(np.float32) - 128) * (255 / 224)
@@ -182,10 +182,10 @@ def _rgb_from_yuv(luma: np.ndarray, u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def _demosaiced(mosaic: np.ndarray, encoding: str) -> np.ndarray:
-    """Bilinear: OpenCV's, with the border as the mean of the samples that are there.
+    """OpenCV's bilinear demosaicing, with border pixels computed as the mean of the existing samples.
 
-    OpenCV copies the border from the pixels next to it. A mosaic mirrored by two pixels keeps its pattern and gives the
-    border as well, but for green between three samples: there the mirrored one would count twice.
+    OpenCV copies the border from adjacent pixels. Mirroring the mosaic by two pixels keeps its pattern and also yields
+    the border, except for green between three samples, where the mirrored sample would count twice.
     """
     rgb = _converted(np.pad(mosaic, 2, mode="reflect"), mosaic.shape[1] + 4, encoding)[2:-2, 2:-2].copy()
     pattern = np.array(list(encoding[6:10])).reshape(2, 2)  # bayer_RGGB8: the colours of the first two pixels and rows
@@ -203,7 +203,7 @@ def rgb_from_compressed(message: Any) -> np.ndarray:
     encoding = _encoding_of(message.format)
     if is_depth(message):
         raise UserError(
-            f"the compressed image has format '{shortened(message.format)}', which is a depth image's; remap the topic "
+            f"the compressed image has format '{shortened(message.format)}', a depth format; remap the topic "
             "image/compressed to a colour camera"
         )
     data = bytes(message.data)
@@ -217,30 +217,30 @@ def rgb_from_compressed(message: Any) -> np.ndarray:
             return _demosaiced_picture(pixels[:, :, 0], encoding, lossless=image.format != "JPEG")
     except UserError:
         raise
-    except Exception as error:  # decoders raise whatever they like, and each broken image must count as one
+    except Exception as error:  # decoders raise arbitrary errors, and each broken image must be counted
         raise UserError(
             f"the compressed image (format '{shortened(message.format)}', {len(data)} bytes) cannot be decoded: "
-            f"{shortened(str(error))}; it is cut off, or no JPEG, PNG or WebP"
+            f"{shortened(str(error))}; it is truncated, or not a JPEG, PNG or WebP"
         ) from error
 
 
 def _demosaiced_picture(mosaic: np.ndarray, encoding: str, *, lossless: bool) -> np.ndarray:
-    """The colours of a Bayer camera's picture that was compressed as it came from the sensor."""
+    """Demosaics a Bayer image that was compressed without demosaicing."""
     if encoding not in _LAYOUTS or not lossless:
         raise UserError(
-            f"the compressed image holds the samples of a Bayer camera ({encoding}) as a JPEG or with 16 bits, from "
-            "which no colours can be had; let the camera driver publish colours, or compress to PNG with 8 bits"
+            f"the compressed image holds raw Bayer samples ({encoding}) as a JPEG or with 16 bits, which cannot be "
+            "demosaiced; let the camera driver publish a colour image, or compress to 8-bit PNG"
         )
     height, width = mosaic.shape
     if height % 2 or width % 2:
         raise UserError(
-            f"an image with encoding '{encoding}' must have an even width and height, has {width} x {height}"
+            f"an image with encoding '{encoding}' must have an even width and height, got {width} x {height}"
         )
     return _demosaiced(mosaic, encoding)
 
 
 def is_grey(message: Any) -> bool:
-    """Whether an Image or CompressedImage says that it has no colours, or a compressed one is a picture without."""
+    """True if an Image or CompressedImage declares a grey encoding, or the compressed data is grey."""
     if not hasattr(message, "format"):
         encoding = message.encoding.lower()
         return "mono" in encoding or "8uc1" in encoding
@@ -252,7 +252,7 @@ def is_grey(message: Any) -> bool:
     try:
         with opened_picture(io.BytesIO(bytes(message.data[:_HEAD_BYTES])), SENT_FORMATS) as image:
             return image.mode not in _COLOURED
-    except Exception:  # damaged: decoding it says so
+    except Exception:  # damaged: decoding reports it
         return False
 
 
@@ -262,8 +262,8 @@ def stamp_ns(header: Any) -> int:
         seconds, nanoseconds = operator.index(header.stamp.sec), operator.index(header.stamp.nanosec)
     except TypeError as error:
         raise UserError(
-            f"header.stamp is no whole number: sec {header.stamp.sec!r}, nanosec {header.stamp.nanosec!r}; the camera "
-            "driver must fill in the time the image was taken"
+            f"header.stamp must be whole numbers, got sec {header.stamp.sec!r}, nanosec {header.stamp.nanosec!r}; the "
+            "camera driver must fill in the time the image was taken"
         ) from error
     if seconds < 0 or not 0 <= nanoseconds < NANOSECONDS:
         raise UserError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of files, bytes and Pillow to RGB arrays: one decoder for messages, commands and Python."""
+"""Decodes image files, bytes and Pillow images to RGB arrays, for messages, commands and Python alike."""
 
 import warnings
 from pathlib import Path
@@ -10,22 +10,22 @@ from PIL import Image as PillowImage
 
 from specvla_ros.errors import UserError, shortened
 
-# What image_transport writes, and WebP. Pillow knows some forty formats more, one of which starts an interpreter.
+# The formats that image_transport writes, and WebP. Pillow reads some forty more; one of them starts an interpreter.
 SENT_FORMATS = ("JPEG", "PNG", "WEBP")
 FILE_FORMATS = (*SENT_FORMATS, "BMP", "TIFF", "GIF", "PPM")
-warnings.simplefilter("ignore", PillowImage.DecompressionBombWarning)  # our limit is lower
-MAX_PIXELS = 36_000_000  # 8K video; an image of a few hundred kB may claim gigabytes
+warnings.simplefilter("ignore", PillowImage.DecompressionBombWarning)  # MAX_PIXELS is lower
+MAX_PIXELS = 36_000_000  # 8K video; a file of a few hundred kB may claim gigabytes
 
 
 def rgb_from_pillow(image: PillowImage.Image) -> np.ndarray:
-    """The pixels as RGB uint8 [height, width, 3]; 16-bit grey is scaled to 8 bits.
+    """Returns the pixels as RGB uint8 [height, width, 3]; 16-bit grey is scaled to 8 bits.
 
-    Raises UserError for an image of too many pixels, or of floating-point values, whose range nobody knows.
+    Raises UserError if the image has too many pixels, or floating-point pixels, whose range is unknown.
     """
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise UserError(
-            f"the image has {width} x {height} pixels, at most {MAX_PIXELS // 10**6} million are decoded; "
+            f"the image has {width} x {height} pixels, above the limit of {MAX_PIXELS // 10**6} million; "
             "scale it down, or let the camera driver publish a smaller one"
         )
     if image.mode == "F":
@@ -40,18 +40,18 @@ def rgb_from_pillow(image: PillowImage.Image) -> np.ndarray:
 
 
 def to_8_bits(words: np.ndarray) -> np.ndarray:
-    """16-bit samples as uint8."""
-    # 65535 / 255 is 257: rounds to the nearest, never a tie. rosbags-image rounds down.
+    """Scales 16-bit samples to uint8."""
+    # 65535 / 255 is 257, so this rounds to the nearest without ties. rosbags-image rounds down.
     return ((words.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
 def opened_picture(source: Path | IO[bytes], formats: tuple[str, ...] = FILE_FORMATS) -> PillowImage.Image:
-    """A picture whose header is read, in one of the formats."""
+    """Opens an image in one of the formats; only its header is read."""
     return PillowImage.open(source, formats=formats)
 
 
 def read_picture(path: Path) -> np.ndarray:
-    """A picture file as RGB uint8 [height, width, 3]; UserError if it is missing, damaged or too large."""
+    """Reads an image file as RGB uint8 [height, width, 3]; UserError if it is missing, damaged or too large."""
     try:
         with opened_picture(path) as image:
             return rgb_from_pillow(image)
@@ -59,13 +59,13 @@ def read_picture(path: Path) -> np.ndarray:
         raise UserError(f"image {path} does not exist") from None
     except UserError as error:
         raise UserError(f"image {path}: {error}") from None
-    except Exception as error:  # whatever a decoder makes of damaged bytes, or Pillow of a bomb
+    except Exception as error:  # decoders raise arbitrary errors for damaged data, Pillow for decompression bombs
         known = ", ".join(FILE_FORMATS)
         raise UserError(f"image {path} cannot be read ({shortened(str(error))}); give one of {known}") from None
 
 
 def as_pixels(given: Any) -> np.ndarray:
-    """What a caller has for an image: an array or a tensor [height, width, 3], a Pillow image, or a file's path.
+    """Converts an array or tensor [height, width, 3], a Pillow image or a file's path to an array.
 
     Raises UserError for anything else.
     """
@@ -75,7 +75,7 @@ def as_pixels(given: Any) -> np.ndarray:
         return read_picture(Path(given))
     if isinstance(given, PillowImage.Image):
         return rgb_from_pillow(given)
-    if hasattr(given, "detach"):  # a tensor; torch is not imported for one that nobody gives
+    if hasattr(given, "detach"):  # a tensor, recognised without importing torch
         return np.asarray(given.detach().cpu())
     raise UserError(
         f"an image must be a uint8 array [height, width, 3], a Pillow image or a file's path, got "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts together what several sensors saw at about the same moment, by their stamps."""
+"""Matches the samples of several sensors by stamp."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 _NS = 1e-9
-TOLERANCE_S = 0.05  # of the stamps, where nobody says otherwise
-_REMEMBERED = 64  # of each sensor: half a second of a state at 125 Hz
+TOLERANCE_S = 0.05  # default maximum difference between stamps
+_REMEMBERED = 64  # samples per sensor: half a second of a state at 125 Hz
 
 
 @dataclass(frozen=True)
 class Matched:
-    """Samples of the leading sensor and of the others, by name, that belong together."""
+    """A sample of the leading sensor with the matching samples of the others by name."""
 
     lead: Any
     others: dict[str, Any]
@@ -21,18 +21,18 @@ class Matched:
 
 @dataclass(frozen=True)
 class Unmatched:
-    """A sample of the leading sensor that went without the others, and why, in words."""
+    """A sample of the leading sensor that found no match, and the reason as text."""
 
     lead: Any
     why: str
 
 
 class Synchronizer:
-    """The leading sensor's samples, each with the nearest of every other sensor that has come.
+    """Matches each sample of the leading sensor with the nearest received sample of every other sensor.
 
-    A sample waits until all others have one within the tolerance of its stamp, whichever comes first on its way, and
-    at most until the leading sensor's next one: a policy wants the newest. Each of the leading sensor's samples ends
-    once, as Matched or as Unmatched, but for the one that still waits. Without others every sample is matched at once.
+    A sample waits until all others have one within the tolerance of its stamp, in any order of arrival, but no longer
+    than until the leading sensor's next sample, as a policy wants the newest. Each leading sample ends exactly once, as
+    Matched or Unmatched, except the one still waiting. Without other sensors every sample is matched immediately.
     """
 
     def __init__(self, lead: str, others: Sequence[str], tolerance_s: float) -> None:
@@ -41,7 +41,7 @@ class Synchronizer:
         self._waiting: tuple[int, Any] | None = None
 
     def add(self, name: str, stamp_ns: int, sample: Any) -> list[Matched | Unmatched]:
-        """Takes a sensor's sample; returns what has ended."""
+        """Takes a sensor's sample; returns the leading samples that ended."""
         ended: list[Matched | Unmatched] = []
         if name == self._lead:
             ended += self.give_up()
@@ -57,22 +57,22 @@ class Synchronizer:
         return ended
 
     def give_up(self) -> list[Matched | Unmatched]:
-        """Ends the sample that waits."""
+        """Ends the waiting sample as Unmatched."""
         if self._waiting is None:
             return []
         (stamp_ns, sample), why = self._waiting, ""
         for other in self._recent:
             found = self._nearest(other, stamp_ns)
             if found is None:
-                why = f"nothing of '{other}' has come"
+                why = f"no '{other}' sample was received"
             elif not self._near(found[0]):
                 gap_s = abs(found[0] - stamp_ns) * _NS
-                why = f"nothing of '{other}' within {self._tolerance_s:g} s of it, the nearest is {gap_s:.3f} s away"
+                why = f"no '{other}' sample within {self._tolerance_s:g} s, the nearest is {gap_s:.3f} s away"
         self._waiting = None
         return [Unmatched(sample, why)]
 
     def _nearest(self, other: str, stamp_ns: int) -> tuple[int, Any] | None:
-        # Of equal stamps the one that came last: a state of several publishers has more and more of one moment.
+        # Among equal stamps the last received wins: merged states of several publishers share a stamp and grow.
         return min(reversed(self._recent[other]), key=lambda found: abs(found[0] - stamp_ns), default=None)
 
     def _near(self, stamp_ns: int) -> bool:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocols that other people's clients speak: openpi's and vla-eval's websockets and OpenVLA's /act."""
+"""A policy server for existing clients: the websockets of openpi and vla-eval, and OpenVLA's /act."""

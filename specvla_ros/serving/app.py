@@ -17,7 +17,7 @@ from specvla_ros.serving.server import NO_TOKEN, Server, ServeSettings
 
 
 def make_app(engine: Engine, settings: ServeSettings) -> Starlette:
-    """The application of a warm engine, which it drives until it is shut down."""
+    """Creates the application for a warmed-up engine, which it drives until shutdown."""
     server = Server(engine, settings)
 
     async def health(_: Request) -> Response:

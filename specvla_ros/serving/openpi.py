@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""openpi's protocol: the policy's metadata once; then observations in, actions out. Refusals are texts."""
+"""openpi's protocol: the policy's metadata once, then observations in, actions out. Refusals are text frames."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ from specvla_ros.serving.wire import pack, unpack
 
 
 async def talk(server: Server, socket: WebSocket) -> None:
-    """Serves a client until it leaves."""
+    """Serves a client until it disconnects."""
 
     async def answer(session: Session, message: bytes) -> None:
         started_s = time.perf_counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVLA's protocol (vla-scripts/deploy.py): an image and an instruction are posted and answered with the action."""
+"""OpenVLA's protocol (vla-scripts/deploy.py): the client posts an image and an instruction and gets the action."""
 
 import asyncio
 import json
@@ -12,22 +12,22 @@ from specvla_ros.errors import UserError
 from specvla_ros.serving.server import NO_TOKEN, NoRoomError, Server, cancel, unless_gone, why
 from specvla_ros.serving.wire import dump, parse
 
-_CLIENT_LEFT = 499  # nobody reads it; what nginx notes
+_CLIENT_LEFT = 499  # nginx's code; the client no longer reads it
 
 
 async def act(server: Server, request: Request) -> Response:
-    """Answers one request; a robot's later ones belong to the same session."""
+    """Answers one request; all requests of a robot belong to one session."""
     if not server.allows(request):
         return server.problem(NO_TOKEN, 401)
     client = request.headers.get("x-robot") or (request.client.host if request.client else "")
     limit_s = server.settings.message_s
     try:
         message = await asyncio.wait_for(_body(request, server.settings.max_message_bytes), limit_s)
-        twice = "encoded" in (given := parse(message))  # its clients may encode the object once more
+        twice = "encoded" in (given := parse(message))  # OpenVLA's clients may encode the object twice
         given = parse(str(given["encoded"]).encode()) if twice else given
         session = server.sessions.open(f"http {client}", lasting=False)
         if "x-robot" not in request.headers and server.engine.settings.ensemble > 1:
-            session.begin_episode()  # two clients of one machine may be two robots, whose answers are not averaged
+            session.begin_episode()  # one machine may serve several robots, whose actions must not be averaged
         left = asyncio.ensure_future(_left(request))
         try:
             outcome = await unless_gone(server.decode(session, given), left)
@@ -36,7 +36,7 @@ async def act(server: Server, request: Request) -> Response:
     except ClientDisconnect:
         return Response(status_code=_CLIENT_LEFT)
     except asyncio.TimeoutError:
-        return server.problem(f"the message was not there after {limit_s:g} s", 408)
+        return server.problem(f"the message did not arrive within {limit_s:g} s", 408)
     except NoRoomError as error:
         return server.problem(str(error), 503)
     except UserError as error:
@@ -53,7 +53,7 @@ async def _body(request: Request, limit: int) -> bytes:
         size += len(part)
         if size > limit:
             raise UserError(
-                f"a message may have {limit} bytes: send smaller pictures, the policy makes them small anyway, or "
+                f"the message exceeds {limit} bytes: send smaller images (the policy scales them down anyway), or "
                 "start the server with a larger --max-message-mb"
             )
         parts.append(part)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine for the clients of all protocols: access, sessions, decoding while the client stays, and counts.
+"""One engine for the clients of all protocols: access control, sessions, cancellable decoding and metrics.
 
-Each session is a stream of the engine, and has one request under way at a time.
+Each session is one stream of the engine and has at most one request in progress.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ from specvla_ros.serving.wire import read_observation
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_NOT_ALLOWED, _TRY_LATER, _NOT_READ = 4401, 1013, 1003  # closing codes of a websocket
-NO_TOKEN = "no token, or another than the server's"
-_SILENCE_S = 2.0  # that ends an episode; longer where a client may be acting on a long chunk
-_MAX_WARNINGS = 32  # of what clients send in vain
+_NOT_ALLOWED, _TRY_LATER, _NOT_READ = 4401, 1013, 1003  # websocket close codes
+NO_TOKEN = "the token is missing or wrong"
+_SILENCE_S = 2.0  # silence that ends an episode; longer for long chunks, during which a client stays silent
+_MAX_WARNINGS = 32  # about unused inputs
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
@@ -44,13 +44,13 @@ _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 class ServeSettings:
     """Limits for a server's clients."""
 
-    sessions: int = 4  # at once; the engine has slots for as many
-    token: str = ""  # that clients must show; empty: none
-    budget_s: float = 0.5  # in which a request should be answered
-    max_message_bytes: int = 32_000_000  # of one request
-    max_rate_hz: float = 0.0  # of one session's requests; 0: no limit
-    idle_s: float = 60.0  # after which a session over HTTP, which has no goodbye, is closed
-    message_s: float = 10.0  # in which the body of a request over HTTP must arrive
+    sessions: int = 4  # maximum number of open sessions; the engine has as many slots
+    token: str = ""  # token required of clients; empty: none
+    budget_s: float = 0.5  # deadline for answering a request
+    max_message_bytes: int = 32_000_000  # maximum size of a request
+    max_rate_hz: float = 0.0  # maximum request rate of a session; 0: no limit
+    idle_s: float = 60.0  # an HTTP session is closed after this long without a request
+    message_s: float = 10.0  # the body of an HTTP request must arrive within this time
 
 
 class NoRoomError(Exception):
@@ -58,7 +58,7 @@ class NoRoomError(Exception):
 
 
 class Session:
-    """One client, a stream of the engine, whose requests are answered one after the other."""
+    """One client's stream of the engine; its requests are answered one at a time."""
 
     def __init__(
         self, thread: SharedEngine, name: str, min_period_s: float, silence_s: float, *, lasting: bool
@@ -78,21 +78,21 @@ class Session:
         return self._lock.locked()
 
     def begin_episode(self) -> None:
-        """What follows is unrelated to what came before."""
+        """Starts an episode: later requests are unrelated to earlier ones."""
         self._epoch += 1
 
     async def act(self, images: Mapping[str, np.ndarray], instruction: str, state: np.ndarray | None) -> Outcome:
-        """A request's outcome; UserError if the images cannot be used, or it is too soon."""
+        """Returns a request's outcome; UserError if the images are invalid or the rate limit is exceeded."""
         async with self._lock:
             now_s = time.monotonic()
             if now_s - self._asked_s < self._min_period_s:
-                raise UserError(f"at most {1 / self._min_period_s:g} requests per second: this one came too soon")
-            if now_s - self.used_s > self._silence_s:  # no protocol but vla-eval's tells that an episode ends
+                raise UserError(f"this request exceeds the limit of {1 / self._min_period_s:g} requests per second")
+            if now_s - self.used_s > self._silence_s:  # only vla-eval's protocol signals the end of an episode
                 self.begin_episode()
             self._asked_s = self.used_s = now_s
             self._epoch += instruction != self._instruction
             self._instruction = instruction
-            self._stamp_ns = max(time.time_ns(), self._stamp_ns + 1)  # the client's clock is not asked
+            self._stamp_ns = max(time.time_ns(), self._stamp_ns + 1)  # the client's clock is not used
             observation = Observation(
                 images,
                 instruction,
@@ -109,9 +109,9 @@ class Session:
 
 
 class Sessions:
-    """All clients, with counts of answers and, by reason, of failures.
+    """All open sessions, with counts of actions and of drops by reason.
 
-    `silence_s`: after which a session's next request begins another episode.
+    `silence_s`: a request after this long a silence starts a new episode.
     """
 
     def __init__(self, thread: SharedEngine, settings: ServeSettings, silence_s: float) -> None:
@@ -125,16 +125,16 @@ class Sessions:
         return len(self._open)
 
     def open(self, name: str, *, lasting: bool) -> Session:
-        """The session of this name, opened if needed; NoRoomError if all are taken and none is idle.
+        """Returns the session of this name, opening it if needed; NoRoomError if all are taken and none is idle.
 
-        A lasting one is closed by its opener, and not because it is idle.
+        A lasting session is closed only by its opener, never for being idle.
         """
         if name in self._open:
             return self._open[name]
         chosen = self._settings
         if len(self) >= chosen.sessions:
             self.drops[DropReason.TOO_MANY_STREAMS.value] += 1
-            raise NoRoomError(f"{chosen.sessions} sessions are open, which is the limit (--robots): try again later")
+            raise NoRoomError(f"all {chosen.sessions} sessions are in use (--robots): try again later")
         period_s = 1 / chosen.max_rate_hz if chosen.max_rate_hz else 0.0
         session = self._open[name] = Session(self._thread, name, period_s, self._silence_s, lasting=lasting)
         self._thread.call(lambda engine: engine.open(name, budget_s=chosen.budget_s))
@@ -172,7 +172,7 @@ class Metrics:
         self._latency_sum += seconds
 
     def text(self, sessions: Sessions) -> str:
-        """In Prometheus' text format."""
+        """The counts in Prometheus' text format."""
         lines = []
         for kind, name, number in (
             ("gauge", "sessions", len(sessions)),
@@ -194,7 +194,7 @@ class Metrics:
 
 
 class Server:
-    """One engine, warm and driven by `thread`, for the clients of all protocols."""
+    """One warmed-up engine, driven by `thread`, for the clients of all protocols."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         self.engine, self.settings = engine, settings
@@ -205,31 +205,29 @@ class Server:
         chunk_s = codec.horizon * engine.settings.step_s(codec)
         self.sessions = Sessions(self.thread, settings, max(_SILENCE_S, 2 * chunk_s))
         self._names = count(1)
-        self._ignored: set[str] = set()  # that were warned of
+        self._ignored: set[str] = set()  # unused inputs that were already warned about
 
     def allows(self, client: HTTPConnection) -> bool:
-        """Whether a client shows the token, if one is wanted."""
+        """True if the client's token is valid or none is required."""
         token = self.settings.token
         if not token:
             return True
         kind, _, shown = client.headers.get("authorization", "").partition(" ")
-        if kind.lower() == "basic":  # of an address such as ws://robot:TOKEN@host
+        if kind.lower() == "basic":  # sent for an address such as ws://robot:TOKEN@host
             kind, shown = "bearer", _password(shown)
         return kind.lower() in ("api-key", "bearer") and hmac.compare_digest(shown.encode(), token.encode())
 
     def problem(self, text: str, status: int) -> Response:
-        """An HTTP answer without an action."""
+        """Returns an HTTP error response."""
         self.metrics.refused += status != 422
         return JSONResponse({"error": text}, status)
 
     async def converse(
         self, socket: WebSocket, answer: Callable[[Session, bytes], Coroutine[Any, Any, None]], greeting: bytes = b""
     ) -> None:
-        """Opens a session for a websocket that is not accepted yet, and answers its messages one after the other.
+        """Accepts a websocket, opens a session for it and answers its messages one at a time.
 
-        Args:
-            answer: sends the answer to a message.
-            greeting: sent first; empty: nothing.
+        `answer` sends the answer to one message. `greeting` is sent first unless it is empty.
         """
         await socket.accept()
 
@@ -254,18 +252,18 @@ class Server:
         except WebSocketDisconnect:
             pass
         except _TextError:
-            await refuse(_NOT_READ, "messages are MessagePack in binary frames, this one is a text")
+            await refuse(_NOT_READ, "expected MessagePack in a binary frame, got a text frame")
         finally:
             await cancel(coming)
             self.sessions.close(session)
 
     async def decode(self, session: Session, message: dict[str, Any]) -> Outcome:
-        """The outcome of an observation in client names; UserError if it cannot be used, or comes too soon."""
+        """Decodes an observation given in client names; UserError if it is invalid or exceeds the rate limit."""
         started_s = time.perf_counter()
         if message.pop("reset", False) is True:
             session.begin_episode()
         try:
-            asked = await asyncio.to_thread(read_observation, message, self.policy)  # a picture may have to be decoded
+            asked = await asyncio.to_thread(read_observation, message, self.policy)  # may have to decode images
             self._warn_of(asked.ignored)
             outcome = await session.act(asked.images, asked.instruction, asked.state)
         except asyncio.CancelledError:
@@ -279,14 +277,13 @@ class Server:
     def _warn_of(self, ignored: str) -> None:
         if ignored and ignored not in self._ignored and len(self._ignored) < _MAX_WARNINGS:
             self._ignored.add(ignored)
-            _log.warning("the policy has no use for %s, which a client sends", ignored)
+            _log.warning("a client sends %s, which the policy does not use", ignored)
 
 
 async def unless_gone(answer: Coroutine[Any, Any, _T], coming: "asyncio.Future[Any]") -> _T:
-    """The result of an answer; cancelled if the client leaves meanwhile.
+    """Awaits an answer and returns its result; cancels it if the client disconnects.
 
-    Args:
-        coming: the client's next message; leaving ends it with an error, which is raised here.
+    `coming` is the client's next message. A disconnect ends it with an error, which is raised here.
     """
     task = asyncio.ensure_future(answer)
     try:
@@ -305,24 +302,24 @@ class _TextError(Exception):
 async def _received(socket: WebSocket) -> bytes:
     try:
         return await socket.receive_bytes()
-    except KeyError:  # a text has no bytes
+    except KeyError:  # a text frame has no bytes
         raise _TextError from None
 
 
 async def cancel(task: "asyncio.Future[Any]") -> None:
-    """Ends a task, and waits for that."""
+    """Cancels a task and waits until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 def why(outcome: Outcome) -> str:
-    """For a client: why there is no action."""
+    """The reason for a missing action, for the client."""
     assert not isinstance(outcome, Action)
     return f"{outcome.reason.value}: {outcome.detail}" if outcome.detail else outcome.reason.value
 
 
 def _password(credentials: str) -> str:
-    """HTTP's basic authorization (RFC 7617)."""
+    """The password of HTTP basic authentication (RFC 7617)."""
     try:
         return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
     except (ValueError, binascii.Error):

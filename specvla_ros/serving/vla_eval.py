@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vla-eval's model-server protocol, version 1: typed messages over a websocket, in msgpack.
 
-A client says hello and is told who answers; it says the start and end of each episode; each observation is answered
-with an action or an error under its number. Source: vla_eval/protocol of the package vla-eval.
+A client sends a hello, which is answered with the server's, and the start and end of each episode. Each observation is
+answered with an action or an error under its sequence number. Source: vla_eval/protocol of the package vla-eval.
 """
 
 import time
@@ -20,11 +20,11 @@ from specvla_ros.serving.wire import pack, unpack
 VERSION = 1
 HELLO, OBSERVATION, ACTION, ERROR = "hello", "observation", "action", "error"
 EPISODE_START, EPISODE_END = "episode_start", "episode_end"
-_KINDS = (HELLO, OBSERVATION, ERROR, EPISODE_START, EPISODE_END)  # that a client sends
+_KINDS = (HELLO, OBSERVATION, ERROR, EPISODE_START, EPISODE_END)  # message types a client may send
 
 
 async def talk(server: Server, socket: WebSocket) -> None:
-    """Serves a client until it leaves."""
+    """Serves a client until it disconnects."""
     policy = server.policy
 
     async def send(kind: str, payload: Mapping[str, Any], number: int) -> None:
@@ -42,7 +42,7 @@ async def talk(server: Server, socket: WebSocket) -> None:
             elif kind == OBSERVATION:
                 outcome = await server.decode(session, _observation(payload, policy))
                 if isinstance(outcome, Action):
-                    # Its benchmarks take one action of an answer and ask again.
+                    # vla-eval's benchmarks execute one action per request.
                     await send(ACTION, {"actions": outcome.actions[0]}, number)
                 else:
                     await send(ERROR, {"error": why(outcome)}, number)
@@ -62,12 +62,12 @@ def _read(message: bytes) -> tuple[str, dict[str, Any], int]:
         raise UserError("a message needs an object as 'payload' and a whole number as 'seq'")
     if kind == HELLO and payload.get("protocol_version") != VERSION:
         version = str(payload.get("protocol_version"))[:20]
-        raise UserError(f"version {VERSION} of vla-eval's protocol is spoken here, and not {version}")
+        raise UserError(f"vla-eval protocol version {version} is not supported, only version {VERSION}")
     return kind, payload, number
 
 
 def _hello(policy: Target) -> dict[str, Any]:
-    """Tells a benchmark that can send more than it does by default what the policy reads."""
+    """The server's hello; it asks the benchmark for the optional inputs that the policy reads."""
     asked = {"send_wrist_image": len(policy.cameras) > 1, "send_state": bool(policy.state_dims)}
     return {
         "harness_version": "",
@@ -79,14 +79,14 @@ def _hello(policy: Target) -> dict[str, Any]:
 
 
 def _observation(payload: Mapping[str, Any], policy: Target) -> dict[str, Any]:
-    """A benchmark's observation in the names of openpi's clients.
+    """Renames a benchmark's observation as openpi's clients name it.
 
-    Its cameras have the simulator's names (`agentview`). Where these are not the policy's, they are taken in order, as
-    in vla-eval's own servers.
+    Its cameras have the simulator's names (`agentview`). If these differ from the policy's, cameras are assigned in
+    order, as in vla-eval's own servers.
     """
     given = dict(payload)
     images = given.pop("images", None)
-    if not isinstance(images, Mapping):  # of one camera
+    if not isinstance(images, Mapping):  # a single camera's image
         images = {} if images is None else {policy.cameras[0]: images}
     by_order = not set(policy.cameras) <= set(images)
     names = [*policy.cameras, *[*images][len(policy.cameras) :]] if by_order else [*images]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on the wire: the msgpack of openpi and of vla-eval, and json-numpy, read within limits; and their names.
+"""Wire formats: msgpack of openpi and vla-eval and json-numpy, parsed within limits, and the names of their fields.
 
-A client's description of an array is checked against the bytes: an unknown number format, or a shape of another size,
-is refused before an array is made.
+An array's dtype and shape are checked against its bytes before the array is made: an unknown dtype or a shape of
+another size is refused.
 """
 
 import base64
@@ -22,46 +22,46 @@ from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.target import Target
 
 _PREFIXES = ("observation/", "observation.", "images/", "images.", "image/")
-_MAX_ITEMS = 4096  # of a list or an object
+_MAX_ITEMS = 4096  # in a list or an object
 _MAX_DIMS = 8
 _KINDS = "biuf"
-_MAX_PIXELS = 1 << 24  # a small file may claim any number
+_MAX_PIXELS = 1 << 24  # a small file may claim any size
 
 
 @dataclass(frozen=True)
 class EncodedPicture:
-    """A picture as PNG or JPEG, not yet decoded."""
+    """An image as PNG or JPEG, not yet decoded."""
 
     data: bytes
 
     def decode(self) -> np.ndarray:
-        """Uint8 [height, width, 3], or another shape if it is not RGB; UserError if it is damaged or too large."""
+        """Decodes to uint8 [height, width, 3], or another shape if not RGB; UserError if damaged or too large."""
         try:
             with Image.open(io.BytesIO(self.data), formats=("PNG", "JPEG")) as image:
                 if math.prod(image.size) > _MAX_PIXELS:
-                    raise UserError(f"a picture may have {_MAX_PIXELS} pixels, this one has {image.size}")
+                    raise UserError(f"an image may have at most {_MAX_PIXELS} pixels, got {image.size}")
                 return np.asarray(image)
         except UserError:
             raise
-        except Exception as error:  # whatever a client sends
-            raise UserError(f"a picture is no PNG and no JPEG, or cut off ({str(error)[:60]})") from None
+        except Exception as error:  # decoders raise arbitrary errors for a client's bytes
+            raise UserError(f"an image is not a PNG or JPEG, or is truncated ({str(error)[:60]})") from None
 
 
 def unpack(message: bytes) -> dict[str, Any]:
-    """A message of openpi's client (openpi_client/msgpack_numpy.py) or of vla-eval's (vla_eval/protocol)."""
+    """Parses a message of openpi's client (openpi_client/msgpack_numpy.py) or of vla-eval's (vla_eval/protocol)."""
     try:
         value = msgpack.unpackb(
             message, object_hook=_array_of_bytes, max_array_len=_MAX_ITEMS, max_map_len=_MAX_ITEMS, strict_map_key=False
         )
     except UserError:
         raise
-    except Exception as error:  # whatever a client sends
-        raise UserError(f"the message is no msgpack ({type(error).__name__}: {error})") from None
+    except Exception as error:  # msgpack raises arbitrary errors for a client's bytes
+        raise UserError(f"the message is not valid msgpack ({type(error).__name__}: {error})") from None
     return _object(value)
 
 
 def pack(value: Mapping[str, Any], *, text_names: bool = False) -> bytes:
-    """A message for openpi's client, or with text for the names of an array's fields, for vla-eval's."""
+    """Packs a message for openpi's client; for vla-eval's, `text_names` writes an array's field names as text."""
 
     def described(value: Any) -> dict[Any, Any]:
         if not isinstance(value, np.ndarray):
@@ -75,25 +75,25 @@ def pack(value: Mapping[str, Any], *, text_names: bool = False) -> bytes:
 
 
 def parse(message: bytes) -> dict[str, Any]:
-    """A request of OpenVLA's clients: JSON with json-numpy's arrays."""
+    """Parses a request of OpenVLA's clients: JSON with json-numpy arrays."""
     try:
         value = json.loads(message, object_hook=_array_of_text)
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"the message is no JSON ({error})") from None
+        raise UserError(f"the message is not valid JSON ({error})") from None
     return _object(value)
 
 
 def dump(array: np.ndarray) -> dict[str, Any]:
-    """An array as json-numpy writes it."""
+    """Encodes an array as json-numpy does."""
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {"__numpy__": data, "dtype": array.dtype.str, "shape": list(array.shape)}
 
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise UserError("the message must be an object with names")
+        raise UserError("the message must be an object with string keys")
     return value
 
 
@@ -115,7 +115,7 @@ def _array_of_text(value: dict[str, Any]) -> Any:
     try:
         data = base64.b64decode(value["__numpy__"], validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
-        raise UserError(f"an array's bytes are no base64 ({error})") from None
+        raise UserError(f"an array's bytes are not valid base64 ({error})") from None
     return _array(data, value.get("dtype"), value.get("shape"))
 
 
@@ -126,13 +126,13 @@ def _array(data: Any, dtype: Any, shape: Any) -> np.ndarray:
     except TypeError:
         kind = None
     if kind is None or kind.kind not in _KINDS or kind.hasobject:
-        raise UserError(f"an array of {str(name)[:20]!r}: numbers such as |u1 or <f4 are read")
+        raise UserError(f"an array has dtype {str(name)[:20]!r}; use a numeric one such as |u1 or <f4")
     sides = list(shape) if isinstance(shape, list | tuple) else None
     if sides is None or len(sides) > _MAX_DIMS or not all(type(each) is int and each >= 0 for each in sides):
-        raise UserError(f"an array's shape must be at most {_MAX_DIMS} whole numbers, it is {str(shape)[:60]}")
+        raise UserError(f"an array's shape must be at most {_MAX_DIMS} whole numbers, got {str(shape)[:60]}")
     if not isinstance(data, bytes) or math.prod(sides) * kind.itemsize != len(data):
         size = len(data) if isinstance(data, bytes) else 0
-        raise UserError(f"an array of shape {sides} and {kind.itemsize} bytes each has other bytes than that: {size}")
+        raise UserError(f"an array of shape {sides} with {kind.itemsize}-byte values does not match its {size} bytes")
     return np.frombuffer(data, kind).reshape(sides)
 
 
@@ -140,27 +140,27 @@ def _array(data: Any, dtype: Any, shape: Any) -> np.ndarray:
 class Asked:
     """A client's request."""
 
-    images: dict[str, np.ndarray]  # uint8 RGB by the policy's names
-    state: np.ndarray | None  # the robot's; None: the policy reads none
+    images: dict[str, np.ndarray]  # uint8 RGB by the policy's camera names
+    state: np.ndarray | None  # the robot's state; None: the policy reads none
     instruction: str  # the task in words
-    ignored: str  # names of what the policy has no use for, shortened
+    ignored: str  # names of inputs that the policy does not use, shortened
 
 
 def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
-    """What a message asks of a policy; UserError if a part is missing, or of another kind.
+    """Reads an observation from a client's message; UserError if a part is missing or has the wrong type.
 
-    It has `prompt` or `instruction`, `state`, and the cameras by the policy's names, also as `NAME_image`, below
-    `image` or `images`, and with `observation/` before any of them. The first camera may be called `image`.
+    The instruction is `prompt` or `instruction`, the state `state`. Cameras have the policy's names, also as
+    `NAME_image`, below `image` or `images`, or after `observation/`. The first camera may be called `image`.
     """
     given = {_plain(name): value for name, value in _flat(message).items()}
     instruction = given.pop("prompt", None) or given.pop("instruction", None)
     if not isinstance(instruction, str):
-        raise UserError("the message needs the task in words, as 'prompt' or 'instruction'")
+        raise UserError("the message has no instruction: give the task as 'prompt' or 'instruction'")
     key = given.pop("unnorm_key", None)
     if key and policy.unnorm_key not in (key, f"{key}_no_noops"):
         raise UserError(
-            f"unnorm_key {shortened(str(key))} is asked for, and the policy was loaded with {policy.unnorm_key}: leave "
-            "it out, or serve the checkpoint with --unnorm-key"
+            f"the message asks for unnorm_key {shortened(str(key))}, but the policy was loaded with "
+            f"{policy.unnorm_key}: leave it out, or serve the checkpoint with --unnorm-key"
         )
     images = {}
     for place, camera in enumerate(policy.cameras):
@@ -168,20 +168,20 @@ def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
         found = next((name for name in names if name in given), None)
         if found is None:
             raise UserError(
-                f"there is no picture of the camera '{camera}'; the policy looks at {', '.join(policy.cameras)}, and "
+                f"the image of camera '{camera}' is missing; the policy's cameras are {', '.join(policy.cameras)}, "
                 f"the message has {_names(given) or 'none'}"
             )
         images[camera] = _picture(given.pop(found), camera)
     state = None
     if policy.state_dims:
         if "state" not in given:
-            raise UserError(f"the policy reads the robot's state: 'state' must be {policy.state_dims} numbers")
+            raise UserError(f"the policy reads the robot's state: send {policy.state_dims} numbers as 'state'")
         state = _numbers(given.pop("state"))
     return Asked(images, state, instruction, _names(given))
 
 
 def _names(given: Mapping[str, Any]) -> str:
-    """For a message: a client's names may be of any length."""
+    """The names, shortened for a message: a client's names may have any length."""
     return shortened(", ".join(sorted(given)))
 
 
@@ -204,7 +204,7 @@ def _picture(value: Any, camera: str) -> np.ndarray:
         value = value.decode()
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3:
         has = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise UserError(f"the picture of '{camera}' must be uint8 RGB [height, width, 3], it is {has}")
+        raise UserError(f"the image of '{camera}' must be uint8 RGB [height, width, 3], got {has}")
     return value
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters: declared once, read everywhere."""
+"""Parameters, declared once and used by every node, command and file."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files that a user gives: read within limits, every field by its type. No torch.
+"""Reads users' JSON files within size limits and with type-checked fields. Needs no torch.
 
-Python's `int`, `bool` and `float` accept nearly everything (`bool("false")` is true). Here each field says what it
-must be, and a wrong one is named with its file.
+Python's `int`, `bool` and `float` accept nearly everything (`bool("false")` is true). Here each field declares its
+type, and an error names the file and the field.
 """
 
 import json
@@ -17,22 +17,22 @@ from specvla_ros.errors import UserError
 
 MAX_BYTES = 64 << 20  # the largest tokenizer.json in use has about 35 MB
 MAX_DEPTH = 48  # of nested lists and objects; a tokenizer.json has about ten
-_MAX_DIGITS = 20  # of a whole number; a longer one is taken as a number with a decimal point, often infinite
+_MAX_DIGITS = 20  # of a whole number; a longer one is read as a float, often infinite
 _REQUIRED: Any = object()
 
 
 def load_json(path: Path) -> Any:
-    """The value in a JSON file. NaN and infinity pass here, for fields that nobody reads; `Fields` refuses them.
+    """Returns the value in a JSON file. NaN and infinity pass, as unused fields may hold them; `Fields` refuses them.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UserError: it cannot be read, is no JSON, or is larger or deeper than any such file should be.
+        FileNotFoundError: the file does not exist.
+        UserError: it cannot be read, is not valid JSON, or exceeds the limits on size and nesting.
     """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise UserError(f"{path} has more than {MAX_BYTES} bytes, the limit for a JSON file; is it another?")
+            raise UserError(f"{path} exceeds {MAX_BYTES} bytes, the limit for a JSON file; is it the right file?")
         value = json.loads(content.decode("utf-8"), parse_int=_whole)
         if _too_deep(value):
             raise RecursionError
@@ -43,8 +43,8 @@ def load_json(path: Path) -> Any:
     except ValueError as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); copy the file again") from None
     except RecursionError:
-        deep = f"{path} nests its values more than {MAX_DEPTH} deep"
-        raise UserError(f"{deep}, which no such file does; copy the file again") from None
+        deep = f"{path} nests its values more than {MAX_DEPTH} levels deep"
+        raise UserError(f"{deep}; it may be damaged, copy the file again") from None
     return value
 
 
@@ -61,7 +61,7 @@ def _too_deep(value: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value for a message: short, on one line, and in characters that any terminal has."""
+    """Formats a value for a message: short, on one line, in characters that any terminal displays."""
     text = _SHORT.repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -73,16 +73,16 @@ _SHORT.maxlevel = 3
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object, whose fields are asked for by name and type. A field that is null counts as missing.
+    """A JSON object whose fields are read by name and type. A null field counts as missing.
 
-    Every method raises a UserError that names file and field where the value is of another type or out of range, or
-    where it is missing and has no default.
+    Every method raises a UserError that names the file and the field if the value has the wrong type, is out of range,
+    or is missing without a default.
     """
 
     raw: dict[str, Any]  # the object
     path: Path  # its file
-    prefix: str = ""  # of a field's name in messages, such as `text_config.`
-    hint: str = ""  # what to do about a wrong or missing field; begins with "; "
+    prefix: str = ""  # put before field names in messages, such as `text_config.`
+    hint: str = ""  # the remedy for a wrong or missing field; begins with "; "
 
     def whole(self, name: str, default: Any = _REQUIRED, *, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
         """A whole number without a decimal point."""
@@ -111,19 +111,19 @@ class Fields:
         return value
 
     def text(self, name: str, default: Any = _REQUIRED, *, choices: Sequence[str] = ()) -> str:
-        words = f"one of: {', '.join(choices)}" if choices else "a text"
+        words = f"one of: {', '.join(choices)}" if choices else "a string"
         value = self._value(name, default, words)
         if value is not default and (not isinstance(value, str) or (choices and value not in choices)):
             raise self.wrong(name, words)
         return value
 
     def list_of(self, name: str, kind: type, words: str, default: Any = _REQUIRED, *, length: int | None = None) -> Any:
-        """A list whose elements are all of one type.
+        """A list whose elements all have one type.
 
         Args:
-            kind: bool, float (finite numbers, whole ones too), int, str, list or dict; object: anything.
-            words: what the list must be, for the message.
-            length: of the list; None: any.
+            kind: bool, float (any finite number), int, str, list or dict; object: anything.
+            words: description of a valid list, for the message.
+            length: required length; None: any.
         """
         value = self._value(name, default, words)
         if value is default:
@@ -134,7 +134,7 @@ class Fields:
         return value
 
     def inner(self, name: str, default: Any = _REQUIRED) -> "Fields":
-        """An object in this one."""
+        """A nested object."""
         value = self._value(name, default, "an object")
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
@@ -154,7 +154,7 @@ class Fields:
 
 
 def is_number(value: object) -> bool:
-    """Whether a JSON value is a finite number, and no bool."""
+    """True for a finite number; False for a bool."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
@@ -163,10 +163,10 @@ def _is(value: object, kind: type) -> bool:
 
 
 def read_fields(path: Path, *, missing: str, hint: str = "") -> Fields:
-    """The object in a JSON file; UserError if there is none.
+    """Reads the object in a JSON file; UserError if it holds anything else.
 
     Args:
-        missing: the message's end where there is no such file.
+        missing: end of the message for a file that does not exist.
         hint: see `Fields`.
     """
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in files and on the command line.
+"""Parameters from files and the command line.
 
-Launch files merge them: common < profile < the user's file < launch arguments that are not empty. Merged here because
-ROS prefers a file that names the node to one for all nodes (`/**`) whatever their order.
+Launch files merge them in this order: common < profile < the user's file < non-empty launch arguments. ROS itself
+prefers a file that names the node to one for all nodes (`/**`), whatever their order, so the merge is done here.
 """
 
 import math
@@ -24,14 +24,14 @@ Value = str | bool | int | float | list[Any]
 def merge_parameters(
     files: Sequence[Path], arguments: Mapping[str, str], *, node: str, namespace: str = ""
 ) -> dict[str, Value]:
-    """The parameters of one node by dotted name.
+    """Returns the parameters of one node by dotted name.
 
     Args:
-        files: ROS 2 parameter files, the strongest last.
-        arguments: texts by parameter name; an empty one leaves the files' value alone.
+        files: ROS 2 parameter files; later ones override earlier ones.
+        arguments: strings by parameter name; an empty one keeps the files' value.
         namespace: with or without slashes.
 
-    Raises UserError: a file is missing or is no parameter file, or has nothing for this node.
+    Raises UserError if a file is missing, is not a parameter file, or has nothing for this node.
     """
     merged: dict[str, Value] = {}
     for file in files:
@@ -40,18 +40,18 @@ def merge_parameters(
 
 
 def names_for(file: Path, node: str) -> set[str]:
-    """The names in those sections of a parameter file that name the node, not in those of all nodes (`/**`)."""
+    """Parameter names in the file's sections for this node, without those for all nodes (`/**`)."""
     sections = _sections(file, node, "")
     return {name for key, parameters in sections if key != "**" for name in _flatten(parameters)}
 
 
 def read_assignments(assignments: Sequence[str]) -> dict[str, Value]:
-    """Values by name from `name:=value`, with YAML's values."""
+    """Parses `name:=value` assignments, with YAML values, into a dict."""
     values: dict[str, Value] = {}
     for assignment in assignments:
         name, separator, text = assignment.partition(":=")
         if not separator:
-            raise UserError(f"'{assignment}' is no parameter; write it as name:=value, for example decode.mode:=spec")
+            raise UserError(f"invalid parameter '{assignment}'; write name:=value, for example decode.mode:=spec")
         try:
             values[name] = _parsed(text)
         except ValueError as error:
@@ -60,20 +60,20 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Value]:
 
 
 def as_bool(name: str, text: str) -> bool:
-    """A launch argument that is true or false."""
+    """Parses a boolean launch argument."""
     if text.lower() not in ("true", "false"):
         raise UserError(f"launch argument {name}:={text} must be true or false")
     return text.lower() == "true"
 
 
 def as_number(name: str, text: str) -> float:
-    """A launch argument that is a number of seconds, a factor or a count."""
+    """Parses a numeric launch argument: seconds, a factor or a count."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
-        raise UserError(f"launch argument {name}:={text} must be a number from 0 on")
+        raise UserError(f"launch argument {name}:={text} must be a non-negative number")
     return number
 
 
@@ -84,25 +84,25 @@ def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
     for name, value in values.items():
         parts = value if isinstance(value, list) else [value]
         if not all(isinstance(part, (str, bool, int, float)) for part in parts):
-            allowed = "a text, a number, true, false, or a list of them"
+            allowed = "a string, a number, true, false, or a list of these"
             raise UserError(f"parameter file {file}: '{name}' is {shown(value)}; write {allowed}")
     return values
 
 
 def _sections(file: Path, node: str, namespace: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The parameters in a file's sections of a node, by section; those of all nodes (`**`) first, as ROS prefers."""
+    """Parameters in a file's sections for a node; those for all nodes (`**`) come first, as ROS ranks them."""
     try:
         with file.open("rb") as stream:
             text = stream.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
-            raise UserError(f"parameter file {file} has more than {_MAX_BYTES} bytes; is it another?")
+            raise UserError(f"parameter file {file} exceeds {_MAX_BYTES} bytes; is it the right file?")
         content = _parsed(text.decode("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"parameter file {file} does not exist; give its path from here or from /") from None
+        raise UserError(f"parameter file {file} does not exist; give a relative or absolute path") from None
     except (OSError, ValueError) as error:
         raise UserError(f"parameter file {file} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"parameter file {file} is empty or no mapping; it begins with '/**:' and 'ros__parameters:'")
+        raise UserError(f"parameter file {file} is empty or not a mapping; begin with '/**:' and 'ros__parameters:'")
     full_name = f"{namespace}/{node}" if namespace else node
     sections = [key for key in content if str(key).strip("/") in ("**", f"**/{node}", node, full_name)]
     if not sections:
@@ -118,7 +118,7 @@ def _sections(file: Path, node: str, namespace: str) -> list[tuple[str, Mapping[
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as ROS reads it: 1e-3 is a number, which YAML 1.1 takes for a text."""
+    """YAML as ROS reads it: 1e-3 is a number, while YAML 1.1 reads it as a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -127,13 +127,13 @@ _Loader.add_implicit_resolver(
 
 
 def _parsed(text: str) -> Any:
-    """The value of a YAML text; ValueError if it cannot be read, or holds an invalid date or number."""
+    """Parses YAML; ValueError if it is malformed or holds an invalid date or number."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
-        raise ValueError("it nests its values too deep") from None
+        raise ValueError("its values are nested too deeply") from None
 
 
 def _flatten(parameters: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementations of a seam by name: this package's, and those that other packages add through entry points.
+"""Registries of implementations by name: this package's own and those of plug-ins found through entry points.
 
-Neither this nor a module that registers something of ours needs torch: settings are read before torch is loaded.
+Neither this module nor this package's registering modules import torch: settings are read before torch is loaded.
 """
 
 import logging
@@ -17,7 +17,7 @@ Make = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """One implementation; `settings` is the class of its own settings, a frozen dataclass of parameters."""
+    """One implementation; `settings` is its own settings class, a frozen dataclass of parameters."""
 
     name: str
     make: Make
@@ -26,11 +26,11 @@ class Entry:
 
 
 class Registry:
-    """Implementations of one seam.
+    """Implementations of one interface, by name.
 
     Args:
-        group: of entry points; each names a module, or something in it, that registers when it is imported.
-        modules: of this package that register.
+        group: entry-point group; each entry point names a module, or an object in it, that registers on import.
+        modules: this package's modules that register.
     """
 
     def __init__(self, group: str, modules: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class Registry:
         self._complete = False
 
     def register(self, name: str, *, settings: type | None = None, order: int = 50) -> Callable[[Make], Make]:
-        """Registers the decorated function under a name; ValueError if it is taken. `order` sorts `entries`."""
+        """Registers the decorated function under a name; ValueError if the name is taken. `order` sorts `entries`."""
 
         def registered(make: Make) -> Make:
             if name in self._entries:
@@ -51,15 +51,15 @@ class Registry:
         return registered
 
     def entries(self) -> Mapping[str, Entry]:
-        """Everything that is registered, by name, in order."""
+        """All registered implementations by name, in order."""
         if not self._complete:
-            self._complete = True  # first: a module may ask while it is imported
+            self._complete = True  # set first: a module may call this while it is imported
             for module in self._modules:
                 import_module(module)
             for point in metadata.entry_points(group=self._group):
                 try:
                     point.load()
-                except Exception as error:  # another package's fault must not stop a robot that does not use it
+                except Exception as error:  # a broken plug-in must not stop a robot that does not use it
                     _log.warning("%s '%s' of %s cannot be loaded: %s", self._group, point.name, point.value, error)
         ordered = sorted(self._entries.values(), key=lambda entry: (entry.order, entry.name))
         return {entry.name: entry for entry in ordered}
@@ -68,5 +68,5 @@ class Registry:
         return tuple(self.entries())
 
     def settings(self) -> dict[str, type]:
-        """Classes of settings, by name."""
+        """Settings classes by name."""
         return {name: entry.settings for name, entry in self.entries().items() if entry.settings is not None}

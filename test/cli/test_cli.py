@@ -133,7 +133,10 @@ def test_all_that_a_replay_lacks_is_said_at_once(tmp_path: Path) -> None:
     done = specvla(*base)
     for words in ("tiny_nomask (--unnorm-key NAME)", "tokenizer.json is missing", "each as -p action.dt:=0.2"):
         refused(done, words)
-    refused(specvla(*base, "--unnorm-key", "tiny_bridge", "-p", "action.dt:=0.2"), "missing; without it no instruction")
+    refused(
+        specvla(*base, "--unnorm-key", "tiny_bridge", "-p", "action.dt:=0.2"),
+        "missing; it is needed to read instructions",
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -151,11 +154,14 @@ def test_replay_of_many_bags_gives_one_report_and_one_exit_code(checkpoint: Path
     assert done.returncode == 1
     assert "3 of 3 frames of 2 bags answered" in done.stdout
     assert re.search(r"^specvla: b: ", done.stderr, re.MULTILINE)
-    refused(specvla(*base, tmp_path / "bags" / "a", tmp_path / "bags" / "b"), "several bags have no name of their own")
+    refused(
+        specvla(*base, tmp_path / "bags" / "a", tmp_path / "bags" / "b"),
+        "several bags need a directory for their results",
+    )
     refused(specvla(*base, tmp_path / "bags", "--out", tmp_path / "x", "--viewer", "spawn"), "--viewer shows one bag")
     refused(
         specvla(*base, tmp_path / "bags" / "a", "--ray", "auto"),
-        "--workers, --per-engine and --ray are of several bags",
+        "--workers, --per-engine and --ray need more than one bag",
     )
 
 
@@ -188,7 +194,7 @@ def test_every_command_has_help(command: str) -> None:
 def test_an_interface_that_nobody_uses_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["simulate", "--out", str(tmp_path / "out"), "--interface", "twist"])
     assert isinstance(done.exception, UserError)
-    assert "--interface twist is of the arms of --follow driver" in str(done.exception)
+    assert "--interface twist only applies with --follow driver" in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 
@@ -271,7 +277,7 @@ def test_what_is_no_option_is_otherbefore_anything_is_loaded(image: Path) -> Non
     command = ("predict", "--image", image, "--instruction", "lift the red cube")
     refused(specvla(*command, "--tolerance", "2"), "write it as 2mm,1.1deg")
     unread = specvla(*command, "--tolerance", "5bins", "--unnorm-key", "none")
-    assert "--tolerance 5bins changes nothing: it is of drafted tokens, and ar drafts none" in unread.stderr
+    assert "--tolerance 5bins has no effect: it applies to drafted tokens, and mode ar does not draft" in unread.stderr
     refused(specvla(*command, "-p", "draft.node:=3"), "did you mean 'draft.nodes'?")
     refused(specvla(*command, "--mode", "fast"), "specpipe")
     refused(specvla(*command, "--params-file", "none.yaml"), "none.yaml does not exist")
@@ -298,7 +304,7 @@ def test_a_missing_package_is_one_sentence(image: Path) -> None:
     done = without("torch", "predict", "--image", image, "--instruction", "lift the red cube")
     refused(done, "the Python package 'torch' is missing; install it with")
     assert len(done.stderr.strip().splitlines()) == 1
-    refused(without("rclpy", "demo"), "A pip wheel brings neither")
+    refused(without("rclpy", "demo"), "The pip wheel has neither")
 
 
 def test_training_counts_its_images_before_it_asks_the_target(tmp_path: Path) -> None:
@@ -323,7 +329,7 @@ def test_another_familys_draft_head_is_refused_before_its_images_are_counted(tmp
         "--out",
         tmp_path / "o",
     )
-    refused(specvla(*command), "is no OpenVLA checkpoint, and draft heads are trained for no other here")
+    refused(specvla(*command), "is not an OpenVLA checkpoint; draft heads are only trained for OpenVLA")
 
 
 def test_a_policy_is_asked_for_its_answers(tmp_path: Path) -> None:
@@ -333,8 +339,8 @@ def test_a_policy_is_asked_for_its_answers(tmp_path: Path) -> None:
     done = specvla(*command, "--frames", "3")
     assert done.returncode == 0, done.stderr
     assert f"to 3 images are in {out}" in " ".join(done.stdout.split())
-    refused(specvla(*command[:2], "nano", *command[3:]), "gives a single one: set draft.temporal")
-    refused(specvla(*command[:2], "wrist", *command[3:]), "say where 'wrist' is: --camera wrist=TOPIC")
+    refused(specvla(*command[:2], "nano", *command[3:]), "gives a single action: set draft.temporal")
+    refused(specvla(*command[:2], "wrist", *command[3:]), "give the topic of 'wrist': --camera wrist=TOPIC")
 
 
 def test_what_a_message_asks_for_is_an_option_of_the_command(checkpoint: Path, tmp_path: Path) -> None:
@@ -356,7 +362,7 @@ def test_what_a_message_asks_for_is_an_option_of_the_command(checkpoint: Path, t
         "draft.temporal:=true",
     )
     refused(specvla(*base), "pick one with --image-topic: /left, /right")
-    refused(specvla(*base, "--image-topic", "/right"), "say what the robot was to do with --instruction 'TEXT'")
+    refused(specvla(*base, "--image-topic", "/right"), "give the robot's task with --instruction 'TEXT'")
     told = ("--image-topic", "/right", "--instruction", "put carrot on plate", "--out", tmp_path / "certificate.json")
     done = specvla(*base, *told)
     assert "2 of 2 pictures" in done.stdout, done.stderr
@@ -449,7 +455,7 @@ def test_an_image_that_is_a_bomb_or_a_program_is_not_opened(tmp_path: Path, name
         Image.new("1", (13000, 13000)).save(tmp_path / name)
     else:
         (tmp_path / name).write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
-    with pytest.raises(UserError, match=r"13000 x 13000 pixels, at most|cannot be read"):
+    with pytest.raises(UserError, match=r"13000 x 13000 pixels, above the limit of|cannot be read"):
         read_picture(tmp_path / name)
 
 
@@ -538,7 +544,7 @@ def test_a_robot_replays_without_plots(tmp_path: Path) -> None:
     main = "from specvla_ros.cli.app import main; main()"
     done = without_simulator_and_plots(main, *command, "--instruction", "lift the red cube", "--no-progress")
     assert done.returncode == 0, done.stderr
-    assert "there is no report.html: the Python package 'plotly" in done.stderr
+    assert "cannot write report.html: the Python package 'plotly" in done.stderr
     assert "3 of 3 frames answered, p95" in done.stdout
     assert "summary.json" in done.stdout
     assert not (tmp_path / "out" / "report.html").exists()
@@ -584,4 +590,7 @@ def test_where_drafting_does_not_pay_is_said(checkpoint: Path, tmp_path: Path) -
         done = specvla(*base, "--mode", mode, "-p", "draft.temporal:=true", "--out", tmp_path / mode)
         assert done.returncode == 0, done.stderr
         assert ("slower than ar here" in done.stderr) is said
-    assert "1 pairs of the same frame; 0 were answered" in specvla("compare", tmp_path / "ar", tmp_path / "spec").stdout
+    assert (
+        "1 pairs of the same frame; 0 have different tokens"
+        in specvla("compare", tmp_path / "ar", tmp_path / "spec").stdout
+    )

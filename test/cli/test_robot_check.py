@@ -71,7 +71,7 @@ def test_an_arm_whose_joints_are_commanded_is_checked_to_the_corners_of_its_work
     assert "has panda_joint1, panda_joint2" in output and "the body tool0" in output
     assert "the arm reaches 8 of 8 corners" in output
     assert "ok    profile" in output
-    assert "note  order      name the controller's node in joints.controller" in output
+    assert "note  order      set joints.controller to the controller's node" in output
 
 
 def test_the_first_motions_are_a_tenth_as_fast_and_can_be_taken_as_they_are_printed(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_first_motions_are_a_tenth_as_fast_and_can_be_taken_as_they_are_prin
 
 def test_tf_is_told_where_its_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "speed_scale: 0.1 in" in check(tmp_path, GOOD)[1]
-    assert "the first motions: at 0.2 of the speed" in check(tmp_path, GOOD | {"speed_scale": 0.2})[1]
+    assert "the first motions run at 0.2 of the speed limits" in check(tmp_path, GOOD | {"speed_scale": 0.2})[1]
     find = importlib.util.find_spec
     for there in (False, True):
         monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_tf_is_told_where_its_package_is_missing(tmp_path: Path, monkeypatch: py
     ("changes", "words"),
     [
         ({"limits.linear_sped": 0.1}, "did you mean 'limits.linear_speed'?"),
-        ({"limits.linear_speed": 1}, "'limits.linear_speed' is 1, but it must be a number with a decimal point"),
+        ({"limits.linear_speed": 1}, "'limits.linear_speed' is 1, but it must be a float"),
         ({"limits.linear_jerk": 0.0}, "set limits.linear_jerk"),
         ({"limits.linear_speed": 2.0}, "but stop_time_s promises 0.2 s"),
         ({"limits.workspace_min": [0.6, -0.2, 0.2]}, "must be smaller than limits.workspace_max"),
@@ -142,7 +142,7 @@ def test_a_joint_between_base_and_tool_that_nobody_commands_is_told(tmp_path: Pa
     values = joint_output(tmp_path, Z1)
     values["joints.names"] = values["joints.names"][1:]
     code, output = check(tmp_path, values)
-    assert code == 1 and any("joint1 move tool0 too" in line for line in wrong(output)), output
+    assert code == 1 and any("joint1 also move tool0" in line for line in wrong(output)), output
 
 
 def test_another_model_can_be_tried_in_place_of_the_files(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_driver_and_guard_that_are_told_different_things_are_told(tmp_path: Path
     file.write_text(f"{shared}guard:\n  ros__parameters:\n    base_frame: world\n    max_action_age_s: 1.0\n")
     code, output = run(file)
     assert code == 1 and "base_frame differs: driver base_link, guard world" in output
-    assert "the driver follows actions 3 s old" in output
+    assert "the driver follows actions up to 3 s old" in output
 
 
 def test_a_dry_run_needs_no_guard_and_a_file_that_is_none_is_told(tmp_path: Path) -> None:

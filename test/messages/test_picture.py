@@ -74,7 +74,7 @@ def test_a_bayer_picture_that_the_camera_driver_gave_colours_is_taken_as_it_is()
 
 def test_samples_of_a_bayer_camera_in_a_jpeg_are_refused() -> None:
     jpeg = SimpleNamespace(format="bayer_rggb8; jpeg compressed ", data=encoded(Image.fromarray(GREY), "JPEG"))
-    with pytest.raises(UserError, match="no colours can be had"):
+    with pytest.raises(UserError, match="cannot be demosaiced"):
         rgb_from_compressed(jpeg)
 
 

@@ -58,8 +58,8 @@ def test_parts_of_one_moment_belong_to_the_image_of_that_moment() -> None:
     ("message", "words"),
     [
         (joints("a b c", 1, 2), "it has 3 names and 2 positions"),
-        (joints("a a", 1, 2), "it has a name twice: a, a"),
-        (joints("a b", 1, float("inf")), "a number that is not finite"),
+        (joints("a a", 1, 2), "it has a duplicate name: a, a"),
+        (joints("a b", 1, float("inf")), "a value that is not finite"),
         (joints("", 1, 2), "it has 0 names and 2 positions"),
     ],
 )
@@ -71,7 +71,7 @@ def test_what_is_no_state_is_refused(message: Any, words: str) -> None:
 def test_numbers_without_names_are_taken_where_none_are_asked_for() -> None:
     state = StateReader((), 2).read(joints("", 1, 2), 0)
     assert state is not None and state.tolist() == [1, 2]
-    with pytest.raises(UserError, match="it has 3 numbers, and the policy reads 2; set state_names"):
+    with pytest.raises(UserError, match="it has 3 values, but the policy reads 2; set state_names"):
         StateReader((), 2).read(joints("a b c", 1, 2, 3), 0)
-    with pytest.raises(UserError, match="state_names has 1 names, and the policy reads 2 numbers"):
+    with pytest.raises(UserError, match="state_names has 1 names, but the policy reads 2 values"):
         StateReader(("a",), 2)

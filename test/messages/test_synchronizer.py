@@ -55,10 +55,10 @@ def test_what_was_missing_is_said() -> None:
     made = Synchronizer("lead", ("wrist",), TOLERANCE_S)
     assert made.add("lead", 0, "first") == []
     (lost,) = made.add("lead", 100 * MS, "second")
-    assert lost == Unmatched("first", "nothing of 'wrist' has come")
+    assert lost == Unmatched("first", "no 'wrist' sample was received")
     made.add("wrist", 400 * MS, "w")
     (lost,) = made.give_up()
-    assert lost == Unmatched("second", "nothing of 'wrist' within 0.05 s of it, the nearest is 0.300 s away")
+    assert lost == Unmatched("second", "no 'wrist' sample within 0.05 s, the nearest is 0.300 s away")
 
 
 def test_a_single_sensor_waits_for_nobody() -> None:

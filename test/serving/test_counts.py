@@ -39,7 +39,7 @@ def test_drops_are_counted_by_reason_and_who_finds_no_room_too() -> None:
     first = of.open("first", lasting=True)
     assert of.open("first", lasting=True) is first and len(of) == 1
     for _ in range(2):
-        with pytest.raises(NoRoomError, match=r"1 sessions are open, which is the limit \(--robots\)"):
+        with pytest.raises(NoRoomError, match=r"all 1 sessions are in use \(--robots\)"):
             of.open("second", lasting=False)
     of.count(SimpleNamespace(reason=DropReason.STALE))  # type: ignore[arg-type]
     metrics.refused, metrics.abandoned = 3, 4

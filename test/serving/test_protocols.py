@@ -67,7 +67,7 @@ def test_openpi_is_told_why_there_is_no_action_and_goes_on() -> None:
     async def client() -> None:
         async with Socket(served) as socket:
             await socket.hear()
-            assert (await socket.ask(b"\xc1")).startswith("the message is no msgpack")
+            assert (await socket.ask(b"\xc1")).startswith("the message is not valid msgpack")
             assert await socket.ask(pack(ASKED)) == "not_finite: of joint 3"
             thread.answer = lambda observation: Drop(observation, DropReason.STALE)
             assert await socket.ask(pack(ASKED)) == "stale"
@@ -84,9 +84,9 @@ def test_openpi_is_told_why_there_is_no_action_and_goes_on() -> None:
 @pytest.mark.parametrize(
     ("token", "message", "code", "why"),
     [
-        ("wrong", None, 4401, "no token, or another than the server's"),
-        (TOKEN, None, 1013, "1 sessions are open, which is the limit (--robots): try again later"),
-        (TOKEN, "{}", 1003, "messages are MessagePack in binary frames, this one is a text"),
+        ("wrong", None, 4401, "the token is missing or wrong"),
+        (TOKEN, None, 1013, "all 1 sessions are in use (--robots): try again later"),
+        (TOKEN, "{}", 1003, "expected MessagePack in a binary frame, got a text frame"),
     ],
 )
 def test_a_socket_is_closed_with_the_reason(token: str, message: str | None, code: int, why: str) -> None:
@@ -214,12 +214,12 @@ def test_vla_eval_is_answered_under_its_numbers(monkeypatch: pytest.MonkeyPatch)
                 (
                     ("hello", {"protocol_version": 2}, 6),
                     0,
-                    "version 1 of vla-eval's protocol is spoken here, and not 2",
+                    "vla-eval protocol version 2 is not supported, only version 1",
                 ),
                 (("action", {}), 0, "'type' must be one of hello, observation, error, episode_start, episode_end"),
                 (("observation", []), 0, "an object as 'payload'"),
                 (("observation", {}, True), 0, "a whole number as 'seq'"),
-                (("observation", {}, 4), 4, "needs the task in words"),
+                (("observation", {}, 4), 4, "give the task as 'prompt' or 'instruction'"),
             ):
                 kind, payload, found = await ask(*message)
                 assert (kind, found) == ("error", number) and why in payload["error"]
@@ -244,11 +244,11 @@ def test_what_is_not_answered_over_http_has_its_status() -> None:
     thread = Thread()
     served = Served(thread, token=TOKEN, sessions=1, max_message_bytes=300, message_s=0.01)
     refused = (
-        (served.post(token="wrong"), 401, "no token, or another than the server's"),
-        (served.post_body(b"{", token=TOKEN), 400, "the message is no JSON"),
-        (served.post_body(200 * b" ", 101 * b" ", token=TOKEN), 400, "a message may have 300 bytes"),
-        (served.post_body(200 * b" ", 100 * b" ", token=TOKEN), 400, "the message is no JSON"),
-        (served.post_body(b"{", whole=False, token=TOKEN), 408, "the message was not there after 0.01 s"),
+        (served.post(token="wrong"), 401, "the token is missing or wrong"),
+        (served.post_body(b"{", token=TOKEN), 400, "the message is not valid JSON"),
+        (served.post_body(200 * b" ", 101 * b" ", token=TOKEN), 400, "the message exceeds 300 bytes"),
+        (served.post_body(200 * b" ", 100 * b" ", token=TOKEN), 400, "the message is not valid JSON"),
+        (served.post_body(b"{", whole=False, token=TOKEN), 408, "the message did not arrive within 0.01 s"),
     )
     for (status, answer), expected, why in refused:
         assert status == expected and why in answer["error"]

@@ -278,11 +278,11 @@ def test_robots_at_once_get_their_own_answers(server: Server, plain: list[np.nda
 
 
 LIES = {
-    "no msgpack": (b"\xc1\xc1", "no msgpack"),
+    "no msgpack": (b"\xc1\xc1", "not valid msgpack"),
     "a list": (b"\x93\x01\x02\x03", "must be an object"),
     "a shape of other bytes": (
         pack({"prompt": "x", "image": {b"__ndarray__": True, b"data": b"abc", b"dtype": "|u1", b"shape": [99, 99, 3]}}),
-        "has other bytes than that: 3",
+        "does not match its 3 bytes",
     ),
     "a shape below zero": (
         pack({"prompt": "x", "image": {b"__ndarray__": True, b"data": b"", b"dtype": "|u1", b"shape": [-1, 0, 3]}}),
@@ -290,12 +290,15 @@ LIES = {
     ),
     "objects": (
         pack({"prompt": "x", "image": {b"__ndarray__": True, b"data": b"12345678", b"dtype": "|O", b"shape": [1]}}),
-        "an array of '|O': numbers such as",
+        r"an array has dtype '\|O'; use a numeric one such as",
     ),
     "a picture of floats": (pack({"prompt": "x", "image": np.zeros((4, 4, 3))}), "must be uint8 RGB"),
     "a picture without pixels": (pack({"prompt": "x", "image": np.zeros((0, 4, 3), np.uint8)}), "needs a uint8 RGB"),
-    "no picture": (pack({"prompt": "x", "depth": 1}), "no picture of the camera 'image'; .* the message has depth"),
-    "no words": (pack({"image": np.zeros((4, 4, 3), np.uint8)}), "needs the task in words"),
+    "no picture": (
+        pack({"prompt": "x", "depth": 1}),
+        "the image of camera 'image' is missing; .* the message has depth",
+    ),
+    "no words": (pack({"image": np.zeros((4, 4, 3), np.uint8)}), "give the task as 'prompt' or 'instruction'"),
     "an empty instruction": (pack({"image": np.zeros((4, 4, 3), np.uint8), "prompt": " "}), "bad_instruction: "),
 }
 
@@ -331,7 +334,7 @@ def test_who_has_no_token_or_sends_too_much_is_shown_out(server: Server, plain: 
     for token in ("wrong", TOKEN[::-1]):
         assert server.post(body, token=token)[0] == 401
     status, answer = server.post(b" " * (LIMIT + 1))
-    assert status == 400 and f"a message may have {LIMIT} bytes" in answer["error"]
+    assert status == 400 and f"the message exceeds {LIMIT} bytes" in answer["error"]
     with server.open() as client:
         client.recv()
         client.send(b"\0" * (LIMIT + 1))
@@ -351,7 +354,7 @@ def test_numbers_of_another_dataset_than_the_servers_are_not_given(server: Serve
 
     assert asked("bridge_orig")[0] == asked("")[0] == 200
     status, answer = asked("another_robot")
-    assert status == 400 and "another_robot is asked for, and the policy was loaded with bridge_orig" in answer["error"]
+    assert status == 400 and "unnorm_key another_robot, but the policy was loaded with bridge_orig" in answer["error"]
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(checkpoint: Path) -> None:
@@ -360,7 +363,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(checkpoint: Path
         other.listen()
         port = other.getsockname()[1]
         refused = specvla("serve", "--checkpoint", checkpoint, "--device", "cpu", "--port", port)
-    assert refused.returncode == 2 and f"cannot listen at 127.0.0.1:{port}" in " ".join(refused.stderr.split())
+    assert refused.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in " ".join(refused.stderr.split())
     assert "serving" not in refused.stdout
 
 
@@ -382,15 +385,17 @@ def test_what_vla_evals_clients_send_wrongly_is_answered_with_the_reason(
     huge = io.BytesIO()
     Image.new("1", (5000, 5000)).save(huge, format="PNG")  # 3 kB of zeros
     lies = {
-        b"\xc1": "no msgpack",
+        b"\xc1": "not valid msgpack",
         vla_eval_message("metadata", {}): "'type' must be one of hello",
         vla_eval_message("hello", []): "an object as 'payload'",
         vla_eval_message("hello", {}, "first"): "a whole number as 'seq'",
-        vla_eval_message("hello", {"protocol_version": 0}): "version 1 .* is spoken here, and not 0",
-        vla_eval_message("observation", {"images": {}, "task_description": "x"}): "no picture of the camera",
-        observation(png(pictures(1)[0])[:200]): "cut off",
-        observation(b"MZ"): "no PNG and no JPEG",
-        observation(huge.getvalue()): "may have 16777216 pixels",
+        vla_eval_message("hello", {"protocol_version": 0}): "version 0 is not supported, only version 1",
+        vla_eval_message(
+            "observation", {"images": {}, "task_description": "x"}
+        ): "the image of camera 'image' is missing",
+        observation(png(pictures(1)[0])[:200]): "truncated",
+        observation(b"MZ"): "not a PNG or JPEG",
+        observation(huge.getvalue()): "may have at most 16777216 pixels",
         observation(png(pictures(1)[0][..., 0])): "must be uint8 RGB",
     }
     for token in ("", "Basic !", "Basic " + base64.b64encode(b"robot:wrong").decode()):

@@ -56,7 +56,7 @@ def test_who_asks_too_often_is_told_how_often_is_not(clock: Clock) -> None:
     session = opened(Thread(), max_rate_hz=4.0).open("robot", lasting=False)
     for clock.now_s, refused in ((0.1, False), (0.34, True), (0.36, False), (0.36, True), (0.6, True), (0.62, False)):
         if refused:
-            with pytest.raises(UserError, match="at most 4 requests per second: this one came too soon"):
+            with pytest.raises(UserError, match="this request exceeds the limit of 4 requests per second"):
                 ask(session)
         else:
             ask(session)

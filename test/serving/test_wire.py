@@ -52,13 +52,13 @@ def test_shapes_and_kinds_at_their_limits() -> None:
         (dict(shape=[-1, 0], data=b""), "whole numbers"),
         (dict(shape=[2.0, 2]), "whole numbers"),
         (dict(shape=4), "whole numbers"),
-        (dict(shape=[5]), "has other bytes than that: 4"),
-        (dict(data="abcd"), "has other bytes than that: 0"),
-        (dict(dtype="|O"), "numbers such as"),
-        (dict(dtype="<U1"), "numbers such as"),
-        (dict(dtype="no such"), "numbers such as"),
-        (dict(dtype="ulonglong"), "numbers such as"),
-        (dict(dtype=3), "numbers such as"),
+        (dict(shape=[5]), "does not match its 4 bytes"),
+        (dict(data="abcd"), "does not match its 0 bytes"),
+        (dict(dtype="|O"), "use a numeric one such as"),
+        (dict(dtype="<U1"), "use a numeric one such as"),
+        (dict(dtype="no such"), "use a numeric one such as"),
+        (dict(dtype="ulonglong"), "use a numeric one such as"),
+        (dict(dtype=3), "use a numeric one such as"),
     ):
         with pytest.raises(UserError, match=why):
             sent(**fields)
@@ -78,10 +78,10 @@ def test_pictures_as_files_within_their_limits(monkeypatch: pytest.MonkeyPatch) 
     assert asked.images["image"].shape == (2, 3, 3) and asked.images["image"][1, 2].tolist() == [1, 2, 3]
     assert wire.EncodedPicture(encoded((2, 2), "JPEG")).decode().shape == (2, 2, 3)
     for data, why in (
-        (encoded((7, 1)), r"may have 6 pixels, this one has \(7, 1\)"),
-        (encoded((2, 2), "BMP"), "no PNG and no JPEG"),
-        (encoded((2, 2))[:50], "cut off"),
-        (3, "no PNG and no JPEG"),
+        (encoded((7, 1)), r"may have at most 6 pixels, got \(7, 1\)"),
+        (encoded((2, 2), "BMP"), "not a PNG or JPEG"),
+        (encoded((2, 2))[:50], "truncated"),
+        (3, "not a PNG or JPEG"),
     ):
         (picture,) = wire.unpack(msgpack.packb({"a": {"__image__": True, "data": data}})).values()
         with pytest.raises(UserError, match=why):
@@ -112,13 +112,13 @@ def test_a_message_has_no_more_items_than_the_limit() -> None:
     assert len(wire.unpack(msgpack.packb({"a": [0] * most}))["a"]) == most
     assert len(wire.unpack(msgpack.packb({"a": {str(n): 0 for n in range(most)}}))["a"]) == most
     for value in ([0] * (most + 1), {str(n): 0 for n in range(most + 1)}):
-        with pytest.raises(UserError, match="no msgpack"):
+        with pytest.raises(UserError, match="not valid msgpack"):
             wire.unpack(msgpack.packb({"a": value}))
 
 
 @pytest.mark.parametrize("text", ["AA", "A!AA", 3, None])
 def test_what_is_no_base64_is_said(text: object) -> None:
-    with pytest.raises(UserError, match="bytes are no base64"):
+    with pytest.raises(UserError, match="bytes are not valid base64"):
         wire.parse(json.dumps({"a": {"__numpy__": text, "dtype": "|u1", "shape": [0]}}).encode())
 
 
@@ -156,17 +156,21 @@ def test_each_camera_gets_its_own_picture_and_the_state_its_numbers() -> None:
 def test_what_is_missing_or_of_another_kind_is_named() -> None:
     whole: dict[str, Any] = {"prompt": "lift", "image": PICTURE, "state": [1.0]}
     for given, of, why in (
-        (whole | {"prompt": 3}, policy(), "needs the task in words"),
-        ({"image": PICTURE}, policy(), "needs the task in words"),
-        (whole, policy("base", "wrist"), "no picture of the camera 'wrist'; the policy looks at base, wrist"),
+        (whole | {"prompt": 3}, policy(), "give the task as 'prompt' or 'instruction'"),
+        ({"image": PICTURE}, policy(), "give the task as 'prompt' or 'instruction'"),
+        (
+            whole,
+            policy("base", "wrist"),
+            "the image of camera 'wrist' is missing; the policy's cameras are base, wrist",
+        ),
         ({"prompt": "lift"}, policy(), "the message has none"),
-        (whole | {"image": PICTURE[0]}, policy(), r"must be uint8 RGB .* it is uint8 \[4, 3\]"),
-        (whole | {"image": PICTURE[..., :2]}, policy(), r"it is uint8 \[4, 4, 2\]"),
-        (whole | {"image": PICTURE.astype(float)}, policy(), "it is float64"),
-        (whole | {"image": [1]}, policy(), "it is list"),
-        ({"prompt": "lift", "image": PICTURE}, policy(state=3), "'state' must be 3 numbers"),
+        (whole | {"image": PICTURE[0]}, policy(), r"must be uint8 RGB .* got uint8 \[4, 3\]"),
+        (whole | {"image": PICTURE[..., :2]}, policy(), r"got uint8 \[4, 4, 2\]"),
+        (whole | {"image": PICTURE.astype(float)}, policy(), "got float64"),
+        (whole | {"image": [1]}, policy(), "got list"),
+        ({"prompt": "lift", "image": PICTURE}, policy(state=3), "send 3 numbers as 'state'"),
         (whole | {"state": "ab"}, policy(state=1), "must be a list of numbers"),
-        (whole | {"unnorm_key": "other"}, policy(), "other is asked for, and the policy was loaded with bridge"),
+        (whole | {"unnorm_key": "other"}, policy(), "unnorm_key other, but the policy was loaded with bridge"),
     ):
         with pytest.raises(UserError, match=why):
             wire.read_observation(given, of)

@@ -56,7 +56,7 @@ def test_one_number_of_bins_is_a_list_of_one() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("draft.nodes", "write it as name:=value"),
+        ("draft.nodes", "write name:=value"),
         ("draft.node:=3", r"did you mean 'draft\.nodes'"),
         ("draft.nodes:=65", "a whole number from 1 to 64"),
         ("draft.nodes:=many", "a whole number"),
@@ -65,7 +65,7 @@ def test_one_number_of_bins_is_a_list_of_one() -> None:
         ("acceptance.bins:=[1, 300]", "from 0 to 254"),
         ("draft.temporal:=1", "true or false"),
         ("draft.self_tokens:=64", "a whole number from 0 to 63"),
-        ("draft.self_image_share:=0.0", r"a number with a decimal point from 0\.001 to 1"),
+        ("draft.self_image_share:=0.0", r"a float from 0\.001 to 1"),
         ("draft.self_image_share:=2", r"from 0\.001 to 1"),
         ("draft.self_keep:=attention", "one of: uniform, similarity"),
     ],
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_refused(assignment: str, message: str) -> None:
 
 
 def test_two_tolerances_at_once_are_refused() -> None:
-    with pytest.raises(UserError, match="say the same thing"):
+    with pytest.raises(UserError, match="are exclusive"):
         engine_settings_from(assignments=["acceptance.bins:=5", "acceptance.tolerance_m:=0.01"])
 
 

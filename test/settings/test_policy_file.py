@@ -52,7 +52,7 @@ def test_an_unknown_name_in_the_policys_own_section_is_refused_and_one_for_all_n
 ) -> None:
     path = write(tmp_path / "p.yaml", {"zoom": {"level": 3}, "use_sim_time": True, "image_transport": "raw"})
     assert read_policy_file(path)["zoom.level"] == 3
-    assert "p.yaml: 1 names are none of the policy's, left to other nodes: zoom.level" in caplog.text
+    assert "p.yaml: skipped 1 names that are not policy parameters: zoom.level" in caplog.text
     content = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({"policy": content["/**"], "other": {"ros__parameters": {"zoom": 1}}}))
     with pytest.raises(UserError, match=r"p\.yaml: there is no parameter 'zoom\.level'; known: checkpoint"):

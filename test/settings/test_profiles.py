@@ -43,10 +43,10 @@ def test_within_one_file_the_node_beats_all_nodes(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [", "cannot be read"),
-        ("", "empty or no mapping"),
+        ("", "empty or not a mapping"),
         ("a: 1", "nothing for the node 'policy'"),
         ("/**: {a: 1}", "needs 'ros__parameters:'"),
-        ("/**: {ros__parameters: {a: {b: }}}", "'a.b' is None; write a text, a number"),
+        ("/**: {ros__parameters: {a: {b: }}}", "'a.b' is None; write a string, a number"),
         ("/**: {ros__parameters: {a: 2001-01-01}}", "'a' is datetime.date"),
         ("/**: {ros__parameters: {a: [[1]]}}", r"'a' is \[\[1\]\]; write"),
     ],
@@ -70,7 +70,7 @@ def test_booleans() -> None:
 def test_numbers() -> None:
     assert as_number("x", "2.5") == 2.5
     for text in ("soon", "", "nan", "inf", "-1"):
-        with pytest.raises(UserError, match=f"x:={text} must be a number from 0 on"):
+        with pytest.raises(UserError, match=f"x:={text} must be a non-negative number"):
             as_number("x", text)
 
 
