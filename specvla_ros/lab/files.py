@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files written as a whole: a killed process or a full disk leaves the old or the new one, never half of it."""
+"""Atomic file writes: a killed process or a full disk leaves the old or the new file, never a partial one."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ import yaml
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A file beside another to write to, which takes its place at the end and is gone after an error."""
+    """Yields a temporary file next to `path`; it replaces `path` at the end and is deleted after an error."""
     beside = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         yield beside
@@ -22,7 +22,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file that is on the disk once this returns."""
+    """Writes a file atomically and syncs it to disk."""
     with unfinished(path) as beside, beside.open("w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.write(text)
         stream.flush()
@@ -30,13 +30,13 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[str] = ()) -> None:
-    """Writes a parameter file for every node, from values by dotted name, with comments at its beginning."""
+    """Writes a parameter file for all nodes from values by dotted name, with comments at the top."""
     head = "".join(f"# {line}\n" for line in comments)
     replace_file(path, head + format_parameters(values))
 
 
 def format_parameters(values: Mapping[str, Any]) -> str:
-    """The content of a parameter file for every node, from values by dotted name."""
+    """Formats values by dotted name as a parameter file for all nodes."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *folders, last = name.split(".")

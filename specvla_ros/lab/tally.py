@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How answers were decoded, added up: the figures of Spec-VLA's tables 1 to 3."""
+"""Decoding statistics summed over answers: the figures of Spec-VLA's tables 1 to 3."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ class DecodeTally:
     """Counts over actions.
 
     Attributes:
-        forwards: packed forwards that carried them, prefill included.
-        accepted: verification forwards by (place of the first drafted token in the answer, accept length).
-        tokens: committed by verification forwards.
-        bins_off: tokens by (place in the answer, bins from the target's own choice).
-        why: tokens by the reason they were taken for, see DecodeStats.msg.
+        forwards: packed forwards that carried the actions' rows, prefill included.
+        accepted: verification forwards by (position of the first drafted token in the answer, accept length).
+        tokens: tokens committed by verification forwards.
+        bins_off: tokens by (position in the answer, distance to the target's own choice in bins).
+        why: tokens by the reason for their acceptance, see DecodeStats.msg.
     """
 
     actions: int = 0
@@ -44,7 +44,7 @@ class DecodeTally:
 
     @property
     def tau(self) -> float:
-        """Tokens committed per verification forward; 0 when there was none."""
+        """Tokens committed per verification forward; 0 without any."""
         forwards = self.accepted.total()
         return self.tokens / forwards if forwards else 0.0
 
@@ -60,7 +60,7 @@ class DecodeTally:
         return {length: counts[length] / counts.total() for length in sorted(counts)}
 
     def by_place(self) -> dict[int, float]:
-        """Mean accept length by the place of the first drafted token (Spec-VLA, Table 3)."""
+        """Mean accept length by the position of the first drafted token (Spec-VLA, Table 3)."""
         means: dict[int, float] = {}
         for place in sorted({place for place, _ in self.accepted}):
             counts = {length: count for (at, length), count in self.accepted.items() if at == place}
@@ -68,7 +68,7 @@ class DecodeTally:
         return means
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with pairs as `a,b`; see `of_json`."""
+        """All counts, with pairs as `a,b`; see `of_json`."""
         return {
             "actions": self.actions,
             "forwards": self.forwards,
@@ -79,12 +79,12 @@ class DecodeTally:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The same with the means, for a summary.json."""
+        """The counts and their means, for a summary.json."""
         return self.as_json() | {"tau": self.tau, "forwards_per_action": self.forwards_per_action}
 
     @property
     def words(self) -> str:
-        """The means in words; empty without a verification forward."""
+        """The means as text; empty without a verification forward."""
         if not self.accepted:
             return ""
         return f"{self.forwards_per_action:.2f} forwards per action, τ {self.tau:.2f} tokens per forward"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings in and out: rosbag2 folders, MCAP and SQLite files, without ROS."""
+"""Reading and writing recordings without ROS: rosbag2 folders, MCAP and SQLite files."""

@@ -17,10 +17,10 @@ from rosbags.typesys import Stores, get_typestore
 
 INSTRUCTION_TOPIC = "/instruction"
 ACTION_TOPIC = "/ground_truth/action"
-CAMERA_TOPIC = "/{}/image_raw/compressed"  # NAME; the first is called FIRST_CAMERA
+CAMERA_TOPIC = "/{}/image_raw/compressed"  # the camera's name; the first is FIRST_CAMERA
 FIRST_CAMERA = "camera"
 STATE_TOPIC = "/joint_states"
-# The expert's action at each moment under another instruction (NAME: the other task).
+# The expert's action at each image under another instruction; filled with the other task's name.
 HINDSIGHT_ACTION_TOPIC = "/hindsight/{}/action"
 HINDSIGHT_INSTRUCTION_TOPIC = "/hindsight/{}/instruction"
 PARTIAL = ".partial"
@@ -55,20 +55,20 @@ class DemonstrationRecord:
     images: Sequence[np.ndarray]  # RGB, uint8 [height, width, 3]
     actions: Sequence[np.ndarray]  # one per image, float64 [7]: metres and radians over 0.2 s, gripper 1 open
     instruction: str
-    times_s: Sequence[float]  # the images' times from 0, seconds
-    hindsight: Mapping[str, Hindsight]  # the expert under other instructions, by the name of the other task
-    cameras: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)  # further ones by name, as `images`
+    times_s: Sequence[float]  # the images' times in seconds, from 0
+    hindsight: Mapping[str, Hindsight]  # the expert under other instructions, by the other task's name
+    cameras: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)  # further cameras' images by name
     state_names: tuple[str, ...] = ()  # empty: no state is recorded
     states: Sequence[np.ndarray] = ()  # one per image, float64 [state_names]
 
 
 def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
-    """Writes an MCAP bag that `specvla replay` and `train-policy` read; an OSError leaves nothing at `directory`."""
-    # A worker whose parent was killed may still be at the same episode.
+    """Writes an MCAP bag that `specvla replay` and `train-policy` read; after an OSError `directory` does not exist."""
+    # A worker whose parent was killed may still be writing the same episode.
     partial = directory.with_name(f".{directory.name}-{os.getpid()}{PARTIAL}")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        _write(partial / directory.name, record)  # the data file bears the directory's name
+        _write(partial / directory.name, record)  # the data file is named after the directory
         if not directory.exists():
             (partial / directory.name).rename(directory)
     finally:

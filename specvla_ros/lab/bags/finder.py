@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bags among what a user gives, and what else lies there: nothing below is passed over without being named."""
+"""Finds the bags in the paths that a user gives; everything else in them is reported."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -11,29 +11,29 @@ from specvla_ros.lab.bags.reader import BAG_SUFFIXES, bag_files, data_files, rec
 
 _log = logging.getLogger(__name__)
 
-_OF_DATABASES = (".db3-wal", ".db3-shm", ".db3-journal")  # sqlite's own, beside a .db3
+_OF_DATABASES = (".db3-wal", ".db3-shm", ".db3-journal")  # sqlite's own files next to a .db3
 
 
 @dataclass(frozen=True)
 class FoundBags:
-    """What was found."""
+    """Bags and other files in the given paths."""
 
-    bags: tuple[Path, ...]  # each once: a directory or a file that `open_bag` reads
-    left_out: tuple[str, ...]  # what lies beside them and is not read, each with why where it looks like a recording
+    bags: tuple[Path, ...]  # unique directories or files that `open_bag` reads
+    left_out: tuple[str, ...]  # paths that are not read, with the reason if they look like a recording
 
 
 def find_bags(given: Sequence[Path]) -> FoundBags:
-    """The bags that are given, or lie directly in a directory that is given, in that order and by name.
+    """Finds the bags given directly or in a given directory, in the order given and then by name.
 
-    A directory is one bag where its metadata.yaml lists data files, or where these are the parts of one recording
-    (NAME_0, NAME_1). Of several recordings side by side each file is a bag. A UserError says that a path does not
-    exist, or that a directory holds no bag.
+    A directory is one bag if its metadata.yaml lists data files, or if these are the parts of one recording (NAME_0,
+    NAME_1). If it holds several recordings, each file is a bag. Raises UserError if a path does not exist, or if a
+    directory holds no bag.
     """
     bags: dict[Path, Path] = {}
     left_out: list[str] = []
     for path in (each.expanduser() for each in given):
         if not path.exists():
-            raise UserError(f"bag {path} does not exist; give bags, or folders of bags (`specvla collect --out`)")
+            raise UserError(f"bag {path} does not exist; give bags or folders of bags (`specvla collect --out`)")
         found = [path] if path.is_file() else list(_bags_in(path, left_out))
         if not found:
             raise UserError(
@@ -46,7 +46,7 @@ def find_bags(given: Sequence[Path]) -> FoundBags:
 
 
 def bags_in(given: Sequence[Path]) -> tuple[Path, ...]:
-    """`find_bags`, with a warning for each thing that is left out."""
+    """Calls `find_bags` and warns about each path that is left out."""
     found = find_bags(given)
     for each in found.left_out:
         _log.warning("left out: %s", each)
@@ -54,7 +54,7 @@ def bags_in(given: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def _bags_in(directory: Path, left_out: list[str]) -> Iterator[Path]:
-    """A directory's bags; what is none goes to `left_out`."""
+    """Yields a directory's bags and adds everything else to `left_out`."""
     if _is_bag(directory):
         yield directory
         left_out += _unread(directory)
@@ -76,16 +76,16 @@ def _is_bag(directory: Path) -> bool:
 
 
 def _holding_data(directory: Path) -> list[Path]:
-    """Directories in a directory that hold a bag, or recordings."""
+    """Subdirectories that hold a bag or recordings."""
     children = sorted(child for child in directory.iterdir() if child.is_dir() and not child.name.startswith("."))
     return [child for child in children if (child / "metadata.yaml").exists() or data_files(child)]
 
 
 def _unread(bag: Path) -> list[str]:
-    """What looks like a recording in a bag's directory and is not read with it."""
+    """Recordings in a bag's directory that are not read with it."""
     try:
         read = bag_files(bag)
     except UserError:
-        return []  # opening it says why
+        return []  # opening the bag reports the error
     beside = [file for file in sorted(bag.iterdir()) if file.suffix in BAG_SUFFIXES and file not in read]
     return [f"{each} (bag {bag.name} does not list it; give it by itself)" for each in beside + _holding_data(bag)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frames of a bag: which topics are read, and each image with its instruction and its recorded action."""
+"""The frames of a bag: choice of topics, and each image with its instruction and recorded action."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _DEFAULT_ACTION = "/ground_truth/action"
 
 @dataclass(frozen=True)
 class TopicChoice:
-    """The user's choice of a bag's topics; None: the default is looked for."""
+    """The user's choice of a bag's topics; None selects the default."""
 
     image_topic: str | None = None  # default: /camera/image_raw, raw or compressed, or the only image topic
     instruction_topic: str | None = None  # default: /instruction
-    instruction: str | None = None  # in place of a topic
-    action_topic: str | None = None  # actions to compare with; default: /ground_truth/action, where the bag has it
+    instruction: str | None = None  # replaces the topic
+    action_topic: str | None = None  # actions to compare with; default: /ground_truth/action, if the bag has it
     cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
-    state_topic: str | None = None  # of the robot's state, for a policy that reads it
-    state_names: tuple[str, ...] = ()  # its numbers in the policy's order; empty: the first message's
-    state_dims: int = 0  # how many; 0: as many as there are
-    sync_tolerance_s: float = TOLERANCE_S  # of their stamps, against the first camera's
+    state_topic: str | None = None  # the robot's state, for a policy that reads it
+    state_names: tuple[str, ...] = ()  # the state's values in the policy's order; empty: as in the first message
+    state_dims: int = 0  # number of the state's values; 0: any
+    sync_tolerance_s: float = TOLERANCE_S  # maximum difference of stamps from the first camera's
 
     def of(self, policy: PolicyFacts) -> TopicChoice:
-        """The same with what the policy itself says about its state."""
+        """Returns a copy completed with the policy's own state names and dimensions."""
         return replace(self, state_names=self.state_names or policy.state_names, state_dims=policy.state_dims)
 
 
@@ -64,13 +64,13 @@ def rgb_from_message(message: Any) -> np.ndarray:
 class ReplayTopics:
     """The topics that a replay reads."""
 
-    image: Topic  # the camera
+    image: Topic  # the first camera
     instruction: Topic | None  # None: the user gave the instruction
-    action: Topic | None  # the recorded action to compare with; None: none
-    note: str = ""  # for the user, on the choice
-    cameras: Mapping[str, Topic] = field(default_factory=dict)  # further ones
+    action: Topic | None  # the recorded action to compare with, if any
+    note: str = ""  # note for the user on the choice
+    cameras: Mapping[str, Topic] = field(default_factory=dict)  # further cameras
     state: Topic | None = None
-    states: StateReader = field(default_factory=lambda: StateReader(()))  # of its messages
+    states: StateReader = field(default_factory=lambda: StateReader(()))  # reads the state's messages
     sync_tolerance_s: float = TOLERANCE_S
 
     @property
@@ -85,7 +85,7 @@ class ReplayTopics:
 
 
 def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
-    """Takes the topics named, and finds the others."""
+    """Selects the topics that the user named, and finds the others."""
     image = _named_image(bag, choice.image_topic) if choice.image_topic else _find_image(bag)
     cameras = {name: _named_image(bag, topic) for name, topic in choice.cameras.items()}
     state = _typed(bag, choice.state_topic, (JOINT_STATE,)) if choice.state_topic else None
@@ -99,7 +99,7 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
         action = _typed(bag, choice.action_topic, NUMBERS)
     note = ""
     if choice.image_topic and image.name != choice.image_topic:
-        note = f"bag {bag.path} holds {choice.image_topic} only compressed: {image.name} is read"
+        note = f"bag {bag.path} holds {choice.image_topic} only compressed: reading {image.name}"
     states = StateReader(choice.state_names, choice.state_dims, choice.sync_tolerance_s)
     return ReplayTopics(image, instruction, action, note, cameras, state, states, choice.sync_tolerance_s)
 
@@ -108,22 +108,22 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
 class BagFrame:
     """One image of a bag."""
 
-    index: int  # counts the images, from 0
+    index: int  # index of the image, from 0
     image: BagMessage
-    instruction: str  # in force when the image was recorded; empty: none yet
-    epoch: int  # 0 before the first instruction, bumped on each new one, as in the node
-    recorded: tuple[float, ...] | None = None  # the first recorded action from this image on and before the next one
+    instruction: str  # the instruction when the image was recorded; empty if there was none yet
+    epoch: int  # 0 before the first instruction, incremented on each new one, as in the node
+    recorded: tuple[float, ...] | None = None  # the first action recorded between this image and the next
     others: Mapping[str, BagMessage] = field(default_factory=dict)  # other cameras; the nearest by stamp
-    state: np.ndarray | None = None  # float64 [dims], the nearest by stamp; None: none is read, or see `missing`
-    missing: str = ""  # why it cannot be answered: an input did not come; empty: all are there
+    state: np.ndarray | None = None  # float64 [dims], the nearest by stamp; None: not read, or see `missing`
+    missing: str = ""  # the missing input, due to which the image cannot be answered; empty if all inputs exist
 
 
 def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -> Iterator[BagFrame]:
-    """The frames in bag time, each as soon as its recorded action is known; `instruction` replaces a topic's."""
+    """Yields the frames in bag time, each once its recorded action is known; `instruction` replaces the topic."""
     text, epoch = instruction or "", int(bool(instruction))
     index = 0
     newest: BagFrame | None = None
-    refused = ""  # why the last message of the state is none
+    refused = ""  # why the last message of the state was refused
     together = Synchronizer(topics.image.name, [*topics.sensors], topics.sync_tolerance_s)
     sensors = {topic.name: name for name, topic in topics.sensors.items()}
     for message in _in_causal_order(bag, topics):
@@ -131,7 +131,7 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
             if newest is not None:
                 yield _ended(newest, together.give_up(), refused)
             newest = BagFrame(index, message, text, epoch)
-            stamp = _stamp_ns(message) if sensors else 0  # which costs reading the whole message
+            stamp = _stamp_ns(message) if sensors else 0  # only when needed: it deserialises the whole message
             newest = _ended(newest, together.add(message.topic, stamp, message), refused)
             index += 1
         elif message.topic in sensors:
@@ -157,7 +157,7 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
 
 
 def _ended(frame: BagFrame, ended: list[Matched | Unmatched], refused: str) -> BagFrame:
-    """The frame with the match of its image, if that is known; `refused`: why the last state was none."""
+    """The frame with its image's match, if that is known; `refused`: why the last state was refused."""
     for each in ended:
         if isinstance(each, Unmatched):
             frame = replace(frame, missing=each.why + (f"; a state was refused: {refused}" if refused else ""))
@@ -168,7 +168,7 @@ def _ended(frame: BagFrame, ended: list[Matched | Unmatched], refused: str) -> B
 
 
 def _stamp_ns(message: BagMessage) -> int:
-    """A message's own stamp; the bag's time for one without."""
+    """A message's own stamp, or its bag time if it has none."""
     try:
         return stamp_ns(message.message().header)
     except UserError:
@@ -176,9 +176,9 @@ def _stamp_ns(message: BagMessage) -> int:
 
 
 def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
-    """In bag time; at equal times the instruction, the other sensors, the image, the action that answers it.
+    """Yields messages in bag time; at equal times the instruction, the other sensors, the image, then its action.
 
-    The image comes after the other sensors, since it takes the nearest of those that there are.
+    The image comes after the other sensors, since it is matched with the nearest available samples.
     """
     names = (topics.instruction, *topics.sensors.values(), topics.image, topics.action)
     rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}
@@ -194,7 +194,7 @@ def _typed(bag: Bag, name: str, types: tuple[str, ...]) -> Topic:
 
 
 def _named_image(bag: Bag, name: str) -> Topic:
-    """The topic of that name; where the bag lacks it, its compressed form as image_transport names it."""
+    """The topic of that name or, if the bag lacks it, its compressed form as named by image_transport."""
     compressed = name + _COMPRESSED_SUFFIX
     held = {topic.name: topic.msgtype for topic in bag.topics}
     if name not in held and held.get(compressed) == COMPRESSED_IMAGE:
@@ -220,12 +220,12 @@ def _find_image(bag: Bag) -> Topic:
 
 
 def _is_colour(bag: Bag, name: str) -> bool:
-    """Whether the first image of a topic is one for a camera of colour or grey, and no depth image."""
+    """True if a topic's first image is a colour or grey image, not a depth image."""
     if name.lower().endswith("/compresseddepth"):
         return False
     try:
         return not is_depth(next(bag.messages([name])).message())
-    except (UserError, StopIteration):  # reading it says what is wrong
+    except (UserError, StopIteration):  # reading the topic later reports the error
         return True
 
 
@@ -235,6 +235,6 @@ def _find_instruction(bag: Bag) -> Topic:
         return candidates[_DEFAULT_INSTRUCTION]
     hint = f", or pick a topic with --instruction-topic: {', '.join(candidates)}" if candidates else ""
     raise UserError(
-        f"bag {bag.path} has no instruction on {_DEFAULT_INSTRUCTION}; say what the robot was to do with "
+        f"bag {bag.path} has no instruction on {_DEFAULT_INSTRUCTION}; give the robot's task with "
         f"--instruction 'TEXT'{hint}"
     )

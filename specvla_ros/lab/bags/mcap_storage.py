@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MCAP files, read by their index where it is sound, else record by record; missing and damaged parts are reported.
+"""Reads MCAP files by their index if it is valid, otherwise record by record, and reports missing and damaged parts.
 
-mcap's own readers are not used: they raise at the first damage without saying where, decompress a chunk whatever size
-it claims, and read a page of zeros as millions of records.
+mcap's own readers are not used: they raise at the first damage without its position, decompress chunks of any claimed
+size, and read a page of zeros as millions of records.
 """
 
 import heapq
@@ -36,16 +36,16 @@ _MESSAGE = struct.Struct("<HIQQ")  # of a message: channel, sequence, log time, 
 _FOOTER_BYTES = _HEAD.size + 20 + len(MCAP_MAGIC)
 _FORMATS = {"ros2msg": MessageDefinitionFormat.MSG, "ros2idl": MessageDefinitionFormat.IDL}
 
-# Of a chunk or a message, decompressed; otherwise a file of some kB could take all of a robot's memory. A chunk of
-# rosbag2 has 0.8 MB, others a few; a larger message makes a chunk of its own.
+# Maximum size of a decompressed chunk or message; without it a file of a few kB could take all of a robot's memory.
+# rosbag2's chunks have 0.8 MB, others a few MB; a larger message gets a chunk of its own.
 MAX_BLOCK_BYTES = 256 << 20
-_MAX_PENDING = 256 << 20  # of messages that wait for their time while chunks overlap
+_MAX_PENDING = 256 << 20  # bytes of messages buffered while chunks overlap in time
 
-StoredMessage = tuple[Connection, int, bytes]  # whose, bag time [ns], CDR
+StoredMessage = tuple[Connection, int, bytes]  # connection, bag time [ns], CDR
 
 
 class _Damage(Exception):
-    """Why a part of the file cannot be read."""
+    """Raised for an unreadable part of the file; the message says why."""
 
 
 class _Record(NamedTuple):
@@ -56,19 +56,18 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True)
 class _Block:
-    """A chunk, or a message by itself."""
+    """A chunk, or a message outside of chunks."""
 
     start_ns: int  # the earliest log time in it
-    offset: int  # of its record
-    channels: frozenset[int] = frozenset()  # those with messages in it; empty: not known
+    offset: int  # offset of its record
+    channels: frozenset[int] = frozenset()  # channels of its messages; empty: unknown
 
 
 class McapStorage:
-    """An MCAP file; a UserError says that it cannot be opened.
+    """An MCAP file; raises UserError if it cannot be opened.
 
-    A sound summary says where the chunks are and how many messages they hold. Without one, as a killed recorder leaves
-    a file, it is scanned once; of a cut-off chunk the messages that are there are read. Reading ends at the first
-    damage.
+    A valid summary gives the chunks' positions and message counts. A file without one, as left by a killed recorder, is
+    scanned once; the complete messages of a cut-off chunk are read. Reading ends at the first damage.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +77,7 @@ class McapStorage:
         self._counts: Counter[int] = Counter()
         self._blocks: list[_Block] = []
         self.start_ns, self.end_ns = 2**63 - 1, 0  # bag time of the first and last message, if any
-        self.damage = ""  # why not all of it could be read, once that is known
+        self.damage = ""  # why parts of it could not be read, once known
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -96,7 +95,7 @@ class McapStorage:
         return [channel._replace(msgcount=self._counts[key]) for key, channel in self._channels.items()]
 
     def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
-        """The messages of some topics, in time order; equal times in the order of the file."""
+        """The messages of some topics in time order; at equal times in the order of the file."""
         wanted = frozenset(key for key, channel in self._channels.items() if channel.topic in topics)
         waiting: list[tuple[int, int, _Record]] = []  # log time, order in the file
         order = count()
@@ -109,7 +108,7 @@ class McapStorage:
             try:
                 for record in self._messages_at(block.offset):
                     if record.time_ns < block.start_ns:
-                        raise _Damage("a message from before the beginning of its chunk")
+                        raise _Damage("a message earlier than the start time of its chunk")
                     if record.channel in wanted:
                         found[record.channel] += 1
                         heapq.heappush(waiting, (record.time_ns, next(order), record))
@@ -133,16 +132,16 @@ class McapStorage:
         self._file.close()
 
     def _compare(self, found: Mapping[int, int], promised: Mapping[int, int], channels: frozenset[int]) -> None:
-        """Reports missing messages that the file's statistics count."""
+        """Reports messages that the file's statistics count but that are missing."""
         counts = {key: (found.get(key, 0), promised.get(key, 0)) for key in channels}
         parts = [f"{n} of {m} messages of {self._channels[key].topic}" for key, (n, m) in counts.items() if n != m]
         if parts and not self.damage:
-            self.damage = f"{self._path} is damaged: it holds {', '.join(parts)} that its own statistics count"
+            self.damage = f"{self._path} is damaged: it holds {', '.join(parts)} counted in its statistics"
 
     # The summary
 
     def _read_summary(self) -> Statistics | None:
-        """Takes topics, counts and chunks from the end of the file; nothing, where they do not fit the file."""
+        """Reads topics, counts and chunks from the end of the file; discards them if they do not match the file."""
         try:
             return self._checked_summary()
         except (_Damage, McapError, OSError, ValueError, struct.error, KeyError):
@@ -159,7 +158,7 @@ class McapStorage:
             raise _Damage("no summary")
         summary = self._read(begin, stop - begin)
         if footer.summary_crc and zlib.crc32(summary + end[: _HEAD.size + 16]) != footer.summary_crc:
-            raise _Damage("checksum of the summary")
+            raise _Damage("wrong checksum of the summary")
         statistics: Statistics | None = None
         chunks: list[ChunkIndex] = []
         for opcode, body in _records(memoryview(summary)):
@@ -193,7 +192,7 @@ class McapStorage:
     # The scan
 
     def _scan(self) -> None:
-        """Walks over the records up to the end of the data or of the file."""
+        """Walks over the records to the end of the data or of the file."""
         offset = len(MCAP_MAGIC)
         while offset + _HEAD.size <= self._size:
             opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
@@ -212,11 +211,11 @@ class McapStorage:
 
     def _saved(self) -> str:
         seconds = max(self.end_ns - self.start_ns, 0) * 1e-9
-        return f"What is readable was read: {self._counts.total()} messages over {seconds:.1f} s"
+        return f"The readable part was read: {self._counts.total()} messages over {seconds:.1f} s"
 
     def _take(self, opcode: int, offset: int) -> None:
         if not opcode:
-            raise _Damage("a record of no kind")
+            raise _Damage("a record with opcode 0")
         times: list[int] = []
         try:
             for record in self._messages_at(offset, scanning=True):
@@ -230,7 +229,7 @@ class McapStorage:
     # Records
 
     def _messages_at(self, offset: int, *, scanning: bool = False) -> Iterator[_Record]:
-        """The messages of the record at an offset; while scanning without their data, and topics are learnt."""
+        """The messages of the record at an offset; while scanning, skips their data and learns topics."""
         opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
         body = offset + _HEAD.size
         whole = body + length <= self._size
@@ -247,10 +246,10 @@ class McapStorage:
 
     def _message(self, raw: bytes) -> _Record:
         if len(raw) < _MESSAGE.size:
-            raise _Damage("a message without its head")
+            raise _Damage("a message without its header")
         channel, _, time_ns, _ = _MESSAGE.unpack_from(raw)
         if channel not in self._channels:
-            raise _Damage("a message of a topic that is not described")
+            raise _Damage("a message of an undescribed topic")
         return _Record(channel, time_ns, raw[_MESSAGE.size :])
 
     def _learn(self, opcode: int, stream: ReadDataStream) -> None:
@@ -262,7 +261,7 @@ class McapStorage:
                 channel = Channel.read(stream)
                 self._channels[channel.id] = self._connection(channel)
         except (McapError, ValueError, struct.error) as error:
-            raise _Damage(f"a description of a topic ({error})") from None
+            raise _Damage(f"an invalid description of a topic ({error})") from None
 
     def _connection(self, channel: Channel) -> Connection:
         schema = self._schemas.get(channel.schema_id)
@@ -274,16 +273,16 @@ class McapStorage:
         return Connection(channel.id, channel.topic, msgtype, definition, "", 0, qos, self)
 
     def _profiles(self, channel: Channel) -> list[Qos]:
-        """Offered by its publishers; none, which counts as the usual, where they cannot be read."""
+        """The QoS profiles that its publishers offered; empty, which means the default, if they cannot be read."""
         try:
             return parse_qos(channel.metadata.get("offered_qos_profiles", ""))
-        except Exception:  # any of a YAML reader at damaged text, RecursionError included
-            self.damage = f"{self._path}: offered_qos_profiles of {channel.topic} cannot be read, the usual are taken"
+        except Exception:  # a YAML reader at damaged text raises anything, RecursionError included
+            self.damage = f"{self._path}: offered_qos_profiles of {channel.topic} cannot be read; using the default QoS"
             return []
 
     def _read(self, offset: int, length: int) -> bytes:
         if not 0 <= offset <= self._size:
-            raise _Damage("it leads out of the file")
+            raise _Damage("it points outside the file")
         self._file.seek(offset)
         return self._file.read(min(length, self._size - offset))
 
@@ -292,36 +291,36 @@ def _records(data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Opcode and body of each record."""
     while data:
         if len(data) < _HEAD.size:
-            raise _Damage("half a record")
+            raise _Damage("a truncated record")
         opcode, length = _HEAD.unpack_from(data)
         if not opcode:
-            raise _Damage("a record of no kind")
+            raise _Damage("a record with opcode 0")
         end = _HEAD.size + length
         if end > len(data):
-            raise _Damage("half a record")
+            raise _Damage("a truncated record")
         yield opcode, data[_HEAD.size : end]
         data = data[end:]
 
 
 def _chunk_records(content: bytes, *, whole: bool) -> Iterator[tuple[int, memoryview]]:
-    """The records in a chunk; of a cut-off one those that are there."""
+    """The records in a chunk; only the complete ones if it is cut off."""
     try:
         chunk = Chunk.read(ReadDataStream(BytesIO(content)))
     except (McapError, ValueError, OverflowError, struct.error):
         if whole:
-            raise _Damage("a chunk without its head") from None
+            raise _Damage("a chunk without its header") from None
         return
     data = _decompressed(chunk)
     if whole and len(data) != chunk.uncompressed_size:
         raise _Damage(f"a chunk of {len(data)} bytes that claims {chunk.uncompressed_size}")
     if whole and chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
-        raise _Damage("checksum of a chunk")
+        raise _Damage("wrong checksum of a chunk")
     with nullcontext() if whole else suppress(_Damage):
         yield from _records(memoryview(data))
 
 
 def _decompressed(chunk: Chunk) -> bytes:
-    """The records of a chunk, as far as they are there, and never more than it claims or any chunk may have."""
+    """The records of a chunk as far as they exist, limited to its claimed size and to MAX_BLOCK_BYTES."""
     data, size = chunk.data, chunk.uncompressed_size
     if size > MAX_BLOCK_BYTES:
         raise _Damage(f"a chunk that claims {size} bytes, more than the {MAX_BLOCK_BYTES} that are read at once")
@@ -331,7 +330,7 @@ def _decompressed(chunk: Chunk) -> bytes:
         if chunk.compression == "lz4":
             data = lz4.frame.LZ4FrameDecompressor().decompress(data, max_length=size + 1)
         elif chunk.compression:
-            raise _Damage(f"compression {chunk.compression!r} is not known")
+            raise _Damage(f"compression {chunk.compression!r} is unknown")
     except (zstandard.ZstdError, RuntimeError, EOFError, ValueError) as error:
         raise _Damage(str(error)) from None
     if len(data) > size:
@@ -340,9 +339,9 @@ def _decompressed(chunk: Chunk) -> bytes:
 
 
 def decompress_zstd(data: bytes, limit: int = MAX_BLOCK_BYTES) -> bytes:
-    """Zstandard frames, as far as they are there.
+    """Decompresses Zstandard frames as far as they exist.
 
-    Raises ValueError where they hold more than the limit, before it takes the memory; ZstdError where they are damaged.
+    Raises ValueError, before allocating the memory, if they hold more than the limit; ZstdError if they are damaged.
     """
     with zstandard.ZstdDecompressor().stream_reader(BytesIO(data), read_across_frames=True) as stream:
         found: bytes = stream.read(limit + 1)

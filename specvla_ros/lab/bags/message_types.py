@@ -19,7 +19,7 @@ _SEPARATOR = "=" * 80
 
 
 class MessageTypes:
-    """The types of ROS 2, those that a bag defines, and this package's own where it does not."""
+    """The types of ROS 2, those that a bag defines, and otherwise this package's own."""
 
     def __init__(self) -> None:
         self._store = get_typestore(Stores.ROS2_JAZZY)
@@ -30,9 +30,9 @@ class MessageTypes:
                 self._learned[known] = MessageDefinition(MessageDefinitionFormat.MSG, text)
 
     def learn(self, msgtype: str, definition: MessageDefinition) -> None:
-        """Prepares a type for reading, with the bag's definition if it has one and the type is none of ROS 2."""
+        """Prepares a type for reading; uses the bag's definition, if any, unless it is a type of ROS 2."""
         if msgtype in self._store.fielddefs:
-            self._store.get_msgdef(msgtype)  # else the first message pays for the generated code
+            self._store.get_msgdef(msgtype)  # generates the code now, not at the first message
         elif definition.format is not MessageDefinitionFormat.NONE and definition.data:
             self._learned[msgtype] = definition
 
@@ -40,13 +40,13 @@ class MessageTypes:
         self._parse(msgtype)
         try:
             return self._store.deserialize_cdr(raw, msgtype)
-        except Exception as error:  # generated code on bytes from anywhere
+        except Exception as error:  # generated code on untrusted bytes
             raise UserError(
-                f"{len(raw)} bytes cannot be read as {msgtype}; it is damaged ({type(error).__name__}: {error})"
+                f"{len(raw)} bytes cannot be read as {msgtype}; they are damaged ({type(error).__name__}: {error})"
             ) from error
 
     def serialise(self, msgtype: str, fields: Mapping[str, Any], *, stamp_ns: int, frame_id: str) -> bytes:
-        """The CDR bytes of a message: a header of this stamp and frame, then the fields."""
+        """The CDR bytes of a message: a header with this stamp and frame, then the fields."""
         self._parse(msgtype)
         types = self._store.types
         stamp = types["builtin_interfaces/msg/Time"](sec=stamp_ns // 10**9, nanosec=stamp_ns % 10**9)
@@ -55,14 +55,14 @@ class MessageTypes:
         return bytes(self._store.serialize_cdr(types[msgtype](header=header, **arrays), msgtype))
 
     def definition(self, msgtype: str) -> str:
-        """The ros2msg text of one of this package's types, followed by the definitions that it needs."""
+        """The ros2msg text of one of this package's types, followed by the definitions that it uses."""
         self._parse(msgtype)
         generated, _ = self._store.generate_msgdef(msgtype, ros_version=2)
         _, separator, needed = generated.partition(_SEPARATOR)
         return f"{self._own[msgtype].rstrip()}\n{separator}{needed}"
 
     def type_hash(self, msgtype: str) -> str:
-        """The type's hash as ROS 2 computes it (REP 2011)."""
+        """The type's ROS 2 hash (REP 2011)."""
         self._parse(msgtype)
         return self._store.hash_rihs01(msgtype)
 
@@ -78,11 +78,11 @@ class MessageTypes:
             else:
                 types = get_types_from_msg(definition.data, msgtype)
             self._store.register({name: fields for name, fields in types.items() if name not in self._store.fielddefs})
-        except Exception as error:  # a parser of text from anywhere
+        except Exception as error:  # a parser on untrusted text
             raise UserError(f"the bag's definition of {msgtype} cannot be parsed: {error}") from error
 
     def _as_field(self, msgtype: str, name: str, value: Any) -> Any:
-        """Sequences of numbers as the serialiser's arrays."""
+        """Converts sequences of numbers to the serialiser's arrays."""
         _, fields = self._store.fielddefs[msgtype]
         kind, detail = dict(fields)[name]
         if kind is not Nodetype.SEQUENCE:
@@ -92,7 +92,7 @@ class MessageTypes:
 
 
 def _definition(msgtype: str) -> str:
-    """The text of a message of this package, from where it is installed, else from the sources' msg/."""
+    """The text of one of this package's messages, from the installation or else from the sources' msg/."""
     here = Path(__file__)
     installed = here.parent / "definitions"
     folder = installed if installed.is_dir() else here.resolve().parents[3] / "msg"

@@ -30,18 +30,18 @@ _log = logging.getLogger(__name__)
 
 BAG_SUFFIXES = (".mcap", ".db3")
 _MAX_METADATA_BYTES = 16 << 20
-_MAX_OVERLAP_NS = 1_000_000_000  # of two parts of a recording, whose messages were on their way when it was split
-_MAX_RATIO = 200  # of a file's size decompressed and compressed; more is an attack, or black images
+_MAX_OVERLAP_NS = 1_000_000_000  # of two parts of a recording, from messages in transit when it was split
+_MAX_RATIO = 200  # decompressed to compressed size of a file; more is an attack, or black images
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
 
 @dataclass(frozen=True)
 class OfferedQos:
-    """Offered by the recorded publishers; the weakest of several."""
+    """QoS offered by the recorded publishers; the weakest if there are several."""
 
-    reliable: bool = True  # else best effort
-    transient_local: bool = False  # else volatile
-    depth: int = 10  # of the history
+    reliable: bool = True  # otherwise best effort
+    transient_local: bool = False  # otherwise volatile
+    depth: int = 10  # history depth
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Topic:
 
     name: str  # with its leading slash
     msgtype: str  # for example sensor_msgs/msg/Image
-    count: int  # of its readable messages
+    count: int  # number of readable messages
     qos: OfferedQos
 
 
@@ -60,12 +60,12 @@ class BagMessage:
 
     topic: str
     msgtype: str
-    time_ns: int  # when it was recorded, nanoseconds
+    time_ns: int  # time of recording, nanoseconds
     raw: bytes = field(repr=False)  # CDR bytes, encapsulation header included
     _types: MessageTypes = field(repr=False, compare=False)
 
     def message(self) -> Any:
-        """The message itself: attributes named as its fields."""
+        """Returns the deserialised message, with attributes named like its fields."""
         try:
             return self._types.deserialise(self.raw, self.msgtype)
         except UserError as error:
@@ -73,7 +73,7 @@ class BagMessage:
 
 
 class Bag:
-    """An open bag; also a context manager. `topics` are those with messages, by name."""
+    """An open bag, also a context manager. `topics` are the topics with messages, sorted by name."""
 
     def __init__(self, path: Path, files: tuple[Path, ...], storages: list["Storage"], opened: ExitStack) -> None:
         self.path, self.files = path, files
@@ -89,7 +89,7 @@ class Bag:
 
     @property
     def damage(self) -> str:
-        """Why not all of the bag could be read; empty: all is well. Some damage shows only at the end of reading."""
+        """Why parts of the bag could not be read, or empty. Some damage is only found at the end of reading."""
         return "; ".join(storage.damage for storage in self._storages if storage.damage)
 
     def warn_of_damage(self) -> None:
@@ -104,7 +104,7 @@ class Bag:
         raise UserError(f"bag {self.path} has no messages on topic '{name}'; it holds:\n{held}")
 
     def messages(self, topics: Collection[str] = ()) -> Iterator[BagMessage]:
-        """The messages of some topics, by default all, in time order, up to the first damage; see `damage`."""
+        """The messages of some or all topics in time order, up to the first damage; see `damage`."""
         wanted = frozenset(self.topic(name).name for name in topics) or frozenset(topic.name for topic in self.topics)
         for storage in self._storages:
             for connection in storage.connections:
@@ -127,8 +127,7 @@ class Bag:
 def open_bag(path: str | Path) -> Bag:
     """Opens a bag: its directory, or one .mcap or .db3 file.
 
-    metadata.yaml only says which files belong to the bag: one missing or wrong, as a killed recorder leaves it, does no
-    harm.
+    metadata.yaml only gives the list of files and the compression. A killed recorder may leave none, or a wrong one.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -143,12 +142,12 @@ def open_bag(path: str | Path) -> Bag:
 
 
 def bag_files(path: Path) -> tuple[Path, ...]:
-    """The data files that `open_bag` reads; UserErrors are as of it."""
+    """The data files that `open_bag` reads; raises the same UserErrors."""
     return _directory_files(path)[0] if path.is_dir() else _single_file(path)
 
 
 def _check_parts(path: Path, storages: list["Storage"]) -> None:
-    """Raises a UserError where files that nothing lists were recorded at the same time: no parts of one recording."""
+    """Raises UserError if files not listed by metadata.yaml overlap in time: they are not parts of one recording."""
     spans = sorted((each.start_ns, each.end_ns) for each in storages if any(c.msgcount for c in each.connections))
     if any(later[0] < earlier[1] - _MAX_OVERLAP_NS for earlier, later in pairwise(spans)):
         raise UserError(f"the files of bag {path} overlap in time: they are several recordings; give each by itself")
@@ -165,13 +164,13 @@ def _single_file(path: Path) -> tuple[Path, ...]:
 
 
 def _directory_files(directory: Path) -> tuple[tuple[Path, ...], str]:
-    """The data files in the order of recording, and whether rosbag2 compressed `file` or `message`; empty: neither."""
+    """The data files in recording order, and rosbag2's compression mode: `file`, `message` or empty for none."""
     information = _information(directory)
     names = information.get("relative_file_paths") or []
     if not isinstance(names, list) or not all(isinstance(name, str) and _is_file_name(name) for name in names):
         raise UserError(
-            f"{directory / 'metadata.yaml'}: relative_file_paths is {shown(names)}, but it must be a list of names of "
-            "files; mend it, or remove metadata.yaml"
+            f"{directory / 'metadata.yaml'}: relative_file_paths is {shown(names)}, but it must be a list of file "
+            "names; fix it or remove metadata.yaml"
         )
     listed = tuple(directory / PurePath(name).name for name in names)
     files = listed or data_files(directory)
@@ -179,25 +178,25 @@ def _directory_files(directory: Path) -> tuple[tuple[Path, ...], str]:
     if missing:
         raise UserError(
             f"bag {directory} lacks files that its metadata.yaml lists: {', '.join(missing)}; copy them there, or give "
-            "one of the data files alone"
+            "a single data file"
         )
     if not files:
         bags = [child.name for child in sorted(directory.iterdir()) if (child / "metadata.yaml").exists()]
         hint = f"; it holds the bags {', '.join(bags)}: give one of them" if bags else ""
-        raise UserError(f"directory {directory} is no ROS 2 bag: no .mcap or .db3 file in it{hint}")
+        raise UserError(f"directory {directory} is not a ROS 2 bag: no .mcap or .db3 file in it{hint}")
     if not listed and len(several := recordings(files)) > 1:
         raise UserError(f"directory {directory} holds several recordings, {', '.join(several)}: give one of its files")
     return files, _compression(directory, information)
 
 
 def data_files(directory: Path) -> tuple[Path, ...]:
-    """A directory's .mcap and .db3 files, bag_2 before bag_10; hidden ones, as macOS leaves them, are none."""
+    """A directory's .mcap and .db3 files, bag_2 before bag_10; hidden files, as left by macOS, are ignored."""
     found = (file for file in directory.iterdir() if file.suffix in BAG_SUFFIXES and not file.name.startswith("."))
     return tuple(sorted(found, key=_natural))
 
 
 def recordings(files: Iterable[Path]) -> tuple[str, ...]:
-    """The recordings that data files are parts of, by their names without the number that rosbag2 gives a part."""
+    """The names of data files' recordings, without the number that rosbag2 appends to each part."""
     return tuple(dict.fromkeys(re.sub(r"_\d+$", "", file.stem) + file.suffix for file in files))
 
 
@@ -218,7 +217,7 @@ def _compression(directory: Path, information: dict[str, Any]) -> str:
 
 
 def _information(directory: Path) -> dict[str, Any]:
-    """From metadata.yaml; nothing when it is missing or cannot be read."""
+    """The content of metadata.yaml; empty if it is missing or unreadable."""
     path = directory / "metadata.yaml"
     try:
         if path.stat().st_size > _MAX_METADATA_BYTES:
@@ -264,12 +263,12 @@ def _check_cdr(path: Path, connection: Connection) -> None:
 
 
 def _natural(file: Path) -> list[tuple[int, str]]:
-    """bag_10 comes after bag_2."""
+    """Sort key that puts bag_10 after bag_2."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", file.name)]
 
 
 class SqliteStorage:
-    """A sqlite3 file, whole or as its recorder left it; raises any exception of its libraries at damaged bytes."""
+    """A sqlite3 file, complete or as its recorder left it; damaged bytes raise any exception of the libraries."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._reader = path, Reader(path)
@@ -279,7 +278,7 @@ class SqliteStorage:
         self.damage = ""
         texts = [text for each in self.connections for text in (each.topic, each.msgtype)]
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.start_ns + self.end_ns, int):
-            raise ValueError("topics without a name or type, or times that are none")
+            raise ValueError("topics without a name or type, or invalid times")
 
     def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
         wanted = [connection for connection in self.connections if connection.topic in topics]
@@ -288,9 +287,9 @@ class SqliteStorage:
         try:
             for connection, time_ns, data in self._reader.messages(wanted):
                 if not isinstance(data, bytes) or not isinstance(time_ns, int):
-                    raise ValueError(f"a message of {connection.topic} is no bytes, or at no time")
+                    raise ValueError(f"a message of {connection.topic} is not bytes, or has an invalid time")
                 yield connection, time_ns, data
-        except Exception as error:  # any, at damaged bytes
+        except Exception as error:  # damaged bytes raise any exception
             self.damage = f"{self._path} is damaged ({error}): the rest of it cannot be read"
 
     def close(self) -> None:
@@ -298,7 +297,7 @@ class SqliteStorage:
 
 
 class CompressedMessages:
-    """A bag whose messages rosbag2 has compressed one by one."""
+    """A bag whose messages were compressed individually by rosbag2."""
 
     def __init__(self, inner: SqliteStorage | McapStorage) -> None:
         self._inner, self._damage = inner, ""
@@ -326,11 +325,11 @@ Storage = SqliteStorage | McapStorage | CompressedMessages
 
 
 def open_storage(path: Path, scratch: Path, compression: str = "") -> Storage:
-    """Opens a data file as its first bytes say; a UserError says that it cannot be read, or is no bag's.
+    """Opens a data file by its first bytes; raises UserError if it cannot be read or does not belong to a bag.
 
     Args:
         scratch: directory for a copy of a database that its recorder left open, or of a compressed file.
-        compression: `file` or `message`, as rosbag2 compresses bags; empty: not at all.
+        compression: rosbag2's compression mode, `file` or `message`; empty: none.
     """
     if compression == "file":
         path = _decompressed_file(path, scratch)
@@ -351,21 +350,21 @@ def _open_plain(path: Path, scratch: Path) -> SqliteStorage | McapStorage:
             return SqliteStorage(_settled(path, scratch))
         except Exception as error:
             raise UserError(
-                f"bag file {path} is a damaged sqlite3 database ({error}), it may be cut off; copy it again, or save "
+                f"bag file {path} is a damaged sqlite3 database ({error}), perhaps cut off; copy it again, or recover "
                 f"what is left with: sqlite3 {path.name} .recover | sqlite3 saved.db3"
             ) from error
     size = path.stat().st_size
     raise UserError(
         f"bag file {path} ({size} bytes) is neither MCAP nor sqlite3: it is "
-        f"{'empty' if not size else 'cut off at its very beginning, or no bag'}; copy or record it again"
+        f"{'empty' if not size else 'cut off near its start, or not a bag'}; copy or record it again"
     )
 
 
 def _settled(path: Path, scratch: Path) -> Path:
-    """The database with all that its recorder committed.
+    """The database with everything that its recorder committed.
 
-    A killed recorder leaves its last messages in a log beside the database. They are merged in a copy: a recording is
-    evidence and stays as it is.
+    A killed recorder leaves its last messages in a log next to the database. They are merged in a copy, since a
+    recording is evidence and must not be changed.
     """
     logs = [path.with_name(path.name + suffix) for suffix in ("-wal", "-journal")]
     logs = [log for log in logs if log.exists() and log.stat().st_size]
@@ -389,7 +388,7 @@ def _decompressed_file(path: Path, scratch: Path) -> Path:
             for block in zstandard.ZstdDecompressor().read_to_iter(source, write_size=1 << 20):
                 target.write(block)
                 if target.tell() > limit:
-                    raise ValueError(f"it holds more than {limit} bytes, {_MAX_RATIO} times its own")
+                    raise ValueError(f"it holds more than {limit} bytes, {_MAX_RATIO} times its own size")
     except (OSError, ValueError, zstandard.ZstdError) as error:
         raise UserError(
             f"the compressed bag file {path} cannot be read ({error}); decompress it: zstd -d {path.name}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes actions to an MCAP bag that ROS 2 tools read; each action survives the death of the process."""
+"""Writes actions to an MCAP bag that ROS 2 tools read; written actions survive a crash of the process."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ ACTION_TOPIC = "/policy/action"
 DECODE_STATS_TOPIC = "/policy/decode_stats"
 _TYPES = {ACTION_TOPIC: VLA_ACTION, DECODE_STATS_TOPIC: DECODE_STATS}
 
-# Copied where it is used, so that YAML writes no aliases, which not every reader of these profiles knows.
+# Copied at each use, so that YAML writes no aliases, which some readers of these profiles do not support.
 _FOREVER = {"sec": 9223372036, "nsec": 854775807}
-# Reliable, volatile, keep last 10, in the numbers of rmw: as the node publishes.
+# Reliable, volatile, keep last 10, as rmw enum values: the QoS of the policy node.
 _PROFILE = {
     "history": 1,
     "depth": 10,
@@ -38,10 +38,10 @@ _QOS = yaml.safe_dump([_PROFILE])
 
 
 class BagRecorder:
-    """A new bag with the topics of the policy node, in a new directory; `metadata` says where it is from.
+    """A new bag with the policy node's topics, in a new directory; `metadata` describes its origin.
 
-    Not chunked and flushed after each action, so that a killed process leaves every action before it readable.
-    metadata.yaml is written by `close`.
+    Without chunks and flushed after each action, so that all earlier actions stay readable if the process is killed.
+    `close` writes metadata.yaml.
     """
 
     def __init__(self, directory: Path, metadata: Mapping[str, str], meaning: ActionMeaning) -> None:
@@ -52,7 +52,7 @@ class BagRecorder:
             self._file = self._file_path.open("wb")
         except OSError as error:
             raise UserError(
-                f"bag {directory} cannot be recorded: {error.strerror}; choose a directory that is new and writable"
+                f"bag {directory} cannot be recorded: {error.strerror}; choose a new, writable directory"
             ) from error
         self._types = MessageTypes()
         self._counts: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class BagRecorder:
     ) -> None:
         """Writes an action and its decode statistics; the header's stamp is the image's.
 
-        `time_ns` is bag time, never before that of the action before; `publish_s` is from the last token on.
+        `time_ns` is the bag time, which never decreases; `publish_s` is the time since the last token.
         """
         stamp_ns, frame_id = action.observation.stamp_ns, action.observation.frame_id
         fields = vla_action_fields(action, self._meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
@@ -105,7 +105,7 @@ class BagRecorder:
         self._first_ns, self._last_ns = min(self._first_ns, time_ns), max(self._last_ns, time_ns)
 
     def _metadata(self) -> dict[str, Any]:
-        """As rosbag2 describes a bag, version 8 (Jazzy, Kilted); older readers ignore what they do not know."""
+        """Metadata in rosbag2's format version 8 (Jazzy, Kilted); older readers ignore unknown fields."""
         total = sum(self._counts.values())
         start = {"nanoseconds_since_epoch": self._first_ns if total else 0}
         duration = {"nanoseconds": self._last_ns - self._first_ns if total else 0}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that come with the package; see the model cards."""
+"""Policies bundled with the package; see their model cards."""

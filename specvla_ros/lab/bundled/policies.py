@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies that come with the package."""
+"""Finds the policies bundled with the package."""
 
 from pathlib import Path
 
 from specvla_ros.errors import UserError
 
-# ROS parameter file of a bundled policy that is not best decoded by default.
+# ROS parameter file of a bundled policy whose best decoding settings are not the defaults.
 DECODING_FILE = "decoding.yaml"
 _NANO = "nano"
 
@@ -16,7 +16,7 @@ def nano_policy() -> Path:
 
 
 def bundled_policy(name: str) -> Path:
-    """Checkpoint directory of a policy that comes with the package; a UserError where its weights are missing."""
+    """Checkpoint directory of a bundled policy; raises UserError if its weights are missing."""
     directory = _folder() / name
     if not (directory / "model.safetensors").exists():
         raise UserError(f"the {name} policy is not in {directory}: name a checkpoint with --policy")
@@ -24,14 +24,14 @@ def bundled_policy(name: str) -> Path:
 
 
 def bundled_names() -> tuple[str, ...]:
-    """Names of the policies that come with the package."""
+    """Names of the bundled policies."""
     return tuple(sorted(path.parent.name for path in _folder().glob("*/model.safetensors")))
 
 
 def find_policy(given: Path | None) -> tuple[Path, Path | None]:
-    """The directory of the checkpoint that a user means, and a parameter file for its best decoding.
+    """Returns the checkpoint's directory, and a parameter file with its best decoding settings if it has one.
 
-    `given` is a directory, or the name of a bundled policy where there is no such directory; None: nano.
+    `given` is a directory or, if no such directory exists, the name of a bundled policy; None: nano.
     """
     if given is not None and (given.exists() or str(given) not in bundled_names()):
         return given, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that let a policy act in simulation: `demo` over ROS, `simulate` to `qualify` in process."""
+"""The commands that run a policy in simulation: `demo` over ROS, `simulate` to `qualify` in process."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,20 +26,20 @@ app = typer.Typer()
 
 _TOLERANCES = ("0.5mm,0.3deg", "1mm,0.6deg", "2mm,1.1deg", "3mm,1.7deg", "5mm,3deg")
 _NODES = (8, 16, 32, 50)
-_ACTING_ALONE = {"films": 0, "per_engine": 0}  # of episodes that are compared
-_WATCHED = {"films": 0, "per_engine": 0, "workers": 0, "ray": ""}  # of the demo, in this process
+_ACTING_ALONE = {"films": 0, "per_engine": 0}  # for compared episodes
+_WATCHED = {"films": 0, "per_engine": 0, "workers": 0, "ray": ""}  # for the demo, in this process
 _BINS = (1, 3, 5, 9, 15)
-_SIGNIFICANT = 0.05  # a p-value below it shows a difference
-UNDECIDED = 4  # the exit code; 1 is refused, as of every result that breaks a limit
+_SIGNIFICANT = 0.05  # p-values below it show a difference
+UNDECIDED = 4  # exit code; 1 means refused, as for every result that breaks a limit
 
 
 @dataclass(frozen=True)
 class Moving:
-    """What moves the demo's arm."""
+    """The source of the demo arm's motion."""
 
     interface: str | None = parameter(
         None,
-        "What moves the arm: the policy's actions as they come (action), or what driver and guard make of them (pose). "
+        "Commands that move the arm: the policy's actions directly (action), or the poses of driver and guard (pose). "
         "Default: action for the table's arm, pose for the others.",
         choices=("action", "pose"),
     )
@@ -51,14 +51,14 @@ def demo(
     chosen: PolicyOptions,
     moving: Moving,
     plan: Annotated[SimulatePlan, Taken(fixed=_WATCHED, defaults={"episodes": 3})],
-    out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Directory for films and report; overwritten each time.")] = Path("demo"),
     robot: options.Robot = "table",
     rerun: options.Rerun = False,
     viewer: options.Viewer = "",
 ) -> None:
     """Watch a trained policy drive a simulated arm over ROS 2 topics; type another instruction while it runs.
 
-    An arm that is commanded, as arms are that are sold, has a driver and a guard before it: Esc stops it, Ctrl-R clears
+    With --interface pose the arm is driven through driver and guard, like a commercial arm: Esc stops it, Ctrl-R clears
     the stop.
     """
     try:
@@ -66,13 +66,13 @@ def demo(
         from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
     except ImportError as error:
         raise UserError(
-            f"the demo needs ROS 2 and this package's messages ({error}). A pip wheel brings neither: build from the "
-            "repository with `make build` or colcon; `specvla doctor` says what is there"
+            f"the demo needs ROS 2 and this package's messages ({error}). The pip wheel has neither: build from the "
+            "repository with `make build` or colcon; `specvla doctor` lists what is installed"
         ) from None
     parameters = values_of(chosen.model) | values_of(chosen.engine) | values_of(chosen.action)
-    del parameters["max_image_age_s"]  # the node's own default differs from that of recorded images
+    del parameters["max_image_age_s"]  # the node's default differs from the default for recorded images
     if chosen.model.device == "auto":
-        parameters["device"] = "cpu"  # enough for the nano policy, and a GPU may be busy
+        parameters["device"] = "cpu"  # sufficient for the nano policy, and a GPU may be busy
     arm = choose_arm(robot or TABLE_ARM.name)
     interface = moving.interface or ("action" if arm is TABLE_ARM else "pose")
     exit_code = run_demo(
@@ -90,24 +90,24 @@ def demo(
 
 @dataclass(frozen=True)
 class Acting:
-    """How an episode runs."""
+    """Execution of an episode."""
 
     clock: str = parameter(
         "lockstep",
-        "lockstep: the world waits for the policy. realtime: it moves on meanwhile.",
+        "lockstep: the world waits for the policy. realtime: the world keeps moving.",
         choices=("lockstep", "realtime"),
     )
     time_limit: float = parameter(
-        1.0, "An episode has failed after so many times its task's time.", minimum=0.1, maximum=100.0
+        1.0, "Time limit as a multiple of the task's nominal duration.", minimum=0.1, maximum=100.0
     )
     follow: str = parameter(
         "simulator",
-        "simulator: the arm's own follower. driver: the driver's control. plain: values over dt.",
+        "simulator: the arm's own follower. driver: the driver's control. plain: values / dt.",
         choices=("simulator", "driver", "plain"),
     )
     interface: str | None = parameter(
         None,
-        "By which --follow driver and plain command the arm; else pose.",
+        "Command interface for --follow driver or plain; default: pose.",
         choices=("pose", "twist", "joint_trajectory", "position_array"),
     )
 
@@ -131,7 +131,7 @@ def simulate(
     driven = acting.follow != "simulator"
     if acting.interface is not None and not driven:
         raise UserError(
-            f"--interface {acting.interface} is of the arms of --follow driver and --follow plain: give one"
+            f"--interface {acting.interface} only applies with --follow driver or --follow plain: give one of them"
         )
     settings = options.simulation(
         chosen,
@@ -155,7 +155,7 @@ def simulate(
     for name, each in summary.tasks.items():
         numbers = ("" if v is None else f"{v:.1f}" for v in (each.steps_to_success, each.time_to_success_s))
         rows.append((name, str(each.success), str(each.listened or ""), *numbers))
-    print_table(("task", "success", "moved what it names", "steps", "time [s]"), rows)
+    print_table(("task", "success", "moved named object", "steps", "time [s]"), rows)
     latency, tally, console = summary.latency_s, summary.decode, Console()
     times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
     emulated = f" (emulated: {emulate})" if emulate else ""
@@ -170,7 +170,7 @@ def simulate(
 @app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="Results of `simulate` or of `replay`.", show_default=False)],
-    second: Annotated[Path, typer.Argument(help="Results with other settings: same tasks and seeds, or bags.")],
+    second: Annotated[Path, typer.Argument(help="Results with other settings on the same tasks and seeds, or bags.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare two simulations episode by episode (exact McNemar test), or two replays frame by frame."""
@@ -185,19 +185,19 @@ def compare(
     results = [read_episodes(directory) for directory in (first, second)]
     for directory, episodes in zip((first, second), results, strict=True):
         if any(frames):
-            raise UserError(f"one of {first} and {second} is a replay: compare it with a replay of the same bags")
+            raise UserError(f"only one of {first} and {second} is a replay: compare two replays of the same bags")
         if not episodes:
-            raise UserError(f"{directory} holds no episodes; `specvla simulate --out {directory}` makes some")
+            raise UserError(f"{directory} holds no episodes; run `specvla simulate --out {directory}` first")
     comparison = compare_episodes(*results)
     if not comparison.first.n:
-        raise UserError(f"{first} and {second} have no episode of the same task and seed")
+        raise UserError(f"{first} and {second} share no episode of the same task and seed")
     if as_json:
         typer.echo(json.dumps(comparison.as_json()))
         return
     typer.echo(f"{comparison.first.n} pairs of the same task and seed")
-    typer.echo(f"{first}: {comparison.first}; it alone succeeded in {comparison.only_first}")
-    typer.echo(f"{second}: {comparison.second}; it alone succeeded in {comparison.only_second}")
-    shown = "a difference is shown" if comparison.p < _SIGNIFICANT else "no difference shown"
+    typer.echo(f"{first}: {comparison.first}; only it succeeded in {comparison.only_first}")
+    typer.echo(f"{second}: {comparison.second}; only it succeeded in {comparison.only_second}")
+    shown = "significant difference" if comparison.p < _SIGNIFICANT else "no significant difference"
     typer.echo(f"{shown} (p = {comparison.p:.3g}, {comparison.first.n} pairs; exact McNemar test, two-sided)")
 
 
@@ -206,21 +206,21 @@ def _compare_replays(names: Sequence[Path], frames: Sequence[Mapping[Any, "Frame
 
     found = compare_frames(*frames)
     if not found.frames:
-        raise UserError(f"{names[0]} and {names[1]} have no frame of the same bag: replay the same bags with both")
+        raise UserError(f"{names[0]} and {names[1]} share no frame of the same bag: replay the same bags with both")
     if as_json:
         typer.echo(json.dumps(asdict(found)))
         return
-    typer.echo(f"{found.frames} pairs of the same frame; {found.differing} were answered with other tokens")
+    typer.echo(f"{found.frames} pairs of the same frame; {found.differing} have different tokens")
     alone = (found.only_first, found.only_second)
     for name, latency, forwards, only in zip(names, found.latency_ms, found.forwards_per_action, alone, strict=True):
         figures = f"p50 {latency:.1f} ms, {forwards:.2f} forwards per action"
-        typer.echo(f"{name}: {figures}; it alone answered {only}")
+        typer.echo(f"{name}: {figures}; only it answered {only}")
     typer.echo(f"{names[1]} is {found.speed_up:.2f} times as fast as {names[0]} (mean latency)")
 
 
 @app.command("robot-model")
 def robot_model(robot: options.Robot, out: Annotated[Path, typer.Option(help="The MJCF file to write.")]) -> None:
-    """Write the kinematics of an arm that can stand at the table, for the driver's `joints.model`."""
+    """Write the kinematics of an arm at the table, for the driver's `joints.model`."""
     from specvla_ros.lab.simulation.arms import choose_arm
 
     arm = choose_arm(robot)
@@ -237,7 +237,7 @@ def sweep(
     plan: Annotated[SimulatePlan, Taken(fixed=_ACTING_ALONE)],
     world: options.World = "table",
     bins: Annotated[
-        list[int] | None, typer.Option(help="Tolerance r in bins; again for more. Default: 1, 3, 5, 9, 15.")
+        list[int] | None, typer.Option(help="Tolerance r in bins; repeatable. Default: 1, 3, 5, 9, 15.")
     ] = None,
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
@@ -280,25 +280,25 @@ def calibrate(
     of_bags: options.Images,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Images to try: bags or directories of bags; or `sim`: the policy's own at --world."),
+        typer.Option(help="Images to test: bags or directories of bags; or `sim`: the policy's episodes in --world."),
     ] = None,
     tolerance: Annotated[
         list[str] | None,
-        typer.Option(help="To try, as 2mm,1.1deg or 5bins; again for more. Default: 0.5mm,0.3deg to 5mm,3deg."),
+        typer.Option(help="Tolerance to try, e.g. 2mm,1.1deg or 5bins; repeatable. Default: 0.5mm,0.3deg to 5mm,3deg."),
     ] = None,
     nodes: Annotated[
-        list[int] | None, typer.Option(help="Tree sizes to try; again for more. Default: 8, 16, 32, 50.")
+        list[int] | None, typer.Option(help="Tree size to try; repeatable. Default: 8, 16, 32, 50.")
     ] = None,
     max_gripper: Annotated[
-        float, typer.Option(help="Actions that may tell the gripper something else, in percent.")
+        float, typer.Option(help="Maximum share of actions with another gripper command, in percent.")
     ] = 1.0,
     world: Annotated[
-        str, typer.Option(help="Where success is tried: table, a LIBERO suite, or none: deviation alone decides.")
+        str, typer.Option(help="World of the success test: table, a LIBERO suite, or none: deviation alone decides.")
     ] = "table",
-    frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
+    frames: Annotated[int, typer.Option(help="Number of images to test.", min=1)] = 100,
     emulate: options.Emulate = "",
 ) -> None:
-    """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
+    """Choose tolerance and draft tree by measurement, and write them as a ROS 2 parameter file."""
     from specvla_ros.lab.evaluation import calibrate as calibration
     from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
     from specvla_ros.lab.evaluation.simulate import TABLE, policy_of
@@ -330,8 +330,8 @@ def calibrate(
         if each.refusals:
             console.print(f"{each.trial.name}: {'; '.join(each.refusals)}")
     for name, why in found.refused.items():
-        console.print(f"left out {name}: {why}")
-    console.print(f"chosen: {found.chosen.trial.name}; {out / calibration.PROFILE_FILE} is its profile")
+        console.print(f"skipped {name}: {why}")
+    console.print(f"chosen: {found.chosen.trial.name}; its profile is {out / calibration.PROFILE_FILE}")
 
 
 @app.command()
@@ -344,18 +344,18 @@ def qualify(
     emulate: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"A device: {', '.join(known_devices())} or a JSON file; again for slower ones. Default: this machine."
+            help=f"Device: {', '.join(known_devices())} or a JSON file; repeat, fastest first. Default: this machine."
         ),
     ] = None,
     bins: Annotated[
-        list[int] | None, typer.Option(help="Tolerance in bins; again for larger ones, all on one device.", min=0)
+        list[int] | None, typer.Option(help="Tolerance in bins; repeat in increasing order, on one device.", min=0)
     ] = None,
     world: options.World = "table",
     robot: options.Robot = "table",
 ) -> None:
     """Find the slowest device, or the largest tolerance, with which a policy still works in real time.
 
-    Real-time episodes are paired with lockstep ones of plain decoding; it stops as soon as the evidence suffices.
+    Pairs real-time episodes with lockstep episodes of plain decoding and stops as soon as the evidence suffices.
     Exit code 1 when the first candidate is refused, 4 when the pairs did not suffice to decide on it.
     """
     from specvla_ros.lab.evaluation import qualify as run
@@ -363,9 +363,9 @@ def qualify(
 
     devices = emulate or []
     if bins and len(devices) > 1:
-        raise UserError("give several devices or several tolerances: both at once have no order from safe to bold")
+        raise UserError("give several devices or several tolerances, not both: candidates need an order of safety")
     if len(set(devices)) < len(devices) or (bins and sorted(set(bins)) != bins):
-        raise UserError("give each device once, and tolerances from the smallest to the largest")
+        raise UserError("give each device once, and tolerances in increasing order")
     base = options.simulation(chosen, world, robot=robot)
     if bins:
         candidates = run.tolerance_candidates(base, devices[0] if devices else "", bins)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,51 +22,49 @@ if TYPE_CHECKING:
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
 
 ON_A_CPU = (
-    "on a CPU every drafted token costs about as much as one that is decoded: with answers of few tokens, as OpenVLA's "
-    "7, expect spec, pipeline and specpipe to be slower than ar here (`specvla compare` tells of two runs). Where they "
-    "pay, `specvla simulate --emulate DEVICE` and `specvla plan --device DEVICE` show"
+    "on a CPU a drafted token costs about as much as a decoded one: with short answers such as OpenVLA's 7 tokens, "
+    "expect spec, pipeline and specpipe to be slower than ar here (`specvla compare` compares two runs). `specvla "
+    "simulate --emulate DEVICE` and `specvla plan --device DEVICE` show where they pay off"
 )
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
 Robot = Annotated[str, typer.Option(help=f"The arm at the table: {ROBOTS}.")]
 Emulate = Annotated[
-    str, typer.Option(help=f"Count the times of a device: {', '.join(known_devices())} or a JSON file. An emulation.")
+    str, typer.Option(help=f"Emulate the timing of this device: {', '.join(known_devices())} or a JSON file.")
 ]
 Rerun = Annotated[
-    bool, typer.Option("--rerun", help="Write run.rrd beside the report, for Rerun (requirements/rerun.txt).")
+    bool, typer.Option("--rerun", help="Write run.rrd for Rerun next to the report (requirements/rerun.txt).")
 ]
 Viewer = Annotated[
-    str, typer.Option(help="Show it in Rerun's viewer meanwhile: spawn opens one; or the address of one that listens.")
+    str, typer.Option(help="Show the run live in Rerun: spawn opens a viewer; or the address of a running viewer.")
 ]
 BagsOrSim = Annotated[
-    list[str], typer.Option("--data", help="Bags or directories of bags; or `sim`: what the policy does at the table.")
+    list[str], typer.Option("--data", help="Bags or directories of bags; or `sim`: the policy's episodes at the table.")
 ]
-MaxGb = Annotated[float, typer.Option(help="Maximum of disk for features, in GB; they are removed at the end.")]
-Bags = Annotated[list[Path], typer.Option("--data", help="Bags, or directories of bags; again for more.")]
-Results = Annotated[Path, typer.Option("--out", help="Directory of the results; one that was cut short goes on.")]
+MaxGb = Annotated[float, typer.Option(help="Disk space for features, in GB; they are removed at the end.")]
+Bags = Annotated[list[Path], typer.Option("--data", help="Bags, or directories of bags; repeatable.")]
+Results = Annotated[Path, typer.Option("--out", help="Directory of the results; an interrupted run resumes.")]
 
 
 @dataclass(frozen=True)
 class BagOptions:
-    """What is read of bags."""
+    """The topics to read from bags."""
 
     image_topic: str = parameter("", "The first camera's images; empty: /camera/image_raw, or the only colour camera.")
-    camera: tuple[str, ...] = parameter(
-        (), "NAME=TOPIC of a further camera, again for each, for a policy that looks at several."
-    )
-    state_topic: str = parameter("", "JointState, for a policy that reads the robot's state.")
+    camera: tuple[str, ...] = parameter((), "NAME=TOPIC of a further camera, for policies with several; repeatable.")
+    state_topic: str = parameter("", "JointState topic, for a policy that reads the robot's state.")
     state_names: str = parameter(
-        "", "Comma-separated: the state's numbers in the policy's order; empty: the message's."
+        "", "Comma-separated names of the state's values in the policy's order; empty: the message's order."
     )
     sync_tolerance_s: float = parameter(
-        TOLERANCE_S, "How far the others' stamps may lie from the first camera's.", minimum=0.0
+        TOLERANCE_S, "Maximum difference between the first camera's stamp and the other inputs'.", minimum=0.0
     )
-    instruction_topic: str = parameter("", "Empty: /instruction.")
-    instruction: str = parameter("", "In place of the bags' instruction topic.")
-    action_topic: str = parameter("", "Recorded actions; empty: /ground_truth/action if it is there.")
+    instruction_topic: str = parameter("", "Instruction topic; empty: /instruction.")
+    instruction: str = parameter("", "Instruction that replaces the bags' instruction topic.")
+    action_topic: str = parameter("", "Recorded actions; empty: /ground_truth/action if it exists.")
 
     @property
     def topics(self) -> "TopicChoice":
-        """The same for `choose_topics`."""
+        """The options as a `TopicChoice`."""
         from specvla_ros.lab.bags.frames import TopicChoice
 
         parts = {text: text.partition("=") for text in self.camera}
@@ -85,12 +83,12 @@ class BagOptions:
         )
 
 
-# Of bags whose recorded actions do not count.
+# Options for bags whose recorded actions are not used.
 Images = Annotated[BagOptions, Taken(fixed={"action_topic": ""})]
 
 
 def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
-    """What is read of bags; what the options leave open about the state, the policy's parameter file may say."""
+    """The topics to read from bags; state options left at their defaults come from the policy's parameter file."""
     topics, in_file, usual = of_bags.topics, chosen.in_file, BagOptions()
     names = in_file.get("state_names", ["all"])
     if not topics.state_names and names != ["all"]:
@@ -101,7 +99,7 @@ def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
 
 
 def tell_of_cpu(chosen: "PolicyOptions", emulate: str = "") -> None:
-    """Says that drafting does not pay on a CPU, where one is what computes and counts."""
+    """Warns that drafting does not pay off on a CPU, if one computes and its times count."""
     import torch
 
     on_cpu = chosen.model.device == "cpu" or (chosen.model.device == "auto" and not torch.cuda.is_available())
@@ -110,7 +108,7 @@ def tell_of_cpu(chosen: "PolicyOptions", emulate: str = "") -> None:
 
 
 def simulation(chosen: "PolicyOptions", world: str, **settings: Any) -> "SimulateSettings":
-    """The policy's simulation; leaves a core to other processes."""
+    """Settings of the policy's simulation; leaves a core to other processes."""
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.models.checkpoint import leave_a_core
 
@@ -119,7 +117,7 @@ def simulation(chosen: "PolicyOptions", world: str, **settings: Any) -> "Simulat
 
 
 def shown_in(out: Path, rerun: bool, viewer: str) -> "RerunSettings | None":
-    """Where Rerun shows a run, and whether it writes a file into `out`; None: nowhere."""
+    """Rerun's settings: a viewer, a file in `out`, or both; None without either."""
     if not rerun and not viewer:
         return None
     from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings, require_rerun
@@ -129,7 +127,7 @@ def shown_in(out: Path, rerun: bool, viewer: str) -> "RerunSettings | None":
 
 
 def check_accelerate() -> None:
-    """Refuses to train where accelerate is missing."""
+    """Raises UserError if accelerate, which training needs, is missing."""
     try:
         import accelerate  # noqa: F401
     except ImportError:

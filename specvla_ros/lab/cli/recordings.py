@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that answer recorded images: `replay`, of one bag or of many, and `certify`."""
+"""The commands that answer recorded images: `replay`, for one bag or many, and `certify`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ def replay(
     bag: Annotated[
         list[Path],
         typer.Argument(
-            help="ROS 2 bag: a directory, or an .mcap or .db3 file. Several, or folders of bags: one report of all.",
+            help="ROS 2 bag: a directory, or an .mcap or .db3 file. Several, or folders of bags, get a joint report.",
             show_default=False,
         ),
     ],
@@ -48,8 +48,8 @@ def replay(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of the results; one that was cut short goes on. Default: replay-NAME of the bag or folder; "
-            "several need one."
+            help="Directory of the results; an interrupted run resumes. Default: replay-NAME of the bag or folder; "
+            "required for several."
         ),
     ] = None,
     rerun: Rerun = False,
@@ -58,8 +58,8 @@ def replay(
 ) -> None:
     """Decode an action for every image of a bag: frames.jsonl, summary.json, report.html and a bag of the actions.
 
-    Of several bags these lie in a folder for each, beside a summary and a report of all; limits are over all frames.
-    Exit code 1 when a limit is broken or a bag could not be replayed to its end, 2 when something given is wrong.
+    Several bags get a folder each, plus a joint summary and report; limits apply to all frames together. Exit code 1
+    when a limit is broken or a bag could not be replayed to its end, 2 for invalid arguments.
     """
     from specvla_ros.engine.engine import Engine
     from specvla_ros.lab.bags.finder import find_bags
@@ -68,22 +68,22 @@ def replay(
     from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
 
     if out is None and len(bag) > 1:
-        raise UserError("several bags have no name of their own: say where their results shall be: --out DIRECTORY")
+        raise UserError("several bags need a directory for their results: give --out DIRECTORY")
     out = out or Path(f"replay-{bag[0].resolve().stem}")
     found, topics = find_bags(bag), topics_of(chosen, of_bags)
     for each in found.left_out:
-        typer.echo(f"left out: {each}", err=True)
+        typer.echo(f"skipped: {each}", err=True)
     tell_of_cpu(chosen)
     settings = ReplaySettings(chosen.checkpoint, chosen.model, chosen.engine, chosen.action, topics)
     several = found.bags != (bag[0].expanduser(),)
     if several:
         if viewer:
-            raise UserError("--viewer shows one bag: give one, or --rerun, which writes a recording of each")
+            raise UserError("--viewer shows one bag only: give one bag, or use --rerun, which records each")
         rerun_file = RECORDING_FILE if shown_in(out, rerun, "") else ""
         _replay_bags(settings, found, out, thresholds, rerun_file, spread, progress)
         return
     if spread != THIS_PROCESS:
-        raise UserError("one bag is replayed by one process: --workers, --per-engine and --ray are of several bags")
+        raise UserError("--workers, --per-engine and --ray need more than one bag")
     check_replay(bag[0], out, topics)
     engine = Engine(chosen.load_to_publish(), chosen.engine)
     engine.warm_up()
@@ -154,14 +154,14 @@ def certify(
     chosen: PolicyOptions,
     data: Bags,
     of_bags: Images,
-    out: Annotated[Path, typer.Option(help="The certificate.")] = Path("certificate.json"),
+    out: Annotated[Path, typer.Option(help="File of the certificate.")] = Path("certificate.json"),
     verify: Annotated[
-        Path | None, typer.Option(help="A certificate: repeat what it says, with its settings, and compare.")
+        Path | None, typer.Option(help="Certificate to repeat with its own settings and compare with.")
     ] = None,
 ) -> None:
-    """Compare a setting with plain decoding over bags, token for token, and write what was found as a certificate.
+    """Compare a setting with plain decoding over bags, token by token, and write the result as a certificate.
 
-    Exit code 1 when strict answers differ, a picture is answered by one alone, or a certificate does not hold again.
+    Exit code 1 when strict answers differ, an image is answered by only one of the two, or a certificate does not hold.
     """
     from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.evaluation import certificate
@@ -170,11 +170,11 @@ def certify(
 
     given = certificate.read_certificate(verify) if verify is not None else None
     if given is None and chosen.engine.mode == "ar":
-        raise UserError("plain decoding is what a setting is compared with: give one, such as --mode spec")
+        raise UserError("no setting to compare with plain decoding: give one, such as --mode spec")
     bags, topics = bags_in(data), topics_of(chosen, of_bags)
     if given is not None:
         if topics.instruction:
-            raise UserError("--verify asks as the certificate says: leave --instruction out")
+            raise UserError("--verify uses the certificate's instruction: leave --instruction out")
         topics = replace(topics, instruction=given.content["instruction"] or None)
     policy = chosen.load()
     check_senses(policy, topics.cameras, topics.state_topic)
@@ -184,26 +184,26 @@ def certify(
         found = certificate.certify(policy, settings, bags, topics, lambda done: advance(done, pictures, "answering"))
     result = found.content["result"]
     typer.echo(
-        f"{result['actions']} of {result['frames']} pictures of {len(bags)} bags answered, {result['tokens']} tokens: "
+        f"{result['actions']} of {result['frames']} images of {len(bags)} bags answered, {result['tokens']} tokens: "
         f"{result['differing']} answers differ from plain decoding's in {found.content['policy']['dtype']}, "
         f"{result['ties']} of them first at a near tie"
     )
     for what, reasons in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
         for reason, number in reasons.items():
-            typer.echo(f"no action by {what} for {number}: {reason}")
+            typer.echo(f"no action by {what} for {number} images: {reason}")
     far = result["deviation"]
     if result["differing"] and far is not None:
         apart = f"{far['p95_mm']:.2f} mm and {far['p95_deg']:.2f} degrees (95th percentile)"
-        most = f"{far['largest_mm']:.2f} mm and {far['largest_deg']:.2f} degrees at most"
-        typer.echo(f"apart by {apart}, {most}; another gripper in {far['gripper_share']:.1%}")
+        most = f"at most {far['largest_mm']:.2f} mm and {far['largest_deg']:.2f} degrees"
+        typer.echo(f"difference: {apart}, {most}; {far['gripper_share']:.1%} have another gripper command")
     if result["closest"] is not None:
-        ties = f"{result['near_ties']} tokens are nearly ties (below {found.content['tie']:g})"
+        ties = f"{result['near_ties']} tokens are near ties (below {found.content['tie']:g})"
         typer.echo(f"{ties}; the closest two logits are {result['closest']:.3g} apart")
     failures = found.failures
     if given is None:
         found.write(out)
         check = f"specvla certify --verify {out} with the same policy and bags"
-        typer.echo(f"the certificate is in {out}, a page beside it; check it: {check}")
+        typer.echo(f"wrote the certificate to {out} and a page next to it; verify it with: {check}")
     else:
         failures += certificate.differences(given, found)
         if not failures:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands on your own robot: what its parameter file can be checked for, and how it stopped."""
+"""The commands for your own robot: checks of its parameter file, and statistics of its stops."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
@@ -28,21 +28,21 @@ app = typer.Typer()
 robot = typer.Typer(help="Your own robot: its parameter file, and how it stops.", no_args_is_help=True)
 app.add_typer(robot, name="robot")
 
-_FIRST_SHARE = 0.1  # of the speeds, for the first motions
-_STARTS, _STEPS, _NEAR_M, _DAMPING = 40, 60, 0.005, 1e-3  # of the search for joints that reach a corner
+_FIRST_SHARE = 0.1  # share of the speed limits for the first motions
+_STARTS, _STEPS, _NEAR_M, _DAMPING = 40, 60, 0.005, 1e-3  # parameters of the search for joints that reach a corner
 
 Settings = TypeVar("Settings")
 
 
 @robot.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="Parameter file of driver and guard, as `robot:=` takes it.")],
-    urdf: Annotated[Path | None, typer.Option(help="MJCF or URDF of the robot, in place of joints.model.")] = None,
+    file: Annotated[Path, typer.Argument(help="Parameter file of driver and guard, as for `robot:=`.")],
+    urdf: Annotated[Path | None, typer.Option(help="MJCF or URDF of the robot; replaces joints.model.")] = None,
     profile: Annotated[
-        str, typer.Option(help="The policy's: cpu, desktop, orin or a file; its ages of images are compared too.")
+        str, typer.Option(help="Policy profile, cpu, desktop, orin or a file, to also compare its image ages.")
     ] = "",
 ) -> None:
-    """Check a robot's parameter file as driver and guard read it, without motion. Exit code 1: something is wrong."""
+    """Check a robot's parameter file as driver and guard read it, without motion. Exit code 1: errors were found."""
     report = Report()
     driver, guard = _read(report, file, urdf)
     if driver is not None:
@@ -59,18 +59,20 @@ def check(
 def stops(
     black_boxes: Annotated[
         list[str],
-        typer.Argument(metavar="BLACKBOX", help="Files of the guard's black box, folders or globs of them."),
+        typer.Argument(metavar="BLACKBOX", help="Files of the guard's black box, or their folders or globs."),
     ],
     file: Annotated[
         Path | None,
-        typer.Option("--robot", help="Its parameter file, with limits. Else shares are of the largest speed seen."),
+        typer.Option(
+            "--robot", help="The robot's parameter file: speeds are shares of its limit, else of the highest seen."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for stops.json and report.html. Default: none.")] = None,
 ) -> None:
-    """Tabulate how long and how far your robot took to stop, by cause, speed and reach, from the guard's black box.
+    """Tabulate your robot's stopping times and distances by cause, speed and reach, from the guard's black box.
 
-    Median and worst case, in the form of the annex on stopping of ISO 10218-1. Exit code 1 when no file tells of a stop
-    of a moving robot.
+    Median and worst case, in the form of ISO 10218-1's annex on stopping. Exit code 1 when no file holds a stop of a
+    moving robot.
     """
     from specvla_ros.lab.evaluation import stops_page
     from specvla_ros.lab.evaluation.stops import find_black_boxes, measure_stops
@@ -81,7 +83,7 @@ def stops(
     if table.rows:
         print_table(stops_page.TABLE_HEAD, [row.cells for row in table.rows])
         typer.echo(table.caption)
-    typer.echo(f"{len(found.measured)} stops measured, {len(found.left_out)} files left out")
+    typer.echo(f"{len(found.measured)} stops measured, {len(found.left_out)} files skipped")
     for each in found.left_out:
         typer.echo(f"  {each.file}: {each.why}")
     if out is not None:
@@ -92,18 +94,18 @@ def stops(
 
 
 class Report:
-    """One line for each check."""
+    """Prints one line per check."""
 
     def __init__(self) -> None:
         self.wrong = False
 
     def note(self, name: str, text: str) -> None:
-        """What is not wrong, and to be known."""
+        """Prints a remark that is not an error."""
         self._print("note", name, text)
 
     @contextmanager
     def part(self, name: str) -> Iterator[Callable[[str], None]]:
-        """A check: gives what says that all is well; a UserError ends it, and says what is not."""
+        """Runs a check: yields the function that reports success; a UserError inside is reported as wrong."""
         try:
             yield lambda text: self._print("ok", name, text)
         except UserError as error:
@@ -116,7 +118,7 @@ class Report:
 
 
 def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParameters | None, GuardParameters | None]":
-    """The settings of driver and guard; None: they cannot be read, or there is no guard."""
+    """The settings of driver and guard; None if they are invalid or no guard runs."""
     from specvla_ros.control.guard.settings import GuardParameters
     from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
     from specvla_ros.ros.task import TaskParameters
@@ -125,7 +127,7 @@ def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParamet
     given: dict[str, dict[str, Value]] = {}
     with report.part("file") as well:
         given = {node: merge_parameters([file], {}, node=node) for node in ("driver", "guard")}
-        well(f"{file} is a parameter file")
+        well(f"{file} is a valid parameter file")
     if not given:
         return None, None
     for name in sorted({*given["driver"], *given["guard"]} - known - {"use_sim_time"}):
@@ -152,11 +154,11 @@ def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParamet
 
 def _likely(name: str, known: set[str]) -> str:
     text = hint(name, dict.fromkeys(known))
-    return text if text.startswith("did you mean") else "docs/reference/parameters.md has them all"
+    return text if text.startswith("did you mean") else "see docs/reference/parameters.md for all parameters"
 
 
 def _settings(defaults: Settings, given: Mapping[str, Value], urdf: Path | None) -> Settings:
-    """As a node reads them: ROS takes no 1 for 1.0."""
+    """The settings as a node reads them: ROS does not accept 1 for 1.0."""
     declared = {each.name: each for each in walk(defaults)}
     values = {name: _as_ros(value) for name, value in given.items() if name in declared}
     for name, value in values.items():
@@ -166,7 +168,7 @@ def _settings(defaults: Settings, given: Mapping[str, Value], urdf: Path | None)
 
 
 def _as_ros(value: Value) -> Any:
-    """A list as launch passes it on: of whole and other numbers, all become the latter."""
+    """A list as launch passes it on: if whole numbers and floats are mixed, all become floats."""
     if not isinstance(value, list):
         return value
     return tuple(map(float, value)) if {int, float} == {type(each) for each in value} else tuple(value)
@@ -177,7 +179,7 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
 
     joints = driver.joints
     if not joints.model and driver.output not in ("joint_trajectory", "position_array"):
-        report.note("model", "none is needed; joints.model with joints.tool would have tool and joints compared")
+        report.note("model", "optional here; joints.model with joints.tool adds a comparison of tool pose and joints")
         return
     model = None
     with report.part("model") as well:
@@ -190,22 +192,22 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
     if others := _others_on_the_way(model):
         with report.part("model"):
             raise UserError(
-                f"{', '.join(others)} move {model.tool} too and are not in joints.names: the tool is right only while "
-                "they stand at 0; give a model in which they are fixed where they stand"
+                f"{', '.join(others)} also move {model.tool} but are not in joints.names: the tool pose is right only "
+                "while they are at 0; give a model in which they are fixed at their actual positions"
             )
     with report.part("workspace") as well:
         corners = [*product(*zip(driver.limits.workspace_min, driver.limits.workspace_max, strict=True))]
         missed = [corner for corner in corners if not reaches(model, np.array(corner))]
         reached = f"{len(corners) - len(missed)} of {len(corners)} corners of the workspace"
-        words = f"the arm reaches {reached}, however its tool is turned there"
+        words = f"the arm reaches {reached} in some orientation of the tool"
         if missed:
             there = "; ".join(", ".join(f"{number:g}" for number in corner) for corner in missed)
-            raise UserError(f"{words}, not ({there}) m; draw limits.workspace_min and workspace_max in")
+            raise UserError(f"{words}, but not ({there}) m; shrink limits.workspace_min and workspace_max")
         well(words)
 
 
 def _others_on_the_way(robot: "JointModel") -> list[str]:
-    """Joints between base and tool that are not the arm's."""
+    """Joints between base and tool that are not the arm's own."""
     model = robot.model
     body = model.site(robot.tool).bodyid[0] if robot.tool_kind == "site" else model.body(robot.tool).id
     found = []
@@ -217,7 +219,7 @@ def _others_on_the_way(robot: "JointModel") -> list[str]:
 
 
 def reaches(robot: "JointModel", place: np.ndarray) -> bool:
-    """Whether some joint positions within the ranges take the tool to a place, float64 [3], however it is turned."""
+    """True if joint positions within their ranges bring the tool to a position, float64 [3], in any orientation."""
     from specvla_ros.control.robot_model import ToolKinematics
 
     arm, draw = ToolKinematics(robot), np.random.default_rng(0)
@@ -234,7 +236,7 @@ def reaches(robot: "JointModel", place: np.ndarray) -> bool:
 
 
 def _check_together(report: Report, driver: "DriverParameters", guard: "GuardParameters") -> None:
-    """What both nodes are told must be the same; under /** it stands once."""
+    """Checks that parameters of both nodes agree; under /** they are written once."""
     settings = guard.guard
     pairs = {
         "output": (driver.output, settings.output),
@@ -251,12 +253,12 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
         for name, (one, other) in pairs.items():
             if one != other:
                 raise UserError(f"{name} differs: driver {one}, guard {other}; write it once, under /**")
-        well("driver and guard are told the same")
+        well("driver and guard have the same values")
     if driver.output == "position_array" and not driver.joints.controller:
         report.note(
             "order",
-            "name the controller's node in joints.controller: it is asked for the joints' order before anything is "
-            "sent; without it a wrong order is noticed only when the first command moves the wrong joints",
+            "set joints.controller to the controller's node: the driver then checks the joints' order before it sends "
+            "anything; otherwise a wrong order shows only when the first command moves the wrong joints",
         )
     needed = [("tool_pose", "tf", "tf2_ros")] if driver.tool.pose_source == "tf" else []
     if guard.guard.gripper.output == "action":
@@ -266,7 +268,7 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
     for name, what, package in needed:
         if importlib.util.find_spec(package) is None:
             missing = f"needs the package {package}, which is not installed on this computer"
-            report.note(name, f"{what} {missing}: driver and guard refuse without it")
+            report.note(name, f"{what} {missing}: driver and guard do not start without it")
 
 
 def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str) -> None:
@@ -276,15 +278,15 @@ def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardPar
     with report.part("timeouts") as well:
         if driver.max_action_age_s > settings.max_action_age_s:
             raise UserError(
-                f"the driver follows actions {driver.max_action_age_s:g} s old, and to the guard they are no sign of "
-                f"life after {settings.max_action_age_s:g} s; write max_action_age_s once, under /**"
+                f"the driver follows actions up to {driver.max_action_age_s:g} s old, but the guard accepts them as a "
+                f"heartbeat only up to {settings.max_action_age_s:g} s; write max_action_age_s once, under /**"
             )
         if settings.command_timeout_s < 2 / driver.rate_hz:
             raise UserError(
                 f"command_timeout_s {settings.command_timeout_s:g} is less than two periods of rate_hz "
-                f"{driver.rate_hz:g}: the guard would stop between two commands; raise either"
+                f"{driver.rate_hz:g}: the guard would stop between two commands; increase either"
             )
-        well(f"publish ~/enable {2 / settings.enable_timeout_s:.3g} times a second at least")
+        well(f"publish ~/enable at {2 / settings.enable_timeout_s:.3g} Hz or more")
     if profile:
         with report.part("profile") as well:
             age_s = _max_image_age_s(profile)
@@ -310,7 +312,7 @@ def _max_image_age_s(profile: str) -> float:
 
 def _print_first_motions(limits: "Limits", file: Path, speed_scale: float) -> None:
     if speed_scale < 1:
-        typer.echo(f"\nthe first motions: at {speed_scale:g} of the speed, by the guard's speed_scale")
+        typer.echo(f"\nthe first motions run at {speed_scale:g} of the speed limits (the guard's speed_scale)")
         return
     slow = replace(
         limits,

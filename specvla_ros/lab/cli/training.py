@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that record and teach: `collect`, `train-policy`, `train-draft`, `fleet-draft` and `collect-answers`."""
+"""The data and training commands: `collect`, `train-policy`, `train-draft`, `fleet-draft` and `collect-answers`."""
 
 import shlex
 from dataclasses import replace
@@ -24,15 +24,15 @@ from specvla_ros.lab.plans import CalibratePlan, CollectPlan, DraftTraining, Fle
 
 app = typer.Typer()
 
-_SHOWN_PLACES = 16  # of an answer; the file has all
+_SHOWN_PLACES = 16  # positions of an answer that are shown; the file has all
 
 
 @app.command()
 @takes_plans
 def collect(
-    out: Annotated[Path, typer.Option(help="Directory of the bags; those that are there are kept.")], plan: CollectPlan
+    out: Annotated[Path, typer.Option(help="Directory of the bags; existing ones are kept.")], plan: CollectPlan
 ) -> None:
-    """Record demonstrations by the scripted experts, as ROS 2 bags."""
+    """Record demonstrations of the scripted experts as ROS 2 bags."""
     from specvla_ros.lab.bundled.policies import find_policy
     from specvla_ros.lab.simulation.collect import collect as run
 
@@ -43,18 +43,18 @@ def collect(
     typer.echo(f"{result.kept} of {result.wanted} demonstrations in {out}, {result.new} of them new")
     if result.failed:
         failure = "the simulation diverged" if plan.policy else "the expert failed"
-        typer.echo(f"{failure} in {result.failed}, which are not kept")
+        typer.echo(f"{failure} in {result.failed} episodes, which are discarded")
 
 
 @app.command("train-policy")
 @takes_plans
 def train_policy(
     data: Bags,
-    out: Annotated[Path, typer.Option(help="The checkpoint's directory; a training cut short goes on.")],
+    out: Annotated[Path, typer.Option(help="The checkpoint's directory; an interrupted training resumes.")],
     settings: PolicyTraining,
     of_bags: BagOptions,
 ) -> None:
-    """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
+    """Train a nano OpenVLA by behaviour cloning; on several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
     from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.bundled.policies import find_policy
@@ -72,7 +72,7 @@ def train_policy(
             if found is not None and found.step == progress.step:
                 accuracy = " ".join(f"{each:.2f}" for each in found.accuracy)
                 distance = " ".join(f"{each:.1f}" for each in found.bin_distance)
-                per_dimension = f"; per dimension token accuracy {accuracy}, bins off {distance}"
+                per_dimension = f"; per dimension: token accuracy {accuracy}, distance in bins {distance}"
                 bar.console.print(
                     f"step {found.step}, {found.seconds / 60:.0f} min: validation loss {found.loss:.3f}"
                     + (per_dimension if distance else f", token accuracy {accuracy}")
@@ -94,17 +94,17 @@ def train_policy(
 def train_draft(
     chosen: PolicyOptions,
     data: BagsOrSim,
-    out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
+    out: Annotated[Path, typer.Option(help="The draft head's directory; an interrupted training resumes.")],
     settings: DraftTraining,
     of_bags: Images,
     spread: Spread,
-    frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
+    frames: Annotated[int, typer.Option(help="Maximum number of images that the target answers.", min=1)] = 20000,
     max_reasoning_tokens: Annotated[
-        int, typer.Option(help="Text at most that the target writes before it acts, in tokens.", min=0)
+        int, typer.Option(help="Maximum length of the target's text before an action, in tokens.", min=0)
     ] = 0,
     max_gb: MaxGb = 20.0,
 ) -> None:
-    """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
+    """Train an EAGLE draft head on the target's answers; on several GPUs: accelerate launch -m specvla_ros.cli …."""
     check_accelerate()
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation
     from specvla_ros.lab.training import train_draft as training
@@ -115,7 +115,7 @@ def train_draft(
 
     check_directory(chosen.checkpoint)
     if model_type_of(chosen.checkpoint) not in OPENVLA_TYPES:
-        raise UserError(f"{chosen.checkpoint} is no OpenVLA checkpoint, and draft heads are trained for no other here")
+        raise UserError(f"{chosen.checkpoint} is not an OpenVLA checkpoint; draft heads are only trained for OpenVLA")
     bags = bags_or_simulation(data)
     training.check_frames(bags, frames, topics_of(chosen, of_bags))
     policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))
@@ -158,7 +158,7 @@ def train_draft(
 def fleet_draft(
     chosen: PolicyOptions,
     data: Bags,
-    out: Annotated[Path, typer.Option(help="Directory for head, verdict and report; a training cut short goes on.")],
+    out: Annotated[Path, typer.Option(help="Directory of head, verdict and report; an interrupted training resumes.")],
     plan: FleetPlan,
     training: Annotated[DraftTraining, Taken(fixed={"parallel_depth": 1})],
     of_bags: Images,
@@ -166,20 +166,20 @@ def fleet_draft(
     promote: Annotated[
         Path | None,
         typer.Option(
-            help="Where a head is put that is taken, such as the folder draft of the checkpoint; what lies there is "
-            "kept beside it. Default: it stays in --out."
+            help="Directory that an accepted head is copied to, such as the checkpoint's folder draft; the previous "
+            "head is kept next to it. Default: it stays in --out."
         ),
     ] = None,
     tolerance: Annotated[
         list[str] | None,
-        typer.Option(help="To calibrate with the new head, as 2mm,1.1deg; again for more. Default: none."),
+        typer.Option(help="Tolerance to calibrate with the new head, e.g. 2mm,1.1deg; repeatable. Default: none."),
     ] = None,
-    nodes: Annotated[list[int] | None, typer.Option(help="Tree sizes for that; again for more.")] = None,
+    nodes: Annotated[list[int] | None, typer.Option(help="Tree size for the calibration; repeatable.")] = None,
     max_gb: MaxGb = 20.0,
 ) -> None:
-    """Train a draft head on bags, hold it against the one in use on others, and take or refuse it.
+    """Train a draft head on bags, compare it with the head in use on held-out bags, and accept or refuse it.
 
-    It is taken where it saves forwards and strict answers stay plain decoding's. Exit code 1 when it is refused.
+    It is accepted if it saves forwards and strict answers equal plain decoding's. Exit code 1 when it is refused.
     """
     check_accelerate()
     from specvla_ros.lab.bags.finder import bags_in
@@ -223,8 +223,8 @@ def fleet_draft(
         typer.secho(f"specvla: the new head is refused: {refusal}", fg=typer.colors.RED, err=True)
     if found.refusals:
         raise typer.Exit(1)
-    kept = f"; the one before is in {found.kept}" if found.kept else ""
-    typer.echo(f"the new head is taken: it is in {found.promoted or out / fleet.HEAD}{kept}; see {out / 'report.html'}")
+    kept = f"; the previous head is in {found.kept}" if found.kept else ""
+    typer.echo(f"the new head is accepted and in {found.promoted or out / fleet.HEAD}{kept}; see {out / 'report.html'}")
 
 
 @app.command("collect-answers")
@@ -234,12 +234,12 @@ def collect_answers(
     data: BagsOrSim,
     of_bags: Images,
     out: Annotated[
-        Path | None, typer.Option(help="The file; by default where draft.chunk_shift finds it, in the checkpoint.")
+        Path | None, typer.Option(help="File to write; default: in the checkpoint, where draft.chunk_shift finds it.")
     ] = None,
-    frames: Annotated[int, typer.Option(help="Images at most that the policy is asked about.", min=1)] = 2500,
-    seed: Annotated[int, typer.Option(help="Of the bags' order, or of the first episode's start.", min=0)] = 0,
+    frames: Annotated[int, typer.Option(help="Maximum number of images that the policy answers.", min=1)] = 2500,
+    seed: Annotated[int, typer.Option(help="Seed of the bags' order, or of the first episode.", min=0)] = 0,
 ) -> None:
-    """Record a policy's answers, in which draft.chunk_shift looks up how the next ones go on."""
+    """Record a policy's answers, in which draft.chunk_shift looks up continuations of new ones."""
     from itertools import islice
 
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation, frame_source
@@ -256,4 +256,4 @@ def collect_answers(
     path = out or policy.directory / ANSWERS_FILE
     save_answers(path, [*found.answers])
     left_out = "".join(f"; {count} without an action: {reason}" for reason, count in found.dropped.items())
-    typer.echo(f"{len(found.answers)} different answers to {found.frames} images are in {path}{left_out}")
+    typer.echo(f"wrote {len(found.answers)} different answers to {found.frames} images to {path}{left_out}")

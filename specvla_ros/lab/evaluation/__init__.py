@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: recorded robots in, figures out. Sits above the engine; nothing below imports it."""
+"""Evaluation of policies on recordings and in simulation. Built on the engine, which does not import it."""

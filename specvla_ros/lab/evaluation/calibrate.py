@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla calibrate`: the tolerance and tree for a robot, from evidence."""
+"""`specvla calibrate`: chooses the tolerance and tree for a robot from measurements."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,9 +30,9 @@ from specvla_ros.speculation.settings import AcceptanceSettings, Tolerance
 CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
 CALIBRATION_HEAD = ("setting", "ms", "speed-up", "forwards", "τ", "mm p95", "deg p95", "gripper", "success", "verdict")
 _PLAIN = "ar"
-_TRIED = ("decode.mode", "draft.", "acceptance.")  # parameters that a trial sets
+_TRIED = ("decode.mode", "draft.", "acceptance.")  # parameters set by a trial
 
-OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is done, and how much there is
+OnProgress = Callable[[str, int, int], None]  # stage, steps done, steps in total
 
 
 @dataclass(frozen=True)
@@ -40,45 +40,45 @@ class Trial:
     """One setting to try."""
 
     name: str
-    tolerance: Tolerance | None  # of the acceptance; None: exact
+    tolerance: Tolerance | None  # acceptance tolerance; None: exact
     engine: EngineSettings
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting with what was measured."""
+    """One setting with its measurements."""
 
     trial: Trial
     action_s: float  # mean seconds per action, see FrameRun
-    speed_up: float  # of plain decoding on the same frames, over this
+    speed_up: float  # plain decoding's `action_s` on the same frames over this one's
     tau: float  # tokens committed per verification forward
     forwards_per_action: float  # prefill included
     deviation: Deviation  # from plain decoding on the same frames
     pairs: PairedComparison | None = None  # success in simulation, paired with plain decoding; None: not simulated
-    refusals: tuple[str, ...] = ()  # the limits that it breaks, in words
+    refusals: tuple[str, ...] = ()  # the broken limits, in words
 
     def judged(self, limits: Limits, fastest_exact: "Candidate") -> "Candidate":
-        """With the limits that it breaks on the frames; what is exact breaks none."""
+        """A copy with the limits that it breaks on the frames; exact settings break none."""
         if self.trial.tolerance is None:
             return self
         found = self.deviation
         checked = (
-            ("{:.2g} mm off at p95, the limit is {:g}", found.p95_mm, limits.p95_mm),
-            ("{:.2g} deg off at p95, the limit is {:g}", found.p95_deg, limits.p95_deg),
-            ("the gripper differs in {:.2%}, the limit is {:.2%}", found.gripper_share, limits.gripper_share),
+            ("p95 deviation {:.2g} mm, the limit is {:g}", found.p95_mm, limits.p95_mm),
+            ("p95 deviation {:.2g} deg, the limit is {:g}", found.p95_deg, limits.p95_deg),
+            ("gripper differs in {:.2%} of the frames, the limit is {:.2%}", found.gripper_share, limits.gripper_share),
             ("no action for {:.2%} of the frames", found.lost_share, 0.0),
         )
         reasons = [text.format(value, limit) for text, value, limit in checked if value > limit]
         if self.speed_up <= fastest_exact.speed_up:
-            reasons.append(f"no faster than {fastest_exact.trial.name}, which is exact")
+            reasons.append(f"not faster than {fastest_exact.trial.name}, which is exact")
         return replace(self, refusals=tuple(reasons))
 
     def with_success(self, pairs: PairedComparison, limits: Limits) -> "Candidate":
-        """With its success, and the limit on it if it is broken."""
+        """A copy with its success and, if broken, the limit on it."""
         _, low, _ = pairs.points
         reasons = self.refusals
         if low < -limits.loss_points:
-            reasons += (f"it may lose {-low:.1f} points of success, the limit is {limits.loss_points:g}",)
+            reasons += (f"may lose {-low:.1f} points of success, the limit is {limits.loss_points:g}",)
         return replace(self, pairs=pairs, refusals=reasons)
 
     def as_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Candidate:
 def _best_by_tolerance(
     candidates: Iterable[Candidate], chosen: Trial | None = None
 ) -> dict[Tolerance | None, Candidate]:
-    """For each tolerance the candidate that was chosen, or the fastest that keeps the limits, or else the fastest."""
+    """The best candidate of each tolerance: the chosen one, else the fastest within the limits, else the fastest."""
     best: dict[Tolerance | None, Candidate] = {}
     for candidate in candidates:
         rivals = best.get(candidate.trial.tolerance, candidate), candidate
@@ -111,17 +111,17 @@ def _best_by_tolerance(
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result."""
+    """The result of `calibrate`."""
 
-    candidates: tuple[Candidate, ...]  # everything that was tried; the first is plain decoding
+    candidates: tuple[Candidate, ...]  # all candidates; the first is plain decoding
     chosen: Candidate
     limits: Limits
-    refused: Mapping[str, str]  # tolerances that do not fit the checkpoint, with the reason
+    refused: Mapping[str, str]  # tolerances that do not fit the checkpoint, with reasons
     context: Mapping[str, Any]
 
     @property
     def shortlist(self) -> tuple[Candidate, ...]:
-        """Plain decoding, the fastest strict setting, and of each tolerance the one that was chosen or is fastest."""
+        """Plain decoding, the fastest strict setting, and the best candidate of each tolerance."""
         return (self.candidates[0], *_best_by_tolerance(self.candidates[1:], self.chosen.trial).values())
 
     def as_json(self) -> dict[str, Any]:
@@ -139,13 +139,12 @@ def calibrate(
 ) -> Calibration:
     """Chooses the largest tolerance that keeps the limits and is faster than exact decoding, and its fastest tree.
 
-    First every tolerance is tried with every tree on the same frames: deviation from plain decoding, and seconds per
-    action. For each tolerance the fastest tree that keeps the limits is a candidate. Then the candidates act in
-    simulation, the largest tolerance first, until one keeps the limit on success, paired with plain decoding start by
-    start. Where none does, the fastest exact setting is chosen: strict speculation, or plain decoding.
+    First, every tolerance is tried with every tree on the same frames for deviation from plain decoding and seconds per
+    action. The fastest tree within the limits is each tolerance's candidate. Then the candidates act in simulation, the
+    largest tolerance first, paired with plain decoding on the same starts, until one keeps the limit on success. If
+    none does, the fastest exact setting is chosen: strict speculation or plain decoding.
 
-    Called again with the same `out` it simulates only the episodes that are missing. `base` holds the engine's settings
-    that are not tried.
+    A repeated call with the same `out` simulates only missing episodes. `base` holds the remaining engine settings.
     """
     directory = RunDirectory(out, "calibrate")
     directory.check()
@@ -186,7 +185,7 @@ def calibrate(
 def _relaxed_trials(
     policy: Target, spec: EngineSettings, plan: CalibratePlan
 ) -> tuple[list[list[Trial]], dict[str, str]]:
-    """The trials of each tolerance, and the tolerances that do not fit the checkpoint, with the reason."""
+    """The trials of each tolerance, and the tolerances that do not fit the checkpoint, with reasons."""
     trials: list[list[Trial]] = []
     refused: dict[str, str] = {}
     for tolerance in plan.tolerances:
@@ -204,7 +203,7 @@ def _relaxed_trials(
 
 
 def _trials(spec: EngineSettings, nodes: Sequence[int], tolerance: Tolerance | None) -> list[Trial]:
-    """One trial per tree size; with a tolerance one more, as children may be chosen by the mass within it."""
+    """One trial per tree size; with a tolerance a second one, whose children are chosen by the mass within it."""
     acceptance = tolerance.acceptance if tolerance else AcceptanceSettings()
     return [
         Trial(
@@ -226,7 +225,7 @@ def _try_on_frames(
     plan: CalibratePlan,
     on_progress: OnProgress,
 ) -> list[Candidate]:
-    """Plain decoding, then each group beside it, one group after the other: every engine holds memory of its own."""
+    """Times plain decoding with each group. Groups run one after the other, since every engine needs its own memory."""
     progress = count(1)
     candidates: list[Candidate] = []
     for group in groups:
@@ -264,11 +263,11 @@ def _try_in_simulation(
 
 
 def write_profile(path: Path, calibration: Calibration) -> None:
-    """Writes the file that `params_file:=` and --params-file take; the evidence is in its first lines."""
+    """Writes a file for `params_file:=` and --params-file, with the evidence in its first lines."""
     chosen = calibration.chosen
     off = chosen.deviation
     comments = [
-        "Chosen by specvla calibrate; the evidence is in calibration.json beside this file.",
+        "Chosen by specvla calibrate; the evidence is in calibration.json next to this file.",
         f"{chosen.trial.name}: {chosen.speed_up:.2f} times as fast as plain decoding, "
         f"{chosen.forwards_per_action:.2f} forwards per action",
         f"deviation p95: {off.p95_mm:.2g} mm, {off.p95_deg:.2g} deg, gripper {off.gripper_share:.2%}",
@@ -276,8 +275,8 @@ def write_profile(path: Path, calibration: Calibration) -> None:
     ]
     emulated = calibration.context.get("emulate")
     if emulated:
-        comments.append(f"times are those of an emulated {emulated['name']}: none ran")
-    # Tolerances found for rounded weights hold for these alone.
+        comments.append(f"times are those of an emulated {emulated['name']}, not measured on one")
+    # Tolerances found with quantised weights hold for these only.
     quantization = calibration.context.get("policy", {}).get("quantization", "none")
     model = {"model.quantization": quantization} if quantization != "none" else {}
     values = {name: value for name, value in values_of(chosen.trial.engine).items() if name.startswith(_TRIED)}
@@ -286,10 +285,10 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 
 def _write_report(path: Path, calibration: Calibration) -> None:
     chosen = calibration.chosen
-    success = f", success {chosen.pairs} points against it" if chosen.pairs else ""
+    success = f", success difference {chosen.pairs} points" if chosen.pairs else ""
     verdict = (
         f"Chosen: {chosen.trial.name}, {chosen.speed_up:.2f} times as fast as plain decoding{success}. "
-        "It is in profile.yaml."
+        "It is saved in profile.yaml."
     )
     parts = [
         page.emulation(calibration.context.get("emulate")),
@@ -297,7 +296,7 @@ def _write_report(path: Path, calibration: Calibration) -> None:
         "<h2>Settings tried</h2>",
         page.plot(_plot(calibration), 380),
         page.table(CALIBRATION_HEAD, [calibration_row(each, calibration) for each in calibration.candidates]),
-        f"<p class=note>Success: the difference to plain decoding in points, with its 95 % interval. {page.TAU}</p>",
+        f"<p class=note>Success: difference to plain decoding in points, with its 95 % interval. {page.TAU}</p>",
         *(f"<p class=note>{escape(name)}: {escape(why)}</p>" for name, why in calibration.refused.items()),
         "<h2>Limits</h2>",
         page.table(("", ""), page.context_rows(asdict(calibration.limits))),
@@ -307,7 +306,7 @@ def _write_report(path: Path, calibration: Calibration) -> None:
 
 
 def calibration_row(candidate: Candidate, calibration: Calibration) -> tuple[str, ...]:
-    """A candidate's cells under CALIBRATION_HEAD."""
+    """A candidate's table cells, in the order of CALIBRATION_HEAD."""
     found = candidate.deviation
     return (
         candidate.trial.name,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla certify`: what a setting changes of a policy's answers to recorded images, in a file that can be checked.
+"""`specvla certify`: how a setting changes a policy's answers to recorded images, as a file that can be verified.
 
-Every image is answered by plain decoding and by the setting, with as many frames in flight as its mode has. Strict
-settings must give the same tokens, bit for bit; for relaxed ones the file says how far the actions are apart.
+Every image is answered by plain decoding and by the setting, with as many frames in flight as its mode allows. Strict
+settings must give identical tokens; for relaxed ones the file states how far the actions are apart.
 """
 
 import hashlib
@@ -38,39 +38,39 @@ from specvla_ros.settings.parameter import values_of, with_values
 from specvla_ros.speculation.settings import AcceptanceSettings
 
 VERSION = 2
-# Between the two largest logits of a place, below which two orders of the same sum may choose differently.
+# Margin between the two largest logits of a position below which the order of summation may decide the token.
 _TIES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 0.0625, torch.float16: 0.0078125}
-_SHOWN = 20  # differences that are listed one by one
+_SHOWN = 20  # maximum number of listed differences
 _ROUNDED = ("near_ties", "closest", "margin", "ties")
 _PLAIN, _OWN = "plain", "own"
-# The fields that another run must find again, in words.
+# The fields that another run must reproduce, in words.
 _COMPARED = {
-    "strict": "the rule of acceptance",
+    "strict": "the acceptance rule",
     "instruction": "the instruction",
     "settings": "the settings",
     "policy_files": "the policy's files",
     "draft_files": "the draft head's files",
-    "bags": "the bags or what was found in them",
+    "bags": "the bags or their results",
     "result": "the result",
 }
 
 
 @dataclass
 class Finding:
-    """What was found in one bag, or in all."""
+    """The results of one bag, or of all."""
 
     frames: int = 0  # images with an instruction
-    actions: int = 0  # of them that both answered
+    actions: int = 0  # frames answered by both
     tokens: int = 0  # of those answers
-    lost: Counter[str] = field(default_factory=Counter)  # frames that plain decoding alone answered, by reason
-    # frames that plain decoding has no action for, by reason; the setting must have none either
+    lost: Counter[str] = field(default_factory=Counter)  # frames answered by plain decoding only, by reason
+    # frames without an action from plain decoding, by reason; the setting must have none either
     unanswered: Counter[str] = field(default_factory=Counter)
-    gained: int = 0  # of these that the setting acted on
+    gained: int = 0  # the part of these that the setting answered
     differing: int = 0  # frames whose tokens differ
-    ties: int = 0  # of these whose first different token is one of two that are as good; see `tie`
-    near_ties: int = 0  # tokens of plain decoding whose two largest logits are closer than `tie`
-    closest: float | None = None  # smallest distance between the two largest logits of any token; None: not looked at
-    digest: str = ""  # SHA-256 of all tokens of plain decoding
+    ties: int = 0  # the part of these whose first different token is a near tie; see `tie`
+    near_ties: int = 0  # plain decoding's tokens whose two largest logits differ by less than `tie`
+    closest: float | None = None  # smallest margin between the two largest logits of any token; None: not computed
+    digest: str = ""  # SHA-256 of all of plain decoding's tokens
 
     def add(self, other: "Finding") -> None:
         for name in ("frames", "actions", "tokens", "lost", "unanswered", "gained", "differing", "ties", "near_ties"):
@@ -87,37 +87,37 @@ class Certificate:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why the setting is not equivalent, in sentences; empty: it is, or is a relaxed one, which need not be."""
+        """The reasons why certification fails, in sentences. Differing tokens count for strict settings only."""
         result = self.content["result"]
         alone, different = sum(result["lost"].values()) + result["gained"], result["differing"] - result["ties"]
         failures = []
         if not result["actions"]:
-            failures.append("not one picture was answered with an action")
+            failures.append("no image was answered with an action")
         if alone:
-            failures.append(f"{alone} pictures were answered by one alone")
+            failures.append(f"{alone} images were answered by only one of the two")
         if self.content["strict"] and different > 0:
-            failures.append(f"{different} of {result['actions']} strict answers are others than plain decoding's")
+            failures.append(f"{different} of {result['actions']} strict answers differ from plain decoding")
         return tuple(failures)
 
     def write(self, path: Path) -> None:
-        """Writes the file, as a whole, and beside it a page of the same name that shows it."""
+        """Writes the file atomically, and a page of the same name next to it."""
         replace_file(path, json.dumps(self.content, indent=1) + "\n")
         _write_page(path.with_suffix(".html"), self.content, self.failures)
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Reads a file that `Certificate.write` wrote; a UserError says that it is none."""
+    """Reads a file written by `Certificate.write`; raises UserError if it is not one."""
     try:
         content = load_json(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     if not isinstance(content, dict) or content.get("certificate") != VERSION or not {*_COMPARED} <= content.keys():
-        raise UserError(f"{path} is no certificate of this version ({VERSION})")
+        raise UserError(f"{path} is not a certificate of this version ({VERSION})")
     return Certificate(content)
 
 
 def settings_of(certificate: Certificate) -> EngineSettings:
-    """The setting that a certificate is about; a UserError says that it names unknown ones."""
+    """The certified settings; raises UserError if the certificate names unknown ones."""
     return with_values(EngineSettings(), dict(certificate.content["settings"]))
 
 
@@ -128,12 +128,12 @@ def certify(
     topics: TopicChoice,
     on_frame: Callable[[int], None] = lambda done: None,
 ) -> Certificate:
-    """Compares a setting with plain decoding; `on_frame` is called with the number of images that both have answered.
+    """Compares a setting with plain decoding; `on_frame` gets the number of images that both have answered.
 
-    A UserError says that a bag cannot be read, or that the settings do not fit the policy.
+    Raises UserError if a bag cannot be read or the settings do not fit the policy.
     """
     if len({bag.name for bag in bags}) < len(bags):
-        raise UserError("the bags must have different names: a certificate says by their names which they were")
+        raise UserError("the bags must have different names, by which the certificate identifies them")
     comparison, total, of_bags = Comparison(policy), Finding(), {}
     digest = hashlib.sha256()
     asked = replace(settings, max_image_age_s=0.0, in_order=True)
@@ -172,20 +172,20 @@ def certify(
 
 
 def differences(given: Certificate, again: Certificate) -> tuple[str, ...]:
-    """What another run of the same setting found otherwise, in sentences; empty: nothing."""
+    """The differences found by another run with the same settings, in sentences."""
     found = (what for name, what in _COMPARED.items() if _exact(given.content[name]) != _exact(again.content[name]))
-    return tuple(f"{what}: other than in the certificate" for what in found)
+    return tuple(f"{what}: not as in the certificate" for what in found)
 
 
 def _exact(value: Any) -> Any:
-    """Without what another machine's sums may change in the last places: how close the logits are."""
+    """The value without logit margins, whose last digits depend on the machine."""
     if isinstance(value, dict):
         return {name: _exact(each) for name, each in value.items() if name not in _ROUNDED}
     return [_exact(each) for each in value] if isinstance(value, list) else value
 
 
 class Comparison:
-    """Compares answers one by one; keeps the actions in the robot's units, side by side, and the first differences."""
+    """Compares answers one by one; keeps both actions in the robot's units, and the first differences."""
 
     def __init__(self, policy: Target) -> None:
         self._policy = policy
@@ -196,7 +196,7 @@ class Comparison:
         self.has_margins = policy.causal_prompt and policy.generation == NO_RULES and policy.head is None
 
     def deviation(self) -> dict[str, float] | None:
-        """Millimetres, degrees, gripper; None: the policy's actions have no such units."""
+        """Deviation in millimetres, degrees and gripper; None if the policy's actions lack such units."""
         try:
             return asdict(deviation(self._plain, self._own)) if self._plain else None
         except UserError:
@@ -233,7 +233,7 @@ class Comparison:
 
 @torch.inference_mode()
 def _margins(policy: Target, observation: Observation, tokens: Sequence[int]) -> np.ndarray:
-    """Between the two largest logits at each place of an answer, float [tokens]: one forward over prompt and answer."""
+    """Margins between the two largest logits, float [tokens], from one forward over prompt and answer."""
     decoder, layout = policy.decoder, policy.prompt_layout(observation)
     answer = torch.tensor(tokens, device=decoder.device)
     prompt = policy.prompt_embeddings(observation, layout.ids)
@@ -251,7 +251,7 @@ def _margins(policy: Target, observation: Observation, tokens: Sequence[int]) ->
 
 
 def _code_hash() -> str:
-    """SHA-256 of the sources of this package and its kernels."""
+    """SHA-256 of the sources of this package and of its kernels."""
     digest = hashlib.sha256()
     for package in (specvla_ros, specvla_kernels):
         root = Path(str(package.__file__)).parent
@@ -260,15 +260,15 @@ def _code_hash() -> str:
     return digest.hexdigest()
 
 
-_HEAD = ("bag", "pictures", "answered", "tokens", "different answers", "near ties", "closest logits", "tokens' SHA-256")
-_DIGITS = 12  # of a digest
+_HEAD = ("bag", "images", "answered", "tokens", "different answers", "near ties", "closest logits", "tokens' SHA-256")
+_DIGITS = 12  # shown of a digest
 _FOUND = ("bags", "result", "settings")
 
 
 def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str]) -> None:
     result = content["result"]
     verdict = (
-        f"{result['differing']} of {result['actions']} answers differ from plain decoding's in "
+        f"{result['differing']} of {result['actions']} answers differ from plain decoding in "
         f"{content['policy']['dtype']}, {result['ties']} of them first at a near tie, over {result['tokens']} tokens. "
         f"The setting is {'strict' if content['strict'] else 'relaxed: its answers may differ'}."
     )
@@ -278,16 +278,16 @@ def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str])
     parts += ["<h2>Bags</h2>", page.table(_HEAD, rows)]
     for title, counts in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
         if counts:
-            parts += [f"<h2>No action by {title}</h2>", page.table(("reason", "pictures"), page.context_rows(counts))]
+            parts += [f"<h2>No action by {title}</h2>", page.table(("reason", "images"), page.context_rows(counts))]
     if result["deviation"]:
         values = {name.replace("_", " "): f"{value:.4g}" for name, value in result["deviation"].items()}
-        parts += ["<h2>How far actions are apart</h2>", page.table(("", ""), page.context_rows(values))]
+        parts += ["<h2>Deviation of the actions</h2>", page.table(("", ""), page.context_rows(values))]
     if result["differences"]:
         found = [
             [f"{value:.3g}" if isinstance(value, float) else str(value) for value in each.values()]
             for each in result["differences"]
         ]
-        parts += ["<h2>The first different answers</h2>", page.table(tuple(result["differences"][0]), found)]
+        parts += ["<h2>First different answers</h2>", page.table(tuple(result["differences"][0]), found)]
     parts += ["<h2>Setting</h2>", page.table(("", ""), page.context_rows(content["settings"]))]
     parts.append(page.provenance({name: value for name, value in content.items() if name not in _FOUND}))
     page.write_page(path, f"Certificate of {content['policy']['checkpoint']}", parts)

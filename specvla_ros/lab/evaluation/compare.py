@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings side by side: on the same frames, and, for `specvla sweep`, on the same simulated episodes."""
+"""Comparison of settings on the same frames and, for `specvla sweep`, on the same simulated episodes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,13 +32,13 @@ from specvla_ros.models.target import Target
 SWEEP_FILE = "sweep.json"
 _TIMED_FRAMES = 64
 _ACTION_DIM = 7
-_OPEN = 0.5  # a gripper value beyond is one command, below it the other
+_OPEN = 0.5  # threshold between the two gripper commands
 
 
 class _Side:
-    """One setting's engine and its answers that are not handed out yet, by their frames' stamps.
+    """One setting's engine and its pending answers, by their frames' stamps.
 
-    An answer's seconds are of the ticks since the answer before; with one frame in flight, its decoding time.
+    An answer's seconds are those of the ticks since the previous answer: with one frame in flight, its decoding time.
     """
 
     def __init__(self, engine: Engine, pace: TickTime) -> None:
@@ -77,16 +77,16 @@ def compare(
     in_flight: bool = False,
     pace: TickTime | None = None,
 ) -> Iterator[tuple[Observation, dict[str, Decoded]]]:
-    """Each frame with the answers of all settings.
+    """Yields each frame with the answers of all settings.
 
-    The settings take turns, frame after frame, so that whatever else the machine does falls on all of them alike.
-    Frames are decoded in order, so that a drafter that looks back sees what it would on the robot.
+    The settings take turns frame by frame, so that other load on the machine affects all of them alike. Frames are
+    decoded in order, so that drafters with a memory see the same history as on the robot.
 
     Args:
-        engines: by the names of their settings; nothing is in flight.
-        first_epoch: of the first frame; each other instruction begins another.
-        in_flight: a frame is begun as soon as there is room for it; otherwise when the one before is answered.
-        pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
+        engines: by the names of their settings; without frames in flight.
+        first_epoch: epoch of the first frame; each change of instruction starts another.
+        in_flight: start a frame as soon as the engine has room; otherwise when the previous one is answered.
+        pace: maps a tick's work and measured seconds to the seconds that count; default: the measured ones.
     """
     sides = {name: _Side(engine, pace or tick_time()) for name, engine in engines.items()}
     asked: dict[int, Observation] = {}
@@ -112,12 +112,12 @@ def compare(
 
 @dataclass
 class FrameRun:
-    """The frames as one setting decoded them."""
+    """The frames as decoded with one setting."""
 
     seconds: list[float] = field(default_factory=list)  # decoding time per frame and round
-    # actions of the first round, float64 [frames, action_dim]; NaN where there was none
+    # actions of the first round, float64 [frames, action_dim]; NaN for frames without one
     values: list[np.ndarray] = field(default_factory=list)
-    tally: DecodeTally = field(default_factory=DecodeTally)  # of the first round's decoding
+    tally: DecodeTally = field(default_factory=DecodeTally)  # of the first round
 
     def keep(self, outcome: Outcome, action_dim: int) -> None:
         if isinstance(outcome, Action):
@@ -128,7 +128,7 @@ class FrameRun:
 
     @property
     def action_s(self) -> float:
-        """Mean seconds per action, without the slowest twentieth: those waited for something else on the machine."""
+        """Mean seconds per action, without the slowest 5 %, which waited for other load on the machine."""
         return float(np.mean(np.sort(self.seconds)[: max(1, len(self.seconds) * 19 // 20)]))
 
 
@@ -141,12 +141,12 @@ def time_settings(
     pace: TickTime | None = None,
     on_frame: Callable[[], None] = lambda: None,
 ) -> dict[str, FrameRun]:
-    """Decodes the frames with each setting, as `compare` does, in so many timed rounds after a warm-up.
+    """Decodes the frames with each setting as `compare` does, in `rounds` timed rounds after a warm-up.
 
-    `on_frame` is called when all settings have answered one more frame.
+    `on_frame` is called each time all settings have answered a frame.
     """
     if not frames:
-        raise UserError("there are no frames to try the settings on")
+        raise UserError("no frames to try the settings on")
     engines = {name: Engine(policy, each) for name, each in settings.items()}
     runs = {name: FrameRun() for name in settings}
     for engine in engines.values():
@@ -165,18 +165,18 @@ def time_settings(
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one setting's actions are from another's, over frames."""
+    """The deviation of one setting's actions from another's, over frames."""
 
     p95_mm: float = 0.0  # distance between the two displacements
     largest_mm: float = 0.0
     p95_deg: float = 0.0  # length of the difference of roll, pitch, yaw
     largest_deg: float = 0.0
-    gripper_share: float = 0.0  # share of frames with another gripper command
-    lost_share: float = 0.0  # share of frames for which one of the two had no action
+    gripper_share: float = 0.0  # share of frames with a different gripper command
+    lost_share: float = 0.0  # share of frames for which either had no action
 
 
 def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Deviation:
-    """The deviation of actions, frame by frame: float64 [7] in metres, radians, gripper in [0, 1]; NaN: no action."""
+    """Compares actions frame by frame: float64 [7] in metres, radians, gripper in [0, 1]; NaN without an action."""
     first, second = np.array(plain), np.array(other)
     if first.shape[1] != _ACTION_DIM:
         raise UserError(
@@ -219,7 +219,7 @@ class SweepRow:
     speed_up: float  # the first setting's `action_s` over this one's
 
     def as_json(self) -> dict[str, Any]:
-        """For sweep.json; accept lengths and their positions are those of Spec-VLA's tables 2 and 3."""
+        """The row in sweep.json; accept lengths and their positions are those of Spec-VLA's tables 2 and 3."""
         tally = self.summary.decode
         return {
             "name": self.setting.name,
@@ -236,7 +236,7 @@ class SweepRow:
 
 
 def within_bins(engine: EngineSettings, r: int) -> EngineSettings:
-    """The same settings with one tolerance in bins for every dimension."""
+    """The settings with one tolerance in bins for every dimension."""
     return replace(engine, acceptance=replace(engine.acceptance, rule="bin_distance", bins=(r,)))
 
 
@@ -254,10 +254,10 @@ def sweep(
     out: Path,
     on_episode: Callable[[str, EpisodeResult, int, int], None] = lambda name, result, done, wanted: None,
 ) -> list[SweepRow]:
-    """Simulates every setting on the same seeds, and times them side by side on the same frames.
+    """Simulates every setting on the same seeds and times all of them on the same frames.
 
-    The others are compared with the first. Called again it runs what is missing; each setting's results lie in a folder
-    of its name. `on_episode` is called with that name, an episode, the number of finished episodes and that of all.
+    Each setting is compared with the first, and its results are in a folder of its name. A repeated call runs what is
+    missing. `on_episode` gets that name, an episode, the number of finished episodes and the total.
     """
     directory = RunDirectory(out, "sweep")
     directory.check()
@@ -303,7 +303,7 @@ def _write_sweep_report(path: Path, rows: Sequence[SweepRow]) -> None:
             [_sweep_row(row, first=row is rows[0]) for row in rows],
         ),
         "<p class=note>The difference to the first row is paired, in points, with a 95 % interval (Agresti and Min). "
-        f"Times were taken on the same frames, the settings taking turns. {page.TAU}</p>",
+        f"Times are from the same frames, with the settings taking turns. {page.TAU}</p>",
         page.plot(_sweep_plot(rows), 380, showlegend=False),
         "<h2>Verification forwards by accept length</h2>",
         page.table(("", *map(str, lengths)), shares),

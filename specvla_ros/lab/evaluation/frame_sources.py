@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames to decode: from bags, or from what the policy itself does in simulation."""
+"""Frames to decode: from bags, or from the policy's own episodes in simulation."""
 
 import logging
 from collections import Counter
@@ -28,13 +28,13 @@ from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftS
 _log = logging.getLogger(__name__)
 
 SIMULATION = "sim"
-_LONG_ANSWER = 16  # tokens, from which drafts pay even on a CPU
+_LONG_ANSWER = 16  # tokens; for longer answers drafts pay even on a CPU
 
 
 def bags_or_simulation(data: Sequence[str]) -> list[Path] | None:
-    """The bags to read frames from, as --data says, with a warning of what else lies there; None: simulation."""
+    """The bags given by --data, with a warning about other files found; None for simulation."""
     if SIMULATION in data and len(data) > 1:
-        raise UserError("--data sim cannot be mixed with bags: run this twice, or choose one")
+        raise UserError("--data sim cannot be combined with bags: run the command once for each")
     return None if list(data) == [SIMULATION] else [*bags_in([Path(each) for each in data])]
 
 
@@ -48,20 +48,20 @@ def frame_source(
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
 ) -> Iterator[Observation]:
-    """Frames of bags and directories of bags in random order, or, for None, of `simulation_source`.
+    """Frames of bags, or of directories of bags, in random order; of `simulation_source` if `data` is None.
 
-    A UserError says that there is no frame, or that the topics are not those of the policy's sensors.
+    Raises UserError if there is no frame, or if the topics do not match the policy's sensors.
     """
     if data is None:
         if topics != DEFAULT_TOPICS:
-            raise UserError("topics, names of a state and instructions are of bags: with --data sim leave them out")
+            raise UserError("topics, state names and instructions apply to bags only: omit them with --data sim")
         source = simulation_source(policy, FRAME_FIRST_SEED + seed, world=world, tasks=tasks, engine=engine)
     else:
         check_senses(policy, topics.cameras, topics.state_topic)
         source = frames_in(policy, shuffled(find_bags(data).bags, seed), topics)
     first = next(source, None)
     if first is None:
-        raise UserError("the data hold no image with an instruction: nothing to ask the target about")
+        raise UserError("the data contain no image with an instruction, so there is nothing to decode")
     return chain([first], source)
 
 
@@ -71,9 +71,9 @@ def shuffled(bags: Sequence[Path], seed: int) -> list[Path]:
 
 
 def frames_in(policy: Target, bags: Sequence[Path], topics: TopicChoice) -> Iterator[Observation]:
-    """Every image of every bag with the instruction in force and the policy's other sensors, bag after bag.
+    """Yields every image of every bag with its instruction and the policy's other sensors, bag by bag.
 
-    An image whose other sensors did not come in time is left out, and counted in a warning.
+    Images without matching samples of the other sensors are skipped and counted in a warning.
     """
     lead, *others = policy.cameras
     for path in bags:
@@ -88,11 +88,11 @@ def frames_in(policy: Target, bags: Sequence[Path], topics: TopicChoice) -> Iter
                     yield Observation(images, frame.instruction, frame.index + 1, state=frame.state)
             bag.warn_of_damage()
         if missing:
-            _log.warning("bag %s: %d images are left out, the first as %s", path, len(missing), missing[0])
+            _log.warning("bag %s: %d images are skipped, the first: %s", path, len(missing), missing[0])
 
 
 def count_frames(path: Path, topics: TopicChoice) -> int:
-    """The number of frames that `frames_in` gives for a bag, without decoding an image."""
+    """Number of frames that `frames_in` yields for a bag, counted without decoding images."""
     with open_bag(path) as bag:
         found = bag_frames(bag, choose_topics(bag, topics), topics.instruction)
         return sum(1 for frame in found if frame.instruction and not frame.missing)
@@ -106,9 +106,10 @@ def simulation_source(
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
 ) -> Iterator[Observation]:
-    """What the policy sees while it drives a simulated arm, task after task, episode after episode from a seed on.
+    """Yields the observations of a policy that drives a simulated arm, cycling through the tasks.
 
-    `world` is `table` or the name of a LIBERO suite; `engine` gives the lengths of prompt and text.
+    Episodes start at `first_seed`, incremented each episode. `world` is `table` or the name of a LIBERO suite; `engine`
+    gives the lengths of prompt and text.
     """
     names = tasks_of(world, tasks)
     seen: list[Observation] = []
@@ -121,9 +122,9 @@ def simulation_source(
 
 
 def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
-    """Settings that give plain decoding's tokens, but for near ties in half precision.
+    """Settings that yield plain decoding's tokens, except for near ties in half precision.
 
-    For long answers they draft, without training, to be faster.
+    For long answers they use untrained drafters, which are faster.
     """
     codec = policy.codec.with_text(engine.max_reasoning_tokens)
     if codec.max_tokens <= _LONG_ANSWER:
@@ -137,22 +138,22 @@ def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
 class CollectedAnswers:
     """A policy's own answers, for drafting later ones."""
 
-    answers: dict[tuple[int, ...], None] = field(default_factory=dict)  # each different one once, in their order
-    frames: int = 0  # that were asked about
+    answers: dict[tuple[int, ...], None] = field(default_factory=dict)  # distinct answers, in order of first occurrence
+    frames: int = 0  # decoded frames
     dropped: Counter[str] = field(default_factory=Counter)  # frames without an action, by reason
 
 
 def collect_answers(
     policy: Target, frames: Iterable[Observation], on_frame: Callable[[int], None] = lambda done: None
 ) -> CollectedAnswers:
-    """Has a policy answer frames one after the other; its drafts change nothing.
+    """Collects a policy's answers to frames, decoded in order; drafts do not change them.
 
-    A UserError says that it answers with single actions, or not one frame with actions.
+    Raises UserError if the policy answers with single actions, or answers no frame with actions.
     """
     if policy.codec.horizon < 2:
         raise UserError(
-            "earlier answers are looked up for policies that answer with several actions; this one gives a single one: "
-            "set draft.temporal in their place"
+            "looking up earlier answers needs a policy that answers with several actions; this one gives a single "
+            "action: set draft.temporal instead"
         )
     engine = Engine(policy, lossless(policy, EngineSettings()))
     found = CollectedAnswers()

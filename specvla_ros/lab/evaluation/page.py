@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The style that every report shares: one HTML file, readable without a network and on a phone."""
+"""The style shared by all reports: one HTML file, readable offline and on a phone."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +13,13 @@ from specvla_ros.lab.evaluation.paired import Rate
 from specvla_ros.lab.files import replace_file
 from specvla_ros.lab.tally import DecodeTally
 
-if TYPE_CHECKING:  # a robot has no Plotly: what is not drawn does not need it
+if TYPE_CHECKING:  # a robot has no Plotly, which only plots need
     import plotly.graph_objects as go
 
 INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
 TAU = "τ: tokens committed per verification forward (accept length + 1)."
 _NUMBER = re.compile(r"[-+]?[0-9.]+%?")
-_LONG_CELL = 40  # characters; longer ones are text, which may wrap
+_LONG_CELL = 40  # characters; longer cells are text, which may wrap
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
@@ -50,7 +50,7 @@ def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of plain text, which scrolls where the window is narrow. Columns of numbers are flush right."""
+    """A table of plain text, scrollable in narrow windows. Columns of numbers are right-aligned."""
     rows = list(rows)
     columns = list(zip(*rows, strict=True)) or [()] * len(head)
     numbers = [any(cells) and all(map(_NUMBER.fullmatch, filter(None, cells))) for cells in columns]
@@ -68,7 +68,7 @@ def _row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
 
 
 def verdict(kind: str, text: str, reasons: Sequence[str] = ()) -> str:
-    """The box at a page's top; `kind`: passed, failed or empty. Reasons become a list under the text."""
+    """The box at the top of a page; `kind`: passed, failed or empty. Reasons become a list under the text."""
     if not reasons:
         return f"<p class='verdict {kind}'>{escape(text)}</p>"
     items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
@@ -76,15 +76,15 @@ def verdict(kind: str, text: str, reasons: Sequence[str] = ()) -> str:
 
 
 def cell(value: float | None, form: str) -> str:
-    """A number as of `format`; None is an empty cell."""
+    """A number formatted with `format`; None is an empty cell."""
     return "" if value is None else format(value, form)
 
 
 def plot(drawn: "go.Figure", height: int, *, name: str | None = None, **layout: Any) -> str:
-    """A plot that can be zoomed; `height` in pixels, `name` the id of its element, for scripts."""
+    """A zoomable plot; `height` in pixels, `name` its element's id, for scripts."""
     margin = dict(l=60, r=20, t=60, b=50)
     drawn.update_layout(template="plotly_white", height=height, margin=margin, **layout)
-    # Markers on an axis are drawn whole.
+    # Do not clip markers on an axis.
     drawn.update_traces(cliponaxis=False, selector=lambda trace: trace.type in ("scatter", "bar"))
     options = {"displaylogo": False, "responsive": True}
     html: str = drawn.to_html(full_html=False, include_plotlyjs=False, config=options, div_id=name)
@@ -92,14 +92,14 @@ def plot(drawn: "go.Figure", height: int, *, name: str | None = None, **layout: 
 
 
 def subplots(*shape: int, **layout: Any) -> "go.Figure":
-    """A figure of several plots; arguments as of Plotly's make_subplots."""
+    """A figure of several plots; takes the arguments of Plotly's make_subplots."""
     from plotly.subplots import make_subplots
 
     return make_subplots(*shape, **layout)
 
 
 def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]], text: Any) -> "go.Figure":
-    """Shares from 0 to 1 as shades of one colour, with a text in each cell."""
+    """Shares from 0 to 1 as shades of one colour, with a label in each cell."""
     import plotly.graph_objects as go
 
     shades = dict(colorscale=[[0, "#ffffff"], [1, BLUE]], zmin=0, zmax=1, showscale=False)
@@ -118,7 +118,7 @@ def decoding(tally: DecodeTally) -> str:
         _accept_lengths(tally) if any(length for _, length in tally.accepted) else "",
     ]
     if any(bins for _, bins in tally.bins_off):
-        parts.append("<p class=note>Tokens that are not the target's own choice, by their distance to it.</p>")
+        parts.append("<p class=note>Tokens that differ from the target's own choice, by their distance to it.</p>")
         parts.append(plot(_distance(tally), 300))
     return "".join(parts)
 
@@ -156,35 +156,35 @@ def rate_trace(rates: Sequence[Rate]) -> dict[str, Any]:
 
 
 def emulation(device: Mapping[str, Any] | None) -> str:
-    """The sentence that says that times are those of a device that did not run; empty without one."""
+    """The notice that times are a device's emulated ones; empty without a device."""
     if not device:
         return ""
     return (
-        f"<p class='verdict emulated'><b>Emulation</b> of {escape(device['name'])}: no such device ran. Each stage of "
-        f"the engine counted for the time in its table ({escape(device['source'])}).</p>"
+        f"<p class='verdict emulated'><b>Emulation</b> of {escape(device['name'])}: nothing ran on the device. Each "
+        f"engine stage counts for the time in the device's table ({escape(device['source'])}).</p>"
     )
 
 
 def busy(machine: str | None) -> str:
-    """The box that says that others kept the machine busy, see `busy_machine`; empty: they did not."""
+    """The notice that other processes kept the machine busy, see `busy_machine`; empty if they did not."""
     return verdict("emulated", machine[0].upper() + machine[1:] + ".") if machine else ""
 
 
 def recording(name: str | None) -> str:
-    """The section that names the recording beside the page; empty without one."""
+    """The section that names the recording next to the page; empty without one."""
     if not name:
         return ""
     what = "Camera, instruction, actions, latency by stage, drafted and accepted tokens over time"
-    return f"<h2>Recording</h2><p>{what}: <code>rerun {escape(name)}</code>, beside this page.</p>"
+    return f"<h2>Recording</h2><p>{what}: <code>rerun {escape(name)}</code>, next to this page.</p>"
 
 
 def provenance(context: Mapping[str, Any]) -> str:
-    """The section at a page's end: what the result was made of."""
+    """The section at the end of a page: the result's settings, inputs and software."""
     return f"<h2>Provenance</h2><div class=provenance>{table(('', ''), context_rows(context))}</div>"
 
 
 def context_rows(context: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Nested values as rows of a table; None is left out."""
+    """Nested values as table rows, without None."""
     rows: list[tuple[str, str]] = []
     for name, value in context.items():
         if isinstance(value, Mapping):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of success: rates, paired comparisons, and tests and intervals that hold whenever one looks.
+"""Statistics of success: rates, paired comparisons, and anytime-valid tests and intervals.
 
-A null hypothesis is a mean of at most m. A gambler against it stakes a fraction f of what they have on each value, at
-odds that are fair if the mean is m: after n values they have the product of 1 - f + f (x - low) / (m - low). If the
-null hypothesis is true this grows to 1 / alpha with a probability of at most alpha, however long it goes on (Ville
+The null hypothesis is a mean of at most m. A gambler bets against it and stakes a fraction f of the capital on each
+value, at odds that are fair if the mean is m. After n values the capital is the product of 1 - f + f (x - low) / (m -
+low). If the null hypothesis is true, the capital ever reaches 1 / alpha with a probability of at most alpha (Ville
 1939; Ramdas, Grünwald, Vovk and Shafer 2023, "Game-theoretic statistics and safe anytime-valid inference", section 2).
-The e-value is the mean over gamblers of all fractions (Robbins' method of mixtures; Waudby-Smith and Ramdas 2024,
-"Estimating means of bounded random variables by betting", section 5).
+The e-value is the mean capital over gamblers of all fractions (Robbins' method of mixtures; Waudby-Smith and Ramdas
+2024, "Estimating means of bounded random variables by betting", section 5).
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-Z_95 = 1.959963984540054  # standard deviations of a normal distribution on either side of its mean that hold 95 %
+Z_95 = 1.959963984540054  # half-width of a normal distribution's central 95 %, in standard deviations
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a success rate (Wilson 1927); it holds at 0, at 1 and for few episodes, even none."""
+    """95 % confidence interval of a success rate (Wilson 1927); valid at 0, at 1 and for few or no episodes."""
     if n == 0:
         return 0.0, 1.0
     rate, z2 = successes / n, Z_95**2
@@ -30,17 +30,17 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value that two settings succeed alike (McNemar 1947), from the pairs in which they differ."""
+    """Two-sided exact p-value for equal success of two settings (McNemar 1947), from the pairs in which they differ."""
     n = only_first + only_second
     tail = sum(comb(n, k) for k in range(min(only_first, only_second) + 1)) / 2**n
     return min(1.0, 2 * tail)
 
 
 def paired_difference(only_first: int, only_second: int, n: int) -> tuple[float, float, float]:
-    """The second setting's success rate less the first's, with a 95 % interval (Agresti and Min 2005).
+    """The second setting's success rate minus the first's, with a 95 % interval (Agresti and Min 2005).
 
-    Half a pair is added to each of the four cells, so that pairs which never differ do not count as certainty; without
-    pairs it is (0, -1, 1).
+    Half a pair is added to each of the four cells, so that pairs which never differ do not imply certainty. Without
+    pairs the result is (0, -1, 1).
     """
     if n == 0:
         return 0.0, -1.0, 1.0
@@ -80,13 +80,13 @@ class PairedComparison:
 
     first: Rate
     second: Rate
-    only_first: int  # pairs in which the first alone succeeded
+    only_first: int  # pairs in which only the first succeeded
     only_second: int
-    p: float  # of `mcnemar_p`
+    p: float  # see `mcnemar_p`
 
     @staticmethod
     def from_pairs(pairs: Sequence[tuple[bool, bool]]) -> "PairedComparison":
-        """From the success of the first and the second setting, pair by pair."""
+        """Builds the comparison from the success of the first and the second setting in each pair."""
         only_first = sum(first and not second for first, second in pairs)
         only_second = sum(second and not first for first, second in pairs)
         return PairedComparison(
@@ -99,7 +99,7 @@ class PairedComparison:
 
     @property
     def points(self) -> tuple[float, float, float]:
-        """The second's success less the first's in percentage points, and its 95 % interval."""
+        """The second's success minus the first's in percentage points, and its 95 % interval."""
         middle, low, high = paired_difference(self.only_first, self.only_second, self.first.n)
         return 100 * middle, 100 * low, 100 * high
 
@@ -111,15 +111,15 @@ class PairedComparison:
 
 
 _FRACTIONS = (np.arange(64) + 0.5) / 64
-_HALVINGS = 30  # of an interval; beyond what is shown of a bound
+_HALVINGS = 30  # bisection steps; finer than any displayed bound
 
 
 def log_e_values(values: Sequence[float] | np.ndarray, mean: float, low: float) -> np.ndarray:
-    """Natural logarithms of the evidence against a mean of at most `mean`, after each value: float64 [..., n].
+    """Natural logarithms of the e-values against a mean of at most `mean`, after each value: float64 [..., n].
 
     Args:
-        values: float [..., n], none below `low`, each drawn alike whatever the ones before were.
-        mean: of the null hypothesis, above `low`.
+        values: float [..., n], at least `low`, each from the same distribution regardless of the earlier ones.
+        mean: the null hypothesis' mean, above `low`.
         low: the smallest possible value.
     """
     shares = (np.asarray(values, dtype=np.float64) - low) / (mean - low)
@@ -129,8 +129,8 @@ def log_e_values(values: Sequence[float] | np.ndarray, mean: float, low: float) 
 
 
 def lower_bound(values: Sequence[float] | np.ndarray, low: float, high: float, alpha: float) -> float:
-    """A bound below the mean of values from `low` to `high`, ever wrong with a probability of at most alpha."""
-    # The evidence falls as the mean of the null hypothesis rises: each gambler's does.
+    """An anytime-valid lower bound of the mean of values in [low, high]; ever wrong with probability at most alpha."""
+    # Each gambler's evidence, and so their mean, falls as the null hypothesis' mean rises.
     below, above = low, high
     for _ in range(_HALVINGS if len(values) else 0):
         middle = (below + above) / 2
@@ -142,6 +142,6 @@ def lower_bound(values: Sequence[float] | np.ndarray, low: float, high: float, a
 def confidence_interval(
     values: Sequence[float] | np.ndarray, low: float, high: float, alpha: float
 ) -> tuple[float, float]:
-    """An interval that holds the mean at all times together with a probability of at least 1 - alpha."""
+    """An anytime-valid interval: with probability at least 1 - alpha it contains the mean after every value."""
     mirrored = -np.asarray(values, dtype=np.float64)
     return lower_bound(values, low, high, alpha / 2), -lower_bound(mirrored, -high, -low, alpha / 2)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla qualify`: on which device, and with which setting, a policy still works as well as when the world waits.
+"""`specvla qualify`: finds the devices and settings on which a policy works in real time as well as in lockstep.
 
-Real-time episodes of a candidate are paired with lockstep episodes of plain decoding: the same task, the same start.
-The task of each pair is drawn anew, so that pairs are alike whatever came before, and their evidence may be looked at
-after each of them (see `paired`).
+Real-time episodes of a candidate are paired with lockstep episodes of plain decoding with the same task and start. Each
+pair's task is drawn at random, so that pairs have the same distribution and their evidence may be evaluated after any
+pair (see `paired`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ from specvla_ros.lab.simulation.rollout import Clock, tick_time
 
 QUALIFY_FILE = "qualify.json"
 REFERENCE = "lockstep"
-_OF = "candidate"  # of a line in EPISODES_FILE
+_OF = "candidate"  # field of a line in EPISODES_FILE
 
 
 class Verdict(str, Enum):
-    """What the pairs say about a candidate."""
+    """The conclusion from a candidate's pairs."""
 
     QUALIFIED = "qualified"
     REFUSED = "refused"
@@ -42,7 +42,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Pair:
-    """One start, twice."""
+    """Two episodes from one start: the reference's and the candidate's."""
 
     task: str
     seed: int
@@ -55,17 +55,17 @@ class Judgement:
     """A candidate and its pairs."""
 
     name: str
-    pairs: tuple[Pair, ...]  # in the order in which they were drawn
+    pairs: tuple[Pair, ...]  # in the order of drawing
     criterion: Criterion
 
     @cached_property
     def differences(self) -> np.ndarray:
-        """Float64 [pairs]: 1 where the candidate alone succeeded, -1 where the reference alone did."""
+        """Float64 [pairs]: 1 if only the candidate succeeded, -1 if only the reference did."""
         return np.array([pair.candidate - pair.reference for pair in self.pairs], dtype=np.float64)
 
     @cached_property
     def evidence(self) -> dict[str, np.ndarray]:
-        """Logarithms of the e-values after each pair, by what they are evidence for."""
+        """Logarithms of the e-values after each pair, by the claim that they support."""
         criterion = self.criterion
         succeeded = np.array([pair.candidate for pair in self.pairs], dtype=np.float64)
         return {
@@ -77,7 +77,7 @@ class Judgement:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Qualified where both criteria are shown, each with alpha; refused where one fails, each with half of it."""
+        """Qualified if both criteria are shown, each at alpha; refused if one is refuted, each at alpha / 2."""
         if not self.pairs:
             return Verdict.NOT_TRIED
         most = {name: float(values.max()) for name, values in self.evidence.items()}
@@ -90,7 +90,7 @@ class Judgement:
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """For the difference in success; it holds whenever one looks."""
+        """Anytime-valid interval of the difference in success."""
         return self.interval_after(len(self.pairs))
 
     def interval_after(self, n: int) -> tuple[float, float]:
@@ -98,7 +98,7 @@ class Judgement:
 
     @property
     def rates(self) -> tuple[Rate, Rate]:
-        """Of the reference and of the candidate."""
+        """Success rates of the reference and of the candidate."""
         n = len(self.pairs)
         return Rate(sum(pair.reference for pair in self.pairs), n), Rate(sum(pair.candidate for pair in self.pairs), n)
 
@@ -120,23 +120,24 @@ class Judgement:
 
     def __str__(self) -> str:
         if not self.pairs:
-            return f"{self.name}: not tried, since the one before it did not qualify"
+            return f"{self.name}: not tried, since the previous candidate did not qualify"
         reference, candidate = self.rates
         low, high = (100 * bound for bound in self.interval)
         return (
-            f"{self.name}: {self.verdict.value} after {len(self.pairs)} pairs: success {candidate} beside {reference}, "
-            f"{100 * self.differences.mean():+.1f} points, {low:+.1f} to {high:+.1f} whenever one looks"
+            f"{self.name}: {self.verdict.value} after {len(self.pairs)} pairs: success {candidate}, "
+            f"reference {reference}, difference {100 * self.differences.mean():+.1f} points, "
+            f"anytime-valid interval {low:+.1f} to {high:+.1f}"
         )
 
 
 def device_candidates(base: SimulateSettings, devices: Sequence[str]) -> dict[str, SimulateSettings]:
-    """The same policy and setting on one device after the other; without any, at this machine's own times."""
+    """The policy and setting on each device; without devices, at this machine's own times."""
     realtime = replace(base, clock=Clock.REALTIME)
     return {device or "this machine": replace(realtime, emulate=device) for device in devices or [""]}
 
 
 def tolerance_candidates(base: SimulateSettings, device: str, bins: Sequence[int]) -> dict[str, SimulateSettings]:
-    """The same policy with one tolerance after the other (`acceptance.rule` bin_distance), on one device."""
+    """The policy with each tolerance (`acceptance.rule` bin_distance) on one device."""
     realtime = replace(base, clock=Clock.REALTIME, emulate=device)
     return {f"r{r}": replace(realtime, engine=within_bins(base.engine, r)) for r in bins}
 
@@ -149,15 +150,15 @@ def qualify(
     on_pairs: Callable[[Judgement], None] = lambda judgement: None,
     on_episode: Callable[[str, int, int], None] = lambda name, done, wanted: None,
 ) -> list[Judgement]:
-    """Judges candidates one after the other, until one does not qualify; writes a page, qualify.json and all episodes.
+    """Judges candidates in order until one does not qualify; writes a page, qualify.json and all episodes.
 
-    They are tried from the safest to the boldest, each with the whole alpha: where one fails, those after it are not
-    tried, so that no wrong verdict of theirs can add to its own (fixed-sequence testing, Maurer, Hothorn and Lehmacher
-    1995). Called again with the same settings, it resumes.
+    Candidates are tried from the safest to the boldest, each at the full alpha. After one fails, the later ones are not
+    tried, so that their wrong verdicts cannot add to its own (fixed-sequence testing, Maurer, Hothorn and Lehmacher
+    1995). A repeated call with the same settings resumes.
 
     Args:
         candidates: real-time simulations by name, the safest first; they share policy, world and robot.
-        on_episode: called with the name, the number of episodes and of those wanted until the next look.
+        on_episode: gets the name, the number of episodes done and the number wanted until the next evaluation.
     """
     base = next(iter(candidates.values()))
     for settings in candidates.values():
@@ -187,7 +188,7 @@ def qualify(
             done[name, result.task, result.seed] = result
             on_episode(name, sum((name, *start) in done for start in starts), len(starts))
 
-    with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
+    with directory.reporting_errors("; finished episodes are kept, and the same command resumes"):
         try:
             for name in candidates:
                 starts = iter(drawn)
@@ -212,13 +213,13 @@ def qualify(
 
 
 def boldest(judgements: Sequence[Judgement]) -> str:
-    """The name of the last candidate that qualified; empty: none did."""
+    """Name of the last candidate that qualified; empty if none did."""
     return next((each.name for each in reversed(judgements) if each.verdict is Verdict.QUALIFIED), "")
 
 
 _HEAD = ("", "verdict", "pairs", "lockstep", "realtime", "difference", "only lockstep", "only realtime")
-_POINTS = 60  # of an interval's curve
-_SHOWN_EVIDENCE = (-2.5, 4.5)  # powers of ten; more changes no verdict
+_POINTS = 60  # points on an interval's curve
+_SHOWN_EVIDENCE = (-2.5, 4.5)  # powers of ten; values beyond do not change a verdict
 _COLOURS = {"not worse": page.GREEN, "works": page.BLUE, "worse": page.RED, "does not work": page.INK}
 
 
@@ -232,8 +233,8 @@ def _write_report(path: Path, judgements: Sequence[Judgement], context: Mapping[
     if tried:
         wanted = tried[0].criterion
         parts.append(
-            "<p class=note>Success with its 95 % Wilson interval. The difference in points, with an interval that "
-            f"holds whenever one looks, wrongly with a probability of at most {wanted.alpha:g}. To qualify: less than "
+            "<p class=note>Success with its 95 % Wilson interval. Difference in points, with an anytime-valid interval "
+            f"whose error probability is at most {wanted.alpha:g}. To qualify: less than "
             f"{100 * wanted.margin:g} points below lockstep, and above {100 * wanted.success:g} % success.</p>"
         )
     for each in tried:
@@ -289,7 +290,7 @@ def _interval(each: Judgement) -> go.Figure:
     words = dict(annotation_text=f"margin, {margin:g}", annotation_position="bottom left")
     drawn.add_hline(y=margin, line_dash="dot", line_color=page.RED, **words)
     drawn.update_xaxes(title_text="pairs")
-    return drawn.update_yaxes(title_text="realtime less lockstep [points]")
+    return drawn.update_yaxes(title_text="realtime minus lockstep [points]")
 
 
 def _by_task(each: Judgement) -> list[tuple[str, ...]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla replay`: a recording in; actions, figures, a report and a bag of the actions out."""
+"""`specvla replay`: decodes a recording and writes actions, figures, a report and a bag of the actions."""
 
 import shutil
 import signal
@@ -52,19 +52,18 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
 
 FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
-INTERRUPTED = "interrupted"  # how `incomplete` of a summary begins that a signal ended
+INTERRUPTED = "interrupted"  # prefix of a summary's `incomplete` after a signal
 _NS = 1e-9
 _KNOWN_DATASET = ConventionSettings()
-_BASE_FRAME = "base_link"  # a bag does not name it
-_HINT = "; the frames so far are kept, and the same command goes on"
+_BASE_FRAME = "base_link"  # not named in a bag
+_HINT = "; finished frames are kept, and the same command resumes"
 
 
 class ReplayRun:
-    """Answers the frames of a bag, from the first one, and writes the results.
+    """Answers the frames of a bag in order and writes the results.
 
-    A replay resumes from frames.jsonl: its frames are not decoded again, and the bag of actions is recorded anew from
-    them. The engine decodes the newest of them once more before the first frame that is missing, so that it knows the
-    last stamp and the last action.
+    A replay resumes from frames.jsonl: its frames are not decoded again, and the bag of actions is rewritten from them.
+    Before the first missing frame the engine decodes the newest of them again, to restore the last stamp and action.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class ReplayRun:
         self._engine, self._directory, self._pictures = engine, directory, pictures
         self._columns = ReplayColumns(engine.target.codec.names, pictures.start_ns)
         self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
-        self._newest: list[Observation] = []  # of the kept frames: that of the newest action, and the newest of all
+        self._newest: list[Observation] = []  # kept frames: the one of the newest action, and the newest of all
         bag = directory.path / BAG_DIRECTORY
         shutil.rmtree(bag, ignore_errors=True)
         described = {key: str(value) for key, value in engine.target.describe().items()}
@@ -88,7 +87,7 @@ class ReplayRun:
         self._shown = RerunRecording(shown) if shown is not None else None
 
     def play(self, frame: BagFrame) -> bool:
-        """Answers one frame and writes the result at once; returns whether it was missing."""
+        """Answers one frame and writes the result immediately; returns True if the frame was missing."""
         received_ns = time.monotonic_ns()
         observed = _observe(frame, received_ns, self._engine.target)
         if frame.index < len(self._kept):
@@ -110,7 +109,7 @@ class ReplayRun:
         return True
 
     def finish(self, thresholds: Thresholds, context: Mapping[str, Any], incomplete: str) -> ReplaySummary:
-        """Writes the end of the bag, the report and, when all else is there, the summary."""
+        """Writes the end of the bag, the report and, last, the summary."""
         with closing(self._recorder):
             self._lines.close()
         if self._shown is not None and (lost := self._shown.close()):
@@ -119,7 +118,7 @@ class ReplayRun:
         try:
             write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
         except ModuleNotFoundError as error:  # a robot has no Plotly
-            tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
+            tell(f"cannot write {REPORT_FILE}: {missing_package(error)}")
         self._directory.write_json(SUMMARY_FILE, summary.as_json())
         return summary
 
@@ -139,11 +138,11 @@ class ReplayRun:
         )
 
     def _restore(self, record: FrameRecord, frame: BagFrame, observed: Observation | FrameRecord) -> None:
-        """Takes a frame from the results of the replay that is resumed."""
+        """Takes a frame from the results of the resumed replay."""
         if (record.frame, record.time_ns) != (frame.index, frame.image.time_ns):
             raise UserError(
-                f"line {frame.index + 1} of {self._directory.path / FRAMES_FILE} is not of frame {frame.index} of the "
-                "bag; remove that directory"
+                f"line {frame.index + 1} of {self._directory.path / FRAMES_FILE} does not belong to frame {frame.index}"
+                " of the bag; remove that directory"
             )
         action = None
         if isinstance(observed, Observation):
@@ -209,7 +208,7 @@ def _dropped(
 
 
 def _action(record: FrameRecord, observation: Observation, names: tuple[str, ...]) -> Action | None:
-    """The action in a line of frames.jsonl; None: the frame was dropped."""
+    """The action in a line of frames.jsonl; None if the frame was dropped."""
     if record.values is None or record.tokens is None or record.timings is None or record.decoding is None:
         return None
     return Action(
@@ -236,15 +235,15 @@ def replay(
 ) -> ReplaySummary:
     """Decodes an action for every image of a bag and writes frames.jsonl, summary.json, report.html and actions_bag/.
 
-    Each frame is written at once. When the bag is cut off, when Ctrl-C ends the replay, or when something fails,
-    summary and report are still written, and `failures` of the summary says what is missing. Called again with the same
-    settings it decodes the frames that are missing.
+    Each frame is written immediately. If the bag is truncated, Ctrl-C ends the replay, or an error occurs, summary and
+    report are still written, and the summary's `failures` states what is missing. A repeated call with the same
+    settings decodes the missing frames.
 
     Args:
-        engine: warm; without a staleness limit, as a recorded image has no age.
-        out_dir: made if missing, refused if it holds a whole replay or other results.
-        action: the actions' convention, where the dataset is not known.
-        shown: where Rerun shows it; None: nowhere.
+        engine: warmed up, without a staleness limit, since recorded images have no age.
+        out_dir: created if missing; refused if it holds a complete replay or other results.
+        action: the actions' convention, for unknown datasets.
+        shown: the output for Rerun; None: none.
     """
     directory = _open_output(out_dir)
     policy = engine.target
@@ -260,7 +259,7 @@ def replay(
             engine.check_instruction(instruction)
         engine.reset()
         context = _context(bag, chosen, engine, instruction, convention)
-        content = {name: value for name, value in context["bag"].items() if name != "path"}  # it may have been moved
+        content = {name: value for name, value in context["bag"].items() if name != "path"}  # bags may move
         deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
         directory.begin(deciding | checkpoint_hashes(policy.directory, engine.settings))
         if shown is not None and shown.out:
@@ -277,7 +276,7 @@ def replay(
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:
-            # Keep what was replayed; if it cannot even be written, the first error says why.
+            # Keep the finished frames; if writing fails too, report the first error.
             with suppress(OSError):
                 finish(f"{type(error).__name__}: {error}")
             if isinstance(error, OSError):
@@ -288,22 +287,22 @@ def replay(
 
 
 def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: str | None) -> None:
-    """Raises a UserError where the topics of further cameras and of the state do not fit the policy's sensors."""
+    """Raises UserError if the topics of other cameras and of the state do not match the policy's sensors."""
     lead, *others = policy.cameras
     missing = [name for name in others if name not in cameras]
     if missing:
         raise UserError(
-            f"{policy.directory} looks at the cameras {', '.join(policy.cameras)}: beside the image topic, which is of "
-            f"'{lead}', say where '{missing[0]}' is: --camera {missing[0]}=TOPIC"
+            f"{policy.directory} uses the cameras {', '.join(policy.cameras)}: the image topic is that of '{lead}'; "
+            f"also give the topic of '{missing[0]}': --camera {missing[0]}=TOPIC"
         )
     unknown = [name for name in cameras if name not in others]
     if unknown:
-        raise UserError(f"{policy.directory} has no further camera '{unknown[0]}'; leave --camera {unknown[0]}=… out")
+        raise UserError(f"{policy.directory} has no other camera '{unknown[0]}'; remove --camera {unknown[0]}=…")
     if bool(policy.state_dims) != bool(state_topic):
         raise UserError(
-            f"{policy.directory} reads the robot's state: say where it is: --state-topic TOPIC"
+            f"{policy.directory} uses the robot's state: give its topic with --state-topic TOPIC"
             if policy.state_dims
-            else f"{policy.directory} reads no state; leave --state-topic out"
+            else f"{policy.directory} does not use a state; remove --state-topic"
         )
 
 
@@ -313,14 +312,14 @@ def tell(text: str) -> None:
 
 
 def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = DEFAULT_TOPICS) -> None:
-    """Checks the output and the bag before a policy is loaded, which may take minutes."""
+    """Checks the output and the bag before the policy is loaded, which may take minutes."""
     _open_output(out_dir)
     with open_bag(bag_path) as bag:
         choose_topics(bag, topics)
 
 
 def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str | None, *, progress: bool) -> str:
-    """Replays frame by frame; returns why not all of them, empty when all."""
+    """Replays all frames; returns the reason for stopping early, or an empty string."""
     total, played = topics.image.count, 0
     with _deferred_interruption() as interrupted, progress_bar(shown=progress) as bar:
         task = bar.add_task("replaying", total=total)
@@ -338,10 +337,10 @@ def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str |
 
 @contextmanager
 def _deferred_interruption() -> Iterator[Callable[[], bool]]:
-    """Gives a function that returns whether SIGINT or SIGTERM has arrived.
+    """Yields a function that returns True once SIGINT or SIGTERM has arrived.
 
-    The first signal is only noted; a second one has its usual effect. Outside of the main thread, which alone gets
-    signals, the handlers are left alone.
+    The first signal is only recorded; a second one has its usual effect. Outside the main thread, the only one that
+    receives signals, the handlers are not changed.
     """
     received: list[int] = []
     handlers: dict[int, Any] = {}
@@ -369,7 +368,7 @@ def _open_output(out_dir: str | Path) -> RunDirectory:
     if summary is not None and not summary.get("incomplete"):
         raise UserError(
             f"{directory.path} holds the result of an earlier replay; give another directory with --out, or remove "
-            "that one"
+            "this one"
         )
     return directory
 

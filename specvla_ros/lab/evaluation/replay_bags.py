@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla replay` of many bags: each replayed once, one report, one set of limits over all of their frames."""
+"""`specvla replay` of many bags: one report, and one set of limits over all frames."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -60,17 +60,17 @@ class BagJob:
     settings: ReplaySettings
     bag: Path
     out: Path  # directory of its results
-    rerun: str = ""  # the recording for Rerun to write; empty: none
+    rerun: str = ""  # the Rerun file to write; empty: none
 
 
 def named_bags(bags: Sequence[Path]) -> dict[str, Path]:
-    """Bags by name and sorted; a UserError says that two have the same name."""
+    """Bags by name, sorted; raises UserError if two have the same name."""
     by_name = {_name(path): path for path in sorted(bags, key=_name)}
     if len(by_name) < len(bags):
         twice = next(name for name, count in Counter(map(_name, bags)).items() if count > 1)
         raise UserError(
-            f"two bags are called {twice}, and results lie in a folder of the bag's name: replay them one after the "
-            "other, each with its own --out"
+            f"two bags are called {twice}, and each bag's results go to a folder of its name: replay them separately, "
+            "each with its own --out"
         )
     return by_name
 
@@ -91,17 +91,18 @@ def replay_bags(
     spread: EngineSpread = THIS_PROCESS,
     on_bag: Callable[[str, int, int], None] = lambda name, done, wanted: None,
 ) -> BagsSummary:
-    """Replays bags, each into a folder of its name, and writes summary.json and report.html of all.
+    """Replays each bag into a folder of its name and writes summary.json and report.html for all of them.
 
-    Called again with the same settings it replays what is missing: bags that are not there yet or were cut short. A bag
-    that cannot be read, or whose worker dies again and again, is a row that fails the replay; the others go on. A
-    UserError says that the policy, or a setting, is wrong for all bags.
+    A repeated call with the same settings replays missing and interrupted bags. A bag that cannot be read, or whose
+    worker dies repeatedly, becomes a row that fails the replay; the other bags continue. Raises UserError if the policy
+    or a setting is wrong for all bags.
 
     Args:
-        bags: by the name of their folder; `left_out`: what was found beside them, for the summary.
+        bags: by the name of their folder.
+        left_out: other files found, for the summary.
         thresholds: limits over the frames of all bags together.
-        rerun: name of the file for Rerun in each bag's folder; empty: none.
-        on_bag: called with the name of a finished bag, the number of finished bags and that of all.
+        rerun: name of the Rerun file in each bag's folder; empty: none.
+        on_bag: gets the name of a finished bag, the number of finished bags and the total.
     """
     directory = RunDirectory(out_dir, _COMMAND)
     hashes = checkpoint_hashes(settings.policy, settings.engine)
@@ -113,7 +114,7 @@ def replay_bags(
         try:
             if not _is_replayed(bag, out, hashes):
                 jobs.append(BagJob(settings, bag, out, str(out / rerun) if rerun else ""))
-                why[name] = "not replayed: the run ended before"
+                why[name] = "not replayed: the run ended first"
         except UserError as error:
             why[name] = str(error)
     results = run_jobs(
@@ -135,22 +136,22 @@ def replay_bags(
             if reason.startswith(INTERRUPTED):
                 break
     except BaseException:
-        with suppress(OSError):  # the first error says why
+        with suppress(OSError):  # report the first error
             if resumed or any((directory.path / name).exists() for name in bags):
                 summarised()
-            else:  # what is wrong for every bag leaves nothing behind
+            else:  # an error common to all bags leaves no files behind
                 (directory.path / SETTINGS_FILE).unlink()
                 directory.path.rmdir()
         raise
-    with directory.reporting_errors("; the bags so far are kept, and the same command goes on"):
+    with directory.reporting_errors("; finished bags are kept, and the same command resumes"):
         return summarised()
 
 
 def replay_bag(job: BagJob, host: Host | None = None) -> str:
-    """Replays one bag; returns why not as a whole, empty when it was. The engine is kept for the next one."""
+    """Replays one bag; returns the reason if incomplete, else an empty string. Keeps the engine for the next bag."""
     settings, topics = job.settings, job.settings.topics
     engine = _engine(settings.policy, settings.model, settings.engine, topics.instruction, host)
-    # What is wrong for all bags is said once.
+    # Errors common to all bags are raised once.
     check_senses(engine.target, topics.cameras, topics.state_topic)
     settings.action.convention(engine.target.unnorm_key, engine.target.codec.dt_s)
     try:
@@ -169,7 +170,7 @@ def replay_bag(job: BagJob, host: Host | None = None) -> str:
 
 
 def host_engine(settings: ReplaySettings, workers: int) -> EngineHost:
-    """The engine that several workers share."""
+    """Creates the engine that several workers share."""
     return EngineHost(load_target(settings.policy, **vars(settings.model)), settings.engine, workers)
 
 
@@ -186,7 +187,7 @@ def _engine(
 
 
 def _is_replayed(bag: Path, out: Path, hashes: Mapping[str, Any]) -> bool:
-    """Whether a folder holds the whole replay of this bag; a UserError where it holds something else."""
+    """True if the folder holds this bag's complete replay; raises UserError if it holds something else."""
     with open_bag(bag) as opened:
         files = file_hashes(opened.files)
     directory = RunDirectory(out, _COMMAND)
@@ -208,7 +209,7 @@ def _summarise(
     left_out: Sequence[str],
     thresholds: Thresholds,
 ) -> BagsSummary:
-    """Summary and report, from the results in the bags' folders."""
+    """Writes summary and report from the results in the bags' folders."""
     rows: list[BagRow] = []
     together: ReplayColumns | None = None
     context: dict[str, Any] = {"settings": settings.as_json(), "policy": {"checkpoint": str(settings.policy)}, **head()}
@@ -235,13 +236,13 @@ def _summarise(
     try:
         write_bags_report(directory.path / REPORT_FILE, summary)
     except ModuleNotFoundError as error:  # a robot has no Plotly
-        tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
+        tell(f"cannot write {REPORT_FILE}: {missing_package(error)}")
     directory.write_json(SUMMARY_FILE, summary.as_json())
     return summary
 
 
 def read_frames(out: Path) -> dict[tuple[str, int, int], FrameRecord]:
-    """The frames of a replay, of one bag or of many, by the bag's folder, index and time; empty: it is no replay."""
+    """The frames of a replay of one or many bags, by the bag's folder, index and time; empty if it is not a replay."""
     found = {}
     for path in (out / FRAMES_FILE, *sorted(out.glob(f"*/{FRAMES_FILE}"))):
         folder = "" if path.parent == out else path.parent.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a replay, of one bag or of many: limits, latencies, and actions beside the recorded ones."""
+"""The pages of a replay of one or many bags: limits, latencies, and actions next to the recorded ones."""
 
 import base64
 import io
@@ -33,9 +33,9 @@ _UNITS = {"x": "m", "y": "m", "z": "m", "roll": "rad", "pitch": "rad", "yaw": "r
 _STAGE_COLOURS = dict(zip(STAGES, (page.GREY, page.AMBER, page.BLUE, page.GREEN), strict=True))
 _PLOT_COLUMNS = 2
 _MAX_PICTURES = 300
-_PICTURE_SIZE = (240, 240)  # pixels at most
+_PICTURE_SIZE = (240, 240)  # pixels, maximum
 
-# The slider, the picture, the numbers and the line in the plots show one frame.
+# The slider, the image, the numbers and the line in the plots show the same frame.
 _SCRUBBER_STYLE = """
 <style>
 .scrubber { display: grid; grid-template-columns: 260px minmax(0, 1fr); gap: 1rem; }
@@ -48,15 +48,15 @@ _SCRUBBER = """
 <script>
 {
   const frames = JSON.parse(document.getElementById("frames").textContent);
-  const [slider, picture, caption, numbers, plot] =
-    ["slider", "picture", "caption", "numbers", "actions"].map((id) => document.getElementById(id));
+  const [slider, image, caption, numbers, plot] =
+    ["slider", "image", "caption", "numbers", "actions"].map((id) => document.getElementById(id));
   const names = JSON.parse(numbers.dataset.names);
   const cell = (row, text) => { row.insertCell().textContent = text; row.lastChild.className = "number"; };
   const show = (index) => {
     const frame = frames[index];
     slider.value = index;
-    if (frame.picture) picture.src = "data:image/jpeg;base64," + frame.picture;
-    else picture.removeAttribute("src");
+    if (frame.image) image.src = "data:image/jpeg;base64," + frame.image;
+    else image.removeAttribute("src");
     caption.textContent =
       `frame ${frame.frame}, ${frame.time.toFixed(2)} s: ` + (frame.instruction || "no instruction") +
       (frame.drop ? ` (dropped: ${frame.drop})` : "");
@@ -97,12 +97,12 @@ class Pictures:
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, record: FrameRecord, image: np.ndarray | None) -> None:
-        """Keeps the frame if it is one of those that are shown; RGB uint8 [height, width, 3], None: unreadable."""
+        """Keeps the frame if it is among those shown; image: RGB uint8 [height, width, 3], None if unreadable."""
         if record.frame % max(1, -(-self.frames // _MAX_PICTURES)):
             return
         shown = {name: getattr(record, name) for name in ("frame", "instruction", "values", "recorded")}
         shown |= {"time": (record.time_ns - self.start_ns) * 1e-9, "drop": record.drop and record.drop["reason"]}
-        self.shown.append(shown | {"picture": None if image is None else _jpeg(image)})
+        self.shown.append(shown | {"image": None if image is None else _jpeg(image)})
 
 
 def _jpeg(image: np.ndarray) -> str:
@@ -168,7 +168,7 @@ def _latency(summary: ReplaySummary) -> str:
 
 
 def _comparison(summary: ReplaySummary) -> str:
-    """The table of the actions beside the recorded ones, or why there is none."""
+    """The table comparing the actions with the recorded ones, or the reason for its absence."""
     if not summary.compared:
         return "<p>The bag has no recorded action of the policy's length to compare with.</p>"
     rows = [
@@ -183,12 +183,12 @@ def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
     drawn = _action_plot(columns) if columns.frame else ""
     if not pictures.shown:
         return drawn
-    # No text of a bag may end the script element.
+    # Text from a bag must not end the script element.
     frames, names = (json.dumps(each).replace("<", "\\u003c") for each in (pictures.shown, columns.names))
     shown = len(pictures.shown)
-    note = f"Pictures of {shown} of {columns.frames} frames. Move the slider, or the pointer over the plots."
+    note = f"Images of {shown} of {columns.frames} frames. Move the slider, or the pointer over the plots."
     return (
-        f"{_SCRUBBER_STYLE}<p class=note>{note}</p><div class=scrubber><div><img id=picture alt='camera picture'>"
+        f"{_SCRUBBER_STYLE}<p class=note>{note}</p><div class=scrubber><div><img id=image alt='camera image'>"
         f"<input id=slider type=range min=0 max={shown - 1} value=0 aria-label=frame><p id=caption></p>"
         f"<table id=numbers data-names='{escape(names)}'><thead><tr><th><th>decoded<th>recorded</thead><tbody></tbody>"
         f"</table></div><div>{drawn}</div></div><script id=frames type='application/json'>{frames}</script>{_SCRUBBER}"
@@ -197,7 +197,7 @@ def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
 
 def _drop_plot(columns: ReplayColumns) -> str:
     counts = Counter(reason.value for _, reason in columns.dropped)
-    drawn = page.subplots(cols=2, column_widths=[0.32, 0.68], subplot_titles=("dropped frames", "which"))
+    drawn = page.subplots(cols=2, column_widths=[0.32, 0.68], subplot_titles=("dropped frames", "by frame"))
     drawn.add_bar(x=list(counts.values()), y=list(counts), orientation="h", marker_color=page.RED, row=1, col=1)
     frames, reasons = zip(*((frame, reason.value) for frame, reason in columns.dropped), strict=True)
     drawn.add_scatter(x=frames, y=reasons, mode="markers", marker=dict(color=page.RED, symbol="x"), row=1, col=2)
@@ -223,7 +223,7 @@ def _latency_plot(columns: ReplayColumns) -> str:
 
 
 def _action_plot(columns: ReplayColumns) -> str:
-    """Each dimension over the bag's time, decoded and recorded."""
+    """Plots each dimension over bag time, decoded and recorded."""
     series = [("decoded", page.BLUE, np.array(columns.values))]
     if columns.compared.any():
         series.append(("recorded", page.RED, np.array(columns.recorded)))
@@ -251,7 +251,7 @@ def _action_plot(columns: ReplayColumns) -> str:
     return page.plot(drawn, 80 + 190 * rows, name="actions", legend=dict(orientation="h", y=1.06, x=0))
 
 
-BAGS_HEAD = ("bag", "frames", "actions", "p50 ms", "p95 ms", "actions/s", "bins off", "replay")
+BAGS_HEAD = ("bag", "frames", "actions", "p50 ms", "p95 ms", "actions/s", "bin distance", "replay")
 
 
 def write_bags_report(path: Path, summary: BagsSummary) -> None:
@@ -259,7 +259,7 @@ def write_bags_report(path: Path, summary: BagsSummary) -> None:
     total = summary.total
     parts = [
         _checkpoint(total),
-        _verdict(summary.failures, total.thresholds, f"All of {len(summary.rows)} bags were replayed as a whole"),
+        _verdict(summary.failures, total.thresholds, f"All {len(summary.rows)} bags were replayed completely"),
         "<h2>Bags</h2>",
         page.table(BAGS_HEAD, [bag_cells(row) for row in summary.rows]),
         _links(path.parent, summary),
@@ -269,7 +269,7 @@ def write_bags_report(path: Path, summary: BagsSummary) -> None:
         "<h2>Latency over all bags</h2>",
         _latency(total),
         page.decoding(total.decode),
-        "<h2>Actions beside the recorded ones</h2>",
+        "<h2>Actions compared with the recorded ones</h2>",
         _comparison(total),
         page.provenance(total.context),
     ]
@@ -277,7 +277,7 @@ def write_bags_report(path: Path, summary: BagsSummary) -> None:
 
 
 def bag_cells(row: BagRow) -> tuple[str, ...]:
-    """A bag's cells under BAGS_HEAD."""
+    """A bag's table cells, in the order of BAGS_HEAD."""
     found = row.summary
     if found is None:
         return (row.name, *[""] * (len(BAGS_HEAD) - 2), "failed")

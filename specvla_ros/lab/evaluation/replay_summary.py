@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a replay: each frame's, the figures over all frames, and the limits that they break."""
+"""The results of a replay: each frame, the statistics over all frames, and the broken limits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,26 +22,26 @@ class FrameRecord:
 
     frame: int  # index of the image in the bag
     time_ns: int  # bag time of the image
-    stamp_ns: int | None  # the image's stamp; None: it has none that is valid
+    stamp_ns: int | None  # the image's stamp; None: invalid
     seq: int | None  # the action's number; None: no action
     epoch: int
     instruction: str  # in force when the image was recorded
     total_s: float  # seconds from the image's bytes in this process to the outcome
-    recorded: list[float | None] | None  # the recorded action, None for a value that is not finite; None: there is none
+    recorded: list[float | None] | None  # the recorded action; None: missing, or a value that is not finite
     drop: dict[str, str] | None  # reason and detail; None: not dropped
-    publish_s: float | None = None  # seconds from the last token to the record
+    publish_s: float | None = None  # seconds from the last token to this record
     tokens: list[int] | None = None
     values: list[float] | None = None
     timings: dict[str, float] | None = None
     decode: dict[str, Any] | None = None
-    # decoded minus recorded action, in the action's units; None: no recorded action to compare with
+    # decoded minus recorded action, in the action's units; None: no comparable recorded action
     error: list[float] | None = None
     # between the decoded tokens and those of the recorded action, in bins; None as for `error`
     bin_distance: list[int] | None = None
 
     @staticmethod
     def from_frame(frame: BagFrame, *, stamp_ns: int | None, total_s: float, **ending: Any) -> "FrameRecord":
-        """The record of a frame of a bag; `ending` are the fields of an action or a drop."""
+        """Creates the record of a bag's frame; `ending` has the fields of an action or of a drop."""
         recorded: list[float | None] | None = None
         if frame.recorded is not None:  # JSON has no NaN
             recorded = [value if math.isfinite(value) else None for value in frame.recorded]
@@ -57,13 +57,13 @@ class FrameRecord:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The line, without an action's fields where there is none."""
+        """The line, without an action's fields if there is no action."""
         required = {each.name for each in fields(self) if each.default is MISSING}
         return {name: value for name, value in vars(self).items() if value is not None or name in required}
 
     @property
     def decoding(self) -> DecodeRecord | None:
-        """How the action was decoded; None: there is none."""
+        """The action's decoding record; None without an action."""
         if self.decode is None:
             return None
         decode: dict[str, Any] = {each.name: self.decode[each.name] for each in fields(DecodeRecord)}
@@ -72,9 +72,9 @@ class FrameRecord:
 
 
 def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
-    """The fields `error` and, for a policy that writes bins, `bin_distance`: a chunk's first action, and the recorded.
+    """Compares a chunk's first action with the recorded one: fields `error` and, for a bins codec, `bin_distance`.
 
-    Empty where the recorded one is missing, not finite or of another length.
+    Empty if the recorded action is missing, not finite or of another length.
     """
     if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
         return {}
@@ -89,14 +89,14 @@ def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) ->
 STAGES = ("wait", "vision", "prefill", "decode")
 LATENCY_INTERVAL = (
     "from the image message's bytes in this process to its action: image decoding (in wait), vision, prefill, decode; "
-    "no transport, no publication. The warm-up is not in it."
+    "without transport, publication and warm-up."
 )
-RATE_INTERVAL = "actions per second of decoding, frame after frame, without reading the bag or writing results"
+RATE_INTERVAL = "actions per second of decoding one frame at a time, without reading the bag or writing results"
 
 
 @dataclass
 class ReplayColumns:
-    """The numbers of every frame, column by column."""
+    """The figures of all frames, as columns."""
 
     names: tuple[str, ...]
     start_ns: int  # bag time that counts as 0 s
@@ -104,14 +104,14 @@ class ReplayColumns:
     drops: DropCounter = field(default_factory=DropCounter)
     examples: dict[DropReason, str] = field(default_factory=dict)  # the first detail of each reason
     dropped: list[tuple[int, DropReason]] = field(default_factory=list)  # frame index and reason of each dropped frame
-    # index of each action's frame; the columns below have one row per action, too
+    # index of each action's frame; this and the columns below have one row per action
     frame: list[int] = field(default_factory=list)
     time_s: list[float] = field(default_factory=list)  # bag time of the image
     latency_s: list[tuple[float, ...]] = field(default_factory=list)  # total, then one per stage
     values: list[list[float]] = field(default_factory=list)  # the action
-    # the recorded action; NaN where there is none to compare
+    # the recorded action; NaN if not comparable
     recorded: list[Sequence[float | None]] = field(default_factory=list)
-    bins: list[Sequence[float]] = field(default_factory=list)  # distance to it in bins; NaN where there is none
+    bins: list[Sequence[float]] = field(default_factory=list)  # distance to it in bins; NaN if there is none
     decode: DecodeTally = field(default_factory=DecodeTally)
 
     def add(self, record: FrameRecord) -> None:
@@ -139,7 +139,7 @@ class ReplayColumns:
 
     @property
     def compared(self) -> np.ndarray:
-        """Whether there was a recorded action to compare with: bool [actions]."""
+        """True for actions with a comparable recorded action: bool [actions]."""
         recorded = np.array(self.recorded, dtype=np.float64).reshape(len(self.recorded), len(self.names))
         present: np.ndarray = np.logical_not(np.isnan(recorded).any(axis=1))
         return present
@@ -149,45 +149,45 @@ class ReplayColumns:
 class ReplaySummary:
     """The content of summary.json."""
 
-    names: tuple[str, ...]  # of the action's dimensions
+    names: tuple[str, ...]  # the action's dimensions
     frames: int  # images replayed
-    actions: int  # of them answered
+    actions: int  # images answered with an action
     frames_in_bag: int
     drops: dict[str, int]  # frames without an action, by reason
-    drop_examples: dict[str, str]  # the details of the first of each reason
-    # per stage and in total: p50, p95, p99, mean and max, of the frames with an action
+    drop_examples: dict[str, str]  # details of the first drop for each reason
+    # p50, p95, p99, mean and max of the frames with an action, per stage and in total
     latency_s: dict[str, dict[str, float]]
     action_rate_hz: float  # see `RATE_INTERVAL`; 0 without actions
-    compared: int  # actions that had a recorded action beside them
+    compared: int  # actions with a comparable recorded action
     mean_abs_error: dict[str, float]  # per dimension, in the action's units; empty without recorded actions
     mean_bin_distance: dict[str, float]  # per dimension; empty without recorded actions
     decode: DecodeTally
     thresholds: Thresholds
-    incomplete: str  # why not the whole bag was replayed; empty: it was
+    incomplete: str  # why the bag was not replayed completely; empty: it was
     context: Mapping[str, Any]
 
     @property
     def silent(self) -> bool:
-        """Whether there were frames, and none gave an action."""
+        """True if there were frames but no action."""
         return self.frames > 0 and not self.actions
 
     @property
     def drops_in_words(self) -> str:
-        """How many frames ended without an action, by reason, with an example; empty: none did."""
+        """Number of frames without an action by reason, with an example; empty if there are none."""
         counts = [f"{count} {reason}" for reason, count in self.drops.items() if count]
         details = [detail for detail in self.drop_examples.values() if detail]
-        return ", ".join(counts) + (f" (the first one: {details[0]})" if details else "")
+        return ", ".join(counts) + (f" (the first: {details[0]})" if details else "")
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why the replay counts as failed, in sentences; empty: it does not."""
+        """The reasons why the replay failed, in sentences; empty if it did not."""
         failures = [self.incomplete] if self.incomplete else []
         fault = DropReason.ENGINE_FAULT.value
         if self.drops[fault]:
-            of_frames = f"{self.drops[fault]} of {self.frames} frames ended in a fault of the engine"
-            failures.append(f"{of_frames}, the first one: {self.drop_examples[fault]}")
+            of_frames = f"{self.drops[fault]} of {self.frames} frames ended in an engine fault"
+            failures.append(f"{of_frames}, the first: {self.drop_examples[fault]}")
         if self.silent:
-            failures.append(f"not one of {self.frames} frames gave an action: {self.drops_in_words}")
+            failures.append(f"none of {self.frames} frames produced an action: {self.drops_in_words}")
         return (*failures, *_exceeded(self))
 
     def as_json(self) -> dict[str, Any]:
@@ -203,17 +203,17 @@ class BagRow:
 
     name: str
     path: str
-    why: str = ""  # why it was not replayed as a whole; empty: it was
-    # of the bag alone, without limits; None: not one frame was read
+    why: str = ""  # why it was not replayed completely; empty: it was
+    # of this bag, without limits; None: no frame was read
     summary: ReplaySummary | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether it was replayed as a whole, with actions; limits are over all bags."""
+        """True if the bag was replayed completely and without failures; limits apply to all bags together."""
         return not self.why and self.summary is not None and not self.summary.failures
 
     def as_json(self) -> dict[str, Any]:
-        """Without what the summary of all bags holds once."""
+        """The row, without the fields that the summary of all bags holds once."""
         found = {} if self.summary is None else self.summary.as_json()
         same = ("thresholds", "incomplete", "names", "latency_interval", "action_rate_interval")
         row: dict[str, Any] = {"path": self.path, "why": self.why}
@@ -222,11 +222,11 @@ class BagRow:
 
 @dataclass(frozen=True)
 class BagsSummary:
-    """The content of summary.json: all bags together, and each."""
+    """The content of summary.json: all bags together, and each bag."""
 
     rows: tuple[BagRow, ...]
     total: ReplaySummary
-    left_out: tuple[str, ...]  # what lies beside the bags and was not read
+    left_out: tuple[str, ...]  # other files found, which were not read
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -236,7 +236,7 @@ class BagsSummary:
                 by_reason.setdefault(row.why, []).append(row.name)
         if self.total.actions:  # otherwise `total` has this failure itself
             silent = [row.name for row in self.rows if not row.why and row.summary and row.summary.silent]
-            by_reason |= {"not one of its frames gave an action": silent} if silent else {}
+            by_reason |= {"none of its frames produced an action": silent} if silent else {}
         return (*(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()), *self.total.failures)
 
     def as_json(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class BagsSummary:
 def summarise(
     columns: ReplayColumns, frames_in_bag: int, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]
 ) -> ReplaySummary:
-    """The summary of the frames."""
+    """Summarises the frames."""
     compared = columns.compared
     errors = bins = np.empty((0, len(columns.names)))
     if compared.any():
@@ -288,16 +288,16 @@ def _exceeded(summary: ReplaySummary) -> list[str]:
     limit = limits.max_drop_fraction
     if limit is not None and fraction > limit:
         drops = summary.drops_in_words
-        failures.append(f"{fraction:.1%} of the frames gave no action, the limit is {limit:.1%}: {drops}")
+        failures.append(f"{fraction:.1%} of the frames produced no action, the limit is {limit:.1%}: {drops}")
     limit, rate = limits.min_action_rate_hz, summary.action_rate_hz
     if limit is not None and rate < limit:
         failures.append(f"the action rate is {rate:.2f} Hz, the limit is {limit:g} Hz")
     limit = limits.max_bin_distance
     if limit is not None and not summary.mean_bin_distance:
-        why = "this policy does not answer in bins"
+        why = "this policy's actions are not bins"
         if not summary.compared:
-            why = "the bag has no recorded action of the policy's length to compare"
-        failures.append(f"max_bin_distance was asked for, but {why}")
+            why = "the bag has no recorded action of the policy's length"
+        failures.append(f"max_bin_distance cannot be checked: {why}")
     elif limit is not None:
         mean = float(np.mean(list(summary.mean_bin_distance.values())))
         if mean > limit:
@@ -307,19 +307,19 @@ def _exceeded(summary: ReplaySummary) -> list[str]:
 
 @dataclass(frozen=True)
 class ReplayComparison:
-    """Two settings on the same frames; times are of the frames that both answered."""
+    """Two settings on the same frames; times cover the frames that both answered."""
 
     frames: int
-    only_first: int  # frames that the first alone answered
+    only_first: int  # frames answered by the first only
     only_second: int
-    differing: int  # frames that both answered, with other tokens
+    differing: int  # frames answered by both with different tokens
     latency_ms: tuple[float, float]  # medians, from the image's bytes to the action
     forwards_per_action: tuple[float, float]
-    speed_up: float  # the first's mean latency over the second's; 0: no frame was answered by both
+    speed_up: float  # the first's mean latency over the second's; 0 if both answered no frame
 
 
 def compare_frames(first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameRecord]) -> ReplayComparison:
-    """Compares the frames that both have, by the same keys."""
+    """Compares the frames present in both, matched by key."""
     pairs = [(first[key], second[key]) for key in first if key in second]
     both = [pair for pair in pairs if all(each.tokens is not None for each in pair)]
     seconds = np.array([[each.total_s for each in pair] for pair in both]).reshape(-1, 2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in Rerun: camera, instruction, actions and speeds against limits, latency by stage, drafts. Needs no ROS.
+"""Shows a run in Rerun: camera, instruction, actions, speeds and limits, latency by stage, drafts. Needs no ROS.
 
-The library, `rerun-sdk`, is optional and imported here alone.
+The library, `rerun-sdk`, is optional and imported only here.
 """
 
 import re
@@ -20,39 +20,39 @@ from specvla_ros.settings.parameter import parameter
 
 RECORDING_FILE = "run.rrd"
 SPAWN = "spawn"
-_VIEWER = "rerun+http://127.0.0.1:9876/proxy"  # where a viewer listens that is started without options
-_TIMELINE = "stamp"  # the image's, for it and for all that answers it; a command's own
+_VIEWER = "rerun+http://127.0.0.1:9876/proxy"  # default address of a viewer
+_TIMELINE = "stamp"  # the image's stamp for the image and its answers; a command's own stamp
 _STAGES = ("receive_s", "wait_s", "vision_s", "prefill_s", "decode_s", "publish_s", "latency_s")
 _CURVES = ("action", "speed/linear", "speed/angular", "age", "latency", "decoding", "dropped")
 _JPEG_QUALITY = 80
-_FLUSH_S = 5.0  # a viewer that hangs must not hold up the run
+_FLUSH_S = 5.0  # limits the delay by a viewer that hangs
 _WINDOW_S, _SHORTEST_S = 0.1, 0.04
 _FIGURE = re.compile(r"[-+]?[0-9.]+")
 
 
 @dataclass(frozen=True)
 class RerunSettings:
-    """Where a run is shown."""
+    """Outputs for Rerun."""
 
-    out: str = parameter("", "File to write, such as run.rrd, for `rerun run.rrd`; empty: none.")
+    out: str = parameter("", "File to write, such as run.rrd; open it with `rerun run.rrd`. Empty: none.")
     viewer: str = parameter(
         "",
-        "A viewer that listens, such as rerun+http://127.0.0.1:9876/proxy (`rerun` starts one); spawn: opens one; "
-        "empty: none.",
+        "Address of a running viewer, such as rerun+http://127.0.0.1:9876/proxy (`rerun` starts one), or spawn to open "
+        "one. Empty: none.",
     )
 
     def check(self) -> None:
-        """Raises a UserError where there is nowhere to show it."""
+        """Raises UserError if no output is set or the file's folder is missing."""
         if not self.out and not self.viewer:
             raise UserError(
-                "say where to show it: set 'out' to a file such as run.rrd, or 'viewer' to a viewer's address"
+                "no output for Rerun: set 'out' to a file such as run.rrd, or 'viewer' to a viewer's address"
             )
         if self.out and not Path(self.out).expanduser().parent.is_dir():
             raise UserError(f"the folder of 'out', {Path(self.out).expanduser().parent}, does not exist; make it first")
 
 
 def require_rerun() -> None:
-    """Raises a UserError where the library is missing."""
+    """Raises UserError if the library is missing."""
     try:
         import rerun.blueprint  # noqa: F401
     except ModuleNotFoundError as error:
@@ -60,9 +60,9 @@ def require_rerun() -> None:
 
 
 class RerunRecording:
-    """Shows a run, or writes it to a file, or both.
+    """Sends a run to a viewer, a file, or both.
 
-    A UserError says that there is nowhere to, that the library is missing, or that file or viewer cannot be had.
+    Raises UserError if no output is set, the library is missing, or the file or viewer is not available.
     """
 
     def __init__(self, chosen: RerunSettings) -> None:
@@ -81,7 +81,7 @@ class RerunRecording:
             sinks += [rerun.GrpcSink(viewer)] if viewer else []
             self._stream.set_sinks(*sinks, default_blueprint=_blueprint(layout))
         except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"the live view cannot be had: {error}; check 'out' and 'viewer'") from None
+            raise UserError(f"cannot start the live view: {error}; check 'out' and 'viewer'") from None
         self._texts: dict[str, str] = {}
         self._ages = ImageAge()
 
@@ -100,7 +100,7 @@ class RerunRecording:
             self.add_curves(at_ns, {"age/image_s": age_s})
 
     def add_stats(self, stamp_ns: int, stats: Any) -> None:
-        """Shows how an action was decoded: a DecodeStats, or an object with its fields."""
+        """Shows an action's decoding: a DecodeStats, or an object with its fields."""
         self.add_curves(stamp_ns, decoding_curves(stats))
 
     def add_curves(self, stamp_ns: int, values: Mapping[str, float]) -> None:
@@ -110,17 +110,17 @@ class RerunRecording:
             self._stream.log(path, self._rerun.Scalars(value))
 
     def add_state(self, stamp_ns: int, path: str, text: str) -> None:
-        """Adds a line to a log when it differs from the one before in more than its numbers."""
+        """Adds a line to a log if it differs from the previous one in more than its numbers."""
         if self._is_new(path, _FIGURE.sub("", text)):
             self._at(stamp_ns)
             self._stream.log(path, self._rerun.TextLog(text))
 
     def close(self) -> str:
-        """Writes out what is held back; returns in words what got lost, or nothing."""
+        """Flushes the stream; returns a message if data was lost, else an empty string."""
         try:
             self._stream.flush(timeout_sec=_FLUSH_S)
-        except (OSError, RuntimeError) as error:  # a viewer that was closed, or never listened
-            return f"not all of the run is shown: {str(error).splitlines()[0]}"
+        except (OSError, RuntimeError) as error:  # the viewer was closed, or never listened
+            return f"the Rerun output is incomplete: {str(error).splitlines()[0]}"
         finally:
             self._stream.disconnect()
         return ""
@@ -134,7 +134,7 @@ class RerunRecording:
 
 
 def action_curves(action: Any) -> dict[str, float]:
-    """An action's first values by their names, the speed that they command, and the latency by stage."""
+    """The first values of an action by name, the speed that they command, and the latency by stage."""
     first = dict(zip(action.names, map(float, action.values), strict=False))
     curves = {f"action/{name}": value for name, value in first.items()}
     if action.reference == Reference.DELTA.value and action.action_dt > 0:
@@ -145,7 +145,7 @@ def action_curves(action: Any) -> dict[str, float]:
 
 
 def decoding_curves(stats: Any) -> dict[str, float]:
-    """The tokens drafted and accepted, and the frames dropped."""
+    """The numbers of drafted and accepted tokens, and of dropped frames."""
     figures = {
         "drafted": sum(stats.tree_nodes) - len(stats.tree_nodes),  # without the roots
         "accepted": sum(stats.accept_lengths),
@@ -165,15 +165,15 @@ def speed_curves(who: str, linear: float, angular: float) -> dict[str, float]:
 
 
 class ImageAge:
-    """The age of the image that a robot acts on: it grows until the next action is there."""
+    """The age of the image that a robot acts on; it grows until the next action arrives."""
 
     def __init__(self) -> None:
         self._stamp_ns = 0  # of the image acted on
 
     def add(self, stamp_ns: int, latency_s: float) -> list[tuple[int, float]]:
-        """Takes the next action, by its image's stamp; returns points of the curve, nanoseconds and seconds each.
+        """Adds an action by its image's stamp; returns points of the curve: time in nanoseconds, age in seconds.
 
-        Of an answer in several messages the first counts: the robot moves by it.
+        If an answer has several messages, the first counts, since it moves the robot.
         """
         before_ns, self._stamp_ns = self._stamp_ns, stamp_ns
         if stamp_ns == before_ns:
@@ -184,13 +184,13 @@ class ImageAge:
 
 
 class PoseSpeed:
-    """The speed of commanded poses, over a tenth of a second: the clock may tick too coarsely for two neighbours."""
+    """The speed of commanded poses over 0.1 s: the clock may be too coarse for two consecutive poses."""
 
     def __init__(self) -> None:
         self._poses: deque[tuple[int, Pose]] = deque()
 
     def add(self, stamp_ns: int, pose: Pose) -> tuple[float, float] | None:
-        """Takes the next pose; returns m/s and rad/s, or None while there are too few poses."""
+        """Adds a pose; returns m/s and rad/s, or None while there are too few poses."""
         poses = self._poses
         if poses and not 0 <= stamp_ns - poses[-1][0] < _WINDOW_S * 1e9:
             poses.clear()  # silence, or another clock

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a command's results, and the files, versions and hardware that they were made with."""
+"""The directory of a command's results, and the provenance of results: files, versions and hardware."""
 
 import hashlib
 import json
@@ -30,10 +30,10 @@ _RESULTS = (SUMMARY_FILE, REPORT_FILE, *_OF_COMMANDS)
 
 
 class RunDirectory:
-    """Where one command writes its results; a file is never half written.
+    """The directory of one command's results; files are replaced atomically.
 
-    settings.json holds the command and the settings that decide its results. The same command with the same settings
-    resumes; anything else is refused. Files that no command writes are left alone.
+    settings.json holds the command and the settings that determine its results. The same command with the same settings
+    resumes; any other is refused. Unrelated files are left alone.
     """
 
     def __init__(self, path: str | Path, command: str) -> None:
@@ -41,7 +41,7 @@ class RunDirectory:
         self._command = command
 
     def check(self) -> None:
-        """Refuses a directory that is not this command's; writes nothing."""
+        """Raises UserError if the directory holds other results; writes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"the output {self.path} is a file; give a directory")
         settings = self._settings()
@@ -56,9 +56,9 @@ class RunDirectory:
             raise UserError(f"{self.path} holds results of {owner}; give another directory with --out, or remove it")
 
     def begin(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Makes the directory, or resumes the run that it holds; returns whether it resumes.
+        """Creates the directory, or resumes the run in it; returns True if it resumes.
 
-        Without settings, which decide the results, earlier results of the command are replaced.
+        `settings` determine the results; without them, earlier results of the command are replaced.
         """
         self.check()
         described = json.loads(json.dumps({"command": self._command, **(settings or {})}))
@@ -84,7 +84,7 @@ class RunDirectory:
         replace_file(self.path / name, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """The content of a JSON file; None: there is none."""
+        """The content of a JSON file; None if it does not exist."""
         path = self.path / name
         try:
             return load_json(path) if path.exists() else None
@@ -92,7 +92,7 @@ class RunDirectory:
             raise UserError(f"{error}; or remove that directory") from None
 
     def resume_lines(self, name: str, parse: Callable[[Any], T]) -> list[T]:
-        """The complete lines of a JSON Lines file, from which a line that was cut off is removed."""
+        """Reads a JSON Lines file and removes a truncated last line from it."""
         path = self.path / name
         found = read_lines(path, parse)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -101,12 +101,12 @@ class RunDirectory:
         return found
 
     def append_to(self, name: str) -> TextIO:
-        """A JSON Lines file, opened for `write_line`."""
+        """Opens a JSON Lines file for `write_line`."""
         return (self.path / name).open("a", encoding="utf-8")
 
     @contextmanager
     def reporting_errors(self, hint: str = "") -> Iterator[None]:
-        """Turns an OSError into a UserError that names the directory."""
+        """Converts an OSError to a UserError that names the directory."""
         try:
             yield
         except OSError as error:
@@ -115,7 +115,7 @@ class RunDirectory:
     def _settings(self) -> dict[str, Any] | None:
         found = self.read_json(SETTINGS_FILE)
         if found is not None and not isinstance(found, dict):
-            raise UserError(f"{self.path / SETTINGS_FILE} holds no settings; remove that directory, or give another")
+            raise UserError(f"{self.path / SETTINGS_FILE} holds no settings; remove that directory or give another")
         return found
 
 
@@ -132,15 +132,15 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
 
 
 def write_line(lines: TextIO, value: Any) -> None:
-    """Appends a value to a JSON Lines file; it is with the system when this returns."""
+    """Appends a value to a JSON Lines file and flushes it to the operating system."""
     lines.write(json.dumps(value, allow_nan=False) + "\n")
     lines.flush()
 
 
 def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
-    """The values of a JSON Lines file that may not exist, without a last line that a killed process cut off.
+    """The values of a JSON Lines file, without a last line truncated by a killed process; empty without the file.
 
-    `parse` raises KeyError, TypeError or ValueError where a line's JSON is damaged.
+    `parse` raises KeyError, TypeError or ValueError if a line's JSON is damaged.
     """
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     values: list[T] = []
@@ -157,12 +157,12 @@ def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
 
 
 def head() -> dict[str, Any]:
-    """When, with which software and on which machine a result was made."""
+    """Date, software versions and hardware of a result."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "software": {
             "specvla_ros": specvla_ros.__version__,
-            # Built with links, as `make` and colcon do, the package's files lie elsewhere than their repository.
+            # In a symlink install (`make`, colcon) the package's files are links into the repository.
             "git_revision": git_revision(Path(specvla_ros.__file__).resolve().parent.parent),
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -178,7 +178,7 @@ def head() -> dict[str, Any]:
 
 
 def checkpoint_hashes(checkpoint: Path, engine: EngineSettings) -> dict[str, dict[str, str]]:
-    """SHA-256 of the files that decide the tokens, weights and settings of target and draft head, by path.
+    """SHA-256 of the files that determine the tokens, by path: weights and settings of target and draft head.
 
     Links to folders are not followed.
     """
@@ -196,7 +196,7 @@ def _weight_hashes(folder: Path, without: Sequence[Path | None] = ()) -> dict[st
 
 
 def file_hashes(files: Sequence[Path], root: Path | None = None) -> dict[str, str]:
-    """SHA-256 of each file, by its name, or by its path from a folder above all of them."""
+    """SHA-256 of each file, by name, or by path relative to `root`."""
     hashes = {}
     for file in files:
         digest = hashlib.sha256()
@@ -208,19 +208,19 @@ def file_hashes(files: Sequence[Path], root: Path | None = None) -> dict[str, st
 
 
 def bag_hashes(bag: Path) -> dict[str, str]:
-    """Those of a bag: of its files, or of the one that it is."""
+    """SHA-256 of a bag's files, by name; the bag is a folder or one file."""
     return file_hashes([bag] if bag.is_file() else sorted(path for path in bag.iterdir() if path.is_file()))
 
 
 def git_revision(repository: Path) -> str | None:
-    """The commit that is checked out, `-dirty` when files differ from it; None when this is no repository's root."""
+    """The checked-out commit, with `-dirty` if files differ; None if this is not a repository's root."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(repository), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        # Installed, the package may lie inside somebody else's repository.
+        # An installed package may lie inside an unrelated repository.
         if Path(git("rev-parse", "--show-toplevel")) != repository.resolve():
             return None
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla simulate`: a policy acts; success, latency, films."""
+"""`specvla simulate`: runs a policy in simulation for success, latency and films."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,12 +51,12 @@ class SimulateSettings:
     policy: Path  # checkpoint directory
     world: str = TABLE  # `table`, or the name of a LIBERO suite
     robot: str = TABLE_ARM.name  # the arm at the table
-    follow: str = ""  # who follows the actions: one of `driven_robot.Follow`; empty: the simulator's own follower
-    interface: str = "pose"  # by which the arm is commanded by who follows; one of `commanded_arm.COMMANDS`
-    clock: Clock = Clock.LOCKSTEP  # how the world's time passes during a decision
-    emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
+    follow: str = ""  # follower of the actions, one of `driven_robot.Follow`; empty: the simulator's own
+    interface: str = "pose"  # the follower's command interface to the arm, one of `commanded_arm.COMMANDS`
+    clock: Clock = Clock.LOCKSTEP  # passage of world time during a decision
+    emulate: str = ""  # the device whose stage times replace the measured ones; empty: none
     engine: EngineSettings = field(default_factory=EngineSettings)
-    time_limit: float = 1.0  # the time after which an episode has failed, as a multiple of what its task allows
+    time_limit: float = 1.0  # time limit of an episode, as a multiple of its task's
     model: ModelSettings = field(default_factory=ModelSettings)
 
     def as_json(self) -> dict[str, Any]:
@@ -69,12 +69,12 @@ class EpisodeJob:
 
     settings: SimulateSettings
     task: str
-    seed: int  # of the start
+    seed: int  # seed of the start pose
     film: Path | None = None  # the MP4 file to write; None: none
 
 
 def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
-    """Runs one episode; the robot, and the engine where no host has it, are kept for the next one in this process."""
+    """Runs one episode; keeps the robot and any local engine for the next one in this process."""
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid(), host)
     pace = tick_time(settings.emulate)
@@ -94,7 +94,7 @@ def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
 def _engine_and_robot(
     settings: SimulateSettings, process: int, host: Host | None
 ) -> tuple[Engine | HostedEngine, SimulatedRobot]:
-    """Those of a process: loading takes longer than an episode."""
+    """Engine and robot of a process, cached because loading takes longer than an episode."""
     robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface)
     engine = HostedEngine(host) if host is not None else Engine(policy_of(settings), settings.engine)
     _check_actions(engine.target, robot)
@@ -104,21 +104,21 @@ def _engine_and_robot(
 
 
 def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
-    """The engine that several workers share."""
+    """Creates the engine that several workers share."""
     return EngineHost(policy_of(settings), settings.engine, workers, tick_time(settings.emulate))
 
 
 def policy_of(settings: SimulateSettings) -> Target:
-    """Loads the policy; without a key, with the action statistics named as the LIBERO suite.
+    """Loads the policy; without `unnorm_key`, with the action statistics named like the LIBERO suite.
 
-    For LIBERO-PRO's suites, which nobody trains with, it is the suite that they were made from.
+    For LIBERO-PRO's suites, which are for evaluation only, that is the suite they derive from.
     """
     key = settings.model.unnorm_key or ("" if settings.world == TABLE else original_of(settings.world))
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
 def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interface: str = "pose") -> SimulatedRobot:
-    """The robot of a world; see `SimulateSettings`."""
+    """Creates a world's robot; see `SimulateSettings`."""
     if world != TABLE:
         return LiberoRobot()
     arm = choose_arm(robot)
@@ -130,7 +130,7 @@ def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interf
 
 
 def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
-    """Refuses a policy whose actions the robot cannot have been trained with."""
+    """Raises UserError if the policy's actions cannot come from this robot's training data."""
     low, high = policy.codec.action_range
     if len(low) != 7:
         raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes 7")
@@ -140,7 +140,7 @@ def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
         raise UserError(
             f"the action statistics '{policy.unnorm_key}' do not fit this robot: the policy moves by up to "
             f"{reach:g} per action, the robot's training data by {largest:g}; was the policy trained for another "
-            "robot, or is another --unnorm-key meant?"
+            "robot, or does it need another --unnorm-key?"
         )
 
 
@@ -152,17 +152,17 @@ def simulate(
 ) -> SimulateSummary:
     """Runs episodes and writes episodes.jsonl, summary.json, report.html and films.
 
-    Called again with the same settings it runs the missing episodes. `on_episode` is called with each new episode, the
-    number of finished episodes and that of all.
+    A repeated call with the same settings runs the missing episodes. `on_episode` gets each new episode, the number of
+    finished episodes and the total.
     """
     read_config(settings.policy)
     tick_time(settings.emulate)  # an unknown device fails here
     if plan.per_engine and settings.clock is Clock.REALTIME:
-        raise UserError(f"--per-engine {plan.per_engine} is of --clock lockstep: in real time each robot has its own")
+        raise UserError(f"--per-engine {plan.per_engine} needs --clock lockstep: in real time each robot has its own")
     if settings.world != TABLE and settings.robot != TABLE_ARM.name:
-        raise UserError(f"--robot {settings.robot} stands at the table; {settings.world} has a robot of its own")
+        raise UserError(f"--robot {settings.robot} needs --world table; {settings.world} has its own robot")
     if settings.world == TABLE:
-        choose_arm(settings.robot).model()  # a missing package fails here, and not in a worker
+        choose_arm(settings.robot).model()  # a missing package fails here rather than in a worker
     tasks = tasks_of(settings.world, plan.tasks)
     directory = RunDirectory(out, "simulate")
     out = directory.path
@@ -174,7 +174,7 @@ def simulate(
         film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
         jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
     before = CpuTimes.now()
-    with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
+    with directory.reporting_errors("; finished episodes are kept, and the same command resumes"):
         (out / FILMS).mkdir(exist_ok=True)
         try:
             for result in run_episodes(directory, jobs, plan, share(partial(host_engine, settings), plan.per_engine)):
@@ -202,7 +202,7 @@ def run_episodes(
     shared: Shared | None = None,
     more: Mapping[str, str] | None = None,
 ) -> Iterator[EpisodeResult]:
-    """Runs episodes; each is written to EPISODES_FILE when it ends, with `more` in its line."""
+    """Runs episodes; writes each to EPISODES_FILE when it ends, with the fields of `more`."""
     gpu = any(job.settings.model.device != "cpu" for job in jobs)
     with directory.append_to(EPISODES_FILE) as lines:
         results = run_jobs(
@@ -219,12 +219,12 @@ def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
 
 
 def episode_of(raw: dict[str, Any]) -> EpisodeResult:
-    """The episode in a line of EPISODES_FILE."""
+    """Parses a line of EPISODES_FILE."""
     return EpisodeResult(**raw | {"latency_s": tuple(raw["latency_s"])})
 
 
 def tasks_of(world: str, names: Sequence[str]) -> list[str]:
-    """The tasks of a world: those named, or all."""
+    """The named tasks of a world, or all of them."""
     if world == TABLE:
         return [task.name for task in choose_tasks(list(names))]
     known = suite_tasks(world)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated episodes: figures, films and page."""
+"""Statistics, films and report of simulated episodes."""
 
 import base64
 from collections import Counter
@@ -29,13 +29,13 @@ class TaskSummary:
 
     instruction: str
     success: Rate
-    # share in which the thing moved farthest is the one that the task names; None: unknown in this world
+    # share in which the object moved farthest is the named one; None: unknown in this world
     listened: Rate | None
-    acted_on: dict[str, int]  # episodes by the thing moved farthest
+    acted_on: dict[str, int]  # episodes by the object moved farthest
     steps_to_success: float | None  # median number of actions; None without a success
     time_to_success_s: float | None  # median world time
     roughness: float  # mean over the episodes, see EpisodeResult
-    failures: dict[str, int]  # early ends by their reason
+    failures: dict[str, int]  # early ends by reason
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class SimulateSummary:
 
     tasks: dict[str, TaskSummary]
     success: Rate
-    listened: Rate | None  # over the tasks for which it is known
+    listened: Rate | None  # over the tasks with a known share
     latency_s: dict[str, float]  # observation-to-action latency: p50, p95, p99, mean, max; empty without an action
     picture_age_s: float | None  # mean over the episodes, see EpisodeResult; None: lockstep, or no action
-    # Of each task's first episode with actions in time: when each was taken, and how old its image was then, seconds.
+    # For each task's first episode with actions: time of each action and age of its image then, seconds.
     acted: dict[str, tuple[tuple[float, float], ...]]
     action_rate_hz: float  # actions per second of world time
     drops: dict[str, int]
@@ -68,7 +68,7 @@ class SimulateSummary:
 
 
 def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[str, Any]) -> SimulateSummary:
-    """The figures of episodes; tasks in the order of their first episodes."""
+    """Summarises episodes; tasks are in the order of their first episodes."""
     by_task: dict[str, list[EpisodeResult]] = {}
     drops: Counter[str] = Counter()
     for episode in episodes:
@@ -116,18 +116,18 @@ def _task(name: str, episodes: Sequence[EpisodeResult]) -> TaskSummary:
 def compare_episodes(
     first: Mapping[tuple[str, int], EpisodeResult], second: Mapping[tuple[str, int], EpisodeResult]
 ) -> PairedComparison:
-    """Compares the episodes that both have; see `read_episodes`."""
+    """Compares the episodes present in both; see `read_episodes`."""
     pairs = [(first[key].succeeded, second[key].succeeded) for key in first if key in second]
     return PairedComparison.from_pairs(pairs)
 
 
 _CAPTION_HEIGHT = 22  # pixels
-_ENLARGED = 2  # so that small images can be seen
-_EMBEDDED_BYTES = 4 << 20  # of films, so that the report stays one file that a browser opens
+_ENLARGED = 2  # magnification of small images
+_EMBEDDED_BYTES = 4 << 20  # maximum size of embedded films, so that browsers can open the report
 
 
 class Film:
-    """Writes an MP4 file (H.264) that browsers play; it is complete once closed."""
+    """Writes an MP4 file (H.264) for browsers; the file is complete once closed."""
 
     def __init__(self, path: Path, rate_hz: float) -> None:
         self._container = av.open(str(path), "w")
@@ -135,7 +135,7 @@ class Film:
         self._stream: av.VideoStream | None = None
 
     def add(self, image: np.ndarray, caption: str = "") -> None:
-        """Adds an image, RGB uint8 [height, width, 3], all of one size, with a line of text under it."""
+        """Adds an image, RGB uint8 [height, width, 3], with a line of text under it. All images have the same size."""
         picture = Image.fromarray(image)
         picture = picture.resize((picture.width * _ENLARGED, picture.height * _ENLARGED), Image.Resampling.NEAREST)
         height = picture.height + _CAPTION_HEIGHT
@@ -155,9 +155,9 @@ class Film:
 
 
 def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[Path]) -> None:
-    """Writes the page; small films (MP4 files that exist) are put into it, others are linked."""
+    """Writes the page; small films (existing MP4 files) are embedded, others are linked."""
     settings = summary.context["settings"]
-    listened = f"; the named thing was the one moved in {summary.listened}" if summary.listened else ""
+    listened = f"; the object moved was the named one in {summary.listened}" if summary.listened else ""
     success = f"Success {summary.success} over {summary.success.n} episodes, with the 95 % Wilson interval{listened}."
     parts = [
         page.emulation(summary.context.get("emulation")),
@@ -165,7 +165,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
         page.verdict("", success),
         "<h2>Tasks</h2>",
         page.table(
-            ("task", "instruction", "success", "episodes", "moved what it names", "steps", "time s", "roughness"),
+            ("task", "instruction", "success", "episodes", "moved named object", "steps", "time s", "roughness"),
             [_task_row(name, summary) for name in summary.tasks],
         ),
         page.plot(_success_plot(summary), 320) if summary.tasks else "",
@@ -197,7 +197,7 @@ def _success_plot(summary: SimulateSummary) -> go.Figure:
 
 
 def _acted_on(summary: SimulateSummary) -> str:
-    """The thing that was moved, by instruction."""
+    """The object moved, by instruction."""
     tasks = {task.instruction: task.acted_on for task in summary.tasks.values() if task.acted_on}
     if not tasks:
         return ""
@@ -205,18 +205,18 @@ def _acted_on(summary: SimulateSummary) -> str:
     rows = [[counts.get(thing, 0) for thing in things] for counts in tasks.values()]
     drawn = page.heatmap(things, list(tasks), [[count / sum(row) for count in row] for row in rows], rows)
     drawn.update_yaxes(autorange="reversed", automargin=True)
-    note = "The same seeds show every instruction the same scenes: only the words can tell the policy what to move."
-    return f"<h2>What was moved, by instruction</h2><p class=note>{note}</p>" + page.plot(drawn, 120 + 40 * len(tasks))
+    note = "Every instruction has the same seeds and scenes, so only the words identify the object to move."
+    return f"<h2>Object moved, by instruction</h2><p class=note>{note}</p>" + page.plot(drawn, 120 + 40 * len(tasks))
 
 
 def _latency(summary: SimulateSummary) -> str:
     if not summary.latency_s:
-        return "<p>No action was decided.</p>"
+        return "<p>There was no action.</p>"
     realtime = summary.context["settings"]["clock"] == "realtime"
-    usual = "from the picture to the action, in world time" if realtime else "that the policy needed"
+    usual = "from the image to the action, in world time" if realtime else "taken by the policy"
     row = tuple(f"{summary.latency_s[name] * 1e3:.1f}" for name in ("p50", "p95", "p99", "mean"))
     age = summary.picture_age_s
-    followed = "" if age is None else f" The picture that the robot acts on is {age * 1e3:.0f} ms old, mean over time."
+    followed = "" if age is None else f" Mean age of the image acted on: {age * 1e3:.0f} ms."
     drops = "".join(f"; {count} × {escape(reason)}" for reason, count in summary.drops.items())
     drawn = page.plot(_age_plot(summary.acted), 280) if summary.acted else ""
     return (
@@ -238,9 +238,9 @@ def _age_plot(acted: Mapping[str, Sequence[tuple[float, float]]]) -> go.Figure:
 
 
 def age_over_time(acted: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Corners of the curve, second and age in seconds: the age grows until the next action is there.
+    """Corners of the curve as (time, age) in seconds; the age grows until the next action arrives.
 
-    `acted`: when each action was taken, ascending, and how old its image was then; at least one.
+    `acted`: time of each action, ascending, and age of its image then; at least one.
     """
     corners = [acted[0]]
     for (before_s, old_s), (now_s, new_s) in pairwise(acted):
@@ -257,11 +257,11 @@ def _refused(refused: Mapping[str, Mapping[str, int]] | None, moving: Mapping[st
         for kind, times in counts.items()
     ]
     note = (
-        "Actions that the driver did not follow; commands that the guard did not let through, and conditions for which "
-        "it held the arm. After an episode the world is set back, the arm too: the dead-man's switch is let go, and "
-        "both begin anew where it is."
+        "Actions refused by the driver; commands blocked by the guard, and conditions for which it held the arm. After "
+        "an episode world and arm are reset: the dead-man's switch is released, and driver and guard restart from the "
+        "arm's new pose."
     )
-    head = ("who", "refused", "times", "of these in motion")
+    head = ("node", "refused", "times", "of which in motion")
     return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + page.table(head, rows)
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla robot stops`: how long and how far a robot took to stop, from what the guard's black box kept of it.
+"""`specvla robot stops`: a robot's stopping times and distances, from the guard's black box.
 
-Everything is judged by the guard's clock: when its process received a message or sent one. Three moments count:
+All times are on the guard's clock: when its process received or sent a message. Three moments count:
 
-- *Time zero*, when the cause arrived: the message on ~/stop; for a dead-man's switch the message that says false, or,
-  where it fell silent, the last one that said true; for silence of driver, policy or robot the last message whose stamp
-  was new; for a command that was refused that message. Where the file does not tell, or the cause is a condition and no
-  message, time zero is when the guard began to brake.
-- *Braking*, which the guard notes in the file: the first tick that let nothing through.
-- *The end*, from which on the measured tool is slower than 10 mm/s and 0.1 rad/s for 0.1 s. Speeds are over 50 ms of
-  the poses' own stamps.
+- *Time zero*: arrival of the cause. For a stop, the message on ~/stop. For a dead-man's switch, the message with false
+  or, if it fell silent, the last one with true. For silence of driver, policy or robot, the last message with a new
+  stamp. For a refused command, that command. If the file lacks that message, or the cause is a condition rather than a
+  message, time zero is the start of braking.
+- *Braking*: the first tick that passed no command; the guard records it in the file.
+- *The end*: the start of 0.1 s in which the measured tool is slower than 10 mm/s and 0.1 rad/s. Speeds are averages
+  over 50 ms of the poses' own stamps.
 
-The speed is the largest from 50 ms before time zero to braking, the reach the tool's distance from the base at time
-zero, the way the length of the measured path from there to the end, in steps of 50 ms, so that noise does not add up. A
-file tells of the stop that it was written for, the first of those that share it.
+The speed is the maximum from 50 ms before time zero until braking. The reach is the tool's distance from the base at
+time zero. The distance is the length of the measured path from time zero to the end, in steps of 50 ms so that noise
+does not add up. A file describes the stop that it was written for: the first one, if several share it.
 """
 
 import struct
@@ -39,11 +39,11 @@ from specvla_ros.lab.bags.reader import Storage, open_storage
 STANDS_M_S, STANDS_RAD_S, STANDS_S = 0.01, 0.1, 0.1
 _HALF_WINDOW_S = 0.025
 _STEP_S = 0.05
-_GAP_S = 0.2  # without a measured pose, after which nobody knows how the robot moved
-_PRESSED_S = 0.5  # before braking, in which a stop that caused it was pressed
+_GAP_S = 0.2  # without a measured pose; after a longer gap the robot's motion is unknown
+_PRESSED_S = 0.5  # maximum time from a ~/stop message to the braking that it caused
 _ACTION = "specvla_ros/msg/VlaAction"
 _STAMPED_BYTES = 12  # encapsulation and stamp
-_UNSTAMPED = ("std_msgs/msg/Float64MultiArray", "trajectory_msgs/msg/JointTrajectory")  # or stamped zero, for "now"
+_UNSTAMPED = ("std_msgs/msg/Float64MultiArray", "trajectory_msgs/msg/JointTrajectory")  # or a zero stamp, for "now"
 _OUTPUTS = {
     "geometry_msgs/msg/PoseStamped": "pose",
     "geometry_msgs/msg/TwistStamped": "twist",
@@ -54,7 +54,7 @@ _REFUSED_COMMANDS = (Cause.NOT_FINITE, Cause.BAD_FORM, Cause.OVER_SPEED, Cause.O
 
 
 class NotMeasuredError(Exception):
-    """Why a file says nothing about stopping, in words."""
+    """A file contains no stop that can be measured; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Stop:
     file: str
     output: str  # the kind of command: pose, twist, joint_trajectory, position_array
     cause: str
-    time_zero: str  # what it was judged by, in words
+    time_zero: str  # the event that time zero is taken from, in words
     speed_m_s: float
     reach_m: float
     time_s: float  # from time zero to the end
-    braking_s: float  # of this after the guard began to brake
+    braking_s: float  # the part of `time_s` after the guard began to brake
     way_m: float
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file that tells of no stop."""
+    """A file without a measured stop."""
 
     file: str
     why: str
@@ -82,15 +82,15 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Stops:
-    """What was found in all files."""
+    """The results of all files."""
 
     measured: tuple[Stop, ...]
     left_out: tuple[LeftOut, ...]
-    reach_m: float  # the largest of any measured pose
+    reach_m: float  # maximum over all measured poses
 
 
 def find_black_boxes(given: Sequence[str]) -> list[Path]:
-    """The MCAP files that paths, folders and globs lead to; a UserError names one that leads to none."""
+    """Finds the MCAP files under paths, folders and globs; raises UserError for one that matches none."""
     found: dict[Path, None] = {}
     for each in given:
         path = Path(each).expanduser()
@@ -98,15 +98,15 @@ def find_black_boxes(given: Sequence[str]) -> list[Path]:
         files = [file for match in matches for file in (sorted(match.rglob("*.mcap")) if match.is_dir() else [match])]
         if not files:
             raise UserError(
-                f"{each} leads to no .mcap file; give files of the guard's black box, or its folder: black_box_dir, "
-                "~/.ros/black_box unless it was set"
+                f"{each} matches no .mcap file; give files of the guard's black box, or its folder: black_box_dir, "
+                "by default ~/.ros/black_box"
             )
         found |= dict.fromkeys(files)
     return list(found)
 
 
 def measure_stops(files: Sequence[Path]) -> Stops:
-    """The stop of each file; those without one are named."""
+    """Measures the stop in each file; lists the files without one."""
     measured, left_out, reach_m = [], [], 0.0
     for file in files:
         try:
@@ -120,7 +120,7 @@ def measure_stops(files: Sequence[Path]) -> Stops:
 
 
 class ToolMotion:
-    """The measured tool: when each pose arrived, its stamp, and how fast the tool then was."""
+    """The measured tool motion: each pose's arrival, stamp and speed."""
 
     def __init__(self, poses: Sequence[tuple[float, float, Pose]]) -> None:
         self._poses = [pose for *_, pose in poses]
@@ -139,30 +139,30 @@ class ToolMotion:
 
     @cached_property
     def moves(self) -> np.ndarray:
-        """Whether the tool moves, bool [poses]."""
+        """True where the tool moves, bool [poses]."""
         return np.asarray((self.speeds >= (STANDS_M_S, STANDS_RAD_S)).any(axis=1))
 
     def at(self, time_s: float) -> int:
-        """The last pose that had arrived."""
+        """Index of the last pose that had arrived."""
         return max(0, bisect_right(self.arrived_s, time_s) - 1)
 
     def end(self, zero: int, braking_s: float) -> int:
-        """The first pose from which on the tool stands for STANDS_S and until after the guard began to brake.
+        """Index of the first pose of the standstill: STANDS_S or longer, and lasting beyond the start of braking.
 
-        Raises NotMeasuredError where the file ends before, or the poses fail to come meanwhile.
+        Raises NotMeasuredError if the file ends earlier, or poses are missing in between.
         """
         arrived_s, began = self.arrived_s, int(np.searchsorted(self.arrived_s, braking_s))
         for index in range(began, len(arrived_s)):
             gap_s = arrived_s[index] - arrived_s[max(index - 1, 0)]
             if gap_s > _GAP_S:
-                raise NotMeasuredError(f"no measured pose for {gap_s:.2f} s of the stop")
+                raise NotMeasuredError(f"no measured pose for {gap_s:.2f} s during the stop")
             last_move = zero + int(np.flatnonzero(self.moves[zero : index + 1])[-1])
             if last_move < index and arrived_s[index] - arrived_s[last_move + 1] >= STANDS_S - 1e-6:
                 return last_move + 1
-        raise NotMeasuredError("it ends before the tool stands")
+        raise NotMeasuredError("the file ends before the tool stands still")
 
     def way_m(self, first: int, last: int) -> float:
-        """Length of the path between two poses."""
+        """Length of the path between two poses, given by their indices."""
         kept = [first]
         for index in range(first + 1, last):
             if self.arrived_s[index] - self.arrived_s[kept[-1]] >= _STEP_S:
@@ -172,10 +172,10 @@ class ToolMotion:
 
 
 class BlackBoxFile:
-    """One file of the guard's black box; NotMeasuredError: it is none, or of a guard that did not note when it braked.
+    """One file of the guard's black box; NotMeasuredError if it is not one, or lacks the time of braking.
 
-    Topics are known by their kind and their order, which is the guard's, as their names are the user's: the command
-    first, the measured pose after it.
+    Topic names are the user's, so topics are identified by type and by the guard's order: the command first, the
+    measured pose after it.
     """
 
     def __init__(self, path: Path, storage: Storage) -> None:
@@ -183,7 +183,7 @@ class BlackBoxFile:
         about = _metadata(path)
         self.cause, self.reason = about["cause"], about.get("reason", "")
         if "time_ns" not in about:
-            raise NotMeasuredError("a guard of an older version wrote it, which did not note when it began to brake")
+            raise NotMeasuredError("an older version of the guard wrote it, without the time of braking")
         self.braking_s = int(about["time_ns"]) * 1e-9
         self._connections = sorted(storage.connections, key=lambda each: each.id)
         for each in self._connections:
@@ -191,19 +191,19 @@ class BlackBoxFile:
         self._command = self._connections[0].msgtype if self._connections else ""
         self.output = _OUTPUTS.get(self._command, "")
         if not self.output:
-            raise NotMeasuredError("its first topic is no motion command: the guard's black box did not write it")
+            raise NotMeasuredError("its first topic is not a motion command: not written by the guard's black box")
         self.tool = ToolMotion(list(self._poses()))
 
     def stop(self) -> Stop:
         if not len(self.tool.arrived_s):
             raise NotMeasuredError("it holds no measured pose of the tool")
         if self.cause == Cause.POSE_LEAPS:
-            raise NotMeasuredError("the measured pose leapt: nobody knows how the tool moved")
+            raise NotMeasuredError("the measured pose jumped: the tool's motion is unknown")
         zero_s, judged_by = self._time_zero()
         tool, zero = self.tool, self.tool.at(zero_s)
         until = tool.at(self.braking_s) + 1
         if not tool.moves[zero:until].any():
-            raise NotMeasuredError("the tool stood before the stop")
+            raise NotMeasuredError("the tool was at rest before the stop")
         end, before = tool.end(zero, self.braking_s), tool.at(zero_s - _STEP_S)
         return Stop(
             file=str(self._path),
@@ -218,14 +218,14 @@ class BlackBoxFile:
         )
 
     def _time_zero(self) -> tuple[float, str]:
-        """When the cause arrived, in seconds, and what that was judged by."""
+        """Time of the cause's arrival in seconds, and the event that it is taken from."""
         judges: dict[str, tuple[Callable[[], float | None], str]] = {
             Cause.STOP: (self._pressed, "the message on ~/stop"),
-            Cause.NOT_ENABLED: (self._released, "~/enable that said false, or true for the last time"),
+            Cause.NOT_ENABLED: (self._released, "~/enable with false, or the last one with true"),
             Cause.DRIVER_SILENT: (partial(self._newest, self._command), "the last new command"),
             Cause.POLICY_SILENT: (partial(self._newest, _ACTION), "the last new action"),
             Cause.STATE_MISSING: (self._last_state, "the last new state of the robot"),
-            **dict.fromkeys(_REFUSED_COMMANDS, (self._last_command, "the command that was refused")),
+            **dict.fromkeys(_REFUSED_COMMANDS, (self._last_command, "the refused command")),
         }
         find, words = judges.get(self.cause, (lambda: None, ""))
         time_s = find()
@@ -233,7 +233,7 @@ class BlackBoxFile:
 
     def _pressed(self) -> float | None:
         times_s = [time_s for time_s, _ in self._messages("std_msgs/msg/Empty")]
-        return _last([each for each in times_s if each > self.braking_s - _PRESSED_S])  # else by the service
+        return _last([each for each in times_s if each > self.braking_s - _PRESSED_S])  # else the service was called
 
     def _last_command(self) -> float | None:
         return _last([time_s for time_s, _ in self._messages(self._command)])
@@ -252,7 +252,7 @@ class BlackBoxFile:
         return next((time_s for time_s, message in said if message is not None and time_s > held_s), held_s)
 
     def _newest(self, msgtype: str) -> float | None:
-        """When the last message came whose stamp was newer than those before; of a kind without stamps the last."""
+        """Time of the last message with a new highest stamp; for a type without stamps, of the last message."""
         found, newest, unstamped = None, -1, msgtype in _UNSTAMPED
         for time_s, raw in self._messages(msgtype):
             if unstamped or _stamp_ns(raw) > newest:
@@ -260,7 +260,7 @@ class BlackBoxFile:
         return found
 
     def _messages(self, msgtype: str) -> Iterator[tuple[float, bytes]]:
-        """Of the first topic of a kind, until the guard braked: when they came, and their bytes."""
+        """Yields arrival time and bytes of the messages on a type's first topic, until the guard braked."""
         name = next((each.topic for each in self._connections if each.msgtype == msgtype), None)
         if name is None:
             return
@@ -269,7 +269,7 @@ class BlackBoxFile:
                 yield time_ns * 1e-9, raw
 
     def _poses(self) -> Iterator[tuple[float, float, Pose]]:
-        """Sound poses with new stamps."""
+        """Yields arrival, stamp and pose of the valid poses with new stamps."""
         kind, newest = "geometry_msgs/msg/PoseStamped", -1
         poses = [each.topic for each in self._connections[1:] if each.msgtype == kind]
         name = next((topic for topic in poses if not topic.endswith("/override/pose")), None)
@@ -279,14 +279,14 @@ class BlackBoxFile:
                 continue
             place, turn = message.pose.position, message.pose.orientation
             position = np.array([place.x, place.y, place.z])
-            with suppress(ValueError):  # NaN among them
+            with suppress(ValueError):  # a NaN among them
                 rotation = quaternion_matrix(turn.w, turn.x, turn.y, turn.z)
                 if np.isfinite(position).all():
                     newest = _stamp_ns(raw)
                     yield time_ns * 1e-9, newest * 1e-9, Pose(position, rotation)
 
     def _read(self, raw: bytes, msgtype: str) -> Any:
-        """A message; None for bytes that are none, which the guard refused too."""
+        """Deserialises a message; None if the bytes are invalid, which the guard refused too."""
         try:
             return self._types.deserialise(raw, msgtype)
         except UserError:
@@ -298,14 +298,14 @@ def _metadata(path: Path) -> dict[str, str]:
         try:
             found = [each.metadata for each in make_reader(file).iter_metadata() if each.name == "guard"]
         except (McapError, ValueError, KeyError) as error:
-            raise NotMeasuredError(f"it is damaged ({error})") from None
+            raise NotMeasuredError(f"the file is damaged ({error})") from None
     if not found or "cause" not in found[0]:
-        raise NotMeasuredError("the guard's black box did not write it: it says no cause")
+        raise NotMeasuredError("it names no cause: not written by the guard's black box")
     return found[0]
 
 
 def _stamp_ns(raw: bytes) -> int:
-    """Of a message that begins with its header, from its CDR bytes; -1 for bytes that are too few."""
+    """Stamp of a message whose first field is its header, from its CDR bytes; -1 if there are too few bytes."""
     if len(raw) < _STAMPED_BYTES:
         return -1
     seconds, nanoseconds = struct.unpack_from("<iI" if raw[1] & 1 else ">iI", raw, 4)

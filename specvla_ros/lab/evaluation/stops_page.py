@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of stopping times and ways, in the form of the annex on stopping of ISO 10218-1, as JSON and as a page."""
+"""The table of stopping times and distances, in the form of ISO 10218-1's annex on stopping, as JSON and as a page."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ STOPS_FILE = "stops.json"
 THIRDS = (33, 66, 100)
 TABLE_HEAD = (
     *("output", "cause", "speed %", "reach %", "n"),
-    *("time median s", "time worst s", "way median mm", "way worst mm"),
+    *("time median s", "time worst s", "distance median mm", "distance worst mm"),
 )
 _COLOURS = (page.BLUE, page.RED, page.GREEN, page.AMBER, page.GREY, page.INK)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Stops of one output and cause, from nearly the same speed and reach."""
+    """Stops with the same output and cause, and similar speed and reach."""
 
     output: str
     cause: str
-    speed_percent: int  # of full speed, the nearest of THIRDS
-    reach_percent: int  # upper edge of the third of the largest reach
+    speed_percent: int  # share of full speed, the nearest of THIRDS
+    reach_percent: int  # share of the largest reach, the upper edge of its third
     n: int
     time_median_s: float
     time_worst_s: float
@@ -46,17 +46,17 @@ class Row:
 
 @dataclass(frozen=True)
 class StopTable:
-    """The rows, and what their shares are of."""
+    """The rows, and the speed and reach that count as 100 %."""
 
     rows: tuple[Row, ...]
     full_speed_m_s: float
-    full_speed_is: str  # in words
+    full_speed_is: str  # its origin, in words
     reach_m: float
 
     @property
     def caption(self) -> str:
         return (
-            f"100 % of speed: {self.full_speed_m_s:.3g} m/s, {self.full_speed_is}. 100 % of reach: {self.reach_m:.3g} "
+            f"100 % speed: {self.full_speed_m_s:.3g} m/s, {self.full_speed_is}. 100 % reach: {self.reach_m:.3g} "
             "m from the base, the largest measured."
         )
 
@@ -65,12 +65,12 @@ def linear_speed(robot: Path) -> float:
     """`limits.linear_speed` of a robot's parameter file, m/s."""
     speed = merge_parameters([robot], {}, node="guard").get("limits.linear_speed")
     if not isinstance(speed, (int, float)) or isinstance(speed, bool) or speed <= 0:
-        raise UserError(f"{robot}: limits.linear_speed is missing, or no speed; give the file that the guard was given")
+        raise UserError(f"{robot}: limits.linear_speed is missing or not a speed; give the guard's own parameter file")
     return float(speed)
 
 
 def tabulate(stops: Stops, limit_m_s: float | None) -> StopTable:
-    """Groups the stops; without a limit, shares of speed are of the largest that was seen."""
+    """Groups the stops; without a limit, shares of speed refer to the fastest stop."""
     seen_m_s = max((stop.speed_m_s for stop in stops.measured), default=0.0)
     full_m_s = limit_m_s or seen_m_s
     groups: defaultdict[tuple[str, str, int, int], list[Stop]] = defaultdict(list)
@@ -79,7 +79,7 @@ def tabulate(stops: Stops, limit_m_s: float | None) -> StopTable:
         reach = next((third for third in THIRDS if stop.reach_m <= stops.reach_m * third / 100), 100)
         groups[stop.output, stop.cause, speed, reach].append(stop)
     rows = tuple(_row(*key, group) for key, group in sorted(groups.items()))
-    whose = "limits.linear_speed" if limit_m_s else "the largest of these stops, as no --robot says the limit"
+    whose = "limits.linear_speed" if limit_m_s else "the fastest of these stops, since no --robot gives the limit"
     return StopTable(rows, full_m_s, whose, stops.reach_m)
 
 
@@ -90,7 +90,7 @@ def _row(output: str, cause: str, speed: int, reach: int, group: Sequence[Stop])
 
 
 def write_stops(out: Path, stops: Stops, table: StopTable) -> None:
-    """Writes stops.json and report.html into a directory; those of an earlier `specvla robot stops` are replaced."""
+    """Writes stops.json and report.html to a directory, replacing those of an earlier `specvla robot stops`."""
     directory = RunDirectory(out, "robot stops")
     directory.begin()
     with directory.reporting_errors():
@@ -99,27 +99,28 @@ def write_stops(out: Path, stops: Stops, table: StopTable) -> None:
 
 
 def _write_page(path: Path, stops: Stops, table: StopTable) -> None:
-    left_out = f", {len(stops.left_out)} files tell of none" if stops.left_out else ""
+    left_out = f"; {len(stops.left_out)} files contain none" if stops.left_out else ""
     parts = [
         page.verdict("", f"{len(stops.measured)} stops of a moving robot{left_out}. {table.caption}"),
         f"<p class=note>{escape(_HOW)}</p>",
         page.table(TABLE_HEAD, [row.cells for row in table.rows]),
     ]
     if stops.measured:
-        parts += ["<h2>Way over speed</h2>", _ways(stops.measured)]
+        parts += ["<h2>Distance over speed</h2>", _ways(stops.measured)]
         found = [(stop.file, stop.cause, stop.time_zero, *_figures(stop)) for stop in stops.measured]
-        columns = ("file", "cause", "time zero", "speed mm/s", "reach m", "time s", "of this braking s", "way mm")
+        columns = ("file", "cause", "time zero", "speed mm/s", "reach m", "time s", "of which braking s", "distance mm")
         parts += ["<h2>Each stop</h2>", page.table(columns, found)]
     if stops.left_out:
         rows = [(each.file, each.why) for each in stops.left_out]
-        parts += ["<h2>Files without a stop</h2>", page.table(("file", "why"), rows)]
+        parts += ["<h2>Files without a stop</h2>", page.table(("file", "reason"), rows)]
     parts.append(page.provenance(head()))
-    page.write_page(path, "Stopping time and way, from the guard's black box", parts)
+    page.write_page(path, "Stopping time and distance, from the guard's black box", parts)
 
 
 _HOW = (
-    "In the form of the annex on stopping of ISO 10218-1, the worst case beside the median. It is what this robot did "
-    "in these stops, under the guard, which is no certified safety function; it is not the manufacturer's declaration."
+    "In the form of ISO 10218-1's annex on stopping, with median and worst case. The figures describe this robot in "
+    "these stops under the guard, which is not a certified safety function. They do not replace the manufacturer's "
+    "declaration."
 )
 
 
@@ -129,7 +130,7 @@ def _figures(stop: Stop) -> tuple[str, ...]:
 
 
 def _ways(measured: Sequence[Stop]) -> str:
-    drawn = page.subplots(1, 1, x_title="speed, mm/s", y_title="way, mm")
+    drawn = page.subplots(1, 1, x_title="speed, mm/s", y_title="distance, mm")
     for number, cause in enumerate(sorted({stop.cause for stop in measured})):
         of_cause = [stop for stop in measured if stop.cause == cause]
         speeds, ways = [stop.speed_m_s * 1e3 for stop in of_cause], [stop.way_m * 1e3 for stop in of_cause]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine for several processes: the frames of all of them are packed into its forwards."""
+"""One engine shared by several processes: their frames are packed into common forwards."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _NO_IMAGES = {ONLY_CAMERA: np.zeros((1, 1, 3), np.uint8)}
 
 @dataclass(frozen=True)
 class HostedPolicy:
-    """The policy's facts where its weights are not; see `PolicyFacts`."""
+    """A policy's facts, for a process without its weights; see `PolicyFacts`."""
 
     directory: Path
     codec: Codec
@@ -39,10 +39,10 @@ class HostedPolicy:
 
 
 class EngineHost:
-    """The engine's process, for so many robots at once; see `specvla_ros.lab.jobs.workers.Shared`.
+    """The shared engine in its own process, for up to `robots` robots; see `specvla_ros.lab.jobs.workers.Shared`.
 
-    `tick_time` gives the seconds that a tick counts for, from its work and the seconds that it took here. A UserError
-    says that the settings do not fit the target or the device's memory.
+    `tick_time` maps a tick's work and its measured seconds to the seconds that it counts for. Raises UserError if the
+    settings do not fit the target or the device's memory.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EngineHost:
         self._thread = SharedEngine(self._engine, tick_time)
 
     def facts(self) -> tuple[HostedPolicy, EngineSettings]:
-        """The policy and the settings, as an engine of one's own would have them."""
+        """The policy and the settings, as a local engine would have them."""
         target = self._engine.target
         named = (target.directory, target.codec, target.unnorm_key)
         facts = HostedPolicy(*named, target.cameras, target.state_dims, target.state_names, target.describe())
@@ -71,17 +71,17 @@ class EngineHost:
         self._thread.close(stream)
 
     def decode(self, observation: Observation) -> Decoded:
-        """Decodes an observation; the answer comes without its images, which are large."""
+        """Decodes an observation; the result omits its images, which are large."""
         decoded = self._thread.decode(observation, self._thread.prepared(observation)).result()
         seen = replace(decoded.outcome.observation, images=_NO_IMAGES)
         return replace(decoded, outcome=replace(decoded.outcome, observation=seen))
 
 
 class HostedEngine:
-    """A worker's access to an engine in another process, where it is a robot of its own.
+    """A worker's access to an engine in another process, in which the worker is one robot.
 
-    It decodes as an engine of one's own does, acceptance and drafts included; its times are of the ticks that carried
-    the others too. `target` is the policy without its weights.
+    It decodes exactly as a local engine does, acceptance and drafts included. Its times are those of ticks shared with
+    the other workers. `target` is the policy without its weights.
     """
 
     def __init__(self, host: Host) -> None:
@@ -100,7 +100,7 @@ class HostedEngine:
         decoded: Decoded = self._host.call("decode", replace(observation, stream=self._stream))
         outcome = replace(decoded.outcome, observation=observation)
         if isinstance(outcome, Action):
-            outcome = replace(outcome, finished_ns=time.monotonic_ns())  # on this machine's clock, with the way here
+            outcome = replace(outcome, finished_ns=time.monotonic_ns())  # on this machine's clock, transfer included
         return replace(decoded, outcome=outcome)
 
     def act(self, observation: Observation) -> Outcome:

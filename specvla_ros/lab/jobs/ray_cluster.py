@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are actors of a Ray cluster."""
+"""Workers as actors of a Ray cluster."""
 
 import math
 import os
@@ -16,32 +16,32 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.workers import Holder, Host, ProcessDied, opened
 
 _LISTENS_WITHIN_S = 3.0
-_CREATED_WITHIN_S = 60.0  # where the cluster has room
-LOCAL = "local"  # the address that starts a Ray cluster on this machine, for as long as the command runs
+_CREATED_WITHIN_S = 60.0  # if the cluster has free resources
+LOCAL = "local"  # the address that starts a Ray cluster on this machine for the command's duration
 
 
 @dataclass(frozen=True)
 class ActorPlan:
-    """The resources that a cluster is asked for."""
+    """The resources to request from a cluster."""
 
     count: int  # workers
-    takes: dict[str, float]  # by each of them
-    host_takes: dict[str, float] = field(default_factory=dict)  # by each object that they share
+    takes: dict[str, float]  # by each worker
+    host_takes: dict[str, float] = field(default_factory=dict)  # by each shared object
 
 
 def plan_actors(resources: dict[str, float], workers: int, *, gpu: bool, among: int = 0) -> ActorPlan:
-    """The number of actors, and each one's resources.
+    """The number of actors and the resources of each.
 
     Args:
-        resources: of the cluster, as `ray.cluster_resources` gives them.
-        workers: wanted; 0: one for each GPU that is used, else one for each core.
-        gpu: whether a GPU computes where there is one; more than GPUs share them.
-        among: how many workers share the object that needs the GPU; 0: each of them needs it.
+        resources: the cluster's, from `ray.cluster_resources`.
+        workers: number requested; 0: one per GPU in use, else one per core.
+        gpu: use GPUs if available; surplus workers share them.
+        among: number of workers per shared object, which then needs the GPU; 0: each worker needs it.
     """
     gpus, cpus = int(resources.get("GPU", 0)) if gpu else 0, resources.get("CPU", 1)
     if among:
         count = workers or max(1, gpus) * among
-        share = math.floor(min(1.0, cpus / count) * 100) / 100  # they get no more cores than there are
+        share = math.floor(min(1.0, cpus / count) * 100) / 100  # within the cluster's cores
         hosts = math.ceil(count / among)
         return ActorPlan(count, {"num_cpus": share}, {"num_cpus": 0} | _gpu_share(hosts, gpus))
     count = workers or gpus or max(1, int(cpus))
@@ -53,9 +53,9 @@ def _gpu_share(count: int, gpus: int) -> dict[str, float]:
 
 
 class RayPool:
-    """Actors of a cluster at an address, as `ProcessPool`; see `plan_actors`.
+    """Actors of the cluster at an address, with `ProcessPool`'s interface; see `plan_actors`.
 
-    A UserError says that Ray is not installed, or cannot connect to the cluster.
+    Raises UserError if Ray is not installed or cannot connect to the cluster.
     """
 
     def __init__(self, address: str, workers: int, *, gpu: bool, among: int) -> None:
@@ -71,7 +71,7 @@ class RayPool:
         self.size = plan.count
         actor = ray.remote(Holder)
         self._worker = actor.options(max_restarts=0, **plan.takes)
-        # One call more than there are workers: the command's check that it lives.
+        # One call more than workers: the command checks that the host is alive.
         self._host = actor.options(max_restarts=0, max_concurrency=among + 1, **plan.host_takes)
 
     def start(self, work: Callable[..., Any], *host: Host) -> "Actor":
@@ -99,12 +99,12 @@ def _begin_ray(ray: Any, address: str) -> None:
     except (ConnectionError, ValueError, RuntimeError, ImportError) as error:
         raise UserError(
             f"--ray {address}: cannot connect to a Ray cluster there ({str(error).strip().splitlines()[0]}); give "
-            f"HOST:PORT as `ray start --head` says it, auto for the one on this machine, or {LOCAL} to start one"
+            f"HOST:PORT as printed by `ray start --head`, auto for the one on this machine, or {LOCAL} to start one"
         ) from None
 
 
 def _check_listens(address: str) -> None:
-    """Raises UserError where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    """Raises UserError if nothing listens at HOST:PORT. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
         return
@@ -112,13 +112,13 @@ def _check_listens(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENS_WITHIN_S).close()
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"--ray {address}: nobody listens there ({error}); give HOST:PORT as `ray start --head` says it, auto for "
-            f"the one on this machine, or {LOCAL} to start one"
+            f"--ray {address}: nothing listens at this address ({error}); give HOST:PORT as printed by "
+            f"`ray start --head`, auto for the one on this machine, or {LOCAL} to start one"
         ) from None
 
 
 class Actor:
-    """A worker or a host: an actor that holds the object made with `make` and the arguments."""
+    """A worker or a host: an actor that holds the object created by `make` from the arguments."""
 
     def __init__(self, pool: RayPool, kind: Any, make: Callable[..., object], *arguments: Any) -> None:
         self._pool = pool
@@ -135,8 +135,8 @@ class Actor:
         return _answer(self.answer)
 
     def end(self) -> None:
-        # An actor that is killed while it is being created keeps its place in the cluster for ever (seen with Ray
-        # 2.60). A cluster that the pool leaves ends those that were not created in time.
+        # An actor killed during its creation holds its cluster resources forever (seen with Ray 2.60). A cluster that
+        # the pool started ends unfinished ones at shutdown, so only other clusters are waited for.
         timeout = 0.0 if self._pool.begun else _CREATED_WITHIN_S
         with suppress(Exception):  # its machine may be gone
             there, _ = self._pool.ray.wait([self._created], timeout=timeout)
@@ -153,7 +153,7 @@ def _answer(reference: Any) -> Any:
 
     try:
         answer = ray.get(reference)
-    except ray.exceptions.RayTaskError:  # of the lines around the job
+    except ray.exceptions.RayTaskError:  # raised outside the job
         raise
     except ray.exceptions.RayError as error:
         raise ProcessDied(" ".join(str(error).split())[:200]) from None
@@ -171,17 +171,17 @@ class _Work:
 
 
 def make_settled(version: str, directory: str, make: bytes, *arguments: Any) -> object:
-    """Makes an object on a machine of the cluster, in the command's directory.
+    """Creates an object on a machine of the cluster, in the command's directory.
 
-    A UserError says that the machine has another version of the package, or not the command's files.
+    Raises UserError if the machine has a different version of the package, or lacks the command's files.
     """
     machine = f"the machine {os.uname().nodename} of the Ray cluster"
     if specvla_ros.__version__ != version:
         raise UserError(
-            f"{machine} has specvla_ros {specvla_ros.__version__}, this one {version}: install the same there"
+            f"{machine} has specvla_ros {specvla_ros.__version__}, this machine {version}: install the same one there"
         )
     try:
-        os.chdir(directory)  # the paths of a command are relative to it
+        os.chdir(directory)  # the command's paths are relative to it
     except OSError:
         raise UserError(
             f"{machine} has no directory {directory}: all machines must share the file system that holds the "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs on worker processes of this machine, or on a Ray cluster: each counted once, whatever dies."""
+"""Jobs on worker processes or a Ray cluster: each job counts once, even if workers die."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -10,8 +10,8 @@ from specvla_ros.lab.jobs.ray_cluster import Actor, RayPool
 from specvla_ros.lab.jobs.workers import Host, HostProcess, Process, ProcessDied, ProcessPool, Shared
 from specvla_ros.lab.plans import THIS_PROCESS, Spread
 
-_MAX_LOSSES = 3  # workers that a job may cost
-_NAMED = 5  # jobs that a message lists
+_MAX_LOSSES = 3  # worker deaths per job before it is given up
+_NAMED = 5  # jobs listed in a message
 
 Pool = ProcessPool | RayPool
 Worker = Process | Actor
@@ -30,25 +30,25 @@ def run_jobs(
     name: Callable[[Job], str] = str,
     lost: Callable[[Job, str], Result] | None = None,
 ) -> Generator[tuple[Job, Result], None, None]:
-    """Yields each job with its result, once, as it is finished.
+    """Yields each job with its result, exactly once, as it finishes.
 
-    A worker does one job at a time. Where it dies (killed, out of memory, its machine gone) another one does its job
-    again, after all that wait; a job that cost `_MAX_LOSSES` workers is given up and the others go on. A job's
-    exception is raised here, and the job is not done again.
+    A worker runs one job at a time. If it dies (killed, out of memory, machine lost), its job goes to the end of the
+    queue and another worker runs it. A job that killed `_MAX_LOSSES` workers is given up and the other jobs continue.
+    A job's exception is raised here and the job is not repeated.
 
     Args:
-        work: a function at a module's top level; it may keep things in its process.
-        jobs: can be pickled.
-        spread: where; 0 workers: this process, or as many actors as the cluster has room for, or as many as share
-            something. All machines have this version of the package, and the same files under the same paths.
-        gpu: whether a GPU computes where a machine of the cluster has one; see `plan_actors`.
-        shared: by several workers; `work` is given a `Host` after the job. Where it dies, the jobs of its workers are
-            done again.
-        name: of a job in messages.
+        work: a function at a module's top level; it may keep state in its process.
+        jobs: must be picklable.
+        spread: where jobs run. 0 workers: this process, or as many actors as the cluster has resources for, or as many
+            as share one object. All machines need this version of the package and the same files at the same paths.
+        gpu: use the cluster's GPUs if available; see `plan_actors`.
+        shared: an object shared by several workers; `work` gets a `Host` after the job. If it dies, its workers' jobs
+            are repeated.
+        name: a job's name in messages.
         lost: the result of a job that was given up, from the job and the reason.
 
     Raises:
-        UserError: jobs were given up and there is no `lost`; Ray is missing or cannot be reached.
+        UserError: jobs were given up without `lost`, or Ray is missing or unreachable.
     """
     among = shared.among if shared is not None else 0
     if spread.ray:
@@ -76,13 +76,13 @@ def run_jobs(
         names = ", ".join(name(job) for job, _ in given_up[:_NAMED])
         more = ", …" if len(given_up) > _NAMED else ""
         raise UserError(
-            f"{len(given_up)} of {len(jobs)} could not be done: {names}{more}: {given_up[0][1]}; out of memory? What "
-            "is finished is kept: run the same command again, with fewer --workers"
+            f"{len(given_up)} of {len(jobs)} jobs failed: {names}{more}: {given_up[0][1]}; out of memory? Finished "
+            "jobs are kept: run the same command again with fewer --workers"
         )
 
 
 class _Crew:
-    """The workers of a pool, each with its place at a shared object, which is made again when it dies."""
+    """A pool's workers, each with a place at a shared object, which is recreated if it dies."""
 
     def __init__(self, pool: Pool, work: Callable[..., Any], shared: Shared | None) -> None:
         self._pool, self._work, self._shared = pool, work, shared
@@ -98,7 +98,7 @@ class _Crew:
         return worker
 
     def dismiss(self, worker: Worker) -> None:
-        """Ends a worker, and keeps its place for the next."""
+        """Ends a worker and keeps its place for the next one."""
         worker.end()
         host, place = self._places.pop(worker, (None, 0))
         if host in self._free:
@@ -116,7 +116,7 @@ class _Crew:
         host = self._pool.start_host(shared.make)
         self._free[host] = [*range(shared.among)]
         if not _lives(host):
-            raise UserError("the process died that loads what the workers share; out of memory?")
+            raise UserError("the process that loads the workers' shared model died; out of memory?")
         return host, self._free[host].pop()
 
 
@@ -129,7 +129,7 @@ def _lives(host: SharedHost) -> bool:
 
 
 def _spread(crew: _Crew, pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job, Any, str]]:
-    """Each job with its result, or with the reason why it was given up."""
+    """Yields each job with its result, or with the reason why it was given up."""
     waiting = deque(enumerate(jobs))
     losses: Counter[int] = Counter()
     died_in_a_row = 0
@@ -141,7 +141,7 @@ def _spread(crew: _Crew, pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job,
                 worker = idle.pop() if idle else crew.start()
                 busy[worker] = waiting.popleft()
                 worker.give(busy[worker][1])
-            while idle:  # nothing is left for them, and others may wait for their resources
+            while idle:  # no jobs are left, and other users may wait for the resources
                 crew.dismiss(idle.pop())
             for worker in pool.wait(busy):
                 index, job = busy.pop(worker)
@@ -151,14 +151,14 @@ def _spread(crew: _Crew, pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job,
                     crew.dismiss(worker)
                     losses[index] += 1
                     died_in_a_row += 1
-                    # They die at every job: trying each three times would take very long.
+                    # Workers die at every job: trying each three times would take too long.
                     all_workers_die = died_in_a_row > _MAX_LOSSES * pool.size
                     if losses[index] < _MAX_LOSSES and not all_workers_die:
                         waiting.append((index, job))
                     else:
-                        yield job, None, f"a worker died {losses[index]} times at it ({death})"
+                        yield job, None, f"its worker died {losses[index]} times ({death})"
                     while all_workers_die and waiting:
-                        yield waiting.popleft()[1], None, "the workers died at all that they were given"
+                        yield waiting.popleft()[1], None, "workers died at every job"
                 else:
                     died_in_a_row = 0
                     idle.append(worker)

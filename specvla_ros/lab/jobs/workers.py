@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers and the objects that they share, each in a process of its own on this machine."""
+"""Workers and their shared objects, each in its own process on this machine."""
 
 import ctypes
 import multiprocessing
@@ -19,24 +19,24 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _ENDS_WITHIN_S = 5.0
-# Not forked: OpenGL contexts and torch's threads do not survive a fork.
+# Spawned, since OpenGL contexts and torch's threads do not survive a fork.
 _SPAWN = multiprocessing.get_context("spawn")
 
 
 class ProcessDied(Exception):
-    """A process is gone, with the object that it held."""
+    """A process died, and the object that it held is lost."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """An object that several workers share, in a process of its own: an engine, with the model once in memory."""
+    """An object in its own process, shared by several workers: an engine, so that the model is in memory once."""
 
-    make: Callable[[], object]  # called there; can be pickled; what it raises ends the command
-    among: int  # workers that share one
+    make: Callable[[], object]  # called in that process; must be picklable; its exceptions end the command
+    among: int  # workers per object
 
 
 def share(make: Callable[[int], object], among: int) -> Shared | None:
-    """The object made for so many workers; 0: nothing is shared."""
+    """The object that `make` creates for `among` workers; None if `among` is 0."""
     return Shared(partial(make, among), among) if among else None
 
 
@@ -44,12 +44,12 @@ def share(make: Callable[[int], object], among: int) -> Shared | None:
 class Host:
     """A worker's access to the shared object."""
 
-    place: int  # of this worker among those that share it, from 0; a dead one's is given to another
-    call: Callable[..., Any]  # calls a method by its name, as several workers do at once; raises ProcessDied
+    place: int  # this worker's index at the object, from 0; a dead worker's index is reused
+    call: Callable[..., Any]  # calls a method by its name, concurrently with other workers; raises ProcessDied
 
 
 class Holder:
-    """In a host's process: the object, made at the first call. An error in making it is the answer to all calls."""
+    """Holds the object in a host's process, created at the first call. A failure to create it answers every call."""
 
     def __init__(self, make: Callable[..., object], *arguments: Any) -> None:
         self._make = partial(make, *arguments)
@@ -65,7 +65,7 @@ class Holder:
 
 
 def answer_of(work: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """Whether a job succeeded, and its result, or its exception with the trace; can be sent."""
+    """Runs a job: returns True and its result, or False and its exception with the trace. Always picklable."""
     try:
         packed = True, work(*arguments)
     except Exception as error:
@@ -79,12 +79,12 @@ def answer_of(work: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
 
 
 def opened(succeeded: bool, result: Any) -> Any:
-    """Unpacks `answer_of`: returns the result, or raises the exception; ProcessDied where the shared object is gone."""
+    """Unpacks `answer_of`: returns the result or raises the exception; ProcessDied if the shared object died."""
     if succeeded:
         return result
     error, trace = result
     if isinstance(error, ProcessDied):
-        raise ProcessDied(f"what it shares with others died: {error}")
+        raise ProcessDied(f"the shared object's process died: {error}")
     raise error from _Elsewhere(trace)
 
 
@@ -96,53 +96,53 @@ class _Elsewhere(Exception):
 
 
 def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
-    """Has the kernel signal this process when its parent dies, however that dies; only Linux can."""
+    """Has the kernel signal this process when its parent dies, for whatever reason. Linux only."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # it died earlier
         sys.exit(1)
 
 
 class ProcessPool:
-    """Starts processes."""
+    """Worker and host processes of this machine."""
 
     def __init__(self, workers: int) -> None:
-        self.size = workers  # that it has room for
+        self.size = workers  # maximum number of concurrent workers
 
     def start(self, work: Callable[..., Any], *host: Host) -> "Process":
-        """Starts a worker that calls `work` with each job and the host."""
+        """Starts a worker, which calls `work` with each job and the host."""
         return Process(work, self.size, *host)
 
     def start_host(self, make: Callable[[], object]) -> "HostProcess":
         return HostProcess(make)
 
     def wait(self, busy: Collection[Any]) -> list[Any]:
-        """Those of the workers whose `take` is due, at least one."""
+        """Waits for and returns the workers whose `take` is due, at least one."""
         by_connection = {worker.connection: worker for worker in busy}
         return [by_connection[each] for each in multiprocessing.connection.wait(by_connection)]
 
     def close(self) -> None:
-        """Workers and hosts are ended one by one."""
+        """Does nothing: workers and hosts are ended one by one."""
 
 
 class Process:
-    """A worker; `workers` of them share this machine's cores."""
+    """A worker process; `workers` of them share this machine's cores."""
 
     def __init__(self, work: Callable[..., Any], workers: int, *host: Host) -> None:
         self.connection, theirs = _SPAWN.Pipe()
         arguments = theirs, work, workers, os.getpid(), *host
         self._process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
-        theirs.close()  # so that ours is at its end when the process is
+        theirs.close()  # so that our end closes when the process ends
 
     def give(self, job: Any) -> None:
-        """Begins a job."""
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `take` says so
+        """Starts a job."""
+        with suppress(BrokenPipeError, ConnectionResetError):  # the process died: `take` reports it
             self.connection.send(job)
 
     def take(self) -> Any:
-        """The result of the job that ended; raises the job's exception, or ProcessDied."""
+        """Returns the finished job's result; raises the job's exception or ProcessDied."""
         try:
             answer = self.connection.recv()
         except (EOFError, OSError):
@@ -161,12 +161,12 @@ class Process:
 
 
 def _serve(connection: Connection, work: Callable[..., Any], workers: int, parent: int, *host: Host) -> None:
-    """A worker's process: does jobs until the command is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
+    """Main loop of a worker's process: runs jobs until the command ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     end_with_parent(parent, signal.SIGTERM)
-    # More threads than cores would slow all workers down.
+    # More threads than cores slow all workers down.
     threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers))))
-    if torch := sys.modules.get("torch"):  # imported with the worker's script: it has counted the cores already
+    if torch := sys.modules.get("torch"):  # already imported by the worker's script, with its threads set
         torch.set_num_threads(threads)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
@@ -174,19 +174,19 @@ def _serve(connection: Connection, work: Callable[..., Any], workers: int, paren
 
 
 class _Manager(BaseManager):
-    """The process of a shared object; a thread of it answers each worker."""
+    """The process of a shared object, with one thread per worker."""
 
 
 _Manager.register("hold", Holder, exposed=("call",))
 
 
 class HostProcess:
-    """A shared object, which the first call makes."""
+    """A shared object, created by the first call."""
 
     def __init__(self, make: Callable[[], object]) -> None:
         self._manager = _Manager(ctx=_SPAWN)
         self._manager.start(end_with_parent, (os.getpid(), signal.SIGTERM))
-        # See `Host.call`; of the empty name: makes the object only.
+        # See `Host.call`. An empty name only creates the object.
         self.call = partial(_call, self._manager.hold(make))  # type: ignore[attr-defined]
 
     def end(self) -> None:

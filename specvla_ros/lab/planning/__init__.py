@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning: what a checkpoint costs on a device, computed before anything runs. Sits above engine and models."""
+"""Planning: the cost of a checkpoint on a device, computed before anything runs. Depends on engine and models."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a forward in bytes, operations and seconds, from a checkpoint's shapes, and the ticks of a device."""
+"""The cost of a forward in bytes, operations and seconds from a checkpoint's shapes, and tick times of a device."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLACon
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.json_file import shown
 
-if TYPE_CHECKING:  # the engine imports torch
+if TYPE_CHECKING:  # importing the engine imports torch
     from specvla_ros.engine.batch import TickWork
 
 # Hugging Face openvla/openvla-7b, config.json: Llama-2-7B with a vocabulary padded to 32064, DINOv2 ViT-L/14 with four
-# registers and SigLIP SoViT-400m/14 at 224 pixels; the towers' shapes are timm's for the names given there.
+# registers and SigLIP SoViT-400m/14 at 224 pixels; the towers' shapes are timm's for these names.
 OPENVLA_7B = OpenVLAConfig(
     towers=(
         VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, layer_scale=True, image_size=224),
@@ -31,18 +31,18 @@ OPENVLA_7B = OpenVLAConfig(
     vicuna=False,
 )
 
-# BOS, "In: What action should the robot take to …?\nOut:" with an instruction of about ten words, and the space token:
-# with OpenVLA-7B's 256 patches a prompt of 290 rows.
+# BOS, "In: What action should the robot take to …?\nOut:" with an instruction of about ten words, and the space token.
+# With OpenVLA-7B's 256 patches this makes a prompt of 290 rows.
 _TEXT_TOKENS = 34
-_FIXED = "bins"  # the codec whose answers are all of one length
-_ACTION_TOKENS = 7  # where the checkpoint's statistics do not say
-_COMMITTED = 3  # tokens of an answer that are committed, in the mean
+_FIXED = "bins"  # the codec with answers of fixed length
+_ACTION_TOKENS = 7  # default if the checkpoint has no statistics
+_COMMITTED = 3  # mean number of committed tokens of an answer in progress
 _MAX_ROWS = 4096  # more than any forward has
 _STEPS = 20
 
 
 def arithmetic_of(weights: WeightFormat) -> Arithmetic:
-    """The number format of products with the decoder's matrices."""
+    """Number format of the products with the decoder's matrices."""
     if weights in (WeightFormat.W8A8, WeightFormat.W8A8_HADAMARD):
         return Arithmetic.INT8
     return Arithmetic.FP8 if weights is WeightFormat.FP8 else Arithmetic.DENSE
@@ -57,62 +57,62 @@ def weight_bytes(weights: WeightFormat, dtype_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Counts of a checkpoint. Biases and norms are left out: together less than a thousandth."""
+    """Counts of a checkpoint. Biases and norms, together less than a thousandth, are ignored."""
 
     decoder_values: int  # weights of the decoder's layers, all read by every forward
     head_values: int  # weights of the output head, all read by every forward that ends in logits
-    embedding_values: int  # weights of the input embeddings; a lookup: memory alone (0 where tied to the head)
+    embedding_values: int  # weights of the input embeddings; a lookup, counted for memory only (0 if tied to the head)
     vision_values: int  # weights of towers and projector
     decoder_layers: int
-    vision_layers: int  # of both towers, those that are computed
-    vision_operations: int  # multiplications and additions of one image in towers and projector
+    vision_layers: int  # computed layers of both towers
+    vision_operations: int  # multiplications and additions for one image in towers and projector
     kv_values: int  # keys and values of one token, all layers
-    pair_operations: int  # operations of attention for one pair of query and key, all layers and heads
+    pair_operations: int  # attention operations for one pair of query and key, all layers and heads
     draft_values: int  # weights of an EAGLE head for this decoder: its fusion and its one layer
     draft_kv_values: int  # keys and values of one token in that layer
     prompt_rows: int  # rows of a prompt: the images' patches, a state's tokens and about 34 text tokens
     action_tokens: int  # tokens of an answer
-    pictures: int = 1  # of a prompt, one of each camera
+    pictures: int = 1  # images of a prompt, one per camera
 
     def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
-        """Memory of all weights, with or without the draft head's [bytes]."""
+        """Memory of all weights in bytes, with or without a draft head."""
         plain = self.head_values + self.embedding_values + self.vision_values + (self.draft_values if draft else 0)
         return self.decoder_values * weight_bytes(weights, dtype_bytes) + plain * dtype_bytes
 
 
 def planned_config(checkpoint: Path, tokens: int) -> OpenVLAConfig:
-    """A checkpoint's config.json. UserError: it is of another architecture, or no `tokens` are given and needed."""
+    """Reads a checkpoint's config.json; UserError for another architecture or if `tokens` is needed and 0."""
     from specvla_ros.models.checkpoint import model_type_of
 
     check_directory(checkpoint)
     kind = model_type_of(checkpoint)
     if kind not in OPENVLA_TYPES:
         raise UserError(
-            f"{checkpoint}: its model_type is {shown(kind)}, and only OpenVLA's architecture is planned for. Without "
-            "--model, `--tokens N` plans OpenVLA-7B with an answer as long as this policy's; `specvla replay` times it"
+            f"{checkpoint}: its model_type is {shown(kind)}, but only OpenVLA's architecture can be planned. Without "
+            "--model, `--tokens N` plans OpenVLA-7B with answers of this policy's length; `specvla replay` times it"
         )
     if is_oft(checkpoint):
         raise UserError(
-            f"{checkpoint} is an OpenVLA-OFT checkpoint: it answers in one forward, without tokens that could be "
-            "drafted, so that there is nothing to choose; `specvla replay` times it"
+            f"{checkpoint} is an OpenVLA-OFT checkpoint: it answers in one forward without tokens to draft, so there "
+            "is nothing to plan; `specvla replay` times it"
         )
     config = read_config(checkpoint)
     if not tokens and (config.vicuna or config.action_codec != _FIXED):
         what = "text before its actions, or none (ECoT 40 to 200 tokens, OpenVLA v0.1 7)"
         raise UserError(
             f"{checkpoint} may write {what if config.vicuna else f'answers of any length ({config.action_codec})'}: "
-            "say how long an answer is with --tokens N; `specvla predict --json` shows one"
+            "give the length of an answer with --tokens N; `specvla predict --json` shows one"
         )
     return config
 
 
 def model_cost(config: OpenVLAConfig) -> ModelCost:
-    """Counts from the shapes in config.json."""
+    """Computes the counts from the shapes in config.json."""
     llama = config.llama
     heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
     layer = llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
     width = sum(tower.embed_dim for tower in config.towers)
-    # Three matrices after two towers, two after one.
+    # The projector has three matrices after two towers, two after one.
     first = 4 * width * (width + llama.hidden_size) if len(config.towers) > 1 else width * llama.hidden_size
     projector = first + llama.hidden_size**2
     kv_values = 2 * llama.num_key_value_heads * llama.head_dim
@@ -144,7 +144,7 @@ def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
 
 
 def _tower_values(tower: VisionTowerConfig) -> int:
-    """Patch embedding and all blocks but the last, which OpenVLA does not compute."""
+    """Weights of the patch embedding and all blocks except the last, which OpenVLA does not compute."""
     block = 4 * tower.embed_dim**2 + 2 * tower.embed_dim * tower.mlp_dim
     return 3 * tower.patch_size**2 * tower.embed_dim + (tower.depth - 1) * block
 
@@ -157,15 +157,15 @@ def _tower_operations(tower: VisionTowerConfig) -> int:
 
 @dataclass(frozen=True)
 class Forward:
-    """The rows that go through the model together."""
+    """The rows of one packed forward."""
 
     prompt_rows: int = 0  # rows of the newest frame's prompt in this forward: all, a chunk, or none
-    prompt_before: int = 0  # rows of that prompt that earlier forwards computed
-    image: bool = False  # whether the frame goes through the vision towers first
-    prompt_ends: bool = True  # whether the chunk is the prompt's last, so that it yields a token
-    trees: int = 0  # number of requests whose prompt is through
-    nodes: int = 0  # tree nodes of all of them, roots included
-    prefix_rows: int = 0  # committed rows of all of them
+    prompt_before: int = 0  # rows of that prompt computed by earlier forwards
+    image: bool = False  # True if the frame goes through the vision towers first
+    prompt_ends: bool = True  # True if the chunk is the prompt's last, so that it yields a token
+    trees: int = 0  # number of requests with a complete prompt
+    nodes: int = 0  # their tree nodes in total, roots included
+    prefix_rows: int = 0  # their committed rows in total
 
     @property
     def rows(self) -> int:
@@ -175,14 +175,14 @@ class Forward:
 
 @dataclass(frozen=True)
 class Part:
-    """A share of a forward whose reading and computing may overlap."""
+    """A part of a forward within which reading and computing may overlap."""
 
     name: str  # vision, decoder, attention, head or draft
-    bytes: float  # bytes read and written; activations are left out, they stay in the caches
-    operations: float  # multiplications and additions, each counted
-    rows: int  # rows of the matrix products, on which a measured rate depends
+    bytes: float  # bytes read and written, without activations, which stay in the caches
+    operations: float  # multiplications plus additions
+    rows: int  # rows of the matrix products; a measured rate depends on them
     arithmetic: Arithmetic = Arithmetic.DENSE  # number format of the products
-    layers: int = 0  # of the model that it runs through, one after the other
+    layers: int = 0  # model layers it runs through in sequence
 
     def seconds(self, device: Device, efficiency: Efficiency = LIMIT) -> float:
         if not self.rows:
@@ -193,9 +193,9 @@ class Part:
 
 
 def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dtype_bytes: int) -> tuple[Part, ...]:
-    """The parts of one forward, in the order in which they run."""
+    """The parts of one forward in execution order."""
     chosen_rows = forward.nodes + int(bool(forward.prompt_rows) and forward.prompt_ends)
-    # Every row of a prompt or tree is written once; it and the rows before it are read once.
+    # Every row of a prompt or tree is written once; that row and those before it are read once.
     kv_rows = forward.prompt_before + forward.prefix_rows + 2 * forward.rows
     kv_bytes = kv_rows * model.kv_values * dtype_bytes
     parts = [
@@ -216,13 +216,13 @@ def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dty
 
 
 def vision_part(model: ModelCost, dtype_bytes: int) -> Part:
-    """Towers and projector, over the images of one prompt, one after the other."""
+    """Towers and projector over the images of one prompt, one after the other."""
     read, n = float(model.vision_values * dtype_bytes), model.pictures
     return Part("vision", n * read, n * model.vision_operations, model.prompt_rows, layers=n * model.vision_layers)
 
 
 def _attention_operations(forward: Forward, model: ModelCost) -> float:
-    """Causal: half of the pairs within a prompt; a node sees its prefix, and at most its tree."""
+    """Causal attention: half of the pairs within a prompt; a node attends to its prefix and at most to its tree."""
     chunk = forward.prompt_rows * (forward.prompt_before + (forward.prompt_rows + 1) / 2)
     nodes_per_tree = forward.nodes / forward.trees if forward.trees else 0.0
     trees = nodes_per_tree * (forward.prefix_rows + forward.nodes)
@@ -230,10 +230,10 @@ def _attention_operations(forward: Forward, model: ModelCost) -> float:
 
 
 def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int) -> Part:
-    """One draft for all requests in flight: the head's layer, then the output head and the choice of the children.
+    """One draft for all requests in flight: the head's layer, then the output head and the selection of children.
 
-    `steps` forwards of the draft head, one after the other, are the depth of the tree; `rows` and `prefix_rows`: tree
-    nodes, in all steps, and committed rows of all requests.
+    `steps` is the tree's depth, the number of sequential forwards of the draft head. `rows` are the tree nodes of all
+    steps, `prefix_rows` the committed rows of all requests.
     """
     values = model.draft_values + model.head_values
     read = steps * (values + prefix_rows * model.draft_kv_values)
@@ -248,15 +248,15 @@ def draft_prompt_part(model: ModelCost, dtype_bytes: int) -> Part:
 
 
 def roofline_seconds(parts: Sequence[Part], device: Device, efficiency: Efficiency = LIMIT) -> float:
-    """Time of parts that run one after the other; by default at the limit."""
+    """Time of parts that run in sequence; by default at the limit."""
     return sum(part.seconds(device, efficiency) for part in parts)
 
 
 def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficiency: Efficiency = LIMIT) -> float:
-    """Rows from which the decoder's matrices are bound by computing: below, one more row costs nothing.
+    """Number of rows at which the decoder's matrices become compute-bound; below it one more row is free.
 
-    With measured rates: the rows up to which a product takes no more than a tenth longer than with one row. One row
-    rarely reaches the bandwidth of a plain read, and measured times scatter.
+    With measured rates: the rows up to which a product takes at most a tenth longer than with one row, because one row
+    rarely reaches the bandwidth of a plain read and measured times scatter.
     """
     arithmetic = arithmetic_of(weights)
 
@@ -268,7 +268,7 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficien
     reading_s = read / (device.bytes_per_s() * efficiency.bandwidth)
     if not device.tflops_by_rows or arithmetic is not Arithmetic.DENSE:
         rows = 1.0
-        for _ in range(_STEPS):  # the share that is reached hangs on the rows
+        for _ in range(_STEPS):  # the reached share depends on the rows
             size = math.ceil(rows)
             rows = max(1.0, size * reading_s / computing_s(size))
         return rows
@@ -284,7 +284,7 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficien
 
 @dataclass(frozen=True)
 class StageTimes:
-    """OpenVLA-7B, not quantised, on a device that is not present. Results with it are emulation, and are named so."""
+    """Times of unquantised OpenVLA-7B on an absent device. Results with them are emulation and labelled as such."""
 
     device: Device
     model: ModelCost
@@ -308,7 +308,7 @@ class StageTimes:
         return image_s + self._forward_s(self._forward(work)) + self._drafting_s(work)
 
     def as_json(self) -> dict[str, Any]:
-        """Name, source and efficiency, and the times of the stages alone [s]."""
+        """Name, source and efficiency, and the times of the single stages in seconds."""
         rows = self.model.prompt_rows
         prompt_s = self._forward_s(Forward(rows))
         return {
@@ -318,7 +318,7 @@ class StageTimes:
             "vision_s": self._reached_s(vision_part(self.model, self.device.value_bytes)),
             "prefill_s": prompt_s,
             "decode_s": self._forward_s(self._trees(1, 1)),
-            "node_s": (self._forward_s(Forward(rows, trees=1, nodes=16)) - prompt_s) / 16,  # beside a prompt
+            "node_s": (self._forward_s(Forward(rows, trees=1, nodes=16)) - prompt_s) / 16,  # packed with a prompt
             "head_s": self._head_s(1, 1),
             "head_prompt_s": self._head_prompt_s(),
         }
@@ -343,11 +343,11 @@ class StageTimes:
     def _drafting_s(self, work: "TickWork") -> float:
         drafting = work.drafting
         if drafting.model_forwards:
-            raise UserError(f"{self.name} has no stage times of a draft model: leave draft.model out of an emulation")
+            raise UserError(f"{self.name} has no stage times for a draft model: emulate without draft.model")
         seconds = drafting.head_forwards * self._head_s(work.trees, work.nodes)
         seconds += work.head_prompts * self._head_prompt_s()
         if drafting.self_forwards:
-            # Each reads all weights; the first also reads prompts, which is bound by computing where they are long.
+            # Each reads all weights; the first also reads prompts, which is compute-bound if they are long.
             seconds += self._forward_s(self._trees(work.trees, max(1, drafting.self_rows)))
             seconds += (drafting.self_forwards - 1) * self._forward_s(self._trees(work.trees, 1))
         return seconds
@@ -358,7 +358,7 @@ class StageTimes:
         return self._reached_s(part)
 
     def _head_prompt_s(self) -> float:
-        """The time that a prompt's rows add to a forward of the head, which reads its weights anyway."""
+        """Time that a prompt's rows add to a forward of the head, which reads its weights anyway."""
         part = draft_prompt_part(self.model, self.device.value_bytes)
         return max(0.0, self._reached_s(part) - self._reached_s(replace(part, operations=0.0)))
 
@@ -367,7 +367,7 @@ class StageTimes:
 
 
 def stage_times(device: Device) -> StageTimes:
-    """OpenVLA-7B on a device; a UserError where it does not fit in memory."""
+    """Times of OpenVLA-7B on a device; UserError if it does not fit in memory."""
     model = model_cost(OPENVLA_7B)
     needed_gb = model.memory_bytes(WeightFormat.NONE, device.value_bytes, draft=False) / 1e9
     if needed_gb > device.memory_gb:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device from a file: bandwidth, matrix rates and memory, and what software reaches of them."""
+"""Reads a device from a file: bandwidth, matrix rates and memory, and the shares that software reaches."""
 
 import math
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ _DEVICES = Path(__file__).parent / "devices"
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KINDS = ("assumed", "measured")
 _REQUIRED = ("name", "kind", "dtype", "bandwidth_gb_s", "dense_tflops", "memory_gb", "sources")
-_MAX_FIGURE = 1e7  # a slip of units is larger
+_MAX_FIGURE = 1e7  # larger values are unit errors
 _MAX_LAYER_US = 1e5
 _EFFICIENCY_FORM = '{"bandwidth": 0.83, "compute_by_rows": {"296": 0.5}, "layer_us": 130}'
 
 
 class Arithmetic(str, Enum):
-    """Number formats that a device multiplies matrices in."""
+    """Number formats of a device's matrix products."""
 
     DENSE = "dense"
     INT8 = "int8"
@@ -33,15 +33,15 @@ class Arithmetic(str, Enum):
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The shares of a device's figures that software reaches; each can be compared with published measurements."""
+    """Shares of a device's figures that software reaches; each can be compared with published measurements."""
 
     bandwidth: float  # share of the bandwidth at which weights stream
-    # Share of the matrix rate by rows of the left matrix: it grows with them, since tiles and units are filled better.
+    # Share of the matrix rate by rows of the left matrix; it grows because more rows fill tiles and units better.
     compute_by_rows: Mapping[int, float]  # linear in between, constant beyond the ends
-    layer_s: float  # of every transformer layer in every forward [s]: launches, norms, small kernels
+    layer_s: float  # time of every transformer layer in every forward [s]: launches, norms, small kernels
 
     def compute(self, rows: int) -> float:
-        """The share of the matrix rate at a number of rows."""
+        """Share of the matrix rate at a number of rows."""
         known = sorted(self.compute_by_rows.items())
         return float(np.interp(rows, [size for size, _ in known], [share for _, share in known]))
 
@@ -54,27 +54,27 @@ class Efficiency:
 
 
 LIMIT = Efficiency(1.0, {1: 1.0}, 0.0)
-# Of a file that `specvla bench --measure` wrote: its rates hold their own losses, its layers are assumed as the 5090's.
+# Default for files of `specvla bench --measure`: their rates include losses; the layer time is assumed as the 5090's.
 MEASURED = Efficiency(1.0, {1: 1.0}, 130e-6)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device's figures, and what software reaches of them."""
+    """A device's figures, and the shares that software reaches."""
 
     name: str
     kind: str  # `assumed` (data sheets) or `measured` (`specvla bench --measure`)
-    dtype: str  # of weights, keys and values that are not quantised: bfloat16, float16 or float32
-    bandwidth_gb_s: float  # bytes read from memory [1e9/s]
-    dense_tflops: float  # matrix products in `dtype` [1e12 operations/s], structured sparsity not counted
-    memory_gb: float  # for weights, keys and values [1e9 bytes]
-    int8_tops: float | None = None  # the same of 8-bit integers; None: the device has no such units
-    fp8_tflops: float | None = None  # the same of 8-bit floats; None: the device has no such units
+    dtype: str  # dtype of unquantised weights, keys and values: bfloat16, float16 or float32
+    bandwidth_gb_s: float  # memory read bandwidth [1e9 bytes/s]
+    dense_tflops: float  # matrix products in `dtype` [1e12 operations/s], without structured sparsity
+    memory_gb: float  # memory for weights, keys and values [1e9 bytes]
+    int8_tops: float | None = None  # matrix products of 8-bit integers; None: the device has no such units
+    fp8_tflops: float | None = None  # matrix products of 8-bit floats; None: the device has no such units
     # Measured rate in `dtype` by rows of the left matrix; it replaces dense_tflops.
     tflops_by_rows: Mapping[int, float] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)  # origin of each figure, by the figure's name
+    sources: Mapping[str, str] = field(default_factory=dict)  # origin of each figure by name
     capability: str = ""  # CUDA compute capability, such as 8.7; empty: no CUDA GPU, or unknown
-    efficiency: Efficiency = LIMIT  # for what is expected, and emulated, in place of the limit
+    efficiency: Efficiency = LIMIT  # used for expected and emulated times
 
     @property
     def value_bytes(self) -> int:
@@ -89,46 +89,46 @@ class Device:
         return rates.get(arithmetic, self.dense_tflops) is not None
 
     def operations_per_s(self, arithmetic: Arithmetic, rows: int) -> float:
-        """Matrix rate [operations/s] with so many rows in the left matrix."""
+        """Matrix rate [operations/s] with `rows` rows in the left matrix."""
         if arithmetic is Arithmetic.DENSE:
-            # The rate at the next larger measured size: a size in between is padded to it, or is slower.
+            # The rate of the next larger measured size: sizes in between are padded to it or slower.
             fitting = [measured for measured in self.tflops_by_rows if measured >= rows]
             size = min(fitting) if fitting else max(self.tflops_by_rows, default=None)
             return 1e12 * (self.dense_tflops if size is None else self.tflops_by_rows[size])
         rate = self.int8_tops if arithmetic is Arithmetic.INT8 else self.fp8_tflops
         if rate is None:
             others = "none, int4, fp8" if arithmetic is Arithmetic.INT8 else "none, int4, w8a8"
-            raise UserError(f"{self.name} has no {arithmetic.value} rate: choose another of --weights {others}")
+            raise UserError(f"{self.name} has no {arithmetic.value} rate: choose one of --weights {others}")
         return rate * 1e12
 
     def as_json(self) -> dict[str, Any]:
-        """What `read_device` reads."""
+        """The content of the JSON file that `read_device` reads."""
         by_rows = {str(rows): rate for rows, rate in self.tflops_by_rows.items()}
         return asdict(self) | {"tflops_by_rows": by_rows, "efficiency": self.efficiency.as_json()}
 
 
 def known_devices() -> list[str]:
-    """Names of the package's own devices."""
+    """Names of the package's devices."""
     return sorted(path.stem for path in _DEVICES.glob("*.json"))
 
 
 def read_device(device: str, option: str = "--device") -> Device:
-    """One of the package's devices, or a JSON file such as `specvla bench --measure` writes."""
+    """Reads one of the package's devices, or a JSON file such as `specvla bench --measure` writes."""
     known = known_devices()
     path = _DEVICES / f"{device}.json" if device in known else Path(device)
     try:
         return _parse(load_json(path), path)
     except FileNotFoundError:
         raise UserError(
-            f"{option} {shown(device)} is none of {', '.join(known)}, and there is no such file; "
-            "`specvla bench --measure --out FILE` writes one for the machine at hand"
+            f"{option} {shown(device)} is neither an existing file nor one of {', '.join(known)}; "
+            "`specvla bench --measure --out FILE` writes a file for this machine"
         ) from None
 
 
 def _parse(raw: Any, path: Path) -> Device:
     if not isinstance(raw, dict):
         raise UserError(
-            f"{path} holds a JSON {type(raw).__name__}, but an object with {', '.join(_REQUIRED)} is needed"
+            f"{path} holds a JSON {type(raw).__name__}, but an object with {', '.join(_REQUIRED)} is expected"
         )
     missing = [name for name in _REQUIRED if name not in raw]
     if missing:
@@ -140,10 +140,10 @@ def _parse(raw: Any, path: Path) -> Device:
     if not _is_by_rows(by_rows):
         raise UserError(f"{path}: tflops_by_rows must be an object of rates by rows, such as {{'256': 40.0}}")
     if not isinstance(sources, dict):
-        raise UserError(f"{path}: sources must be an object that says where each figure comes from")
+        raise UserError(f"{path}: sources must be an object with the origin of each figure")
     if "stage_times" in raw:
         raise UserError(
-            f"{path}: stage_times are no longer read; they follow from the device's figures and its efficiency, "
+            f"{path}: stage_times are no longer read; they follow from the device's figures and its efficiency: "
             f"{_EFFICIENCY_FORM}"
         )
     figures = ["bandwidth_gb_s", "dense_tflops", "memory_gb"]
@@ -175,10 +175,10 @@ def _efficiency(raw: Mapping[str, Any], path: Path) -> Efficiency:
         raise UserError(f"{path}: efficiency.compute_by_rows must be an object of shares by rows")
     by_rows = {int(rows): _share(share, f"compute_by_rows[{rows}]", path) for rows, share in shares.items()}
     if any(share * few > before * many for (few, before), (many, share) in pairwise(sorted(by_rows.items()))):
-        raise UserError(f"{path}: efficiency.compute_by_rows grows faster than the rows: more of them would take less")
+        raise UserError(f"{path}: efficiency.compute_by_rows grows faster than the rows: more rows would be faster")
     layer_us = found["layer_us"]
     if not isinstance(layer_us, (int, float)) or not 0 <= layer_us < _MAX_LAYER_US:
-        raise UserError(f"{path}: efficiency.layer_us must lie between 0 and {_MAX_LAYER_US:g}, got {layer_us!r}")
+        raise UserError(f"{path}: efficiency.layer_us must be between 0 and {_MAX_LAYER_US:g}, got {layer_us!r}")
     return Efficiency(_share(found["bandwidth"], "bandwidth", path), by_rows, layer_us * 1e-6)
 
 

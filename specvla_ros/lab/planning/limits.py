@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of each mode: the engine's scheduler, driven with the costs of its forwards."""
+"""The limits of each mode, from the engine's scheduler driven with the costs of its forwards."""
 
 import random
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tree import Tree
 
 # Spec-VLA (arXiv 2507.22424), table 2, relaxed acceptance: percent of trials by accept length 0 to 5 on each LIBERO
-# suite, and the tolerance in bins that they were reached with.
+# suite, and the tolerance in bins behind them.
 SPEC_VLA_RELAXED = {
     "goal": (23.01, 18.98, 39.99, 15.41, 2.53, 0.08),
     "object": (28.23, 37.62, 17.29, 10.11, 6.22, 0.53),
@@ -48,8 +48,8 @@ class AcceptanceLengths:
     """A distribution of accept lengths."""
 
     name: str
-    probabilities: tuple[float, ...]  # chances of 0, 1, … accepted tokens
-    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)  # that the lengths were reached with
+    probabilities: tuple[float, ...]  # probabilities of 0, 1, … accepted tokens
+    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)  # settings behind the lengths
 
     def __post_init__(self) -> None:
         if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-9:
@@ -60,7 +60,7 @@ class AcceptanceLengths:
         return sum(length * share for length, share in enumerate(self.probabilities))
 
     def accepted(self, uniform: float) -> int:
-        """The length at a quantile from 0 to 1."""
+        """The accept length at a quantile from 0 to 1."""
         for length, share in enumerate(self.probabilities):
             uniform -= share
             if uniform < 0:
@@ -68,7 +68,7 @@ class AcceptanceLengths:
         return len(self.probabilities) - 1
 
     def verifications(self, tokens: int) -> float:
-        """Expected verifications for so many tokens; each commits its accepted tokens and one of the target's."""
+        """Expected verifications for `tokens` tokens; each commits the accepted tokens and one of the target's."""
         expected = [0.0]
         for missing in range(1, tokens + 1):
             rest = (share * expected[max(0, missing - length - 1)] for length, share in enumerate(self.probabilities))
@@ -77,40 +77,40 @@ class AcceptanceLengths:
 
 
 def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
-    """The accept lengths that Spec-VLA printed for a suite, as shares of their sum (the rounded rows sum to 100.00)."""
+    """Spec-VLA's published accept lengths for a suite, as shares of their sum (the rounded rows sum to 100.00)."""
     if suite not in SPEC_VLA_RELAXED:
-        raise UserError(f"there are no acceptance lengths of '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
+        raise UserError(f"no accept lengths for '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
     printed = SPEC_VLA_RELAXED[suite]
     acceptance = AcceptanceSettings("bin_distance", bins=(_SPEC_VLA_BINS[suite],))
     probabilities = tuple(percent / sum(printed) for percent in printed)
     return AcceptanceLengths(f"Spec-VLA relaxed, LIBERO-{suite.title()}", probabilities, acceptance)
 
 
-_FRAMES, _USUAL_TOKENS = 2000, 7  # of longer answers fewer frames: as many ticks
+_FRAMES, _USUAL_TOKENS = 2000, 7  # longer answers get fewer frames, for about as many ticks
 _FEWEST = 100
 _WARM_UP_TICKS = 50  # until the pipeline is full
-_LEARNING = 60  # answers, until mode auto has settled
-_AUTO_FRAMES = 200  # of mode auto, which is driven anew for each device
+_LEARNING = 60  # answers until mode auto has settled
+_AUTO_FRAMES = 200  # for mode auto, which runs again for each device
 _SEED = 1
-_VOCABULARY = 32000  # of Llama 2; any will do
+_VOCABULARY = 32000  # Llama 2's; any size works
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to decode."""
+    """One decoding configuration."""
 
     name: str
     decode_mode: str  # value of `decode.mode`
-    nodes: int = 1  # of a tree; 1: plain decoding
+    nodes: int = 1  # tree size; 1: plain decoding
     depth: int = DraftSettings.depth  # drafted tokens on a tree's longest path, each a forward of the draft head
     chunks: int = 1  # forwards over which a prompt is spread
-    max_in_flight: int = 64  # requests of a robot; a new frame waits while there are so many
-    robots: int = 1  # whose frames share the forwards
-    at_prompt: bool = False  # whether the prompt's own forward verifies a tree, as drafts from the answer before are
+    max_in_flight: int = 64  # maximum requests of a robot; new frames wait until there are fewer
+    robots: int = 1  # robots whose frames share the forwards
+    at_prompt: bool = False  # True if the prompt's own forward verifies a tree, drafted from the previous answer
 
     @property
     def pipelined(self) -> bool:
-        """Whether a frame is admitted as soon as the prompt of the one before is through."""
+        """True if a frame is admitted as soon as the previous frame's prompt is complete."""
         return self.decode_mode in ("pipeline", "specpipe")
 
     @property
@@ -119,7 +119,7 @@ class Mode:
 
     @property
     def chooses(self) -> bool:
-        """Whether what it does hangs on what ticks cost."""
+        """True if its schedule depends on the ticks' costs."""
         return self.decode_mode == "auto"
 
 
@@ -128,23 +128,23 @@ class Tick:
     """One tick of the engine."""
 
     forward: Forward
-    drafting: int = 0  # requests whose drafting is counted: all that verified, also those that were done with it
+    drafting: int = 0  # requests whose drafting is counted: all that verified, including finished ones
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Averages over many frames, a frame of each robot always waiting."""
+    """Averages over many frames, with a frame of each robot always waiting."""
 
-    action_rate_hz: float  # actions per second of a robot
+    action_rate_hz: float  # actions per second and robot
     latency_s: float  # mean, from a frame's admission to its action
-    image_age_s: float  # mean over time, of the image that a robot acts on, from its admission on
-    ticks_per_action: float  # mean, of those that became an action
-    dropped: float  # share of the admitted frames that a newer one overtook
-    in_flight: int  # maximum of requests
+    image_age_s: float  # mean over time of the age since admission of the image that a robot acts on
+    ticks_per_action: float  # mean over frames that became an action
+    dropped: float  # share of admitted frames overtaken by a newer one
+    in_flight: int  # maximum number of requests
 
 
 def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
-    """A prompt in nearly equal chunks, the longer ones first."""
+    """Splits a prompt into nearly equal chunks, the longer ones first."""
     chunks = min(chunks, prompt_rows)
     return [prompt_rows // chunks + (i < prompt_rows % chunks) for i in range(chunks)]
 
@@ -152,7 +152,7 @@ def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
 def run_loop(
     mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
 ) -> LoopResult:
-    """The rate and latency of actions; acceptance is drawn from a seed: the same arguments give the same result."""
+    """Computes the rate and latency of actions. Acceptance is drawn with a fixed seed, so results are reproducible."""
     if mode.chooses:
         run = drive(mode, prompt_rows, action_tokens, lengths, seconds, frames=_AUTO_FRAMES)
     else:
@@ -174,18 +174,18 @@ def run_loop(
 
 @dataclass(frozen=True)
 class DrivenLoop:
-    """What the scheduler did."""
+    """The scheduler's run."""
 
     ticks: list[Tick]
-    warm_ticks: int  # of these the first, after which actions are counted
+    warm_ticks: int  # number of first ticks whose actions are not counted
     actions: list[tuple[str, int, int]]  # robot, and the ticks of its frame's admission and last token
-    dropped: int  # requests that a newer one overtook, or that finished in its tick
-    in_flight: int  # maximum of requests
+    dropped: int  # requests that a newer one overtook, or that finished in the same tick as a newer one
+    in_flight: int  # maximum number of requests
 
 
 @lru_cache(maxsize=128)
 def _driven_alike(mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths) -> DrivenLoop:
-    """The same on every device."""
+    """The loop of a mode whose schedule is the same on every device."""
     return drive(mode, prompt_rows, action_tokens, lengths)
 
 
@@ -202,9 +202,9 @@ def drive(
     """Drives the engine's scheduler with a runner that only counts.
 
     Args:
-        seconds: of a tick; mode auto alone needs it.
-        stale: accept lengths of requests that were begun beside others; None: the same.
-        frames: that are counted; 0: a number that makes figures settle.
+        seconds: duration of a tick; only mode auto needs it.
+        stale: accept lengths of requests that were started while others were in flight; None: `lengths`.
+        frames: number of counted frames; 0: enough for stable figures.
     """
     settings = EngineSettings(
         mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks, streams=mode.robots
@@ -262,14 +262,14 @@ def drive(
         if warm_ticks:
             counted += len(begun)
             answered = [_frame(outcome.observation) for outcome in outcomes if isinstance(outcome, Action)]
-            followed = {robot: (robot, stamp) for robot, stamp in answered}  # of two at the same moment one
+            followed = {robot: (robot, stamp) for robot, stamp in answered}  # one per robot and tick
             actions += [(robot, admitted[frame], number) for robot, frame in followed.items()]
             dropped += len(outcomes) - len(followed)
     return DrivenLoop(ticks, warm_ticks, actions, dropped, in_flight)
 
 
 def _chooser(mode: Mode, settings: EngineSettings, rows: int, seconds: Callable[[Tick], float]) -> Chooser:
-    """Of mode auto, with the time of every kind of tick."""
+    """Mode auto's chooser, given the time of every kind of tick."""
     chooser = Chooser(settings.slots_per_stream, settings.spreads, drafts=mode.drafts)
     for begins, spread, trees, drafts in product(
         (True, False), (0, *settings.spreads), range(settings.slots + 1), (True, False)
@@ -299,7 +299,7 @@ def _frame(observation: Observation) -> tuple[str, int]:
 
 
 def _commit(tokens: int, codec: BinsCodec) -> Commit:
-    """The commit of a verification that accepts one token less; which tokens they are does not matter."""
+    """The commit of a verification that accepts `tokens` - 1 tokens; the token ids do not matter."""
     ids, zeros = (codec.action_ids.first,) * tokens, (0,) * tokens
     none = torch.empty(0, dtype=torch.int64)
     return Commit(tuple(range(tokens)), ids, bins_off=zeros, why=zeros, tokens_on_device=none)
@@ -316,17 +316,17 @@ def _forward(batch: Batch, mode: Mode, committed: int) -> Forward:
         image=prefill is not None and prefill.begins,
         prompt_ends=prefill is None or prefill.ends_prompt,
         trees=trees,
-        # Of static size, as a captured graph has them, however few tokens are missing.
+        # The tree has static size, as in a captured graph, however few tokens are missing.
         nodes=sum(mode.nodes if drafted else 1 for drafted in drafts) + at_prompt,
-        # Rows of the prompt, and of the committed tokens but the last, whose row this forward writes. Their number is
-        # taken at its mean, for the forwards to be few different ones: with 7 tokens at most 3 rows of 290 are off.
+        # Rows of the prompt and of all committed tokens except the last, whose row this forward writes. The mean number
+        # is used, so that few forwards differ: with 7 tokens it is off by at most 3 rows of 290.
         prefix_rows=sum(share.request.layout.rows + committed for share in batch.shares if not share.prompt_rows),
     )
 
 
 NODES = 16  # one tile of a matrix product's rows; the best size for latency is flat between 8 and 32
 
-# No more than 3 chunks: of fewer rows they lose more in the matrix products than they win (as Sarathi reports of 64).
+# At most 3 chunks: shorter ones lose more in the matrix products than they gain (Sarathi reports this for 64 rows).
 MODES = (
     Mode("ar", "ar"),
     Mode("spec", "spec", nodes=NODES),
@@ -337,7 +337,7 @@ MODES = (
     Mode("specpipe, 2 chunks", "specpipe", nodes=NODES, chunks=2),
     Mode("specpipe, 3 chunks", "specpipe", nodes=NODES, chunks=3),
 )
-AUTO = Mode("auto", "auto", nodes=NODES, max_in_flight=0)  # 0: as many as it has slots for by default
+AUTO = Mode("auto", "auto", nodes=NODES, max_in_flight=0)  # 0: the default number of slots
 
 
 @dataclass(frozen=True)
@@ -345,15 +345,15 @@ class ModeLimit(LoopResult):
     """One row of the table: the loop at the limit."""
 
     mode: Mode
-    derated_rate_hz: float  # the same at the efficiency to expect
-    derated_latency_s: float  # the same at the efficiency to expect
-    derated_image_age_s: float  # the same at the efficiency to expect
+    derated_rate_hz: float  # action_rate_hz at the expected efficiency
+    derated_latency_s: float  # latency_s at the expected efficiency
+    derated_image_age_s: float  # image_age_s at the expected efficiency
     kv_bytes: float  # memory of the slots for the requests in flight
-    weight_bytes: float  # memory of all weights, with the draft head's where there is one
+    weight_bytes: float  # memory of all weights, including a draft head's
 
     @property
     def oldest_image_s(self) -> float:
-        """Age of an action's image when the next action replaces it, derated: latency and a period."""
+        """Age of an action's image when the next action replaces it, derated: latency plus one period."""
         return self.derated_latency_s + 1.0 / self.derated_rate_hz
 
     def as_json(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures this device: bandwidth, and the rate of matrix products in a checkpoint's shapes."""
+"""Measures this device's bandwidth and its rate of matrix products in a checkpoint's shapes."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ from specvla_ros.models.config import DecoderShape
 ROWS = (1, 16, 64, 128, 192, 256, 320)
 _WARM_UPS = 2
 _TURNS = 7
-_BUSY = 0.25  # share of a machine's CPU time from which on others make a policy late
+_BUSY = 0.25  # share of a machine's CPU time above which other processes delay a policy
 
 
 def measure_device(
@@ -30,12 +30,12 @@ def measure_device(
     dtype: torch.dtype | None = None,
     more_rows: Sequence[int] = (),
 ) -> Device:
-    """Measures bandwidth and matrix rates, medians; 8-bit rates are left out.
+    """Measures median bandwidth and matrix rates; 8-bit rates are not measured.
 
     Args:
-        llama: shapes of the matrices; as many layers as it has, or as fill the buffer of the bandwidth test.
-        device, dtype: by default as the engine, the first GPU in bfloat16, or this CPU in float32.
-        more_rows: of the left matrix, beside `ROWS`.
+        llama: shapes of the matrices; at most as many layers as fit the buffer of the bandwidth test.
+        device, dtype: default as in the engine: the first GPU in bfloat16, or this CPU in float32.
+        more_rows: numbers of rows of the left matrix in addition to `ROWS`.
     """
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()
     target = torch.device(device or ("cuda" if cuda else "cpu"))
@@ -63,15 +63,15 @@ def measure_device(
         memory_gb=memory_bytes / 1e9,
         tflops_by_rows=by_rows,
         sources={
-            "bandwidth_gb_s": f"measured: reading {reading:.4g}, copying {copying:.4g} (both ways counted), the larger "
+            "bandwidth_gb_s": f"measured: reading {reading:.4g}, copying {copying:.4g} (reads and writes), the larger "
             f"of the two; {buffer_bytes >> 20} MiB; {where}",
             "tflops_by_rows": f"measured: products with {len(layers)} x 4 matrices of a decoder layer, hidden size "
             f"{llama.hidden_size}, median of {_TURNS}; {where}",
             "dense_tflops": "the largest of tflops_by_rows",
             "int8_tops": "not measured",
             "fp8_tflops": "not measured",
-            "memory_gb": "as the system says",
-            "efficiency": "the measured rates hold their losses; assumed: a layer's time as the RTX 5090's",
+            "memory_gb": "as reported by the system",
+            "efficiency": "the measured rates include losses; assumed: a layer's time as the RTX 5090's",
         },
         capability=".".join(map(str, torch.cuda.get_device_capability())) if cuda else "",
         efficiency=MEASURED,
@@ -133,7 +133,7 @@ def _median_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def cpu_name() -> str:
-    """The processor's name; on ARM its architecture, where Linux gives no name."""
+    """The processor's name; on ARM its architecture if Linux gives no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -144,16 +144,16 @@ def cpu_name() -> str:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds of CPU time since this machine started, over all of its cores."""
+    """Seconds of CPU time since this machine started, over all cores."""
 
     total: float
-    busy: float  # by whoever; what the machine's host took from it counts too
-    stolen: float  # by the host
-    own: float  # by this process and those of its children that ended
+    busy: float  # of all processes, including time stolen by the host
+    stolen: float  # stolen by the host
+    own: float  # of this process and its children that ended
 
     @staticmethod
     def now() -> "CpuTimes":
-        """Zeros where Linux does not say."""
+        """The current times; zeros if Linux does not report them."""
         try:
             line = Path("/proc/stat").read_text().partition("\n")[0]
         except OSError:
@@ -164,7 +164,7 @@ class CpuTimes:
 
 
 def busy_machine(before: CpuTimes, after: CpuTimes) -> str:
-    """That others kept this machine busy in between, in words; empty: they took little."""
+    """A warning that other processes kept this machine busy in between; empty if they used little."""
     total = after.total - before.total
     others = after.busy - before.busy - (after.own - before.own)
     if total <= 0 or others / total < _BUSY:
@@ -172,6 +172,6 @@ def busy_machine(before: CpuTimes, after: CpuTimes) -> str:
     stolen = (after.stolen - before.stolen) / total
     host = f" ({stolen:.0%} went to its host)" if stolen >= _BUSY / 5 else ""
     return (
-        f"this machine was busy: others took {others / total:.0%} of its CPU time meanwhile{host}. What was late, held "
-        "or failed may be the machine's doing and not the policy's; do it again when the machine is idle"
+        f"this machine was busy: other processes used {others / total:.0%} of its CPU time{host}. Delays, holds and "
+        "failures may be due to the machine and not to the policy; repeat the run when the machine is idle"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla plan`: what a policy could reach on a device, with which parameters."""
+"""`specvla plan`: the rates a policy could reach on a device, and the parameters for them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ _AUTO_IN_FLIGHT = EngineSettings("auto").slots_per_stream
 _AS_GOOD = 1.03  # mode auto's age is that of a few hundred drawn answers
 # w8a8_hadamard takes as long as w8a8, but for two small products.
 _FORMATS = tuple(each for each in WeightFormat if each is not WeightFormat.W8A8_HADAMARD)
-_SUITE = "goal"  # whose accept lengths are planned with
+_SUITE = "goal"  # LIBERO suite whose accept lengths the plan assumes
 _PLANNED = (
     "decode.mode",
     "decode.max_in_flight",
@@ -58,13 +58,13 @@ class Profile:
     """Parameters for the policy node."""
 
     settings: EngineSettings
-    chunk_rows: int  # of the longest chunk, such that it fills tiles of the matrix products together with the trees
-    limit: ModeLimit  # what the mode reaches with these parameters
-    reasons: Mapping[str, str]  # in words, by what they explain
+    chunk_rows: int  # rows of the longest chunk; with the trees it fills whole tiles of the matrix products
+    limit: ModeLimit  # limits of the mode with these parameters
+    reasons: Mapping[str, str]  # explanations by the name of what they explain
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Values by full name: those that the figures rest on, and all that differ from the default."""
+        """Values by full name: those behind the figures, and all that differ from the default."""
         defaults = values_of(EngineSettings())
         values = values_of(self.settings)
         return {name: value for name, value in values.items() if name in _PLANNED or value != defaults[name]}
@@ -114,10 +114,10 @@ def best_fixed(
     verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
     robots = best.mode.robots
     wanted = math.ceil((chunks + verifications) / chunks / robots)
-    in_flight = min(wanted, best.mode.max_in_flight) if pipelined else 1  # of each robot
+    in_flight = min(wanted, best.mode.max_in_flight) if pipelined else 1  # per robot
     packed = pipelined or robots > 1
     nodes = _nodes(ridge / (in_flight * robots), packed=packed) if drafts else 1
-    # A tree is no deeper than the tokens that may be missing when it is drafted, the target's own one not counted.
+    # A tree need not be deeper than the tokens still missing when it is drafted, without the target's own token.
     depth = max(1, min(best.mode.depth, model.action_tokens - 2)) if drafts else 1
     mode = replace(best.mode, nodes=nodes, depth=depth, max_in_flight=in_flight)
     limit = mode_limit(mode, model, device, weights, lengths)
@@ -128,7 +128,7 @@ def best_fixed(
         "decode.mode": f"{best.mode.name} acts on images {_milliseconds(limit.derated_image_age_s)} old "
         "(mean over time, derated)",
         "decode.prefill_chunks": _chunk_reason(model, ridge, chunks),
-        "chunk length": f"{filled} rows beside {trees} x {nodes} nodes: {filled + trees * nodes}, whole tiles"
+        "chunk length": f"{filled} rows plus {trees} x {nodes} nodes: {filled + trees * nodes}, whole tiles"
         if chunks > 1
         else "the whole prompt",
         "decode.max_in_flight": f"{chunks} forward(s) for the prompt and {verifications:.1f} after it, "
@@ -178,13 +178,13 @@ def _expectation(limit: ModeLimit) -> str:
 
 
 def _nodes(free_rows: float, *, packed: bool) -> int:
-    """The largest tree that is free where there is no prompt; beside a prompt each node costs, so no more than 16."""
+    """The largest tree that is free in a forward without a prompt. With a prompt each node costs, so at most 16."""
     largest = _PACKED_NODES if packed else _TREES[-1]
     return max((size for size in _TREES if size <= min(free_rows, largest)), default=_TREES[0])
 
 
 def _fill_tiles(chunk: int, nodes: int, *, max_rows: int) -> int:
-    """The longest chunk that takes no more tiles than this one, beside the nodes."""
+    """The longest chunk that, together with the nodes, takes no more tiles than this one."""
     tile = min((size for size in _TILES if size >= chunk + nodes), default=chunk + nodes)
     return min(tile - nodes, max_rows)
 
@@ -193,19 +193,19 @@ def _acceptance_reason(lengths: AcceptanceLengths) -> str:
     settings = lengths.acceptance
     tolerance = f"{settings.rule}, {', '.join(map(str, settings.bins))} bins" if any(settings.bins) else settings.rule
     return (
-        f"{tolerance}: what the lengths of {lengths.name} were reached with; a stricter rule accepts "
-        "less than planned. `specvla calibrate` finds the tolerance of your policy"
+        f"{tolerance}: the settings behind the lengths of {lengths.name}; a stricter rule accepts "
+        "less than planned. `specvla calibrate` finds the tolerance for your policy"
     )
 
 
 def _chunk_reason(model: cost.ModelCost, ridge: float, chunks: int) -> str:
-    crossing = f"a prompt of {model.prompt_rows} rows, computing and reading balance at {ridge:.0f}, derated"
+    crossing = f"the prompt has {model.prompt_rows} rows; computing and reading balance at {ridge:.0f}, derated"
     return f"whole ({crossing})" if chunks == 1 else crossing
 
 
 def _node_reason(ridge: float, in_flight: int, nodes: int, *, packed: bool) -> str:
-    free = f"{nodes} nodes for each of {in_flight} in flight, {ridge:.0f} rows are free in a forward without a prompt"
-    return f"{free}; beside a prompt every node costs, and beyond {_PACKED_NODES} more than it wins" if packed else free
+    free = f"{nodes} nodes for each of {in_flight} in flight; {ridge:.0f} rows are free in a forward without a prompt"
+    return f"{free}; with a prompt every node costs, beyond {_PACKED_NODES} more than it gains" if packed else free
 
 
 @dataclass(frozen=True)
@@ -216,13 +216,13 @@ class ForwardLimit:
     bytes: float  # sums over its parts
     operations: float  # sums over its parts
     seconds: float  # at the limit, its parts one after the other
-    derated_seconds: float  # at the efficiency to expect
-    bound_by: str  # what most of the time is for: reading or computing
+    derated_seconds: float  # at the expected efficiency
+    bound_by: str  # dominant part of the time: reading or computing
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `specvla plan` shows."""
+    """The figures that `specvla plan` shows."""
 
     checkpoint: str  # directory, or OpenVLA-7B
     weights: WeightFormat
@@ -242,12 +242,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether what is chosen finds room in the device's memory."""
+        """True if the chosen profile fits in the device's memory."""
         return self.profile.limit.fits(self.device)
 
     @property
     def verdict(self) -> str:
-        """What to expect, in a sentence."""
+        """The expected result in one sentence."""
         mode, reasons = self.profile.settings.mode, self.profile.reasons
         if not self.fits:
             return f"{self.checkpoint} does not fit on {self.device.name}: {reasons['memory']}"
@@ -277,9 +277,10 @@ class Plan:
 def make_plan(
     device: Device, weights: WeightFormat, checkpoint: Path | None = None, robots: int = 1, tokens: int = 0
 ) -> Plan:
-    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second.
+    """Computes the plan for a directory with a config.json, or for OpenVLA-7B; takes about a second.
 
-    `tokens`: of an answer; 0: as the checkpoint says. UserError: it does not say, or is of another architecture.
+    `tokens` is the length of an answer; 0: the checkpoint's. Raises UserError if the checkpoint does not give it or has
+    another architecture.
     """
     config = cost.OPENVLA_7B if checkpoint is None else cost.planned_config(checkpoint, tokens)
     model = cost.model_cost(config)
@@ -304,7 +305,7 @@ def make_plan(
 
 
 def forward_limits(model: cost.ModelCost, device: Device, weights: WeightFormat) -> tuple[ForwardLimit, ...]:
-    """The forwards that the modes are made of."""
+    """The forwards that the modes consist of."""
     rows = []
     for name, parts in _forwards(model, device, weights).items():
         read, operations = sum(part.bytes for part in parts), sum(part.operations for part in parts)
@@ -317,7 +318,7 @@ def forward_limits(model: cost.ModelCost, device: Device, weights: WeightFormat)
 
 def _forwards(model: cost.ModelCost, device: Device, weights: WeightFormat) -> Mapping[str, tuple[cost.Part, ...]]:
     prompt = model.prompt_rows
-    prefix = prompt + (model.action_tokens - 1) // 2  # rows that a request has on average
+    prefix = prompt + (model.action_tokens - 1) // 2  # average rows of a request
 
     def packed(trees: int, nodes: int, prompt_rows: int = 0, before: int = 0) -> tuple[cost.Part, ...]:
         forward = cost.Forward(
@@ -353,21 +354,21 @@ def note(device: Device) -> str:
     """Says that the numbers are computed, not measured."""
     if device.kind == "measured":
         return f"Limits from rates measured on {device.name}: computed, no policy ran; a real engine is slower."
-    return f"Limits from assumed figures of {device.name}: nothing here was measured, and no such device ran."
+    return f"Limits from assumed figures of {device.name}: nothing was measured, no such device was used."
 
 
-_TABLE_WIDTH = 100  # on a narrower terminal lines wrap: a number that is cut is worse
+_TABLE_WIDTH = 100  # lines wrap on a narrower terminal, which is better than truncated numbers
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Prints the verdict, forwards, modes and the chosen profile."""
+    """Prints the verdict, the forwards, the modes and the chosen profile."""
     console.print(plan.verdict, style="bold", highlight=False, soft_wrap=True)
     console.print(note(plan.device), highlight=False, soft_wrap=True)
     console.print(_summary(plan), highlight=False, soft_wrap=True)
     for table in (_forward_table(plan), _mode_table(plan)):
         console.print(table, width=_TABLE_WIDTH, crop=False)
     if not all(mode.fits(plan.device) for mode in plan.modes):
-        console.print("!: finds no room in the device's memory\n", highlight=False)
+        console.print("!: does not fit in the device's memory\n", highlight=False)
     console.print("Chosen, as a ROS 2 parameter file:", style="bold")
     console.print(format_parameters(plan.parameters), highlight=False, markup=False)
     for name, reason in plan.profile.reasons.items():
@@ -384,7 +385,7 @@ def _summary(plan: Plan) -> str:
         f"{plan.checkpoint}, weights {plan.weights.value}: {model.decoder_values / 1e9:.4g} G decoder weights, "
         f"{kv_kib:g} KiB of keys and values per token, a prompt of {model.prompt_rows} rows\n"
         f"{device.name}: {', '.join(rates)}, {device.memory_gb:g} GB; reading and computing balance at "
-        f"{plan.ridge_rows:.0f} rows\nin brackets: {_reached(device.efficiency)}"
+        f"{plan.ridge_rows:.0f} rows\nin brackets, expected: {_reached(device.efficiency)}"
     )
 
 
@@ -439,7 +440,7 @@ def _short(value: float) -> str:
 
 
 def _scaled(value: float) -> str:
-    """Three significant digits with the prefix that leaves one to three before the point."""
+    """Formats three significant digits with a unit prefix that leaves one to three before the point."""
     known = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
     prefix, size = next((each for each in known if value >= each[1]), known[-1])
     return f"{_short(value / size)} {prefix}"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laboratory's nodes: a simulated robot, a bag player, a live view, the demo."""
+"""The lab's nodes: a simulated robot, a bag player, a live view and the demo."""

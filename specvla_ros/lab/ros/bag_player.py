@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node `bag_player`: a recorded bag as live topics, with /clock."""
+"""The node `bag_player`: plays a recorded bag as live topics, with /clock."""
 
 import sys
 import threading
@@ -27,7 +27,7 @@ from specvla_ros.settings.parameter import parameter
 _NS = 1_000_000_000
 _STOP_TIMEOUT_S = 5.0
 _LINGER_S = 0.5  # the last messages must reach their subscribers before this process ends
-_LOOP_GAP_NS = 200_000_000  # from a loop's last message to the next one's first, as of a 5 Hz camera
+_LOOP_GAP_NS = 200_000_000  # from a loop's last message to the next one's first, like a 5 Hz camera
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class BagPlayerParameters:
     """Every parameter of the bag player."""
 
     bag: str = parameter("", "The bag: a directory, or an .mcap or .db3 file.")
-    rate: float = parameter(1.0, "Speed of the bag's time against real time.", minimum=0.01, maximum=100.0)
-    loop: bool = parameter(False, "Begin again at the end; the clock then jumps back.")
-    clock_hz: float = parameter(100.0, "How often /clock is published.", unit="Hz", minimum=1.0, maximum=1000.0)
+    rate: float = parameter(1.0, "Playback speed relative to real time.", minimum=0.01, maximum=100.0)
+    loop: bool = parameter(False, "Restart at the end; the clock then jumps back.")
+    clock_hz: float = parameter(100.0, "Publishing rate of /clock.", unit="Hz", minimum=1.0, maximum=1000.0)
     wait_for_subscriber: str = parameter(
-        "", "Play only once somebody listens to this topic of the bag; empty: at once."
+        "", "Topic of the bag that must have a subscriber before playback starts; empty: start at once."
     )
 
 
 class BagPlayer(Node):
-    """Publishes every message as it was recorded, byte for byte, paced by the steady clock.
+    """Publishes every message as recorded, byte for byte, paced by the steady clock.
 
-    A UserError says that the bag cannot be read, a parameter is wrong, or wait_for_subscriber is not in the bag.
+    Raises UserError if the bag cannot be read, a parameter is wrong, or wait_for_subscriber is not in the bag.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class BagPlayer(Node):
         return not self._thread.is_alive()
 
     def close(self) -> bool:
-        """Stops playing; False when the player hangs."""
+        """Stops playing; returns False if the player hangs."""
         self._stop.set()
         self._thread.join(_STOP_TIMEOUT_S)
         self._bag.close()
@@ -76,7 +76,7 @@ class BagPlayer(Node):
         publishers: dict[str, Publisher] = {}
         for topic in self._bag.topics:
             if topic.name == "/clock":
-                continue  # this node is the clock
+                continue  # this node publishes its own clock
             kind = _message_class(topic.msgtype)
             if kind is None:
                 self.get_logger().warning(f"{topic.name} is not played: message type {topic.msgtype} is not installed")
@@ -98,7 +98,7 @@ class BagPlayer(Node):
             if rclpy.ok():  # a signal that ends the context also ends its publishers
                 self.failure = f"{type(error).__name__}: {error}"
         if self._bag.damage and not self.failure:
-            self.failure = f"bag {self._bag.path}: {self._bag.damage}; what could be read was played"
+            self.failure = f"bag {self._bag.path}: {self._bag.damage}; the readable part was played"
 
     def _wait_for_subscriber(self) -> None:
         topic = self._chosen.wait_for_subscriber
@@ -123,7 +123,7 @@ class BagPlayer(Node):
         self.get_logger().info(f"played {count} messages, {seconds:.1f} s of {self._bag.path}")
 
     def _keep_clock_until(self, bag_ns: int, began_ns: int) -> None:
-        """Publishes /clock at its rate until the bag's time has come, and once exactly then."""
+        """Publishes /clock at its rate until the bag's time is due, and once more exactly at that time."""
         start_ns, rate = self._bag.start_ns, self._chosen.rate
         due_ns = began_ns + int((bag_ns - start_ns) / rate)
         period_ns = int(_NS / self._chosen.clock_hz)
@@ -140,7 +140,7 @@ def _open(parameters: BagPlayerParameters) -> Bag:
     if not parameters.bag:
         raise UserError("parameter 'bag' is empty; set it to a bag, for example bag:=/data/episode_0")
     bag = open_bag(parameters.bag)
-    bags_in([Path(parameters.bag)])  # names what is not played with it
+    bags_in([Path(parameters.bag)])  # warns about files that are not played with it
     if parameters.wait_for_subscriber:
         bag.topic(parameters.wait_for_subscriber)
     return bag
@@ -165,6 +165,6 @@ def _qos(offered: OfferedQos) -> QoSProfile:
 
 
 def main() -> None:
-    """Plays a bag; the exit code is 2 for a bag or a parameter that a user can mend."""
+    """Plays a bag; the exit code is 2 for an error in the bag or a parameter that the user can fix."""
     finished, failure = attrgetter("finished"), attrgetter("failure")
     sys.exit(run_node("bag_player", BagPlayer, close=BagPlayer.close, finished=finished, failure=failure))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node `live_view`: shows a policy's images, instructions, actions and timing in Rerun's viewer, or records them.
 
-It only listens, in a process of its own: neither a slow viewer nor its end reaches the robot.
+It only subscribes, in its own process: a slow or crashed viewer does not affect the robot.
 """
 
 import sys
@@ -31,14 +31,14 @@ from specvla_ros.settings.parameter import section
 
 @dataclass(frozen=True)
 class LiveViewParameters:
-    """Every parameter of the live view; the limits are the driver's and the guard's, from the robot's file."""
+    """Every parameter of the live view; the limits are those of driver and guard, from the robot's file."""
 
     shown: RerunSettings = section(RerunSettings)
     limits: Limits = section(Limits)
 
 
 class LiveView(Node):
-    """Shows a policy, and driver and guard where there are any; raises UserError as parameters and Rerun do."""
+    """Shows a policy, and driver and guard if they run; raises UserError for bad parameters or Rerun's errors."""
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("live_view", **node_arguments)
@@ -102,10 +102,10 @@ class LiveView(Node):
         stamp = Time.from_msg(message.header.stamp).nanoseconds
         for status in message.status:
             who = status.name.partition(":")[0].rpartition("/")[2]
-            if stamp and status.name.endswith((": gate", ": motion")):  # stamp 0: /clock is not heard yet
+            if stamp and status.name.endswith((": gate", ": motion")):  # stamp 0: no /clock received yet
                 self._recording.add_state(stamp, f"state/{who}", status.message)
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    """Runs the node; the exit code is 2 for a parameter that the user can fix."""
     sys.exit(run_node("live_view", LiveView, close=LiveView.close))

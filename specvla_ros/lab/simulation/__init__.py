@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Robots to act on: a MuJoCo table, its tasks and experts, rollouts, and the LIBERO suites."""
+"""Simulated robots: a MuJoCo table with its tasks and experts, rollouts, and the LIBERO suites."""
 
 import contextlib
 import ctypes.util
@@ -9,14 +9,14 @@ from collections.abc import MutableMapping
 from specvla_ros.errors import UserError
 
 with contextlib.suppress(ImportError):
-    # Torch imports it later anyway. Its LLVM must be loaded before Mesa's, which MuJoCo loads, or the process ends.
+    # Torch imports Triton later anyway. Its LLVM must load before Mesa's, which MuJoCo loads, or the process crashes.
     import triton  # noqa: F401
 
 
 def choose_gl(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Sets MUJOCO_GL, which MuJoCo reads when it is first imported, unless it is set; None: no backend was found.
+    """Sets MUJOCO_GL, which MuJoCo reads on import, unless it is already set; returns None if no backend was found.
 
-    EGL comes first where there is a GPU. Without one OSMesa does: EGL's software fallback needs a DRI driver beside it.
+    EGL is preferred with a GPU, OSMesa without one: EGL's software fallback also needs a DRI driver.
     """
     if environ.get("MUJOCO_GL"):
         return environ["MUJOCO_GL"].lower()
@@ -29,17 +29,17 @@ def choose_gl(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def require_gl() -> str:
-    """The backend's name."""
+    """Returns the OpenGL backend's name, or raises UserError if none can render offscreen."""
     backend = choose_gl()
     if backend is None:
         raise UserError(
-            "no OpenGL that draws without a screen: neither libOSMesa nor libEGL was found. Install Mesa's software "
+            "no OpenGL for offscreen rendering: neither libOSMesa nor libEGL was found. Install Mesa's software "
             "renderer (apt-get install libosmesa6) or the GPU's driver"
         )
     if backend not in ("egl", "osmesa") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        raise UserError(f"MUJOCO_GL={backend} draws on a screen, and there is none: unset it, or set egl or osmesa")
+        raise UserError(f"MUJOCO_GL={backend} needs a display, but none is available: unset it, or set egl or osmesa")
     return backend
 
 
-# Here, since MuJoCo chooses its OpenGL once, when it is first imported.
+# Must run before MuJoCo is imported: it chooses its OpenGL backend once, on import.
 choose_gl()

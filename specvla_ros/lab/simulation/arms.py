@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms that can stand at the table: ours of primitives, and others' whose models another package brings.
+"""The arms at the table: our own, made of primitives, and others whose models come with another package.
 
-Every arm stands with its base at the world's origin, so its base frame is the world's, and carries a site `pinch`: the
-tool's frame, between the fingertips, z out of the fingers, which open along y.
+Every arm's base is at the world's origin, so its base frame is the world's. Its site `pinch` is the tool's frame:
+between the fingertips, z out of the fingers, which open along y.
 
 The Panda and the UR5e are robosuite's (Zhu et al. 2020, arXiv 2009.12293): masses, joint ranges, torque limits and
-grippers are theirs. Speed limits are the makers'. Nothing of robosuite is imported, and none of its files is copied.
+grippers are theirs. Speed limits are the manufacturers'. No code of robosuite is imported, and no file is copied.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ ROBOSUITE = "1.5.2"  # as in requirements/robots.txt
 WRIST_CAMERA = "wrist"
 _TABLE = Path(__file__).parent / "assets" / "table.xml"
 _FINGER_COLOUR = (0.0, 0.9, 0.85, 1.0)  # as in the table's file
-_HULL_GROUP = 3  # geoms that collide and are not drawn, as MuJoCo's viewers have it
+_HULL_GROUP = 3  # geoms that collide and are not drawn, by the convention of MuJoCo's viewers
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Gripper:
     actuators: tuple[str, ...]  # their position actuators, in the same order
     open: tuple[float, ...]  # joint positions, metres or radians
     closed: tuple[float, ...]
-    pads: tuple[str, str]  # geoms that touch what is held; y is their thin side
+    pads: tuple[str, str]  # geoms that touch a held object; y is their thin side
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,28 @@ class Arm:
     name: str  # for the command line, parameters and files
     build: Callable[[], mujoco.MjSpec]  # makes the arm alone, at the origin of its base frame
     joints: tuple[str, ...]  # names, from the base
-    motors: tuple[str, ...]  # their torque actuators, in the same order; the model has their torques
-    speed: tuple[float, ...]  # largest joint speeds, rad/s
-    acceleration: tuple[float, ...]  # largest joint accelerations under its own control, rad/s²
+    motors: tuple[str, ...]  # torque actuators, in the same order; the model holds their limits
+    speed: tuple[float, ...]  # maximum joint speeds, rad/s
+    acceleration: tuple[float, ...]  # maximum joint accelerations under its own control, rad/s²
     home: tuple[float, ...]  # joint positions with the tool above the table's middle, pointing down, radians
-    low: tuple[float, float, float]  # smallest and largest goal of the tool that can be reached, x y z in metres
+    low: tuple[float, float, float]  # minimum and maximum of the tool's reachable goals, x y z in metres
     high: tuple[float, float, float]
     gripper: Gripper
 
     @property
     def joint_names(self) -> tuple[str, ...]:
-        """All that its joint states name: the arm's, then the fingers'."""
+        """The joints in joint states: the arm's, then the fingers'."""
         return (*self.joints, *self.gripper.joints)
 
     def model(self) -> mujoco.MjModel:
-        """The table with this arm, compiled.
+        """Compiles the table with this arm.
 
         Raises:
             UserError: MuJoCo cannot compile it, or the package with the arm's model is missing.
         """
         with self._compiling():
             scene = mujoco.MjSpec.from_file(str(_TABLE))
-            if self.build is not _table_arm:  # which the file holds already
+            if self.build is not _table_arm:  # the table's file already holds our arm
                 scene.delete(scene.body("link0"))
                 scene.option.timestep = 0.002  # the grippers' links are too light for our arm's 5 ms
                 scene.attach(self.build(), frame=scene.worldbody.add_frame(), prefix="")
@@ -75,11 +75,11 @@ class Arm:
             return scene.compile()
 
     def kinematics(self) -> str:
-        """The arm alone as MJCF, without shapes: joints, masses and the site `pinch`. Raises as `model` does."""
+        """The arm alone as MJCF, without shapes: joints, masses and the site `pinch`. Raises like `model`."""
         with self._compiling():
             spec = self.build()
             for geom in list(spec.geoms):
-                # A body whose mass is its shape's keeps that.
+                # A body without explicit inertia keeps its shapes: they give its mass.
                 if geom.parent.explicitinertial or geom.type == mujoco.mjtGeom.mjGEOM_MESH:
                     spec.delete(geom)
             for asset in [*spec.meshes, *spec.materials]:
@@ -98,7 +98,7 @@ class Arm:
 
 
 def choose_arm(name: str) -> Arm:
-    """The arm of this name."""
+    """Returns the arm with this name; raises UserError if there is none."""
     known = {arm.name: arm for arm in ARMS}
     if name not in known:
         raise UserError(f"there is no robot '{name}'; the robots are: {', '.join(known)}")
@@ -118,35 +118,35 @@ def joint_model(model: mujoco.MjModel, arm: Arm) -> JointModel:
 
 @dataclass(frozen=True)
 class _Linkage:
-    """How a gripper's fingers move whose file has loose links."""
+    """Coupling of finger joints, for a gripper whose file has loose links."""
 
     driven: str  # the joint with the motor
-    followers: dict[str, float]  # per joint that a linkage moves with it, the factor
-    overlapping: tuple[tuple[str, str], ...]  # bodies that the linkage pins together, whose hulls overlap
-    torque: float  # of the motor, N m
-    inertia: float  # of motor and gears at each joint, kg m²
+    followers: dict[str, float]  # factor of each coupled joint
+    overlapping: tuple[tuple[str, str], ...]  # bodies pinned together by the linkage, whose hulls overlap
+    torque: float  # motor torque, N m
+    inertia: float  # inertia of motor and gears at each joint, kg m²
     damping: float  # N m s/rad
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """An arm that is put together from robosuite's files."""
+    """An arm assembled from robosuite's files."""
 
-    robot: str  # its MJCF, under robosuite's assets
-    gripper: str  # the gripper's
+    robot: str  # the arm's MJCF, under robosuite's assets
+    gripper: str  # the gripper's MJCF
     tool_m: float  # from the flange `right_hand` to between the fingertips, along z
-    # Bodies that the camera looks at. The others are drawn as the hulls that collide: with all of its 149 000 triangles
-    # an image of the Panda takes six times as long as one of our arm.
+    # Bodies in the camera's view, drawn in detail. The others are drawn as their collision hulls: with all of its
+    # 149 000 triangles, an image of the Panda takes six times as long as one of our arm.
     detailed: tuple[str, ...]
-    colour: tuple[float, float, float, float]  # of those hulls
-    # Bodies in the colour of our arm's fingers. Theirs are grey before a grey shadow, and an image of 112 pixels does
+    colour: tuple[float, float, float, float]  # colour of those hulls
+    # Bodies in the colour of our arm's fingers. Theirs are grey against a grey shadow, and an image of 112 pixels does
     # not show how far they are open.
     fingers: tuple[str, str]
-    linkage: _Linkage | None = None  # of the gripper; None: its file says how its joints move
+    linkage: _Linkage | None = None  # the gripper's; None if its file couples its joints
 
 
 def _look_from_the_wrist(scene: mujoco.MjSpec) -> None:
-    """A camera beside the hand that looks along the fingers; it moves with them."""
+    """Adds a camera beside the hand that looks along the fingers and moves with them."""
     pinch = scene.site("pinch")
     camera = pinch.parent.add_camera(name=WRIST_CAMERA, pos=[0.07, 0, -0.13], xyaxes=[0, 1, 0, 0.94, 0, 0.34], fovy=60)
     camera.set_frame(pinch.parent.add_frame(pos=pinch.pos, quat=pinch.quat))
@@ -157,7 +157,7 @@ def _robosuite(parts: _Parts) -> mujoco.MjSpec:
     arm, gripper = _read(assets / parts.robot), _read(assets / parts.gripper)
     if parts.linkage is not None:
         _link(gripper, parts.linkage)
-    gripper.default.name = "gripper"  # attached without a name it could not be written as XML
+    gripper.default.name = "gripper"  # an unnamed default cannot be written as XML after attaching
     flange = arm.body("right_hand")
     arm.attach(gripper, frame=flange.add_frame(), prefix="")
     flange.add_site(name="pinch", pos=[0.0, 0.0, parts.tool_m], size=[0.005] * 3, rgba=[0.0] * 4)
@@ -191,20 +191,20 @@ def _link(gripper: mujoco.MjSpec, linkage: _Linkage) -> None:
 
 
 def _robosuite_assets() -> Path:
-    # Found without importing it, which would want its other requirements.
+    # Located without importing it, since an import needs its other requirements.
     found = importlib.util.find_spec("robosuite")
-    how = f"pip install --no-deps robosuite=={ROBOSUITE} (157 MB; what it requires otherwise is not needed)"
+    how = f"pip install --no-deps robosuite=={ROBOSUITE} (157 MB; its other requirements are not needed)"
     if found is None or not found.submodule_search_locations:
         raise UserError(f"the models of the Panda and the UR5e come with robosuite, which is not installed: {how}")
     version = importlib.metadata.version("robosuite")
     if version != ROBOSUITE:
-        raise UserError(f"robosuite {version} is installed, whose models were not tried here: {how}")
+        raise UserError(f"robosuite {version} is installed, whose models are untested: {how}")
     return Path(found.submodule_search_locations[0]) / "models" / "assets"
 
 
 def _read(path: Path) -> mujoco.MjSpec:
     spec = mujoco.MjSpec.from_file(str(path))
-    spec.compiler.degree = False  # the grippers' files do not say so; robosuite takes the arm's word for both
+    spec.compiler.degree = False  # not set in the grippers' files; robosuite uses the arm's setting for both
     meshes: set[str] = set()
     for mesh in list(spec.meshes):
         if mesh.name in meshes:  # the Robotiq's file names one twice; robosuite takes the first
@@ -246,7 +246,7 @@ TABLE_ARM = Arm(
     build=_table_arm,
     joints=_SEVEN,
     motors=_SEVEN,
-    speed=_PANDA_SPEED,  # its links are the Panda's
+    speed=_PANDA_SPEED,  # its link lengths are the Panda's
     acceleration=_PANDA_ACCELERATION,
     home=_DOWN,
     low=_LOW,  # the pinch site is 4 mm above the fingertips at the lowest
@@ -288,9 +288,9 @@ PANDA = Arm(
     ),
 )
 
-# Robotiq's 2F-85 has one motor and two four-bar linkages, which its URDF writes as mimic joints with these factors.
-# robosuite's file has springs in their place, under which the fingers fold in on themselves. 5 N m are about 25 N per
-# finger, near the lowest force that the real one can be set to; inertia and damping are MuJoCo Menagerie's.
+# Robotiq's 2F-85 has one motor and two four-bar linkages, which its URDF models as mimic joints with these factors.
+# robosuite's file uses springs instead, and the fingers fold in on themselves. 5 N m are about 25 N per finger, near
+# the real gripper's minimum force setting; inertia and damping are MuJoCo Menagerie's.
 _TWO_FINGERS_85 = _Linkage(
     driven="finger_joint",
     followers={
@@ -316,7 +316,7 @@ UR5E = Arm(
         _Parts(
             robot="robots/ur5e/robot.xml",
             gripper="grippers/robotiq_gripper_85.xml",
-            tool_m=0.155,  # 1 cm beyond robosuite's grip_site: closed, the fingers are longer
+            tool_m=0.155,  # 1 cm beyond robosuite's grip_site: the fingers reach further when closed
             detailed=("wrist_3_link", "robotiq_85_adapter_link"),
             colour=(0.75, 0.77, 0.80, 1.0),
             fingers=("left_inner_finger", "right_inner_finger"),
@@ -326,7 +326,7 @@ UR5E = Arm(
     joints=tuple(f"{j}_joint" for j in ("shoulder_pan", "shoulder_lift", "elbow", "wrist_1", "wrist_2", "wrist_3")),
     motors=tuple(f"torq_j{i}" for i in range(1, 7)),
     speed=(np.pi,) * 6,  # UR5e's data sheet: 180 degrees/s at each joint
-    acceleration=(10.0,) * 6,  # ours: what its torques allow with the arm stretched out
+    acceleration=(10.0,) * 6,  # our value: the torques allow it with the arm stretched out
     home=(-0.2829, -1.5583, 1.9926, -2.0052, -1.5708, -1.8537),
     low=_LOW,
     high=(0.72, 0.30, 0.30),  # farther out its elbow is straight

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Demonstrations by scripted experts, with noise in the motion but not in the recorded actions.
 
-An expert looks at the present state alone, as the policy looks at one image: it keeps no phase of its own.
-In most episodes the expert decides anew after 0.05 s to 0.2 s, so that a policy that decides faster than its training
-data has seen fingers half closed. Each moment is also labelled with the actions of the other tasks' experts: the same
-image under another instruction teaches a policy to listen.
+An expert uses only the current state, as the policy uses one image: it keeps no phase of its own.
+In most episodes the expert decides again after 0.05 s to 0.2 s, so that a policy that runs faster than its training
+data has seen half-closed fingers. Each moment is also labelled with the actions of the other tasks' experts: the same
+image under another instruction trains the policy to follow the instruction.
 
 Noise follows DART (Laskey et al. 2017, arXiv 1703.09327): states off the expert's path, with the expert's correction.
-With a policy it is DAgger (Ross et al. 2011, arXiv 1011.0686): the policy acts, at 20 actions per second, and the
-expert labels; now and then the expert acts for a while, which leads out of where the policy would stand still for ever.
+With a policy it is DAgger (Ross et al. 2011, arXiv 1011.0686): the policy acts at 20 actions per second, and the expert
+labels. At random the expert acts for a while, which leads out of states in which the policy would stand still forever.
 """
 
 import errno
@@ -49,11 +49,11 @@ _NOISE_LEVELS = (0.0, 0.5, 1.0)
 _SHOVE_CHANCE = 0.04
 _SHOVE_M = 0.04
 _FLIP_CHANCE = 0.08
-_LIES_M = 0.01  # what is not higher above the table has not far to fall
+_LIES_M = 0.01  # a cube at most this far above the table counts as lying on it
 _HASTY_SHARE = 0.7
-_POLICY_SHARE = 0.7  # of the turns
-_TURN_STEPS = (10, 41)  # of 0.05 s, from and below
-_AFTER_SUCCESS = 3  # frames, so that the policy also knows what to do when it is done
+_POLICY_SHARE = 0.7  # share of the turns
+_TURN_STEPS = (10, 41)  # length of a turn in steps of 0.05 s: minimum, and maximum + 1
+_AFTER_SUCCESS = 3  # frames after success, so that the policy also knows what to do when it is done
 
 
 @dataclass(frozen=True)
@@ -69,33 +69,33 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class CollectResult:
-    """The episodes of a collection."""
+    """Episode counts of a collection."""
 
-    wanted: int  # number of episodes
-    kept: int  # number of them on the disk
-    new: int  # number of those that this call recorded
-    failed: int  # episodes that are not kept: the expert did not succeed, or the simulation diverged
+    wanted: int  # requested episodes
+    kept: int  # episodes on disk
+    new: int  # episodes on disk that this call recorded
+    failed: int  # episodes not kept: the expert did not succeed, or the simulation diverged
 
 
 def collect(
     out: Path, plan: CollectPlan, on_progress: Callable[[int, int], None] = lambda done, wanted: None
 ) -> CollectResult:
-    """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; those that are there already are kept.
+    """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; existing bags are kept.
 
-    `on_progress` is called with the episodes done and wanted.
+    `on_progress` is called with the number of episodes done and wanted.
     """
     tasks, robots = choose_tasks(list(plan.tasks)), plan.robots or (TABLE_ARM.name,)
     for robot in robots:
-        choose_arm(robot).model()  # a missing package is said here, and not by a worker
+        choose_arm(robot).model()  # reports a missing package here rather than in a worker
     first = DEMONSTRATION_FIRST_SEED if plan.first_seed is None else plan.first_seed
-    # One robot after the other: a process keeps the one that it made last.
+    # One robot after the other: a process caches only its last robot.
     starts = itertools.product(robots, range(first, first + plan.episodes), (task.name for task in tasks))
     wanted = [Demonstration(robot, task, seed, out / bag_name(robot, task, seed), plan) for robot, seed, task in starts]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{out} cannot be made: {error.strerror}") from None
-    for partial in out.glob(f".*{PARTIAL}"):  # as a killed process leaves them
+        raise UserError(f"{out} cannot be created: {error.strerror}") from None
+    for partial in out.glob(f".*{PARTIAL}"):  # left by a killed process
         shutil.rmtree(partial, ignore_errors=True)
     jobs = [job for job in wanted if not job.directory.exists()]
     kept, new = len(wanted) - len(jobs), 0
@@ -107,9 +107,9 @@ def collect(
 
 
 def demonstrate_and_record(job: Demonstration) -> bool:
-    """Records one demonstration; False, and nothing is kept, when the expert fails.
+    """Records one demonstration; returns False and keeps nothing if the expert fails.
 
-    Where a policy acts, its failures are kept: every label is the expert's.
+    If a policy acts, its failures are kept too: every label is the expert's.
     """
     robot, plan = _robot(job.robot, os.getpid()), job.plan
     rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
@@ -160,15 +160,15 @@ def demonstrate_and_record(job: Demonstration) -> bool:
         raise UserError(
             f"{job.directory} cannot be written: {error.strerror}. "
             + ("Free some space, or choose another --out; " if full else "")
-            + "what is recorded so far is kept, and the same command goes on from there"
+            + "everything recorded so far is kept, and the same command resumes from there"
         ) from None
     return True
 
 
 class _Disturbed:
-    """Disturbs the expert's actions: noise, shoves, and a gripper that does the opposite.
+    """Disturbs the expert's actions by noise, shoves and inverted gripper commands.
 
-    `noise` is the collection's; an episode has a level of its own. `per_action`: steps of an action.
+    `noise` is the collection's level, from which each episode's is drawn. `per_action`: control steps of an action.
     """
 
     def __init__(self, rng: np.random.Generator, noise: float, per_action: int) -> None:
@@ -179,7 +179,7 @@ class _Disturbed:
         self._shove, self._shoves_left, self._flips_left = np.zeros(3), 0, 0
 
     def act(self, action: np.ndarray, *, lies: bool, **_: object) -> tuple[np.ndarray, int]:
-        """The disturbed action, float64 [7], and for how many steps; `lies`: the cube lies on the table."""
+        """The disturbed action, float64 [7], and its number of steps; `lies`: the cube lies on the table."""
         rng, level = self._rng, self._level
         disturbed = action + level * rng.normal(size=7) * _NOISE
         if self._shoves_left == 0 and rng.random() < _SHOVE_CHANCE:
@@ -196,7 +196,7 @@ class _Disturbed:
 
 
 class _PolicyInTurn:
-    """A policy that acts at every step, in turn with the disturbed expert."""
+    """A policy that acts at every step, alternating with the disturbed expert."""
 
     def __init__(self, rng: np.random.Generator, job: Demonstration, per_action: int) -> None:
         assert job.plan.policy is not None
@@ -206,7 +206,7 @@ class _PolicyInTurn:
         self._turn_ends, self._policy_acts = 0, False
 
     def act(self, action: np.ndarray, *, lies: bool, robot: TableRobot, passed: int) -> tuple[np.ndarray, int]:
-        """As `_Disturbed.act`; `passed`: steps of the episode so far."""
+        """Same as `_Disturbed.act`; `passed`: steps of the episode so far."""
         if passed >= self._turn_ends:
             self._turn_ends = passed + int(self._rng.integers(*_TURN_STEPS))
             self._policy_acts = bool(self._rng.random() < _POLICY_SHARE)
@@ -216,12 +216,12 @@ class _PolicyInTurn:
 
 
 def bag_name(robot: str, task: str, seed: int) -> str:
-    """The name of a demonstration's bag; the table's own arm goes without saying."""
+    """The name of a demonstration's bag; the default arm is not named."""
     return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
 
 
 def _decided(engine: "Engine", robot: TableRobot, *, stamp_ns: int) -> np.ndarray:
-    """The policy's action, float64 [7]; it stands still where it has no answer."""
+    """The policy's action, float64 [7]; zero motion with an open gripper if it has none."""
     from specvla_ros.engine.outcome import Action
     from specvla_ros.lab.simulation.rollout import observe
 
@@ -243,7 +243,7 @@ def _engine(policy: Path, robot: TableRobot, process: int) -> "Engine":
 
 @lru_cache(maxsize=1)
 def _robot(name: str, process: int) -> TableRobot:
-    """One per process: making its OpenGL context takes longer than an episode."""
+    """One robot per process: making its OpenGL context takes longer than an episode."""
     return TableRobot(arm=choose_arm(name))
 
 
@@ -255,25 +255,25 @@ _CRUISE_M = 0.11
 _BEHIND_M = 0.062
 _PUSH_HEIGHT_M = 0.022
 _CREEP_M = 0.005
-_OPENED_M = 0.075  # fingers that are further apart are open
+_OPENED_M = 0.075  # fingers further apart than this are open
 
 
 def demonstrate(task: Task, state: WorldState) -> np.ndarray:
     """The expert's action, float64 [7]: metres and radians over 0.2 s, base frame; gripper 1 opens, 0 closes."""
-    if _in_the_way(task, state):  # let go, and leave upwards
+    if _in_the_way(task, state):  # release it and move up
         move, gripper = np.array([0.0, 0.0, 0.05]), _OPEN
     else:
         move, gripper = {"lift": _lift, "push": _push, "put": _put}[task.verb](task, state)
     near = np.linalg.norm((state.positions[task.cube] - state.hand)[:2]) < 0.08
     yaw = state.yaws[task.cube] if near and task.verb != "push" else 0.0
     turn = upright_error(state.rotation, yaw)
-    # Small tilts do no harm and cannot be seen: correcting them would only be noise to learn.
+    # Small tilts are harmless and invisible in the image: correcting them would only add label noise.
     turn = np.where(np.abs(turn) < _TOLERATED_RAD, 0.0, np.clip(turn, -_MAX_TURN_RAD, _MAX_TURN_RAD))
     return np.array([*np.clip(move, -MAX_STEP_M, MAX_STEP_M), *turn, gripper])
 
 
 def _in_the_way(task: Task, state: WorldState) -> bool:
-    """Whether a wrong cube is between the fingers, as after another instruction."""
+    """Checks whether a wrong cube is between the fingers, as after a change of instruction."""
     for cube in CUBES:
         away = state.hand - state.positions[cube]
         between = np.abs(away[:2]).max() < 0.03 and -0.02 < away[2] < 0.045
@@ -284,8 +284,8 @@ def _in_the_way(task: Task, state: WorldState) -> bool:
 
 def _lift(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
     if holds(state, task.cube):
-        # Sideways as on the way down. Were it exactly 0, plain decoding would find the lift wherever the hand is about
-        # above the cube: each token that is certain in the lift, and vague on the way, makes the lift likelier.
+        # Lateral motion as on the way down. If it were exactly 0, plain decoding would lift wherever the hand is
+        # roughly above the cube: each token that is certain in the lift and vague on the way favours the lift.
         return np.array([*(state.positions[task.cube] - state.hand)[:2], 0.05]), _CLOSE
     return _grasp(state, task.cube)
 
@@ -295,12 +295,12 @@ def _put(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
     over = block[:2] - cube[:2]
     distance = float(np.linalg.norm(over))
     placed = distance < 0.03 and cube[2] < BLOCK_TOP_M + CUBE_HALF_M + 0.015
-    if placed:  # let go, and leave upwards
+    if placed:  # release it and move up
         return np.array([0.0, 0.0, 0.05 if state.opening > _OPENED_M else 0.01]), _OPEN
     if not holds(state, task.cube):
         return _grasp(state, task.cube)
     height = BLOCK_TOP_M + CUBE_HALF_M + 0.008 + _funnel(distance - 0.01, 3.0)
-    # Not sideways before it is clear of what stands on the table.
+    # No lateral motion until the cube is above the objects on the table.
     clear = np.clip((state.hand[2] - 0.05) / 0.03, 0.0, 1.0) if distance > 0.06 else 1.0
     return np.array([*(over * clear), height - state.hand[2]]), _CLOSE
 
@@ -320,17 +320,17 @@ def _grasp(state: WorldState, cube: str) -> tuple[np.ndarray, float]:
     away = state.positions[cube] - state.hand
     distance = float(np.linalg.norm(away[:2]))
     bottom = max(state.positions[cube][2], CUBE_HALF_M)
-    # Fingers that have begun to close go on: a policy that is a centimetre wrong about the height must not open again.
+    # Fingers that started to close keep closing: a policy with 1 cm of error in height must not open them again.
     closing = state.opening < _OPENED_M
     if distance < 0.018 and state.hand[2] < bottom + (0.026 if closing else 0.012):
-        # Upwards already: a policy that sees no change between "closed, not yet up" and "closed, up" stands still.
+        # Moves up already: a policy that sees no change between "closed, not yet up" and "closed, up" stands still.
         return np.array([*away[:2], _CREEP_M]), _CLOSE
     height = bottom + _funnel(distance - 0.008, 3.0)
     return np.array([*_limited(away[:2]), height - state.hand[2]]), _OPEN
 
 
 def _funnel(distance: float, slope: float) -> float:
-    """Height above the goal at a horizontal distance: come down along a cone, never from the side."""
+    """Height above the goal at a horizontal distance: the hand descends along a cone, never from the side."""
     return float(np.clip(slope * distance, 0.0, _CRUISE_M - CUBE_HALF_M))
 
 
@@ -339,6 +339,6 @@ def _limited(away: np.ndarray) -> np.ndarray:
 
 
 def holds(state: WorldState, cube: str) -> bool:
-    """Whether the fingers are closed around the cube."""
+    """Checks whether the fingers are closed around the cube."""
     away = np.abs(state.positions[cube] - state.hand)
     return bool(away[:2].max() < 0.02 and away[2] < 0.03 and 0.044 < state.opening < 0.062)

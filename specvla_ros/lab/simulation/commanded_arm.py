@@ -28,20 +28,20 @@ _CONTROLLERS: dict[str, Callable[[World], Controller]] = {
 }
 COMMANDS = tuple(_CONTROLLERS)
 
-# [1/s²]; critically damped at 150 rad/s: streams that begin at the measured state, as a joint_trajectory_controller has
-# them, swing on anything much slower.
+# [1/s²]; critically damped at 150 rad/s. A much slower servo oscillates under a joint_trajectory_controller, whose
+# trajectories start from the measured state.
 _STIFFNESS = 150.0**2
 _DAMPING = 2 * _STIFFNESS**0.5
 _LEAD_RAD = 0.1
-STEP_S = 0.002  # of physics, for which this is stiff enough
+STEP_S = 0.002  # physics step, short enough for this stiffness
 
 
 class JointServo:
-    """The arm's own joint control: from references at 100 Hz to torques at each physics step.
+    """The arm's internal joint control: turns references at 100 Hz into torques at each physics step.
 
     Inverse dynamics with a PD term (computed torque; Siciliano et al., "Robotics: Modelling, Planning and Control",
-    8.5.2) within the motors' torques. References are kept within the joints' ranges, speeds and accelerations, as
-    position-controlled arms do: a leap becomes a motion at full speed. Against an obstacle the reference does not run
+    8.5.2), limited to the motors' torques. References are limited to the joints' ranges, speeds and accelerations, as
+    in position-controlled arms: a jump becomes a motion at full speed. Against an obstacle the reference does not run
     away.
     """
 
@@ -59,7 +59,7 @@ class JointServo:
         return JointState(data.qpos[self._positions].copy(), data.qvel[self._dofs].copy())
 
     def reset(self, data: mujoco.MjData) -> None:
-        """The reference is where the joints are."""
+        """Sets the reference to the joints' current positions."""
         self._reference = data.qpos[self._positions].copy()
         self._velocity = np.zeros_like(self._reference)
         self._reached_s = float(data.time)
@@ -67,7 +67,7 @@ class JointServo:
     def follow(self, reference: JointState, data: mujoco.MjData) -> None:
         """Sets the reference at the end of the next CONTROL_DT_S."""
         wanted = np.clip(reference.positions, self._low, self._high)
-        # The distance left beside the reference's own motion is made up for as fast as it can still be braked.
+        # Distance left after the reference's own motion; closed as fast as the joint can still brake.
         left = wanted - self._reference - reference.velocities * CONTROL_DT_S
         gaining = np.minimum(np.sqrt(2 * self._acceleration * np.abs(left)), np.abs(left) / CONTROL_DT_S)
         velocity = np.clip(reference.velocities + np.sign(left) * gaining, -self._speed, self._speed)
@@ -90,10 +90,10 @@ class JointServo:
 
 
 class CommandedGripper:
-    """Fingers that go where they are told: one value for all of them, that of the first joint.
+    """Fingers under position control; the first joint's value sets all of them.
 
-    `array` takes float64 [1] as a forward position controller does, and `trajectory` takes trajectories of the first
-    joint as a joint_trajectory_controller does; the newest of either holds. Values are clipped to open and closed.
+    `array` takes float64 [1] like a forward position controller, and `trajectory` takes trajectories of the first
+    joint like a joint_trajectory_controller; the newest command wins. Values are clipped to open and closed.
     """
 
     def __init__(self, model: mujoco.MjModel, gripper: Gripper) -> None:
@@ -104,14 +104,14 @@ class CommandedGripper:
         self._open, self._closed = np.array(gripper.open), np.array(gripper.closed)
 
     def reset(self) -> None:
-        """Opens it."""
+        """Opens the gripper."""
         opened = JointState(self._open[:1], np.zeros(1))
         self.array.start(opened)
         self.trajectory.start(opened)
         self._obeyed: Controller = self.array
 
     def obey(self, controller: Controller, command: Any, now_s: float) -> None:
-        """Hands a command to `array` or `trajectory`, which holds from now on; CommandRefusedError: it does not."""
+        """Passes a command to `array` or `trajectory`, which takes over; raises CommandRefusedError if it refuses."""
         controller.take(command, now_s)
         self._obeyed = controller
 
@@ -123,7 +123,7 @@ class CommandedGripper:
 
 
 class CommandedArm:
-    """Moves a world's arm by one of COMMANDS; the world's physics step becomes that of the joint control.
+    """Moves a world's arm by one of COMMANDS; sets the world's physics step to that of the joint control.
 
     `controller` takes the arm's commands, `gripper` the gripper's.
     """
@@ -138,15 +138,15 @@ class CommandedArm:
         self._servo = JointServo(world.model, world.arm)
 
     def reset(self) -> None:
-        """Holds the arm where it is, after the world's reset."""
+        """Holds the arm at its current position; call it after the world's reset."""
         self._servo.reset(self._world.data)
         self.controller.start(self._servo.measured(self._world.data))
         self.gripper.reset()
 
     def advance(self, now_s: float) -> None:
-        """Lets `control_dt` pass; `now_s` is on the robot's clock, on which commands are stamped.
+        """Advances the world by `control_dt`; `now_s` is the time on the robot's clock, which stamps commands.
 
-        Raises SimulationDiverged where the world is not finite any more.
+        Raises SimulationDiverged if the world's state is no longer finite.
         """
         data = self._world.data
         self._servo.follow(self.controller.update(self._servo.measured(data), now_s), data)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for the interfaces by which real arms are moved, with the real ones' rules and their source.
+"""Stand-ins for the motion interfaces of real arms, with the real ones' rules and their source.
 
-They turn commands into joint references, 100 times per simulated second, which `commanded_arm.JointServo` turns into
+They turn commands into joint references at 100 Hz of simulated time. `commanded_arm.JointServo` turns these into
 torques.
 """
 
@@ -14,31 +14,31 @@ import numpy as np
 from specvla_ros.control.pose import Pose, rotation_vector
 from specvla_ros.control.robot_model import ToolKinematics
 
-CONTROL_DT_S = 0.01  # of the controllers: ros2_control's and Servo's common 100 Hz
+CONTROL_DT_S = 0.01  # the controllers' period: 100 Hz is common for ros2_control and Servo
 BASE_FRAME = "base_link"
 TOOL_FRAME = "tool0"
 
 
 @dataclass(frozen=True)
 class JointState:
-    """Joints, in the order of the arm's `joints`."""
+    """Positions and velocities, in the order of the arm's `joints`."""
 
     positions: np.ndarray  # float64 [joints], radians
     velocities: np.ndarray  # float64 [joints], rad/s
 
 
 class CommandRefusedError(ValueError):
-    """A command that the real interface would not take either; the message says why."""
+    """Raised for a command that the real interface would refuse too; the message says why."""
 
 
 class Controller(Protocol):
-    """Moves an arm as commands say. Times are seconds on the robot's clock."""
+    """Turns commands into joint references. Times are seconds on the robot's clock."""
 
     def start(self, measured: JointState) -> None:
-        """Takes the arm over where it is, and forgets all commands."""
+        """Takes over the arm at its measured state and forgets all commands."""
 
     def take(self, command: Any, now_s: float) -> None:
-        """Takes a command; a CommandRefusedError says that it is not followed."""
+        """Takes a command; raises CommandRefusedError if it is not followed."""
 
     def update(self, measured: JointState, now_s: float) -> JointState:
         """The joints' reference at the end of the next CONTROL_DT_S."""
@@ -48,9 +48,9 @@ class PositionArray:
     """Joint positions, by the rules of a forward position controller (ros2_controllers, forward_controllers_base.cpp).
 
     - The newest array is the joints' reference, in the order of the controller's joints, without interpolation or a
-      timeout: silence holds the last one. The joints' own speed limits and torques soften a leap.
-    - An array that is not all finite is dropped. One of another length is an error; the controller manager then
-      deactivates the real controller, this one drops it.
+      timeout: in silence the last one holds. The joints' own speed limits and torques soften a jump.
+    - An array with non-finite values is dropped. An array of another length is an error: the controller manager then
+      deactivates the real controller; this one drops the array.
     """
 
     def start(self, measured: JointState) -> None:
@@ -69,7 +69,7 @@ class PositionArray:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a trajectory; float64 [joints], or [0] where nothing is said."""
+    """A point of a trajectory; arrays are float64 [joints], or [0] if not given."""
 
     time_s: float  # from the trajectory's start
     positions: np.ndarray
@@ -79,9 +79,9 @@ class Point:
 
 @dataclass(frozen=True)
 class JointTrajectory:
-    """A trajectory as it arrives."""
+    """A trajectory as received."""
 
-    stamp_s: float  # when it begins; 0: now
+    stamp_s: float  # start time; 0: now
     joints: tuple[str, ...]  # names of the columns
     points: tuple[Point, ...]  # in the order of time
 
@@ -89,17 +89,17 @@ class JointTrajectory:
 class JointTrajectoryController:
     """Joint trajectories, by the rules of joint_trajectory_controller (ros2_controllers, its defaults).
 
-    - A trajectory is refused unless it names each joint of the controller once, has a point, times that increase
-      strictly, as many positions as joints in each point, velocities and accelerations as many or none, no velocity at
-      its end and, with a stamp, an end that has not passed (validate_trajectory_msg). A refused one changes nothing.
-    - A stamp of zero means: from now. The newest trajectory replaces the one before at once.
-    - It begins at the measured state (`interpolate_from_desired_state: false`): linear between points without
-      velocities, cubic with them, quintic with accelerations too (trajectory.cpp, interpolate_between_points). So a
-      stream of single points is followed with a lag: each begins anew at what the arm has reached.
-    - What is commanded is the trajectory one control period ahead (`command_next_`).
-    - After its last point the arm holds that (`cmd_timeout: 0`).
+    - A trajectory is refused, without effect, unless it names each joint of the controller once, has at least one
+      point, strictly increasing times, one position per joint in each point, as many velocities and accelerations or
+      none, zero velocity at its end and, with a stamp, an end that has not passed (validate_trajectory_msg).
+    - A stamp of zero means now. The newest trajectory replaces the previous one at once.
+    - It starts at the measured state (`interpolate_from_desired_state: false`): linear between points without
+      velocities, cubic with them, quintic with accelerations too (trajectory.cpp, interpolate_between_points). A
+      stream of single points is therefore followed with a lag: each restarts at the state that the arm has reached.
+    - The command is the trajectory one control period ahead (`command_next_`).
+    - After its last point the arm holds that point (`cmd_timeout: 0`).
 
-    Values that are not finite are refused here; the real one does not look. Joint limits are the robot's.
+    Non-finite values are refused; the real controller does not check. Joint limits are enforced by the robot.
     """
 
     def __init__(self, joints: tuple[str, ...]) -> None:
@@ -123,7 +123,7 @@ class JointTrajectoryController:
             self._points = (before, *self._waiting.points)
             self._waiting = None
         time_s = now_s - self._begun_s + CONTROL_DT_S
-        # Points that have passed are dropped but the last, to interpolate from.
+        # Drops passed points, except the last one, to interpolate from.
         while len(self._points) > 1 and self._points[1].time_s <= time_s:
             self._points = self._points[1:]
         if len(self._points) == 1:
@@ -134,13 +134,13 @@ class JointTrajectoryController:
 
 def _check(command: JointTrajectory, joints: tuple[str, ...], now_s: float) -> None:
     if sorted(command.joints) != sorted(joints):
-        raise CommandRefusedError(f"its joints are {list(command.joints)}, the controller's {list(joints)}")
+        raise CommandRefusedError(f"its joints are {list(command.joints)}, but the controller's are {list(joints)}")
     if not command.points:
         raise CommandRefusedError("it has no points")
     before_s = -math.inf
     for index, point in enumerate(command.points):
         if index and point.time_s <= before_s:
-            raise CommandRefusedError(f"the time of point {index} is not after that of the point before it")
+            raise CommandRefusedError(f"the time of point {index} is not after that of the previous point")
         before_s = point.time_s
         for name in ("positions", "velocities", "accelerations"):
             values = getattr(point, name)
@@ -176,7 +176,7 @@ def _interpolated(start: Point, end: Point, time_s: float) -> JointState:
 
 
 def _polynomial(conditions: list[np.ndarray], duration: float) -> np.ndarray:
-    """Coefficients [order + 1, joints] from values and derivatives at both ends, in turn."""
+    """Coefficients [order + 1, joints] from values and derivatives at both ends, alternating."""
     size = len(conditions)
     rows = []
     for derivative in range(size // 2):
@@ -195,12 +195,12 @@ _POSTURE_GAIN = 1.0  # 1/s
 class CartesianPose:
     """Poses, by the rules of FZI's cartesian_controllers (cartesian_motion_controller.cpp).
 
-    - The newest target is followed, whatever its stamp; without a new one the arm goes on to it, and stays there.
-    - A NaN and a frame other than the base's are ignored, and the target before stays.
-    - Its gain alone sets the speed, up to the joints' limits: a target far away is no error, and is gone to at once.
+    - The newest target is followed, whatever its stamp; without a new one the arm moves to it and stays there.
+    - Targets with NaN, or in a frame other than the base's, are ignored; the previous target stays.
+    - The gain alone sets the speed, up to the joints' limits: the arm moves to a distant target at once, without error.
 
-    FZI's controller searches with a simulated mass in place of a Jacobian's damped inverse; what a user meets is alike:
-    an error that decays with a time constant, here 1/20 s, and no singular leap.
+    FZI's controller simulates a mass; this one uses the Jacobian's damped inverse. Both behave alike: the error decays
+    with a time constant, here 1/20 s, without jumps at singularities.
     """
 
     def __init__(self, kinematics: ToolKinematics) -> None:
@@ -211,7 +211,7 @@ class CartesianPose:
         self._target = self._kinematics.pose_at(self._position)
 
     def take(self, command: tuple[str, Pose], now_s: float) -> None:
-        """`command`: the frame and the pose."""
+        """Takes a target; `command` holds the frame and the pose."""
         frame, pose = command
         if not (np.isfinite(pose.position).all() and np.isfinite(pose.rotation).all()):
             raise CommandRefusedError("its values are not all finite, or its quaternion is zero")
@@ -263,22 +263,22 @@ class Twist:
 class TwistServo:
     """Twists, by the rules of MoveIt Servo (moveit2, moveit_ros/moveit_servo, main of August 2026).
 
-    - A command counts for as long as the clock is less than `incoming_command_timeout`, 0.1 s, ahead of its stamp, and
-      is applied again in each period meanwhile; then the arm halts (servo_node.cpp, processTwistCommand; smoothHalt).
-      So a stamp in the future counts for longer: Servo does not ask.
-    - It is turned from its frame into the planning frame. An unknown or empty frame and a NaN make it invalid: it is
-      dropped, and nothing is commanded (command.cpp, jointDeltaFromTwist).
+    - A command is applied in each period until its stamp is `incoming_command_timeout`, 0.1 s, old; then the arm halts
+      (servo_node.cpp, processTwistCommand; smoothHalt). A stamp in the future is therefore valid for longer: Servo does
+      not check.
+    - It is rotated from its frame into the planning frame. A command with NaN, or with an unknown or empty frame, is
+      invalid: it is dropped, and nothing is commanded (command.cpp, jointDeltaFromTwist).
     - With `command_in_type: speed_units`, speeds above `scale.linear` 0.4 m/s and `scale.rotational` 0.8 rad/s are
       scaled down, direction kept.
-    - Near a singularity (condition number above 17) it slows down, and stands at 30; leaving is allowed to be faster.
-    - Joint velocities are scaled down together to the fastest that each joint allows; when one comes within
-      `joint_limit_margins`, 0.1 rad, of its range and moves on, all joints halt (servo.cpp, getNextJointState).
+    - Near a singularity (condition number above 17) the arm slows down, and it stops at 30; it may leave faster.
+    - Joint velocities are scaled down together until each joint is within its limit. When a joint moves closer than
+      `joint_limit_margins`, 0.1 rad, to the end of its range, all joints halt (servo.cpp, getNextJointState).
     - Positions pass a first-order Butterworth filter of coefficient 1.5 (butterworth_filter.cpp), which makes a halt
-      gradual. Each step counts from the filtered position, so a steady twist moves the tool at 4/7 of its speed
-      (moveit2's issue 2191): a sender of twists must look at where the tool is.
+      gradual. Each step starts from the filtered position, so a steady twist moves the tool at 4/7 of its speed
+      (moveit2's issue 2191): a sender of twists must monitor the tool's pose.
 
-    Collisions are not checked against a planning scene; the arm's own are the simulator's. Servo counts on from the
-    state that it commanded last while it moves, and from the measured one after it stood.
+    Collisions are not checked against a planning scene; the simulator handles the arm's own. While it moves, Servo
+    continues from the state that it commanded last; after a halt it starts from the measured state.
     """
 
     def __init__(self, kinematics: ToolKinematics) -> None:
@@ -292,7 +292,7 @@ class TwistServo:
         self._stand_at(measured.positions)
 
     def take(self, command: Twist, now_s: float) -> None:
-        self._twist = None  # also one that is refused replaces the one before
+        self._twist = None  # even a refused command replaces the previous one
         if command.frame not in (BASE_FRAME, TOOL_FRAME):
             raise CommandRefusedError(
                 f"its frame '{command.frame}' is not known; the frames are {BASE_FRAME} and {TOOL_FRAME}"
@@ -354,7 +354,7 @@ class TwistServo:
             return 1.0
         if condition >= _STOP_CONDITION:
             return 0.0
-        worst = u[:, -1]  # the direction in which it can move least, its sign unknown
+        worst = u[:, -1]  # the direction in which the tool can move least; its sign is unknown
         nearby = self._position + np.linalg.pinv(jacobian) @ (worst * _SINGULARITY_STEP)
         _, next_sizes, _ = np.linalg.svd(self._kinematics.tool_moves(nearby))
         towards = worst if next_sizes[0] / max(next_sizes[-1], 1e-12) > condition else -worst

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's control between a policy and an arm that obeys motion commands, in the simulation's own time.
+"""The driver's control between a policy and an arm that obeys motion commands, in simulation time.
 
-It does without topics what the nodes `driver` and `sim_robot` do: the episodes of an evaluation on an emulated device
-take minutes and not days.
+Does the work of the nodes `driver` and `sim_robot` without topics: an evaluation on an emulated device takes minutes
+instead of days.
 """
 
 from collections import Counter
@@ -35,14 +35,14 @@ _CONVENTION = ActionConvention(ACTION_DT_S)
 
 
 class Follow(str, Enum):
-    """Who follows the policy's actions."""
+    """The follower of the policy's actions."""
 
     DRIVER = "driver"  # the driver's control
-    PLAIN = "plain"  # a plain follower: values over dt from where the tool is being sent, as bridges do
+    PLAIN = "plain"  # a plain follower, like common bridges: values / dt, added to the tool's commanded pose
 
 
 def simulation_limits(arm: Arm) -> Limits:
-    """Limits in which an arm at the table can do what the training data does: 5 cm along an axis in 0.2 s."""
+    """Limits that allow the motions of the training data: 5 cm along an axis in 0.2 s."""
     return Limits(
         linear_speed=0.6,
         angular_speed=3.0,
@@ -56,7 +56,7 @@ def simulation_limits(arm: Arm) -> Limits:
 
 
 class DrivenRobot(TableRobot):
-    """An arm at the table that is sent commands of one kind of `commanded_arm.COMMANDS`; see SimulatedRobot."""
+    """An arm at the table, moved by one of `commanded_arm.COMMANDS`; see SimulatedRobot."""
 
     def __init__(
         self, arm: Arm = TABLE_ARM, command: str = "pose", follow: Follow = Follow.DRIVER, image_size: int = IMAGE_SIZE

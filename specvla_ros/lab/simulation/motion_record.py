@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of what the simulated arm really did: one row per control step, in a file that outlives a kill.
+"""Records of the simulated arm's true motion: one row per control step, in a file that survives a kill.
 
-A line of JSON names the robot and the columns, and rows of fixed size follow; an incomplete last row is left out.
+A JSON header line names the robot and its joints; rows of fixed size follow. An incomplete last row is ignored.
 """
 
 import json
@@ -29,24 +29,24 @@ def _columns(arm: Arm) -> np.dtype[Any]:
         [
             ("time_s", "<f8"),  # on /clock, at the end of the step
             ("episode", "<i4"),
-            ("running", "u1"),  # whether the episode is judged
-            ("position", "<f8", (3,)),  # of the tool in the base frame, metres
-            ("quaternion", "<f8", (4,)),  # w x y z
-            ("velocity", "<f8", (6,)),  # of the tool: m/s and rad/s, base frame
+            ("running", "u1"),  # 1 while the episode is judged
+            ("position", "<f8", (3,)),  # tool in the base frame, metres
+            ("quaternion", "<f8", (4,)),  # tool, w x y z
+            ("velocity", "<f8", (6,)),  # tool: m/s and rad/s, base frame
             ("joint_position", "<f8", joints),  # radians
             ("joint_velocity", "<f8", joints),  # rad/s
-            ("joint_torque", "<f4", joints),  # of the motors, N m
-            ("opening", "<f4"),  # between the fingers, metres
-            ("touching", "u1"),  # what arm and gripper touch: TOUCHES_…
-            ("contact_force", "<f4"),  # the largest normal force on arm and gripper, N
+            ("joint_torque", "<f4", joints),  # motors, N m
+            ("opening", "<f4"),  # distance between the fingers, metres
+            ("touching", "u1"),  # contacts of arm and gripper: TOUCHES_…
+            ("contact_force", "<f4"),  # largest normal force on arm and gripper, N
         ]
     )
 
 
 class MotionRecorder:
-    """Writes a record of a world's arm, in place of a file that is there; a kill loses the last second at most.
+    """Writes a record of a world's arm, replacing an existing file; a kill loses at most the last second.
 
-    A UserError says that the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
 
     def __init__(self, path: Path, world: World) -> None:
@@ -70,7 +70,7 @@ class MotionRecorder:
             raise UserError(f"the record {path} cannot be written: {error.strerror}") from None
 
     def add(self, time_s: float, episode: int, running: bool) -> None:
-        """Records the present state; a UserError says that the disk is full."""
+        """Records the current state; raises UserError if the file cannot be written."""
         data, row = self._world.data, self._rows[self._filled]
         mujoco.mj_objectVelocity(self._world.model, data, mujoco.mjtObj.mjOBJ_SITE, self._site, self._velocity, 0)
         row["time_s"], row["episode"], row["running"] = time_s, episode, running
@@ -92,7 +92,7 @@ class MotionRecorder:
         touching, largest = 0, 0.0
         for index in np.flatnonzero((kinds == _ARM).any(axis=1)):
             mujoco.mj_contactForce(self._world.model, data, index, self._force)
-            if self._force[0] <= 0.0:  # near, but no contact yet
+            if self._force[0] <= 0.0:  # close, but not yet touching
                 continue
             largest = max(largest, float(self._force[0]))
             touching |= _TOUCHES[int(kinds[index].sum())]
@@ -103,7 +103,7 @@ class MotionRecorder:
             self._file.write(self._rows[: self._filled].tobytes())
             self._file.flush()
         except OSError as error:
-            raise UserError(f"the record {self._path} cannot be written any further: {error.strerror}") from None
+            raise UserError(f"the record {self._path} can no longer be written: {error.strerror}") from None
         self._filled = 0
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ _TOUCHES = {2 * _ARM: TOUCHES_ITSELF, _ARM + _STATIC: TOUCHES_TABLE, _ARM + _THI
 
 
 def _geom_kinds(model: mujoco.MjModel) -> np.ndarray:
-    """The kind of each geom's body, int [geoms]; free bodies are things, and all others that move are the arm's."""
+    """The kind of each geom's body, int [geoms]; free bodies are things, all other moving bodies are the arm's."""
     kinds = np.full(model.ngeom, _STATIC)
     for geom, body in enumerate(model.geom_bodyid):
         root = model.body_rootid[body]
@@ -130,14 +130,14 @@ def _geom_kinds(model: mujoco.MjModel) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MotionRecord:
-    """A record that was read."""
+    """A motion record read from a file."""
 
     arm: Arm
     rows: np.ndarray  # structured, one row per control step; see `_columns`
 
 
 def read_motion_record(path: Path) -> MotionRecord:
-    """Reads a record, also one whose writer was killed; a UserError says that it is none."""
+    """Reads a record, even if its writer was killed; raises UserError if the file is not a record."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -149,7 +149,7 @@ def read_motion_record(path: Path) -> MotionRecord:
     except (ValueError, KeyError, TypeError):
         arm = None
     if arm is None:
-        raise UserError(f"{path} is no record of a simulated arm's motion")
+        raise UserError(f"{path} is not a record of a simulated arm's motion")
     columns = _columns(arm)
     whole = len(rest) // columns.itemsize * columns.itemsize
     return MotionRecord(arm, np.frombuffer(rest[:whole], columns))

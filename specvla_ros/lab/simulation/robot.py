@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated robots as rollouts and nodes use them: the protocol, how they follow actions, and the arm at the table."""
+"""Simulated robots for rollouts and nodes: the protocol, the followers of actions, and the arm at the table."""
 
 import math
 from collections import deque
@@ -18,63 +18,63 @@ _REMEMBERED_S = 20.0
 
 
 class SimulatedRobot(Protocol):
-    """A robot in a world with a task. Belongs to the thread that made it."""
+    """A robot in a world with a task. Used only by the thread that made it."""
 
-    control_dt: float  # seconds that one `advance` takes in the world
-    action_dt: float  # seconds over which an action's displacements are meant: the period of the training data
-    largest_translation: float  # of the training data, in the unit of the actions; shows a policy of another robot
-    cameras: tuple[str, ...]  # their names, that of the whole scene first
-    state_names: tuple[str, ...]  # of the numbers of its state; empty: none can be read
+    control_dt: float  # world seconds that one `advance` takes
+    action_dt: float  # duration of an action's displacements in seconds: the period of the training data
+    largest_translation: float  # maximum of the training data, in actions' units; detects policies of other robots
+    cameras: tuple[str, ...]  # names; the camera of the whole scene comes first
+    state_names: tuple[str, ...]  # names of the state's values; empty if the state cannot be read
 
     @property
     def instruction(self) -> str:
-        """Of this episode."""
+        """The episode's instruction."""
 
     @property
     def max_steps(self) -> int:
-        """Actions of `action_dt` after which the episode has failed."""
+        """Actions of `action_dt` after which the episode fails."""
 
     def reset(self, task: str, seed: int) -> None:
-        """Begins an episode; the same task and seed give the same start.
+        """Starts an episode; the same task and seed give the same start.
 
-        A UserError says that there is no such task, or that the suite has no such initial state.
+        Raises UserError if the task is unknown, or if the suite has no such initial state.
         """
 
     def look(self, camera: str | None = None) -> np.ndarray:
-        """A camera's image as the policy expects it, RGB uint8 [height, width, 3]; None: that of the whole scene."""
+        """A camera's image in the policy's format, RGB uint8 [height, width, 3]; None: the whole scene's camera."""
 
     def feel(self) -> np.ndarray:
-        """Its state, float64, a number for each of `state_names`."""
+        """The robot's state, float64, one value per name in `state_names`."""
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
         """Starts to follow an action, float64 [7] in the units of the policy; a newer one replaces it.
 
-        Displacements are from where the arm was in the action's image, `age_s` of world time ago, and meant over
+        Displacements are relative to the arm's pose in the action's image, `age_s` of world time ago, and last
         `action_dt`; gripper 1 opens, 0 closes.
         """
 
     def advance(self) -> None:
-        """Lets `control_dt` pass; without an action to follow the arm holds still.
+        """Advances the world by `control_dt`; without an action to follow the arm holds still.
 
-        Raises SimulationDiverged where the world is not finite any more.
+        Raises SimulationDiverged if the world's state is no longer finite.
         """
 
     def succeeded(self) -> bool:
-        """Whether the task is done now."""
+        """Checks whether the task is done now."""
 
     def acted_on(self) -> str | None:
-        """The object that was moved most since the reset; None: none, or the world does not tell."""
+        """The object that was moved most since the reset; None if none was, or the world does not report it."""
 
     def close(self) -> None: ...
 
 
 def remaining(displacement: np.ndarray, then: Pose, now: Pose) -> np.ndarray:
-    """What is left of a displacement after the robot has moved on, float64 [6] from `now`.
+    """Remaining part of a displacement after the robot has moved, float64 [6] from `now`.
 
     Args:
         displacement: float64 [6], from `then`: translation in metres and rotation vector in radians, base frame.
         then: the tool's pose at the stamp of the action's image.
-        now: the pose that the robot has reached, or is on its way to; displaced by the rest it is the goal.
+        now: the pose that the robot has reached or is moving to; displacing it by the remainder gives the goal.
     """
     turned = now.rotation @ then.rotation.T
     rotation = rotation_vector(rotation_matrix(displacement[3:6]) @ turned.T)
@@ -82,12 +82,12 @@ def remaining(displacement: np.ndarray, then: Pose, now: Pose) -> np.ndarray:
 
 
 class ImageGoal:
-    """Remembers where the robot was being sent, so that displacements start from where it was in their image.
+    """Remembers the robot's goals, so that displacements start from the pose in their image.
 
-    A policy's displacement is meant from the pose in its image, to be reached `action_dt` after it. By the time that it
-    has been decided, the robot has moved on with the actions before: added on top of that motion, it would count the
-    same way twice, and the more often, the more frames are in flight. `largest`, float64 [6], is the training data's
-    largest action: metres and radians over its `action_dt`.
+    A policy's displacement is relative to the pose in its image and ends `action_dt` after it. While it is decoded, the
+    robot follows earlier actions. Added on top of that motion, the displacement would count the same path twice, or
+    more often with more frames in flight. `largest`, float64 [6], is the training data's largest action: metres and
+    radians over its `action_dt`.
     """
 
     def __init__(self, rate_hz: float, largest: np.ndarray) -> None:
@@ -100,15 +100,15 @@ class ImageGoal:
         self.add(goal)
 
     def add(self, goal: Pose) -> None:
-        """Takes the goal after another control step."""
+        """Adds the goal after another control step."""
         self._goals.append(goal)
 
     def left(self, values: np.ndarray, action_dt: float, age_s: float) -> tuple[np.ndarray, float]:
-        """The rest of an action, float64 [7]: metres, radians over action_dt, gripper; its image is `age_s` old.
+        """Returns the rest of an action whose image is `age_s` old, and the seconds to spread it over.
 
-        As the action, but from where the robot is going now; and the seconds to spread it over, whole control steps.
-        The rest of the way takes the rest of the time; where that is too short for it, no longer than the robot would
-        take at the speed of the training data's largest actions, or of this one. Ages count up to 20 s.
+        Both actions are float64 [7]: metres, radians over action_dt, gripper; the rest starts at the robot's current
+        goal. Its duration is the time left, in whole control steps. If that is too short, it is the time needed at the
+        speed of the training data's largest action, or of this one if it is faster. Ages are capped at 20 s.
         """
         steps = min(round(age_s * self._rate_hz), len(self._goals) - 1)
         if steps <= 0:
@@ -121,10 +121,10 @@ class ImageGoal:
 
 
 class DisplacementFollower:
-    """Spreads an action evenly over its time; a newer one replaces it; without one the robot holds still.
+    """Spreads an action evenly over its duration. A newer action replaces it; without one the robot holds still.
 
-    So the robot's speed is displacement over `action_dt`, however often actions come. `scale`, float64 [6], is metres
-    and radians of one unit of what the robot's controller takes.
+    The robot's speed is thus displacement / `action_dt`, whatever the action rate. `scale`, float64 [6], is one unit of
+    the controller's input in metres and radians.
     """
 
     def __init__(self, rate_hz: float, scale: np.ndarray) -> None:
@@ -133,7 +133,7 @@ class DisplacementFollower:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the action, and opens the gripper."""
+        """Forgets the action and opens the gripper."""
         self._per_step = np.zeros(6)
         self._left = 0
         self._gripper = -1.0
@@ -146,16 +146,16 @@ class DisplacementFollower:
         self._gripper = -1.0 if values[6] > 0.5 else 1.0
 
     def next(self) -> np.ndarray:
-        """The next control step, float64 [7]: displacements in units of `scale`, and -1 to open or +1 to close."""
+        """The next control step, float64 [7]: displacements in units of `scale`, then -1 to open or +1 to close."""
         moving = self._left > 0
         self._left -= moving
         return np.array([*(self._per_step if moving else np.zeros(6)), self._gripper])
 
 
 class TableRobot:
-    """One table with one arm, a camera in front of it and one at its wrist, both of `image_size` pixels squared.
+    """One table with one arm, a front camera and a wrist camera, both with square images of `image_size` pixels.
 
-    See SimulatedRobot for the methods. Its state is the positions of its joints.
+    See SimulatedRobot for the methods. The state holds the joint positions.
     """
 
     control_dt = 1.0 / CONTROL_HZ
@@ -201,7 +201,7 @@ class TableRobot:
         self._goal.add(self.world.goal)
 
     def state(self) -> WorldState:
-        """The true state, which the policy does not see."""
+        """The true state, hidden from the policy."""
         return self.world.state()
 
     def succeeded(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes of a policy on a simulated robot, in lockstep or with the time that decoding takes."""
+"""Episodes of a policy on a simulated robot, in lockstep or in real time with decoding latency."""
 
 import time
 from collections import Counter
@@ -28,19 +28,19 @@ if TYPE_CHECKING:  # torch, which the simulated robot and the demo do not need
     from specvla_ros.lab.jobs.hosted_engine import HostedEngine
     from specvla_ros.models.target import PolicyFacts
 
-_START_NS = 1_000_000_000  # a stamp of 0 is no stamp
-_FAULT_LIMIT = 10  # observations in a row without an action: the policy is dead, not hesitating
+_START_NS = 1_000_000_000  # a stamp of 0 means unset
+_FAULT_LIMIT = 10  # consecutive observations without an action after which the policy counts as dead
 
-TickTime = Callable[["TickWork", float], float]  # from a tick's work and its seconds here to the seconds it counts for
+TickTime = Callable[["TickWork", float], float]  # (a tick's work, measured seconds) -> seconds that count
 
 
 def read_stage_times(device: str) -> StageTimes:
-    """Stage times of one of the package's devices, or of a device's JSON file."""
+    """Reads the stage times of a device, given by the name of a bundled device or by a JSON file."""
     return stage_times(read_device(device, "--emulate"))
 
 
 def tick_time(device: str = "") -> TickTime:
-    """The seconds measured here, or those that another device would need; see `read_stage_times`."""
+    """Returns a function for a tick's duration: the measured one, or a device's; see `read_stage_times`."""
     if not device:
         return lambda _, measured_s: measured_s
     stages = read_stage_times(device)
@@ -48,10 +48,10 @@ def tick_time(device: str = "") -> TickTime:
 
 
 class Clock(str, Enum):
-    """How the world's time passes while the policy thinks."""
+    """How world time passes while the policy decodes."""
 
-    LOCKSTEP = "lockstep"  # not at all
-    REALTIME = "realtime"  # as it does
+    LOCKSTEP = "lockstep"  # the world stands still
+    REALTIME = "realtime"  # the world keeps moving
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,23 @@ class EpisodeResult:
     """The outcome of an episode."""
 
     task: str
-    seed: int  # of the start
-    instruction: str  # what was asked of the policy
+    seed: int  # of the start state
+    instruction: str  # given to the policy
     succeeded: bool  # the task was done in time
     steps: int  # actions that the robot took
-    time_s: float  # world time to the success, or to the end
-    # Per action, world time from its image to the moment it was taken (realtime), or the time that the policy needed
-    # (lockstep).
+    time_s: float  # world time to success, or to the end
+    # Per action: world time from its image until it was taken (realtime), or decoding time (lockstep).
     latency_s: tuple[float, ...] = ()
-    acted_s: tuple[float, ...] = ()  # world time at which each action was taken; empty: lockstep
-    # Not in lockstep: age of the image that the robot acts on, mean over world time from the first action on. Latency
-    # and period together: until its next action it acts on the last one's image.
+    acted_s: tuple[float, ...] = ()  # world time at which each action was taken; empty in lockstep
+    # Realtime only: age of the image that the robot acts on, averaged over world time after the first action. It
+    # combines latency and period: until its next action, the robot acts on the image of the last one.
     picture_age_s: float | None = None
     drops: dict[str, int] = field(default_factory=dict)  # observations without an action, by reason
-    # Mean size of the change from action to action, normalised units per dimension but the gripper.
+    # Mean absolute change between successive actions, in normalised units per dimension, without the gripper.
     roughness: float = 0.0
-    acted_on: str | None = None  # the cube that was moved most; None: none, or a world without cubes
-    failure: str = ""  # why the episode ended early; empty: it did not
-    # How its actions were decoded, as `DecodeTally.as_json` gives it.
+    acted_on: str | None = None  # the cube that was moved most; None if none was, or the world has no cubes
+    failure: str = ""  # why the episode ended early; empty if it did not
+    # Decoding statistics of its actions, from `DecodeTally.as_json`.
     decode: dict[str, Any] = field(default_factory=dict)
 
 
@@ -85,15 +84,15 @@ class _Episode:
     """The state of an episode."""
 
     instruction: str
-    max_steps: int  # control steps after which it has failed
+    max_steps: int  # control steps after which the episode fails
     passed: int = 0  # control steps of the world
-    pictured: int = -1  # control step of the newest image that the engine was given
-    thought_s: float = 0.0  # realtime: world time at which the engine is through with what it has begun
+    pictured: int = -1  # control step of the newest image given to the engine
+    thought_s: float = 0.0  # realtime: world time at which the engine finishes its current tick
     succeeded: bool = False
     begun_ns: int = 0  # realtime: stamp of the answer whose first action was taken while the rest was decoded
-    actions: list[Action] = field(default_factory=list)  # that the robot took
-    latency_s: list[float] = field(default_factory=list)  # of each of them
-    acted_s: list[float] = field(default_factory=list)  # realtime: world time at which each was taken
+    actions: list[Action] = field(default_factory=list)  # actions that the robot took
+    latency_s: list[float] = field(default_factory=list)  # latency of each action
+    acted_s: list[float] = field(default_factory=list)  # realtime: world time at which each action was taken
     drops: Counter[str] = field(default_factory=Counter)  # observations without an action, by reason
     silent: int = 0  # observations without an action since the last action
     tally: DecodeTally = field(default_factory=DecodeTally)
@@ -113,15 +112,15 @@ class _Episode:
 
 
 class Rollout:
-    """Runs episodes with one engine on one robot; both belong to this thread.
+    """Runs episodes with one engine on one robot, both used by this thread only.
 
-    A shared engine has ticks that belong to others too: only the lockstep clock goes by it. A UserError says that it is
-    asked to in real time, or that the policy is asked with more than the robot has.
+    A shared engine's ticks also serve other robots, so it only supports the lockstep clock. Raises UserError if a
+    shared engine is used in real time, or if the policy needs inputs that the robot does not have.
 
     Args:
-        on_step: called after each `control_dt` of the world, for a film.
-        on_look: called with each observation that the engine is given.
-        time_limit: multiple of the task's time after which an episode has failed.
+        on_step: called after each `control_dt` of the world, to record a video.
+        on_look: called with each observation given to the engine.
+        time_limit: multiple of the task's time after which an episode fails.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Rollout:
             decode = engine.decode if isinstance(engine, HostedEngine) else partial(self._decode, engine)
             self._step = partial(self._lockstep, decode)
         elif isinstance(engine, HostedEngine):
-            raise UserError("an engine that is shared decides in lockstep only: in real time each robot has its own")
+            raise UserError("a shared engine only supports the lockstep clock: in real time each robot needs its own")
         else:
             self._step = partial(self._realtime, engine)
             engine.tick_time, engine.takes_partial = tick_time, True
@@ -156,9 +155,9 @@ class Rollout:
         self._per_action = round(robot.action_dt / robot.control_dt)
 
     def run(self, task: str, seed: int, instruction: str = "") -> EpisodeResult:
-        """One episode; `instruction`: in place of the task's own.
+        """Runs one episode; `instruction` replaces the task's own.
 
-        A UserError says that task or seed is unknown, or that the policy cannot be given the instruction.
+        Raises UserError if the task or the seed is unknown, or if the policy does not support the instruction.
         """
         self._robot.reset(task, seed)
         self._engine.reset()
@@ -192,7 +191,7 @@ class Rollout:
         )
 
     def _lockstep(self, decode: Callable[[Observation], Decoded], episode: _Episode) -> None:
-        """The world waits for the action, then moves for the time that it is meant for."""
+        """Decodes while the world waits, then advances the world by the action's duration."""
         decoded = decode(self._observe(episode))
         self._take(episode, [decoded.outcome], decoded.seconds)
         self._advance(episode, episode.passed + self._per_action)
@@ -205,16 +204,16 @@ class Rollout:
         return Decoded(next(each for each in outcomes if each.observation is observation), seconds)
 
     def _realtime(self, engine: "Engine", episode: _Episode) -> None:
-        """One tick, while the world goes on."""
+        """Runs one tick while the world keeps moving."""
         control_dt = self._robot.control_dt
         if not engine.busy:
-            # The newest image that is not the one before; an image is taken each control step.
+            # The newest image that was not yet decoded; one is taken in each control step.
             stamped = max(int(episode.thought_s / control_dt + 1e-9), episode.pictured + 1)
             self._advance(episode, stamped)
             episode.thought_s = max(episode.thought_s, stamped * control_dt)
             if episode.succeeded:
                 return
-        # A camera would send every image, and the engine would take the newest; the others need not be drawn.
+        # A camera would send every image, and the engine would take the newest. The others need not be rendered.
         if engine.has_room and episode.passed > episode.pictured:
             engine.submit(self._observe(episode))
         outcomes: list[Outcome] = []
@@ -243,7 +242,7 @@ class Rollout:
                 episode.tally.add(outcome.record)
             stamp_ns, begun_ns = outcome.observation.stamp_ns, episode.begun_ns
             episode.begun_ns = stamp_ns if outcome.partial else 0
-            if stamp_ns == begun_ns:  # of an answer the first action is followed
+            if stamp_ns == begun_ns:  # only the first action of an answer is followed
                 continue
             looked_s = (outcome.observation.stamp_ns - _START_NS) * 1e-9
             if seconds is None:
@@ -260,7 +259,7 @@ class Rollout:
 
 
 def observe(robot: SimulatedRobot, policy: "PolicyFacts", instruction: str, stamp_ns: int) -> Observation:
-    """The policy's input: an image of as many cameras as it has, in the robot's order, and the state."""
+    """Builds the policy's input: one image per camera of the policy, in the robot's order, and the state."""
     state = robot.feel() if policy.state_dims else None
     if state is not None and policy.state_names:
         state = state[[robot.state_names.index(name) for name in policy.state_names]]
@@ -273,28 +272,28 @@ def observe(robot: SimulatedRobot, policy: "PolicyFacts", instruction: str, stam
 
 
 def check_senses(policy: "PolicyFacts", robot: SimulatedRobot) -> None:
-    """Raises UserError where the robot has fewer cameras than the policy, or a state of another length."""
+    """Raises UserError if the robot has fewer cameras than the policy, or a different state."""
     if not policy.cameras or len(policy.cameras) > len(robot.cameras):
         raise UserError(
-            f"{policy.directory} is asked with images of {len(policy.cameras)} cameras ({', '.join(policy.cameras)}), "
-            f"and this robot has {len(robot.cameras)}: {', '.join(robot.cameras)}"
+            f"{policy.directory} needs images of {len(policy.cameras)} cameras ({', '.join(policy.cameras)}), "
+            f"but this robot has {len(robot.cameras)}: {', '.join(robot.cameras)}"
         )
     felt = len(robot.state_names)
     if policy.state_dims not in (0, felt) or not {*policy.state_names} <= {*robot.state_names}:
         wanted = ", ".join(policy.state_names) or f"{policy.state_dims} numbers"
         raise UserError(
-            f"{policy.directory} reads a state of {wanted}, and this robot's has {felt}"
+            f"{policy.directory} needs a state of {wanted}, but this robot's state has {felt}"
             + (f": {', '.join(robot.state_names)}" if felt else "")
         )
 
 
 def mean_picture_age_s(acted_s: Sequence[float], latency_s: Sequence[float], end_s: float) -> float | None:
-    """See `EpisodeResult`; the episode has ended at this world time. None without an action before it."""
+    """Computes `EpisodeResult.picture_age_s` up to world time `end_s`; None without an earlier action."""
     if not acted_s or end_s <= acted_s[0]:
         return None
     return mean_age([*zip(acted_s, latency_s, strict=True), (max(end_s, acted_s[-1]), 0.0)])
 
 
 def roughness(normalised: list[np.ndarray]) -> float:
-    """See `EpisodeResult`; of the actions in normalised units, float64 [action_dim] each, the gripper last."""
+    """Computes `EpisodeResult.roughness` of normalised actions, float64 [action_dim] each, gripper last."""
     return float(np.abs(np.diff(normalised, axis=0)[:, :-1]).mean()) if len(normalised) > 1 else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table's episodes: layouts by seed, instructions, and tests of success."""
+"""The table's episodes: layouts by seed, instructions and success tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 
-# First seeds of sets that must not share a start; evaluation's begin at 0. Judge no policy on starts it learned from.
+# First seeds of sets that must not share a start; evaluation's start at 0. Never judge a policy on training starts.
 DEMONSTRATION_FIRST_SEED = 1_000_000
-FRAME_FIRST_SEED = 2_000_000  # of frames that a policy answers, to train a draft head or to calibrate
-TEXT_POLICY_FIRST_SEED = 3_000_000  # of the benchmark's policy that writes before it acts
+FRAME_FIRST_SEED = 2_000_000  # frames that a policy answers, to train a draft head or to calibrate
+TEXT_POLICY_FIRST_SEED = 3_000_000  # the benchmark's policy that generates text before actions
 
 CUBES = ("red_cube", "green_cube", "blue_cube")
 DISTRACTORS = ("cylinder", "prism")
@@ -27,23 +27,23 @@ _HEIGHTS = {"block": 0.015, "cylinder": 0.03, "prism": 0.015} | dict.fromkeys(CU
 _RADII = {"block": 0.065, "cylinder": 0.022, "prism": 0.03} | dict.fromkeys(CUBES, 0.032)
 _X_RANGE = (0.38, 0.60)
 _Y_RANGE = (-0.21, 0.21)
-_GAP_M = 0.04  # a finger fits between two things
+_GAP_M = 0.04  # a finger fits between two objects
 _MAX_YAW = 0.3
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One start of the world."""
+    """One start state of the world."""
 
-    # Per body x, y, z in metres and yaw in radians; a distractor that is missing is not on the table.
+    # Per body x, y, z in metres and yaw in radians; distractors not listed are not on the table.
     poses: dict[str, tuple[float, float, float, float]]
-    hand: np.ndarray  # float64 [3], where the hand starts, metres
+    hand: np.ndarray  # float64 [3], the hand's start position, metres
     colours: dict[str, np.ndarray]  # per geom red, green, blue in [0, 1]
     camera_shift: np.ndarray  # float64 [3], metres from the camera's own position
     camera_turn: np.ndarray  # float64 [3], rotation vector in radians, camera frame
     lamp_direction: np.ndarray  # float64 [3]
     lamp: float  # brightness of the lamp
-    ambient: float  # brightness from everywhere
+    ambient: float  # brightness of the ambient light
 
 
 def draw_layout(seed: int) -> Layout:
@@ -86,7 +86,7 @@ def _apart(name: str, spot: tuple[float, float], other: str, taken: tuple[float,
     dx, dy = spot[0] - taken[0], spot[1] - taken[1]
     if np.hypot(dx, dy) < _RADII[name] + _RADII[other] + _GAP_M:
         return False
-    # What the green cube is pushed along stays free: from behind it up to the zone.
+    # Keeps the green cube's pushing path free, from behind the cube to the zone.
     if "green_cube" not in (name, other):
         return True
     ahead = dx if other == "green_cube" else -dx
@@ -112,7 +112,7 @@ class WorldState:
     """The true state, for experts and success tests; metres and radians, base frame."""
 
     hand: np.ndarray  # float64 [3], the point between the fingertips
-    rotation: np.ndarray  # float64 [3, 3], of the hand; columns are its axes, z points out of the fingers
+    rotation: np.ndarray  # float64 [3, 3], the hand's rotation; columns are its axes, z points out of the fingers
     opening: float  # distance between the fingers, metres
     positions: dict[str, np.ndarray]  # per body float64 [3], its centre
     yaws: dict[str, float]  # per body, its rotation about z
@@ -120,13 +120,13 @@ class WorldState:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to do. All tasks share all layouts: only the instruction tells them apart."""
+    """One task. All tasks share the same layouts and differ only in the instruction."""
 
     name: str  # for files and the command line
-    instruction: str  # what is asked of the policy
-    cube: str  # the body it is about
+    instruction: str  # given to the policy
+    cube: str  # the body to move
     verb: str  # lift, push or put
-    max_steps: int  # policy steps of 0.2 s, after which the episode has failed
+    max_steps: int  # policy steps of 0.2 s after which the episode fails
 
     def succeeded(self, state: WorldState) -> bool:
         return _DONE[self.verb](state, self.cube)
@@ -159,7 +159,7 @@ TASKS = (
 
 
 def choose_tasks(names: list[str]) -> tuple[Task, ...]:
-    """The tasks of these names, all for none."""
+    """Returns the tasks with these names, or all tasks if `names` is empty."""
     known = {task.name: task for task in TASKS}
     for name in names:
         if name not in known:
@@ -168,7 +168,7 @@ def choose_tasks(names: list[str]) -> tuple[Task, ...]:
 
 
 def acted_on(start: WorldState, state: WorldState) -> str | None:
-    """The cube that was moved most since the start, by 3 cm or more; None if none was."""
+    """The cube that was moved most since the start, by at least 3 cm; None if none was."""
     moved = {cube: float(np.linalg.norm(state.positions[cube] - start.positions[cube])) for cube in CUBES}
     furthest = max(moved, key=moved.__getitem__)
     return furthest if moved[furthest] >= 0.03 else None

@@ -21,7 +21,7 @@ from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_indices
 from specvla_ros.lab.simulation.tasks import CUBES, DISTRACTORS, Layout, WorldState
 
 _log = logging.getLogger(__name__)
-# Otherwise MuJoCo writes its warnings to a file in whatever directory the process runs in.
+# Otherwise MuJoCo writes its warnings to a file in the working directory.
 mujoco.set_mju_user_warning(lambda message: _log.warning("MuJoCo: %s", message))
 
 FRONT_CAMERA = "front"
@@ -30,21 +30,21 @@ SCALE = np.array([POSITION_SCALE_M] * 3 + [ROTATION_SCALE_RAD] * 3)
 CONTROL_HZ = 20
 _STIFFNESS = 1500.0  # [1/s²]; critically damped: the hand lags its goal by 50 ms
 _NULLSPACE_STIFFNESS = 20.0
-# The goal may lead the hand by this much: against an obstacle it must not run away and then leap.
+# Maximum lead of the goal over the hand: against an obstacle the goal must not run away and then jump.
 _LEAD_M, _LEAD_RAD = 0.06, 0.4
 _OFF_TABLE_M = 5.0
 _MOVABLE = (*CUBES, "block", *DISTRACTORS)
 
 
 class SimulationDiverged(RuntimeError):
-    """The physics gave a value that is not finite; the episode is void."""
+    """The physics produced a non-finite value; the episode is void."""
 
 
 class OscPose:
-    """Operational-space control: moves the pinch site to `goal`, which each control step displaces within the reach.
+    """Operational-space control: moves the pinch site to `goal`, which each control step displaces within reach.
 
     Torques follow Khatib (1987), "A unified approach for motion and force control of robot manipulators", section III:
-    the task-space inertia makes the directions independent of each other.
+    the task-space inertia decouples the directions.
     """
 
     def __init__(self, model: mujoco.MjModel, arm: Arm) -> None:
@@ -60,7 +60,7 @@ class OscPose:
         self._inertia = np.zeros((model.nv, model.nv))
 
     def reset(self, data: mujoco.MjData) -> None:
-        """Takes the present pose as the goal, and opens the gripper."""
+        """Sets the goal to the current pose and opens the gripper."""
         self.goal = Pose(data.site_xpos[self._site].copy(), data.site_xmat[self._site].reshape(3, 3).copy())
         self._rest = data.qpos[self._positions].copy()
         data.ctrl[self._fingers] = self._open
@@ -101,15 +101,15 @@ class OscPose:
 
 
 class World:
-    """One table with one arm, not to be shared between threads.
+    """One table with one arm; not thread-safe.
 
-    A UserError says that the package with the arm's model is missing, or that MuJoCo cannot compile it.
+    Raises UserError if the package with the arm's model is missing, or if MuJoCo cannot compile the model.
     """
 
     def __init__(self, arm: Arm = TABLE_ARM) -> None:
         self.arm = arm
         self.model = arm.model()
-        # Otherwise a diverged world silently starts again from its first state.
+        # Otherwise a diverged world silently resets to its initial state.
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
         self.data = mujoco.MjData(self.model)
         self._osc = OscPose(self.model, arm)
@@ -134,14 +134,14 @@ class World:
         self.data.time = 0.0
 
     def control_step(self, action: np.ndarray) -> None:
-        """One OSC_POSE step of 50 ms: float [7] in [-1, 1], see above."""
+        """Runs one OSC_POSE step of 50 ms; `action` is float [7] in [-1, 1], see the module's docstring."""
         if not np.isfinite(action).all():
-            raise SimulationDiverged("an action that is not finite was given to the arm")
+            raise SimulationDiverged("the arm was given an action that is not finite")
         self._osc.displace(self.data, action)
         self.advance(self._osc.apply, 1.0 / CONTROL_HZ)
 
     def advance(self, apply: Callable[[mujoco.MjData], None], seconds: float) -> None:
-        """Lets time pass; `apply` sets the motors before each physics step."""
+        """Advances the physics; `apply` sets the motors before each physics step."""
         for _ in range(round(seconds / self.model.opt.timestep)):
             apply(self.data)
             mujoco.mj_step(self.model, self.data)
@@ -168,7 +168,7 @@ class World:
         )
 
     def joint_state(self) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and velocities, float64 [joints] each, in the order of the arm's `joint_names`: rad, or metres."""
+        """Positions and velocities, float64 [joints] each, in the order of the arm's `joint_names`: rad or metres."""
         joints = [self.data.joint(name) for name in self.arm.joint_names]
         return np.array([j.qpos[0] for j in joints]), np.array([j.qvel[0] for j in joints])
 
@@ -202,7 +202,7 @@ class World:
         self.model.vis.headlight.ambient[:] = layout.ambient
 
     def _move_hand_to(self, goal: np.ndarray) -> None:
-        # By the controller itself, so that the arm's posture is one that it reaches in use.
+        # Moved by the controller itself, so that the arm starts in a posture that it reaches in use.
         for _ in range(2 * CONTROL_HZ):
             away = goal - self.data.site("pinch").xpos
             self.control_step(np.array([*np.clip(away / 0.05, -0.6, 0.6), 0, 0, 0, -1.0]))
@@ -211,32 +211,32 @@ class World:
 
 
 def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:
-    """Rotation vector [3] that turns a hand to point straight down with its fingers opening across `yaw`."""
+    """Rotation vector [3] that turns a hand to point straight down, with its fingers opening across `yaw`."""
     down = rotation_matrix(np.array([0.0, 0.0, yaw])) @ np.diag([1.0, -1.0, -1.0])
     return rotation_vector(down @ rotation.T)
 
 
 class Camera:
-    """Draws what the table's cameras see. Belongs to the thread that made it: an OpenGL context cannot be shared."""
+    """Renders the table's cameras. Only usable in the thread that made it: an OpenGL context cannot be shared."""
 
     def __init__(self, world: World, width: int, height: int) -> None:
         backend = require_gl()
         self._world = world
         try:
             self._renderer = mujoco.Renderer(world.model, height, width)
-        except Exception as error:  # each backend raises its own kind
+        except Exception as error:  # each backend raises its own exceptions
             raise UserError(
-                f"MuJoCo cannot draw with MUJOCO_GL={backend} ({error}); set MUJOCO_GL to osmesa (CPU) or egl (GPU), "
+                f"MuJoCo cannot render with MUJOCO_GL={backend} ({error}); set MUJOCO_GL to osmesa (CPU) or egl (GPU), "
                 "and install libosmesa6 or the GPU's driver"
             ) from None
         self._renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = False
         self._free = weakref.finalize(self, _free, self._renderer)
-        # The OpenGL library's own exit handler was registered with MuJoCo's import and runs after this one; MuJoCo's
-        # attempt comes after that, and fails.
+        # The OpenGL library registered its exit handler when MuJoCo was imported, so it runs after this one. MuJoCo
+        # would free the renderer only after that, and fail.
         atexit.register(self._free)
 
     def render(self, name: str = FRONT_CAMERA) -> np.ndarray:
-        """A camera's present image, uint8 [height, width, 3], RGB."""
+        """A camera's current image, uint8 [height, width, 3], RGB."""
         self._renderer.update_scene(self._world.data, name)
         return self._renderer.render().copy()
 
@@ -245,7 +245,7 @@ class Camera:
 
 
 def _free(renderer: mujoco.Renderer) -> None:
-    # A render makes this camera's context the current one. Freed under another camera's, that camera's textures would
-    # be deleted, and its images garbage from then on.
+    # Rendering makes this camera's context current. Freeing under another camera's context would delete that camera's
+    # textures, and its images would be garbage from then on.
     renderer.render()
     renderer.close()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a small policy, and what speculation needs beside it."""
+"""Training of small policies and draft heads."""

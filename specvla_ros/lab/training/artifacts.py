@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a laboratory makes for a robot to load: weights, draft heads, earlier answers, FAST tokenizers."""
+"""Writes the files that a robot loads: weights, draft heads, earlier answers, FAST tokenizers."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,20 +21,20 @@ from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors to one safetensors file; where that fails, a UserError, and an older file stays as it was."""
+    """Writes tensors to one safetensors file; on failure raises UserError and leaves an older file unchanged."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         with unfinished(path) as beside:
             save_file(whole, beside, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be written ({error}); free some space, and give the command again") from None
+        raise UserError(f"{path} cannot be written ({error}); free some space and run the command again") from None
 
 
 def save_draft_head(directory: Path, head: EagleHead) -> None:
-    """Writes config.json and model.safetensors, in bfloat16 as checkpoints are."""
+    """Writes config.json and model.safetensors, in bfloat16 like checkpoints."""
     directory.mkdir(parents=True, exist_ok=True)
     config = asdict(head.config) | {"model_type": "llama", "num_hidden_layers": 1, "fc_bias": True}
-    del config["variant"]  # model_type says it
+    del config["variant"]  # given by model_type
     if head.parallel_depth > 1:
         config["parallel_depth"] = head.parallel_depth
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -42,36 +42,36 @@ def save_draft_head(directory: Path, head: EagleHead) -> None:
 
 
 def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
-    """Writes answers to a file, at once or not at all; raises UserError where it cannot be written."""
+    """Writes answers to a file atomically; raises UserError if it cannot be written."""
     tokens = np.array([token for answer in answers for token in answer], dtype=np.int32)
     lengths = np.array([len(answer) for answer in answers], dtype=np.int32)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished(path) as beside, beside.open("wb") as file:  # by name, numpy would add an ending of its own
+        with unfinished(path) as beside, beside.open("wb") as file:  # given a path, NumPy would append .npz
             np.savez_compressed(file, tokens=tokens, lengths=lengths)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); give another --out") from None
 
 
 def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, vocab_size: int = 1024) -> FastTokenizer:
-    """A tokenizer for one's own actions, as the published one's `fit` makes it.
+    """Fits a tokenizer to your own actions, like `fit` of the published one.
 
     Args:
         chunks: normalised actions, [horizon, dims] each.
-        scale: larger gives finer actions and longer answers; the paper's is 10.
-        vocab_size: number of ids, at least that of different coefficients; the paper's is 1024.
+        scale: larger values give finer actions and longer answers; 10 in the paper.
+        vocab_size: number of ids, at least the number of different coefficients; 1024 in the paper.
 
     Raises:
-        UserError: there is no chunk, or there are more different coefficients than ids.
+        UserError: there are no chunks, or more different coefficients than ids.
     """
     found = [to_coefficients(chunk, scale) for chunk in chunks]
     if not found:
-        raise UserError("a FAST tokenizer is fitted on chunks of actions, and there are none")
+        raise UserError("a FAST tokenizer needs chunks of actions to fit, but there are none")
     low, high = min(int(each.min()) for each in found), max(int(each.max()) for each in found)
     if high - low >= vocab_size:
         raise UserError(
-            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can tell apart: take more "
-            "ids, or a smaller scale"
+            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can represent: use more "
+            "ids or a smaller scale"
         )
 
     def texts() -> Iterator[str]:

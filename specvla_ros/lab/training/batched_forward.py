@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward passes of policy and draft head for training: whole batches, no KV cache, with gradients.
 
-They read the parameters of the served model; `test_batched_forward` compares them with the packed forward.
+They use the served model's parameters; `test_batched_forward` compares them with the packed forward.
 """
 
 from collections.abc import Iterable
@@ -17,17 +17,17 @@ from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 
 def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: Tensor, answers: Tensor) -> Tensor:
-    """Logits of every action token, each after the true tokens before it (teacher forcing).
+    """Logits of every action token, given the true tokens before it (teacher forcing).
 
     All instructions of a step share its images' rows: a sequence is BOS, the images, then one branch per instruction
-    that sees those rows and itself. Each branch gives the logits of a sequence of its own.
+    that attends to those rows and itself. Each branch gives the same logits as a separate sequence.
 
     Args:
         pixels: [batch, cameras, 3 * towers, size, size], normalised.
         prompt_ids: int64 [batch, asked, n], BOS first, padded on the right.
-        lengths: int64 [batch, asked], ids of each prompt that are not padding.
-        answers: int64 [batch, asked, action_dim], the action tokens, or answers of different lengths; below 0 is
-            padding, whose predictions mean nothing.
+        lengths: int64 [batch, asked], number of each prompt's ids without padding.
+        answers: int64 [batch, asked, action_dim], the action tokens, or answers of different lengths; negative values
+            are padding, whose predictions are meaningless.
 
     Returns:
         [batch, asked, action_dim, vocab].
@@ -35,8 +35,8 @@ def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: T
     batch, asked, dim = answers.shape
     image = image_embeddings(model, pixels.flatten(0, 1)).unflatten(0, (batch, -1)).flatten(1, 2)
     prefix = 1 + image.shape[1]
-    # The answer follows its prompt at once; padding comes after both, where causal attention hides it. The last token
-    # of the answer predicts nothing.
+    # The answer directly follows its prompt; padding comes after both, where causal attention masks it. The answer's
+    # last token predicts nothing.
     width = prompt_ids.shape[2] + dim - 1
     text_ids = F.pad(prompt_ids, (0, dim))
     at = lengths[..., None] + torch.arange(dim, device=answers.device)
@@ -71,20 +71,20 @@ def decoder_hidden(
 ) -> Tensor:
     """Hidden states after the final norm, [batch, n, hidden], of the rows `wanted`, int64 [batch, n].
 
-    `embeddings` are [batch, rows, hidden]; `mask`, bool [rows, rows], is True where a row (first) sees another.
+    `embeddings` are [batch, rows, hidden]; `mask`, bool [rows, rows], is True where a row (first) attends to another.
     """
     cos, sin = decoder.rotation(positions)
     x = embeddings
     for layer in cast(Iterable[DecoderLayer], decoder.layers):
         x = attend(layer, x, *queries_keys_values(layer, x, cos, sin), mask)
-        if layer is decoder.layers[-1]:  # after the last attention nothing reads the other rows
+        if layer is decoder.layers[-1]:  # the other rows are unused after the last attention
             x = x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[-1]))
         x = mlp(layer, x)
     return decoder.norm(x)
 
 
 def queries_keys_values(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [batch, length, hidden]: each [batch, heads, length, head_dim], with RoPE as in transformers' Llama."""
+    """Projects rows [batch, length, hidden] to [batch, heads, length, head_dim], with RoPE as in transformers."""
 
     def rotated(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
@@ -100,7 +100,7 @@ def queries_keys_values(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor
 def attend(layer: DecoderLayer, x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """The layer's first half: rows plus their attention."""
     dtype, grouped = q.dtype, layer.heads != layer.kv_heads
-    if q.device.type == "cpu":  # where its backward takes half the time that it takes in bfloat16
+    if q.device.type == "cpu":  # its backward takes half the time of bfloat16's
         q, keys, values = q.float(), keys.float(), values.float()
     with torch.autocast("cpu", enabled=False):
         attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped)
@@ -124,27 +124,27 @@ def draft_features(
     answer: int,
     steps: int,
 ) -> list[Tensor]:
-    """Predicted hidden states of the answer's rows, fed with the target's own and then with the head's.
+    """Predicted hidden states of the answer's rows, from the target's states and then from the head's own.
 
     Row i takes the embedding of the token after it and the hidden state at it, and predicts the hidden state after it.
     In step 1 the input state is the target's. In step s the s-1 newest states of a row's history are the head's own, as
-    they are when it drafts the s-th token of a tree (training-time test: HASS, EAGLE-3). Earlier rows are seen as the
-    target made them. A parallel head's rows are masks from step 2 on, in place of token and state.
+    when it drafts the s-th token of a tree (training-time test: HASS, EAGLE-3); earlier ones are the target's. From
+    step 2, a parallel head's rows are masks in place of token and state.
 
     Args:
         following: [batch, rows, hidden], embeddings of the following tokens.
         hidden: [batch, rows, hidden], the target's hidden states.
         padding: int64 [batch], number of padding rows at the left end.
-        cos, sin: float32 [rows, head_dim / 2]; attention depends on differences of positions: padding shifts nothing.
-        answer: number of rows at the right end that are the answer's.
+        cos, sin: float32 [rows, head_dim / 2]; padding has no effect, as attention depends on relative positions.
+        answer: number of the answer's rows, at the right end.
         steps: number of steps, 1 to `answer`.
 
     Returns:
-        Per step s (from 1), [batch, answer - s + 1, hidden]: the answer's rows from the s-th on.
+        Per step s (from 1), [batch, answer - s + 1, hidden]: the answer's rows starting with the s-th.
     """
     rows = following.shape[1]
     row = torch.arange(rows, device=following.device)
-    # A row of padding sees itself: a softmax over nothing is NaN.
+    # A row of padding attends to itself: a softmax over nothing is NaN.
     seen = ((row[:, None] >= row) & (row >= padding[:, None, None])) | (row[:, None] == row)
     keys: list[Tensor] = []
     values: list[Tensor] = []
@@ -162,14 +162,14 @@ def draft_features(
         visible = _visible(padding, rows, answer, step)
         if head.parallel_depth > 1:
             fed = head.mask_rows[step - 1].expand(len(padding), answer - step, -1)
-        else:  # row a of the answer is fed with what row a-1 predicted in the step before
+        else:  # row a of the answer takes the prediction of row a-1 in the previous step
             fed = head.fuse(following[:, step:], results[-1][:, :-1])
         results.append(predict(fed, cos[step:], sin[step:], visible))
     return results
 
 
 def _visible(padding: Tensor, rows: int, answer: int, step: int) -> Tensor:
-    """Mask [batch, answer - step, keys]: the target's keys up to `step` rows before, then one of each later step."""
+    """Mask [batch, answer - step, keys]: the target's keys up to `step` rows earlier, then one of each later step."""
     column = torch.arange(rows, device=padding.device)
     row = column[rows - answer + step :, None]
     masks = [(column <= row - step) & (column >= padding[:, None, None])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demonstrations as training data: bags in, batches out."""
+"""Demonstrations as training data: reads bags and makes batches."""
 
 import hashlib
 import json
@@ -30,14 +30,14 @@ from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import normalise_instruction
 
-PADDING = -100  # after answers; PyTorch's cross-entropy leaves it out
+PADDING = -100  # after answers; ignored by PyTorch's cross-entropy
 _VERSION = 4
-# Of an action's usual range, as digits are taught it; a millimetre at the table. Finer differences in demonstrations
-# come from how the arm happened to follow, and a policy can only learn them by heart.
+# Steps per action range that digits are trained on; 1 mm at the table. Finer differences in demonstrations are
+# tracking noise of the arm, which a policy can only memorise.
 _DIGIT_STEPS = 100
 _MANY_BAGS = 64
-_VALIDATION_SHARE = 20  # one episode in so many
-_ARRAYS = ("states", "actions", "instruction_of", "episode_of", "time_ns")  # a file each, beside the images
+_VALIDATION_SHARE = 20  # one in this many episodes
+_ARRAYS = ("states", "actions", "instruction_of", "episode_of", "time_ns")  # one file each, next to the images
 _BRIGHTNESS = 0.1
 _TINT = 0.05
 
@@ -48,22 +48,22 @@ _log = logging.getLogger(__name__)
 class DemonstrationSet:
     """All steps of all demonstrations.
 
-    A step is one image of each camera with one action for each instruction that is known for it: that of its episode,
-    and those of the bag's hindsight topics. All steps have the same number of instructions.
+    A step is one image of each camera with one action per known instruction: its episode's instruction and those of the
+    bag's hindsight topics. All steps have the same number of instructions.
     """
 
     images: np.ndarray  # uint8 [steps, cameras, size, size, 3], mapped from a file
     states: np.ndarray  # float64 [steps, state_dims]
     actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units
     instruction_of: np.ndarray  # int64 [steps, asked], index into `instructions`
-    episode_of: np.ndarray  # int64 [steps], counts the bags
-    time_ns: np.ndarray  # int64 [steps], of the images
-    instructions: tuple[str, ...]  # sorted, each once
-    state_names: tuple[str, ...] = ()  # of the state's numbers; empty: they have none
+    episode_of: np.ndarray  # int64 [steps], index of the bag
+    time_ns: np.ndarray  # int64 [steps], time of the images
+    instructions: tuple[str, ...]  # sorted and unique
+    state_names: tuple[str, ...] = ()  # names of the state's values; empty if they have none
 
     @property
     def validation(self) -> np.ndarray:
-        """Mask [steps] of each 20th episode, which training never sees."""
+        """Mask [steps] of every 20th episode, which is held out from training."""
         return self.episode_of % _VALIDATION_SHARE == _VALIDATION_SHARE - 1
 
 
@@ -74,15 +74,15 @@ def load_demonstrations(
     topics: TopicChoice,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DemonstrationSet:
-    """Reads bags into `cache`, or maps what is there from an earlier call with the same bags.
+    """Reads bags into `cache`, or maps the cache of an earlier call with the same bags.
 
     Args:
-        bags: with images, an instruction, and a recorded action of seven values per image.
-        size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
-        on_progress: called with bags read and their number.
+        bags: hold images, an instruction, and a recorded action of seven values per image.
+        size: side of the images in pixels; they are squeezed like in OpenVLA's image processor (bicubic, on bytes).
+        on_progress: called with the number of bags read and of all bags.
 
     Raises:
-        UserError: a bag lacks actions, or they are not seven finite numbers; or it has no such camera or state.
+        UserError: a bag has no actions, or no such camera or state; or an action is not seven finite numbers.
     """
     names = "\n".join(f"{bag.resolve()} {max(each.stat().st_mtime_ns for each in bag_files(bag))}" for bag in bags)
     fingerprint = hashlib.sha256(f"{_VERSION} {size} {topics}\n{names}".encode()).hexdigest()
@@ -106,7 +106,7 @@ class _Steps:
     texts: tuple[tuple[str, ...], ...]
     time_ns: tuple[int, ...]
     state_names: tuple[str, ...]
-    left_out: str = ""  # why images are no steps, and how many
+    left_out: str = ""  # the number of skipped images, and why
 
 
 def _fill(
@@ -124,20 +124,20 @@ def _fill(
     texts: list[tuple[str, ...]] = []
     episodes: list[int] = []
     times: list[int] = []
-    names: tuple[str, ...] = ()  # of the state's numbers
+    names: tuple[str, ...] = ()  # names of the state's values
     with (cache / "images.raw").open("wb") as images:
         for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size, topics), strict=True)):
             if steps.left_out:
                 _log.warning("bag %s: %s", bag, steps.left_out)
             if any(len(asked) != len((texts or steps.texts)[0]) for asked in steps.texts):
                 raise UserError(
-                    f"bag {bag} has {len(steps.texts[0])} instructions per image, the bags before it {len(texts[0])}: "
+                    f"bag {bag} has {len(steps.texts[0])} instructions per image, earlier bags have {len(texts[0])}: "
                     "train on bags of one kind"
                 )
             if states and len(steps.states) and (steps.state_names, steps.states.shape[1]) != (names, len(states[0])):
                 raise UserError(
-                    f"bag {bag}: a state on {topics.state_topic} of {', '.join(steps.state_names)}, in the bags before "
-                    f"it of {', '.join(names)}: name those to read, in one order, with --state-names"
+                    f"bag {bag}: the state on {topics.state_topic} has {', '.join(steps.state_names)}, but earlier "
+                    f"bags have {', '.join(names)}: choose the values and their order with --state-names"
                 )
             names = names or steps.state_names
             images.write(steps.images.tobytes())
@@ -151,7 +151,7 @@ def _fill(
     if not actions:
         raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
     raw = cache / "images.raw"
-    # NumPy's header before the pixels, so that they can be mapped.
+    # Adds NumPy's header to the pixels, so that they can be mapped.
     shape = (len(actions), 1 + len(topics.cameras), size, size, 3)
     np.save(cache / "images.npy", np.memmap(raw, dtype=np.uint8, mode="r", shape=shape))
     raw.unlink()
@@ -166,7 +166,7 @@ def _fill(
 
 
 def _read(bags: Sequence[Path], size: int, topics: TopicChoice) -> Iterator[_Steps]:
-    """The bags in their order, read on all cores where there are many."""
+    """Reads the bags in order, on all cores if there are many."""
     if len(bags) < _MANY_BAGS:
         yield from (_read_bag(bag, size, topics) for bag in bags)
         return
@@ -184,7 +184,7 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
     with open_bag(bag) as reader:
         chosen = choose_topics(reader, topics)
         if chosen.action is None:
-            raise UserError(f"bag {bag} has no actions to learn from on {ACTION_TOPIC}; say where: --action-topic")
+            raise UserError(f"bag {bag} has no actions on {ACTION_TOPIC}; name their topic with --action-topic")
         hindsight = _hindsight(reader)
         for frame in bag_frames(reader, chosen, topics.instruction):
             if frame.missing:
@@ -205,14 +205,14 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
             times.append(frame.image.time_ns)
         reader.warn_of_damage()
     if missing and not images:
-        raise UserError(f"bag {bag}: not one image is whole: {missing[0]}")
-    left_out = f"{len(missing)} images are left out, the first as {missing[0]}" if missing else ""
+        raise UserError(f"bag {bag}: no image has all inputs: {missing[0]}")
+    left_out = f"{len(missing)} images are skipped, the first: {missing[0]}" if missing else ""
     names, arrays = chosen.states.names, (np.array(images, np.uint8), np.array(states), np.array(actions))
     return _Steps(*arrays, tuple(texts), tuple(times), names, left_out)
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
-    """The expert's actions under other instructions: by instruction, the action at each time."""
+    """The expert's actions under other instructions: instruction -> time -> action."""
     pattern = re.compile(HINDSIGHT_ACTION_TOPIC.format(r"(\w+)"))
     found = {match[1]: topic.name for topic in reader.topics if (match := pattern.fullmatch(topic.name))}
     asked = {HINDSIGHT_INSTRUCTION_TOPIC.format(name): name for name in sorted(found)}
@@ -229,26 +229,26 @@ def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
 
 
 def action_statistics(actions: np.ndarray) -> dict[str, Any]:
-    """The action statistics of OpenVLA's config.json, of float64 [..., 7]: 1st and 99th percentile, gripper kept."""
+    """Action statistics for OpenVLA's config.json from float64 [..., 7]: 1st and 99th percentile, gripper unscaled."""
     low, high = np.quantile(actions.reshape(-1, actions.shape[-1]), (0.01, 0.99), axis=0)
     low[-1], high[-1] = 0.0, 1.0
     return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * (len(low) - 1) + [False]}}
 
 
 def state_statistics(states: np.ndarray) -> dict[str, Any]:
-    """Those of the robot's state, float64 [steps, dims], under the name that OpenVLA-OFT gives them."""
+    """Statistics of the robot's state, float64 [steps, dims], under OpenVLA-OFT's name."""
     low, high = np.quantile(states, (0.01, 0.99), axis=0)
     return {"proprio": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * len(low)}}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some steps of demonstrations, each with every instruction that is known for it."""
+    """Some steps of demonstrations, each with all its known instructions."""
 
     pixels: Tensor  # float32 [batch, cameras, 3 * towers, size, size], normalised
     prompt_ids: Tensor  # int64 [batch, asked, n], padded on the right
-    lengths: Tensor  # int64 [batch, asked], ids that are not padding
-    answers: Tensor  # int64 [batch, asked, n], the tokens of each answer; PADDING after shorter ones
+    lengths: Tensor  # int64 [batch, asked], number of ids without padding
+    answers: Tensor  # int64 [batch, asked, n], the tokens of each answer; shorter ones end with PADDING
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
@@ -259,7 +259,7 @@ class Batches:
 
     def __init__(self, policy: OpenVLATarget, data: DemonstrationSet) -> None:
         self._images = data.images
-        # A chunk goes on with the next actions, which only the episode's own instruction explains.
+        # A chunk includes the next actions, which only follow from the episode's own instruction.
         chunks = not isinstance(policy.codec, BinsCodec)
         self._instruction_of = data.instruction_of[:, :1] if chunks else data.instruction_of
         prompts = [torch.tensor(policy.prompt.ids(text)) for text in data.instructions]
@@ -277,8 +277,8 @@ class Batches:
         self._towers = len(towers)
 
     def make(self, steps: np.ndarray, augment: np.random.Generator | None = None) -> Batch:
-        """A batch of these steps; `augment` changes brightness and tint of each image."""
-        order = np.argsort(steps)  # the file is read from front to back
+        """Makes a batch of these steps; `augment` changes the brightness and tint of each image."""
+        order = np.argsort(steps)  # reads the file from front to back
         steps = steps[order]
         pixels = torch.from_numpy(self._images[steps]).permute(0, 1, 4, 2, 3).float().div_(255.0)
         if augment is not None:
@@ -299,15 +299,14 @@ class Batches:
 def action_chunks(
     data: DemonstrationSet, horizon: int, action_range: tuple[np.ndarray, np.ndarray], step_s: float | None
 ) -> np.ndarray:
-    """The actions under each episode's own instruction from each image on, float64 [steps, horizon, action_dim].
+    """The chunk of actions that starts at each image, float64 [steps, horizon, action_dim].
 
-    After an episode's end its last action stays. Values beyond the usual range are clipped to it, as bins do it: a few
-    of them would give a FAST tokenizer more coefficients than it has ids.
+    Uses each episode's own instruction; after its end the last action repeats. Values are clipped to the usual range,
+    as for bins: a few outliers would give a FAST tokenizer more coefficients than it has ids.
 
     Args:
         action_range: smallest and largest usual value of each dimension.
-        step_s: seconds from action to action, whatever the images' rate: the nearest image's action is taken; None:
-            from image to image.
+        step_s: seconds between a chunk's actions, each taken from the nearest image; None: one action per image.
     """
     steps = np.arange(len(data.actions))
     rows = steps[:, None] + np.arange(horizon)
@@ -320,7 +319,7 @@ def action_chunks(
 
 
 def _rows_at(time_ns: np.ndarray, mine: np.ndarray, horizon: int, step_s: float) -> np.ndarray:
-    """For each action of each step's chunk, the nearest step of the episode: int64 [its steps, horizon]."""
+    """The nearest step of an episode for each action of each step's chunk: int64 [its steps, horizon]."""
     times = time_ns[mine]
     wanted = times[:, None] + np.rint(np.arange(horizon) * step_s * 1e9).astype(np.int64)
     behind = np.searchsorted(times, wanted).clip(1, len(times) - 1) if len(times) > 1 else np.zeros_like(wanted)
@@ -330,7 +329,7 @@ def _rows_at(time_ns: np.ndarray, mine: np.ndarray, horizon: int, step_s: float)
 
 
 def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
-    """Int64 [steps, 1, longest answer]: each chunk's tokens and an end token, and PADDING."""
+    """Each chunk's tokens, an end token and PADDING, int64 [steps, 1, longest answer]."""
     end = min(codec.end_ids)  # type: ignore[attr-defined]
     chunks = action_chunks(data, codec.horizon, codec.action_range, codec.dt_s)
     if isinstance(codec, DigitsCodec):
@@ -342,9 +341,9 @@ def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
 
 
 def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -> Iterator[np.ndarray]:
-    """Endless batches of steps, int64 [n], each epoch in a new order that only the seed and the epoch decide.
+    """Endless batches of steps, int64 [n], each epoch in a new order that depends only on the seed and the epoch.
 
-    A batch has no more than n rows; `start` batches are left out, to resume a training.
+    A batch has at most n rows; `start` batches are skipped, to resume a training.
     """
     size = min(batch_size, len(steps))
     per_epoch = len(steps) // size

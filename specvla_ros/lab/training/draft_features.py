@@ -31,10 +31,10 @@ from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 
 SHARD_SAMPLES = 256
-MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with
-_BATCH = 16  # requests of one packed forward
+MIN_FRAMES = SHARD_SAMPLES + 1  # one shard to train on and one to validate with
+_BATCH = 16  # requests per packed forward
 _FORMAT = 2
-_SHARDS_AT_ONCE = 8  # in memory
+_SHARDS_AT_ONCE = 8  # shards in memory
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Sample:
     """One answer of the target."""
 
     prompt: Tensor  # [prompt_len, hidden], the prompt's embeddings
-    # [prompt_len + n - 1, hidden], after the final norm: of the prompt, then of each token of the answer but the last.
+    # [prompt_len + n - 1, hidden], after the final norm: prompt, then each token of the answer except the last.
     hidden: Tensor
     tokens: Tensor  # int64 [n], the answer
 
 
 @torch.inference_mode()
 def answer(policy: OpenVLATarget, frames: Sequence[Observation], max_text: int = 0) -> list[Sample]:
-    """The target's greedy answers, with all frames in one packed forward per token.
+    """Decodes the target's answers greedily, with all frames in one packed forward per token.
 
-    Frames that it answers with anything but an action are left out. `max_text` limits the tokens before its actions.
+    Answers that are not an action are skipped. `max_text` limits the tokens before the actions.
     """
     prompts = [policy.prompt_embeddings(frame, policy.prompt_layout(frame).ids) for frame in frames]
     decoder, codec = policy.decoder, policy.codec.with_text(max_text)
@@ -77,7 +77,7 @@ def answer(policy: OpenVLATarget, frames: Sequence[Observation], max_text: int =
 
 
 class FeatureStore:
-    """Shards of samples in a directory, each written whole or not at all; refuses features not of `described`."""
+    """Shards of samples in a directory, written atomically; refuses existing features that differ from `described`."""
 
     def __init__(self, directory: Path, described: dict[str, object]) -> None:
         self._directory = directory
@@ -93,7 +93,7 @@ class FeatureStore:
 
     @property
     def shards(self) -> list[Path]:
-        """Those before the first one that is missing."""
+        """The shards before the first missing one."""
         return list(takewhile(Path.exists, map(self._path, count())))
 
     def fill(
@@ -105,9 +105,9 @@ class FeatureStore:
         limit_bytes: float,
         on_frame: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Keeps the target's answers to frames, until the frames end or all shards together reach `limit_bytes`.
+        """Stores the target's answers to frames, until the frames end or the shards' total size reaches `limit_bytes`.
 
-        Called again with the same frames it resumes after the last whole shard.
+        Called again with the same frames, it resumes after the last complete shard.
         """
         source = iter(frames)
         done = len(self.shards) * SHARD_SAMPLES
@@ -128,9 +128,9 @@ class FeatureStore:
         limit_bytes: float,
         on_frame: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """As `fill` with at most so many frames of bags, and with the same shards in the end, each made by a worker.
+        """Makes the same shards as `fill` from at most `frames` frames of bags, each shard in a worker.
 
-        Meanwhile there may be one shard more than `limit_bytes` allows for each worker.
+        Meanwhile each worker may store one shard beyond `limit_bytes`.
         """
         jobs = self._jobs(asked, frames)
         missing = [job for job in jobs if not job.path.exists()]
@@ -145,7 +145,7 @@ class FeatureStore:
         for job in jobs:
             if _size(kept) < limit_bytes:
                 kept.append(job.path)
-            else:  # `fill` would not have made it
+            else:  # `fill` would not have written it
                 job.path.unlink(missing_ok=True)
 
     def _jobs(self, asked: "Asked", frames: int) -> list["ShardJob"]:
@@ -169,9 +169,9 @@ class Asked:
 
     policy: Path  # checkpoint directory
     model: ModelSettings
-    bags: tuple[Path, ...]  # in the order in which their frames are taken
-    topics: TopicChoice = DEFAULT_TOPICS  # of the bags
-    max_text: int = 0  # tokens of text at most before its actions
+    bags: tuple[Path, ...]  # in the order of their frames
+    topics: TopicChoice = DEFAULT_TOPICS  # topics of the bags
+    max_text: int = 0  # maximum number of text tokens before the actions
 
 
 @dataclass(frozen=True)
@@ -180,12 +180,12 @@ class ShardJob:
 
     path: Path
     asked: Asked
-    skip: int  # frames of the first bag that belong to the shard before
+    skip: int  # frames of the first bag that belong to the previous shard
     frames: int
 
 
 def make_shard(job: ShardJob) -> int:
-    """Makes a shard; returns how many frames were taken. The target is kept for the next one."""
+    """Makes a shard and returns the number of frames taken. The target is cached for the next shard."""
     asked = job.asked
     policy = _target(asked.policy, asked.model)
     frames = frames_in(policy, asked.bags, asked.topics)
@@ -193,9 +193,9 @@ def make_shard(job: ShardJob) -> int:
 
 
 def require_openvla(target: Target) -> OpenVLATarget:
-    """The target as OpenVLA's, for what supports no other family; UserError if it is another."""
+    """Returns the target, or raises UserError if it is not of OpenVLA's family; for code that supports no other."""
     if not isinstance(target, OpenVLATarget):
-        raise UserError(f"{target.directory} is no OpenVLA checkpoint, and no other can be trained or drafted for here")
+        raise UserError(f"{target.directory} is not an OpenVLA checkpoint; training supports no other family")
     return target
 
 
@@ -216,7 +216,7 @@ def _fill_shard(
     on_frame: Callable[[int], None] = lambda done: None,
     before: int = 0,
 ) -> int:
-    """Writes the answers to frames; returns how many were taken, which are reported on top of those `before`."""
+    """Writes the answers to frames and returns the number of frames taken; `before` is added to reported progress."""
     samples: list[Sample] = []
     taken = 0
     while batch := list(islice(frames, _BATCH)):
@@ -227,13 +227,13 @@ def _fill_shard(
         _write(path, samples)
     elif taken == SHARD_SAMPLES:
         raise UserError(
-            f"the target answered none of {taken} images in a row with an action: are they of its robot and its tasks?"
+            f"the target answered none of {taken} images in a row with an action: do they show its robot and its tasks?"
         )
     return taken
 
 
 def _write(path: Path, samples: Sequence[Sample]) -> None:
-    kept = torch.bfloat16  # half the disk; the training adds more noise than the rounding
+    kept = torch.bfloat16  # halves the disk space; training adds more noise than the rounding
     tensors = {
         "lengths": torch.tensor([len(sample.prompt) for sample in samples]),
         "answers": torch.tensor([len(sample.tokens) for sample in samples]),
@@ -255,7 +255,7 @@ def read_shard(path: Path) -> list[Sample]:
 
 
 def shuffled_samples(shards: Sequence[Path], *, seed: int, epoch: int) -> Iterator[Sample]:
-    """All samples of an epoch in a random order that needs no more than a few shards in memory."""
+    """All samples of an epoch in random order, with only a few shards in memory at once."""
     order = np.random.default_rng([seed, epoch])
     shards = [shards[i] for i in order.permutation(len(shards))]
     for start in range(0, len(shards), _SHARDS_AT_ONCE):

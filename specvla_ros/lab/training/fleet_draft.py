@@ -38,15 +38,15 @@ _PLAIN, _USED, _NEW = "plain decoding", "in use", "new"
 class FleetDraft:
     """The verdict on a new head."""
 
-    refusals: tuple[str, ...]  # why it is not taken, in sentences; empty: it is
-    runs: Mapping[str, FrameRun]  # the held-out frames, plainly, with the head in use where there is one, and the new
-    promoted: Path | None  # the new head's place; None: nowhere
-    kept: Path | None  # the new place of the head that was in use there; None: there was none
-    calibration: str  # the choice of calibration, or why there is none
+    refusals: tuple[str, ...]  # reasons for refusing it, as sentences; empty if it is accepted
+    runs: Mapping[str, FrameRun]  # held-out frames: plain decoding, the head in use if there is one, the new head
+    promoted: Path | None  # directory that the new head was copied to; None if it was not
+    kept: Path | None  # backup of the head that it replaced; None if there was none
+    calibration: str  # the calibrated setting, or why there is none
     context: Mapping[str, Any]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Cells under RUNS_HEAD."""
+        """The table's rows, with the columns of RUNS_HEAD."""
         rows: list[tuple[str, ...]] = []
         for name, run in self.runs.items():
             tau = f"{run.tally.tau:.2f}" if run.tally.tau else ""
@@ -83,16 +83,16 @@ def fleet_draft(
     on_frame: Callable[[int], None] = lambda done: None,
     on_training: Callable[[Progress[DraftValidation]], None] = lambda progress: None,
 ) -> FleetDraft:
-    """Trains a head on some of the bags, judges it by the others, and takes or refuses it.
+    """Trains a head on some of the bags, judges it on the others, and accepts or refuses it.
 
-    It is taken where it saves forwards, and where strict answers with it are plain decoding's, token for token. A run
-    that was cut short resumes its training. A UserError says that there are too few bags or frames, or that `out` holds
+    It is accepted if it saves forwards and if strict answers with it equal those of plain decoding, token for token. An
+    interrupted run resumes its training. Raises UserError if there are too few bags or frames, or if `out` holds
     another run.
 
     Args:
-        engine: with the head in use, and the other drafters beside either.
-        promote: the head's place if it is taken, where it replaces another; None: it stays in `out` alone.
-        spread: of the training data, as of `run_jobs`.
+        engine: settings with the head in use, and the other drafters to combine with either head.
+        promote: directory that an accepted head is copied to, replacing another; None: it only stays in `out`.
+        spread: workers for the training data, as for `run_jobs`.
     """
     taught, judged = _split(find_bags(data).bags, plan)
     check_frames(taught, plan.frames, topics)
@@ -142,9 +142,9 @@ def fleet_draft(
 
 
 def _split(bags: Sequence[Path], plan: FleetPlan) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The bags to train on, and those to judge by: never frames of the same recording."""
+    """The bags to train on and the bags to judge by, which never share a recording."""
     if len(bags) < 2:
-        raise UserError("one bag cannot both teach a head and judge it: give two or more")
+        raise UserError("one bag cannot both train a head and judge it: give at least two")
     order = shuffled(bags, plan.training.seed)
     held_out = min(len(bags) - 1, max(1, round(plan.held_out * len(bags))))
     return tuple(order[held_out:]), tuple(order[:held_out])
@@ -160,29 +160,29 @@ def _plan_json(plan: FleetPlan) -> dict[str, Any]:
 
 
 def _too_slow(runs: Mapping[str, FrameRun], plan: FleetPlan) -> list[str]:
-    """Why the new head saves too little, against the one in use or, without one, plain decoding."""
+    """Reasons why the new head saves too little against the one in use or, without one, plain decoding."""
     rival = _USED if _USED in runs else _PLAIN
     before, after = (runs[name].tally.forwards_per_action for name in (rival, _NEW))
     if after <= before * (1 - plan.min_gain):
         return []
-    change, asked = after / before - 1 if before else 0.0, f"{0 - plan.min_gain:+.1%} or less is asked for"
-    return [f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, and {asked}"]
+    change, asked = after / before - 1 if before else 0.0, f"{0 - plan.min_gain:+.1%} or less is required"
+    return [f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, but {asked}"]
 
 
 def _calibrated(
     policy: OpenVLATarget, base: SimulateSettings, frames: Sequence[Any], plan: FleetPlan, out: Path
 ) -> str:
     if plan.calibrate is None:
-        return "not calibrated: it was not asked for"
+        return "not calibrated: not requested"
     try:
         found = calibrate(policy, base, frames, plan.calibrate, out / CALIBRATION)
-    except UserError as error:  # as of a policy whose actions are no millimetres and degrees
+    except UserError as error:  # e.g. a policy whose actions are not in millimetres and degrees
         return f"not calibrated: {error}"
     return f"{found.chosen.trial.name}, see {CALIBRATION}/{PROFILE_FILE}"
 
 
 def _put(new: Path, place: Path) -> Path | None:
-    """Copies a head to its place; returns the new place of the head that was there."""
+    """Copies a head to a directory; returns the backup of the head that was there."""
     place = place.expanduser()
     waiting = place.with_name(f".{place.name}.new")
     kept = place.with_name(f"{place.name}-before-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
@@ -196,13 +196,13 @@ def _put(new: Path, place: Path) -> Path | None:
             place.rename(kept)
         waiting.rename(place)
     except OSError as error:
-        raise UserError(f"the head cannot be put into {place} ({error}); it is in {new}") from None
+        raise UserError(f"the head cannot be copied to {place} ({error}); it is in {new}") from None
     return kept if replaced else None
 
 
 def _write_report(path: Path, found: FleetDraft) -> None:
     where = f"; it is in {found.promoted}" if found.promoted else ""
-    taken = verdict("passed", f"The new head is taken{where}.")
+    taken = verdict("passed", f"The new head is accepted{where}.")
     if found.refusals:
         taken = verdict("failed", "The new head is refused:", found.refusals)
     how = f"{found.context['frames']} frames, the settings taking turns, strict acceptance"

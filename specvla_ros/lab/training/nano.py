@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nano policy before it is trained: OpenVLA's architecture and files, small enough for two CPU cores."""
+"""The untrained nano policy: OpenVLA's architecture and files, small enough for two CPU cores."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def write_nano(
 ) -> None:
     """Writes an untrained policy of OpenVLA's architecture and files, small enough to train on two CPU cores.
 
-    `instructions` are all that it will be taught, in lower case; their words are the vocabulary.
+    `instructions` are all that it will be trained on, in lower case; their words are the vocabulary.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _word_tokenizer(instructions)
@@ -38,7 +38,7 @@ def write_nano(
 
 
 def _word_tokenizer(instructions: Sequence[str]) -> Tokenizer:
-    """Whole words and marks are tokens: an instruction is a handful of rows."""
+    """Tokens are whole words and punctuation marks, so that an instruction takes few rows."""
     split = pre_tokenizers.Whitespace()
     texts = ["In: What action should the robot take to ?\nOut:", *instructions]
     words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
@@ -100,10 +100,10 @@ def _preprocessor_config(shape: NanoShape) -> dict[str, Any]:
 
 @torch.no_grad()
 def _initialise(model: nn.Module, generator: torch.Generator) -> None:
-    """Normal with the inverse root of the inputs, matrices that end a residual branch smaller, norms 1, biases 0.
+    """Normal with std 1 / sqrt(inputs), smaller for matrices that end a residual branch; norms 1, biases 0.
 
-    Llama's 0.02 is that for its 4096 inputs; at a few hundred it would leave attention blind for thousands of steps.
-    Patches begin with sines of their position (Beyer et al. 2022, arXiv 2205.01580), so that it need not be learned.
+    Llama's 0.02 suits its 4096 inputs; with a few hundred inputs, attention would learn nothing for thousands of steps.
+    Patches start with sines of their position (Beyer et al. 2022, arXiv 2205.01580), so that it need not be learned.
     """
     blocks = sum(".qkv.weight" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
@@ -122,7 +122,7 @@ def _initialise(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def _positions_in_two_dimensions(patches: int, dim: int) -> Tensor:
-    """[1, patches, dim]: sines and cosines of row and column, a quarter of the channels each."""
+    """Sines and cosines of row and column, a quarter of the channels each: [1, patches, dim]."""
     side = round(patches**0.5)
     frequencies = 1.0 / 100.0 ** (torch.arange(dim // 4) / (dim // 4))
     angles = torch.arange(side)[:, None] * frequencies

@@ -35,28 +35,28 @@ from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
 _FEATURE_WEIGHT, _TOKEN_WEIGHT = 1.0, 0.1  # Spec-VLA section 5.1
-_LATER_STEP = 0.8  # weight of a step fed with the head's own features, against the one before it
+_LATER_STEP = 0.8  # weight of each step fed with the head's own features, relative to the previous step
 _WARM_UP = 2000
 _CLIP = 0.5
 _BETAS = (0.9, 0.95)
-_NOISE = 0.2 * 512  # EAGLE: uniform, this wide, over the length of the sequence
-_HELD_OUT = 20  # one shard in so many, and at least one
-_MAX_SAMPLES = 256  # of a validation
+_NOISE = 0.2 * 512  # EAGLE: uniform noise of this width divided by the sequence's length
+_HELD_OUT = 20  # one in this many shards, at least one
+_MAX_SAMPLES = 256  # per validation
 
 
 @dataclass(frozen=True)
 class DraftValidation:
     """Strict acceptance of the head's trees on held-out answers."""
 
-    epoch: int  # number of passes over the features before it
+    epoch: int  # passes over the features before it
     tau: float  # tokens committed per verification forward
-    # Mean accepted drafts by the place of the first drafted token in the answer (Spec-VLA, Table 3).
+    # Mean accept length by the position of the first drafted token in the answer (Spec-VLA, Table 3).
     accept_length_by_place: tuple[tuple[int, float], ...]
-    samples: int  # answers that were drafted
+    samples: int  # drafted answers
 
 
 def check_frames(data: Sequence[Path] | None, frames: int, topics: TopicChoice = DEFAULT_TOPICS) -> None:
-    """Refuses too few frames before the target is loaded; `data` as of `collect_features`."""
+    """Refuses too few frames before the target is loaded; `data` as in `collect_features`."""
     if frames < MIN_FRAMES:
         raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
     if data is None:
@@ -68,7 +68,7 @@ def check_frames(data: Sequence[Path] | None, frames: int, topics: TopicChoice =
             return
     raise UserError(
         f"the data hold {held} images with an instruction, too few to train on and to validate with; {MIN_FRAMES} are "
-        "the minimum: give more bags; train-draft --data sim asks the target in simulation"
+        "the minimum: give more bags, or run the target in simulation with train-draft --data sim"
     )
 
 
@@ -86,20 +86,20 @@ def collect_features(
     spread: Spread = THIS_PROCESS,
     on_frame: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
-    """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
+    """Runs the target on frames and stores its features below `out`; called again, it resumes where it stopped.
 
-    A UserError says that there are no usable data, or that `out` holds features of something else.
+    Raises UserError if there are no usable data, or if `out` holds features of another target or other data.
 
     Args:
-        data: bags, or directories of bags; None: the target's own episodes in simulation, which have no end.
-        frames: the most that the target is asked; `max_text`: tokens of text at most before its actions.
-        max_bytes: limit of the features on disk.
-        model, spread: how workers load the target, and where, as of `run_jobs`; each fills shard after shard.
+        data: bags, or directories of bags; None: the target's own episodes in simulation, without end.
+        frames: maximum number of frames; `max_text`: maximum number of text tokens before the actions.
+        max_bytes: maximum size of the features on disk.
+        model, spread: how and where workers load the target, as for `run_jobs`; each fills shard after shard.
     """
     if data is None and (spread.workers or spread.ray):
         raise UserError(
-            "--workers and --ray are of bags: in simulation each image follows from the answer to the one before; "
-            "`specvla collect --policy` records bags of what the target does"
+            "--workers and --ray need bags: in simulation each image depends on the previous answer; "
+            "`specvla collect --policy` records bags of the target's episodes"
         )
     named = sorted(str(bag.resolve()) for bag in find_bags(data).bags) if data is not None else [SIMULATION]
     weights = file_hashes(sorted(policy.directory.glob("*.safetensors")))
@@ -108,7 +108,7 @@ def collect_features(
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
     if data is not None and (spread.workers or spread.ray):
         check_senses(policy, topics.cameras, topics.state_topic)
-        topics = topics.of(policy)  # by which images are counted too
+        topics = topics.of(policy)  # also decides which images count
         bags = tuple(shuffled(find_bags(data).bags, seed))
         by = Asked(policy.directory, model or ModelSettings(), bags, topics, max_text)
         store.fill_by_workers(by, frames, spread, limit_bytes=max_bytes, on_frame=on_frame)
@@ -126,7 +126,7 @@ def train_draft(
     training: DraftTraining,
     on_progress: Callable[[Progress[DraftValidation]], None] = lambda progress: None,
 ) -> list[DraftValidation]:
-    """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch."""
+    """Trains a draft head and writes its checkpoint to `out`; called again, it resumes after the last whole epoch."""
     from accelerate import Accelerator
 
     if len(shards) < 2:
@@ -159,9 +159,9 @@ class _DraftTask:
         self.validate_every = self.samples // training.batch_size
         if not self.validate_every:
             raise UserError(
-                f"{self.samples} samples are fewer than --batch-size {training.batch_size}: give more images, or a "
-                "smaller batch. Answers that are no action, or whose text is longer than --max-reasoning-tokens, are "
-                "no samples"
+                f"{self.samples} samples are fewer than --batch-size {training.batch_size}: give more images or a "
+                "smaller batch. Answers that are not an action, or whose text exceeds --max-reasoning-tokens, do not "
+                "count"
             )
         self.steps = self.validate_every * training.epochs
         self.clip = _CLIP
@@ -196,12 +196,12 @@ class _DraftTask:
 
 
 class _DraftLoss(nn.Module):
-    """The loss of a batch; only the head's weights are its own."""
+    """The loss of a batch; holds only the head's weights."""
 
     def __init__(self, policy: OpenVLATarget, head: EagleHead, steps: int) -> None:
         super().__init__()
         self.head = head
-        self._decoder = (policy.decoder,)  # in a tuple, so that the target is no part of this module
+        self._decoder = (policy.decoder,)  # a tuple keeps the target out of this module's parameters
         self._steps = steps
 
     def forward(self, samples: list[Sample], noise: torch.Generator) -> Tensor:
@@ -227,10 +227,10 @@ class _DraftLoss(nn.Module):
 
 
 def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_head: Tensor) -> Tensor:
-    """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution, means (Spec-VLA section 5.1).
+    """1.0 smooth-L1 of the features plus 0.1 cross-entropy with the target's distribution, means (Spec-VLA 5.1).
 
-    Of the head's hidden states and the target's, [rows, hidden], the target's distribution at each row, [rows, vocab],
-    and its output head, [vocab, hidden].
+    `predicted` and `features` are the head's and the target's hidden states, [rows, hidden]; `probabilities` the
+    target's distribution at each row, [rows, vocab]; `lm_head` its output head, [vocab, hidden].
     """
     logits = F.linear(predicted, lm_head.to(predicted.dtype))
     tokens = -(probabilities * logits.log_softmax(-1)).sum(-1).mean()
@@ -239,14 +239,14 @@ def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_he
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Samples of one batch, padded on both sides so that their answers begin in the same row."""
+    """Samples of one batch, padded on both sides so that their answers start in the same row."""
 
     following: Tensor  # float32 [batch, rows, hidden], the embedding of the token after each row
     hidden: Tensor  # float32 [batch, rows, hidden], the target's state at each row
     goal: Tensor  # float32 [batch, answer rows, hidden], the target's state after each of the answer's rows
     there: Tensor  # bool [batch, answer rows]; False: padding after a shorter answer
     padding: Tensor  # int64 [batch], number of padding rows at the left end
-    prompt_rows: int  # rows before the answer's
+    prompt_rows: int  # rows before the answer
 
 
 def collate(samples: Sequence[Sample], embed: nn.Embedding) -> DraftBatch:
@@ -285,14 +285,14 @@ def _initialise(head: EagleHead) -> None:
 
 @torch.inference_mode()
 def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
-    """Drafts the target's own, held-out answers again, as strict acceptance would let it; of the first few hundred.
+    """Replays up to 256 held-out answers of the target with drafts from the head, under strict acceptance.
 
-    The target need not run: with strict acceptance only its own tokens are committed, and those are known.
+    The target does not run: strict acceptance only commits its own tokens, and those are known.
     """
     settings = DraftSettings()
     if head.parallel_depth > 1:
         settings = replace(settings, depth=min(settings.depth, head.parallel_depth))
-    head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
+    head = copy.deepcopy(head).to(policy.decoder.dtype)  # the dtype it will be served in
     drafter: EagleDrafter | None = None
     found: defaultdict[int, list[int]] = defaultdict(list)
     done = 0
@@ -313,7 +313,7 @@ def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sam
 
 
 def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
-    """(dimension of the first drafted token, accept length) of each verification."""
+    """Returns (dimension of the first drafted token, accept length) for each verification."""
     device, dtype = policy.decoder.device, policy.decoder.dtype
     hidden, tokens = sample.hidden.to(device, dtype), sample.tokens.to(device)
     following = torch.cat((sample.prompt.to(device, dtype)[1:], policy.decoder.embed_tokens(tokens)))
@@ -332,7 +332,7 @@ def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> lis
             in_text=policy.codec.in_text(goal[:dim]),
         )
         accepted = _longest_match(drafter.draft([given])[0], goal[dim:])
-        if answer - dim > 1:  # where nothing can be drafted there is nothing to measure
+        if answer - dim > 1:  # the last token is never drafted
             results.append((dim, accepted))
         fed, dim = prefix, dim + accepted + 1
     return results

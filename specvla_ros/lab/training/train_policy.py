@@ -34,25 +34,25 @@ from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import ONLY_CAMERA
 
-# Neighbouring bins are neighbouring actions, which plain cross-entropy has to learn from the data, bin by bin.
+# Blur of the true bin: neighbouring bins are similar actions, which plain cross-entropy must learn bin by bin.
 _BLUR_BINS = 2.0
 _VALIDATION_STEPS = 2048
 _WARM_UP = 300
 _WEIGHT_DECAY = 0.05
 _CLIP = 1.0
 _MUON_FACTOR = 2.0
-_MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rate
-_NUMBERS = 1000  # the largest that digits write, as VLA-0's
+_MUON_SCALE = "match_rms_adamw"  # lets both optimisers share one learning rate
+_NUMBERS = 1000  # largest number in digits, as in VLA-0
 _POSITIONS = 1024  # prompt, answer and draft of 8 actions in digits
-_FAST_IDS = 256  # as many as the nano policy has tokens for actions
-_FAST_SCALE = 20.0  # twice the paper's: half its rounding, a third more tokens
-_END_ID = 2  # `</s>`, with which an answer of chunks ends
+_FAST_IDS = 256  # number of action tokens of the nano policy
+_FAST_SCALE = 20.0  # twice the paper's: half the rounding error, a third more tokens
+_END_ID = 2  # `</s>`, the end of an answer of chunks
 
 
 def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> Tensor:
-    """Mean cross-entropy over the vocabulary against the true bin blurred over its neighbours; the gripper sharp.
+    """Mean cross-entropy over the vocabulary against the true bin blurred over its neighbours; the gripper's is sharp.
 
-    Of logits [..., action_dim, vocab] and action tokens, int64 [..., action_dim].
+    `logits` are [..., action_dim, vocab], `answers` the action tokens, int64 [..., action_dim].
     """
     bins = logits.float().log_softmax(-1)[..., tokenizer.first_id : tokenizer.vocab_size]
     candidates = torch.arange(bins.shape[-1], device=bins.device)
@@ -64,18 +64,18 @@ def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> 
 
 
 def cross_entropy(logits: Tensor, answers: Tensor) -> Tensor:
-    """Mean cross-entropy of the true tokens, comparable with models trained without a blur; padding left out."""
+    """Mean cross-entropy of the true tokens without padding, comparable with models trained without a blur."""
     return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), ignore_index=dataset.PADDING)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Predictions of demonstrations that the policy has not seen."""
+    """Results on held-out demonstrations."""
 
     step: int  # optimiser steps before it
-    loss: float  # cross-entropy of the true tokens, nats, mean over the tokens
-    accuracy: tuple[float, ...]  # share of tokens predicted exactly, per dimension; of chunks a single number
-    bin_distance: tuple[float, ...]  # per dimension, mean distance to the true token in bins; of chunks empty
+    loss: float  # cross-entropy of the true tokens in nats, mean over the tokens
+    accuracy: tuple[float, ...]  # share of exactly predicted tokens, per dimension; a single value for chunks
+    bin_distance: tuple[float, ...]  # mean distance to the true token in bins, per dimension; empty for chunks
     seconds: float  # training time so far
 
 
@@ -88,14 +88,14 @@ def train_policy(
     on_reading: Callable[[int, int], None] | None = None,
     on_progress: Callable[[Progress[Validation]], None] = lambda progress: None,
 ) -> list[Validation]:
-    """Trains, and leaves an OpenVLA checkpoint in `out`; called again, it resumes where it stopped.
+    """Trains a policy and writes an OpenVLA checkpoint to `out`; called again, it resumes where it stopped.
 
-    Until the end the training's state is in a folder of `out`. A UserError says that there are no usable bags, or that
+    Until the end the training's state is in a folder of `out`. Raises UserError if there are no usable bags, or if
     `out` holds the state of another training.
 
     Args:
-        init: where `training.init` lies; None: it is the directory.
-        on_reading: called with the number of bags read and of all.
+        init: directory of the checkpoint `training.init`; None: `training.init` is that directory.
+        on_reading: called with the number of bags read and of all bags.
     """
     from accelerate import Accelerator
 
@@ -104,7 +104,7 @@ def train_policy(
     accelerator = Accelerator(mixed_precision=precision())
     size = read_config(init).towers[0].image_size if init is not None else training.shape.image_size
     report = on_reading if accelerator.is_main_process else None
-    with accelerator.main_process_first():  # the others then find the cache filled
+    with accelerator.main_process_first():  # the other processes then use its cache
         cache = out / STATE_DIRECTORY / "demonstrations"
         demonstrations = dataset.load_demonstrations(bags, cache, size, training.topics, report)
     episodes = int(demonstrations.episode_of.max()) + 1
@@ -113,7 +113,7 @@ def train_policy(
             f"{len(demonstrations.images)} steps in {episodes} episodes are too few to train on and to "
             "validate with: at least 20 episodes are needed; `specvla collect` records more"
         )
-    settings = json.loads(json.dumps(asdict(training)))  # as they are read again
+    settings = json.loads(json.dumps(asdict(training)))  # in the form in which they are read back
     described = settings | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
     begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training, init))
     return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
@@ -121,7 +121,7 @@ def train_policy(
 
 def _write_untrained(out: Path, data: dataset.DemonstrationSet, training: PolicyTraining, init: Path | None) -> None:
     if (out / "config.json").exists():
-        raise UserError(f"{out} holds a checkpoint already; choose another --out")
+        raise UserError(f"{out} already holds a checkpoint; choose another --out")
     if init is not None:
         _copy_checkpoint(init, out, data.instructions)
     else:
@@ -134,11 +134,11 @@ def _write_untrained(out: Path, data: dataset.DemonstrationSet, training: Policy
 
 
 def _choose_sensors(out: Path, data: dataset.DemonstrationSet, topics: TopicChoice) -> None:
-    """Makes an untrained checkpoint one of several cameras, or with a state."""
+    """Changes an untrained checkpoint to use several cameras or a state."""
     fields = read_checkpoint_json(out / "config.json")
     cameras = [*dict.fromkeys((ONLY_CAMERA, *topics.cameras))]
     if len(cameras) != data.images.shape[1]:
-        raise UserError(f"a further camera cannot be called {ONLY_CAMERA}, which is the first one's name")
+        raise UserError(f"{ONLY_CAMERA} is the first camera's name; give the further camera another one")
     changed = fields.raw | {"cameras": cameras, "state_dims": data.states.shape[1]}
     if data.state_names:
         changed["state_names"] = list(data.state_names)
@@ -149,7 +149,7 @@ def _choose_sensors(out: Path, data: dataset.DemonstrationSet, topics: TopicChoi
 
 
 def _choose_codec(out: Path, data: dataset.DemonstrationSet, training: PolicyTraining) -> None:
-    """Makes an untrained checkpoint one that writes chunks; its tokens for bins become those of the codec."""
+    """Changes an untrained checkpoint to answer with chunks; the codec reuses its tokens for bins."""
     fields = read_checkpoint_json(out / "config.json")
     decoder = fields.inner("text_config").raw | {"max_position_embeddings": _POSITIONS}
     changed = {"action_codec": training.codec, "eos_token_id": _END_ID, "text_config": decoder}
@@ -172,7 +172,7 @@ def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> No
     taught = read_config(init).instructions
     strange = sorted(set(instructions) - set(taught)) if taught else []
     if strange:
-        raise UserError(f"{init} has no words for '{strange[0]}'; it knows: {'; '.join(taught)}")
+        raise UserError(f"{init} does not know '{strange[0]}'; it knows: {'; '.join(taught)}")
     out.mkdir(parents=True, exist_ok=True)
     try:
         for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):
@@ -228,7 +228,7 @@ class _PolicyTask:
         return Validation(**raw | {name: tuple(raw[name]) for name in ("accuracy", "bin_distance")})
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
-        """The weights in bfloat16, as OpenVLA's are."""
+        """Writes the weights in bfloat16, like OpenVLA's."""
         tensors = {name: tensor.bfloat16().cpu() for name, tensor in self.trained.checkpoint_tensors().items()}
         save_weights(self._out / "model.safetensors", tensors)
         return described | {"validation": history}
@@ -238,11 +238,11 @@ class _PolicyLoss(nn.Module):
     def __init__(self, policy: OpenVLATarget) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
-        # None: answers are chunks, and not one action of bins each.
+        # None: answers are chunks instead of one binned action.
         self.tokenizer = policy.codec.tokenizer if isinstance(policy.codec, BinsCodec) else None
 
     def logits(self, batch: dataset.Batch) -> Tensor:
-        """[batch, asked, action_dim, vocab]."""
+        """Logits [batch, asked, action_dim, vocab]."""
         return action_logits(self.model, batch.pixels, batch.prompt_ids, batch.lengths, batch.answers)
 
     def forward(self, batch: dataset.Batch) -> Tensor:
@@ -253,9 +253,9 @@ class _PolicyLoss(nn.Module):
 
 
 def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the matrices inside, AdamW for embeddings, head, norms and biases.
+    """Muon (Jordan et al. 2024) for the inner matrices, AdamW for embeddings, head, norms and biases.
 
-    On this task Muon needs about half the images of AdamW until the policy finds the objects on the table.
+    On this task Muon needs about half of AdamW's images until the policy finds the objects on the table.
     """
     inside: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
@@ -269,7 +269,7 @@ def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Opti
 
 
 def precision() -> str:
-    """bfloat16 where the processor multiplies it; elsewhere it is slower than float32."""
+    """Accelerate's precision: `bf16` if the processor multiplies it in hardware, else `no`: float32 is then faster."""
     if torch.cuda.is_available():
         fast = torch.cuda.is_bf16_supported()
     else:

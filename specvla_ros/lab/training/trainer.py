@@ -27,9 +27,9 @@ class Progress(Generic[V]):
 
     step: int  # optimiser steps done
     steps: int  # optimiser steps in all
-    loss: float  # of the last step, on this process
+    loss: float  # loss of the last step on this process
     samples_per_s: float  # since the start or the resumption
-    validation: V | None  # the newest; None before the first
+    validation: V | None  # the newest validation; None before the first
 
 
 class TrainingTask(Protocol[V_co]):
@@ -37,26 +37,26 @@ class TrainingTask(Protocol[V_co]):
 
     optimisers: list[torch.optim.Optimizer]  # each parameter group's lr is its peak
     steps: int
-    batch_size: int  # samples of a step, over all processes
+    batch_size: int  # samples per step over all processes
     validate_every: int  # steps between validations, each of which also saves the state
-    clip: float  # norm to which gradients are clipped
+    clip: float  # maximum norm of the gradients
 
     @property
     def model(self) -> nn.Module:
-        """Returns the loss of a batch, a scalar; wrapped by accelerate for several GPUs."""
+        """The module that returns a batch's loss, a scalar; accelerate wraps it for several GPUs."""
 
     @property
     def trained(self) -> nn.Module:
         """The part of `model` whose weights are kept."""
 
     def schedule(self, step: int) -> float:
-        """Share of the peak learning rate at a step."""
+        """The learning rate at a step, as a share of the peak."""
 
     def batches(self, start: int) -> Iterator[tuple[Any, ...]]:
-        """The arguments of `model` for this process, one batch per step from a validation's step on."""
+        """Arguments of `model` for this process, one batch per step; `start` is the step of a validation."""
 
     def validate(self, step: int, seconds: float) -> V_co:
-        """Validates after so many steps and seconds of training."""
+        """Validates after `step` steps and `seconds` of training."""
 
     def validation_from_json(self, raw: dict[str, Any]) -> V_co:
         """The inverse of `dataclasses.asdict`."""
@@ -68,9 +68,9 @@ class TrainingTask(Protocol[V_co]):
 def begin_or_resume(
     accelerator: Any, out: Path, described: Mapping[str, Any], begin: Callable[[], None] = lambda: None
 ) -> None:
-    """Prepares the state's directory, on the main process; calls `begin` where no training has begun.
+    """Prepares the state's directory on the main process; calls `begin` if no training was started there.
 
-    `described` are the settings and data, as read back from JSON.
+    `described` holds the settings and data, as read back from JSON.
     """
     if accelerator.is_main_process:
         path = out / STATE_DIRECTORY / "training.json"
@@ -81,13 +81,13 @@ def begin_or_resume(
         elif json.loads(path.read_text(encoding="utf-8")) != described:
             raise UserError(
                 f"{out} holds the state of another training (other data or settings, see {path}); choose another "
-                "--out, or remove that directory"
+                "--out or remove that directory"
             )
     accelerator.wait_for_everyone()
 
 
 class Trainer(Generic[V]):
-    """Trains a task to its end, from the last validation where there is one; `begin_or_resume` has prepared `out`."""
+    """Trains a task to its end, resuming from the last validation; call `begin_or_resume` first to prepare `out`."""
 
     def __init__(self, accelerator: Any, task: TrainingTask[V], out: Path) -> None:
         self._accelerator, self._task = accelerator, task
@@ -159,8 +159,8 @@ class Trainer(Generic[V]):
                 torch.save(state, beside)
         except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of a full disk
             raise UserError(
-                f"{path} cannot be written ({error}); the state before it is kept: free some space, and the same "
-                "command goes on from there"
+                f"{path} cannot be written ({error}); the previous state is kept: free some space, and the same "
+                "command resumes from there"
             ) from None
 
     def _resume(self) -> None:
@@ -179,10 +179,10 @@ class Trainer(Generic[V]):
 
 
 def warm_up(step: int, steps: int, longest: int) -> float:
-    """A linear rise from 0 to 1 over `longest` steps, or a tenth of the training where that is shorter."""
+    """A linear rise from 0 to 1 over `longest` steps, or over a tenth of the training if that is shorter."""
     return min(1.0, (step + 1) / min(longest, max(1, steps // 10)))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """An object as an indented file."""
+    """Writes an object as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -232,7 +232,7 @@ def test_a_database_that_is_cut_off_is_refused(tmp_path: Path, share: float) -> 
     path = bags.write_bag(tmp_path / "bag", bags.episode(40), sqlite=True)
     (file,) = path.glob("*.db3")
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
-    with pytest.raises(UserError, match=r"damaged sqlite3 database.*cut off; copy it again, or save what is left"):
+    with pytest.raises(UserError, match=r"damaged sqlite3 database.*cut off; copy it again, or recover what is left"):
         open_bag(path)
 
 
@@ -379,7 +379,9 @@ def test_nonsense_in_descriptions_costs_no_message(tmp_path: Path, name: str, no
 def test_file_names_that_are_none_are_refused(tmp_path: Path, names: Any) -> None:
     bag = bags.write_bag(tmp_path / "bag", bags.episode(1))
     (bag / "metadata.yaml").write_text(yaml.safe_dump({"rosbag2_bagfile_information": {"relative_file_paths": names}}))
-    with pytest.raises(UserError, match=r"metadata\.yaml: relative_file_paths is .*, but it must be a list of names"):
+    with pytest.raises(
+        UserError, match=r"metadata\.yaml: relative_file_paths is .*, but it must be a list of file names"
+    ):
         open_bag(bag)
 
 
@@ -392,10 +394,10 @@ def test_a_database_with_values_of_other_types_is_told(tmp_path: Path, change: s
     try:
         found, damage = read(bag)
     except UserError as error:
-        assert "times that are none" in str(error)
+        assert "invalid times" in str(error)
     else:
         assert len(found) < 7
-        assert "is no bytes, or at no time" in damage
+        assert "is not bytes, or has an invalid time" in damage
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])

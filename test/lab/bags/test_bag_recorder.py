@@ -194,7 +194,7 @@ def _streamed(path: Path) -> int:
 def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
     path = record(tmp_path / "actions")
     before = next(path.glob("*.mcap")).read_bytes()
-    with pytest.raises(UserError, match="cannot be recorded: File exists; choose a directory that is new"):
+    with pytest.raises(UserError, match="cannot be recorded: File exists; choose a new, writable directory"):
         BagRecorder(path, {}, MEANING)
     assert next(path.glob("*.mcap")).read_bytes() == before
 

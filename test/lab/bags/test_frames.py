@@ -50,7 +50,7 @@ def test_a_camera_that_the_bag_holds_only_compressed_is_read_and_noted(tmp_path:
     compressed = picture("/wrist/image_raw/compressed", bags.COMPRESSED)
     topics = choose(tmp_path, [words("/instruction"), picture("/other"), compressed], image_topic="/wrist/image_raw")
     assert topics.image.name == "/wrist/image_raw/compressed"
-    assert "holds /wrist/image_raw only compressed: /wrist/image_raw/compressed is read" in topics.note
+    assert "holds /wrist/image_raw only compressed: reading /wrist/image_raw/compressed" in topics.note
 
 
 def test_a_camera_that_the_bag_holds_raw_is_read_raw(tmp_path: Path) -> None:

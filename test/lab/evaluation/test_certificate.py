@@ -117,7 +117,7 @@ def test_a_setting_made_bad_on_purpose_is_found(
     found = certify(policy, EngineSettings("spec", draft=DRAFTS), recorded, ALONE)
     assert found.content["strict"]
     (failure,) = found.failures
-    assert f"of {2 * FRAMES} strict answers are others than plain decoding's" in failure
+    assert f"of {2 * FRAMES} strict answers differ from plain decoding" in failure
 
 
 class _Lax(Engine):
@@ -159,7 +159,7 @@ def test_a_certificate_holds_for_the_same_and_for_nothing_else(
     assert any("the policy's files" in each for each in found) and any("the result" in each for each in found)
     shorter = bags.write_bag(tmp_path / "bag_0", bags.episode(FRAMES - 1))
     found = differences(given, certify(policy, settings, [shorter, recorded[1]], ALONE))
-    assert any("the bags or what was found in them" in each for each in found)
+    assert any("the bags or their results" in each for each in found)
     found = differences(given, certify(policy, EngineSettings("ar"), recorded, ALONE))
     assert any("the settings" in each for each in found)
 
@@ -170,7 +170,7 @@ def test_what_plain_decoding_does_not_answer_the_setting_must_not_either(
     bag = bags.write_bag(tmp_path / "bag", bags.episode(FRAMES, instruction="x" * 4000))
     found = certify(policy, EngineSettings("spec", draft=DRAFTS), [bag], ALONE)
     assert found.content["result"]["unanswered"] == {"bad_instruction": FRAMES}
-    assert found.failures == ("not one picture was answered with an action",)
+    assert found.failures == ("no image was answered with an action",)
 
     def lenient(target: OpenVLATarget, settings: EngineSettings) -> Engine:
         return Engine(target, replace(settings, max_text_tokens=1024) if settings.drafts else settings)
@@ -179,7 +179,7 @@ def test_what_plain_decoding_does_not_answer_the_setting_must_not_either(
     monkeypatch.setattr(certificate, "Engine", lenient)
     found = certify(policy, EngineSettings("spec", draft=DRAFTS), [bag, *recorded[:1]], ALONE)
     assert found.content["result"]["gained"] == 2
-    assert found.failures == ("2 pictures were answered by one alone",)
+    assert found.failures == ("2 images were answered by only one of the two",)
 
 
 def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     content["result"]["digest"] = "0" * 64
     out.write_text(json.dumps(content))
     broken = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)
-    assert broken.exit_code == 1 and "the result: other than in the certificate" in " ".join(broken.output.split())
-    with pytest.raises(UserError, match="is no certificate of this version"):
+    assert broken.exit_code == 1 and "the result: not as in the certificate" in " ".join(broken.output.split())
+    with pytest.raises(UserError, match="is not a certificate of this version"):
         (tmp_path / "no.json").write_text("{}")
         read_certificate(tmp_path / "no.json")
     assert np.isfinite(content["result"]["closest"])

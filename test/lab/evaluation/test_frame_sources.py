@@ -33,5 +33,5 @@ def test_what_a_policy_does_is_decoded_without_loss(name: str, monkeypatch: pyte
 
 
 def test_sim_and_bags_do_not_mix() -> None:
-    with pytest.raises(UserError, match="cannot be mixed"):
+    with pytest.raises(UserError, match="cannot be combined with bags"):
         bags_or_simulation(["sim", "bag"])

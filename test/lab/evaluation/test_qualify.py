@@ -76,7 +76,7 @@ def test_a_wrong_verdict_is_rare_at_the_margin(both: float, reference_only: floa
 
 @pytest.mark.parametrize("change", [{"margin": 0.0}, {"success": 1.0}, {"alpha": float("nan")}])
 def test_criteria_that_cannot_be(change: dict[str, float]) -> None:
-    with pytest.raises(UserError, match="must lie between 0 and 1"):
+    with pytest.raises(UserError, match="must be between 0 and 1"):
         Criterion(**change)
 
 
@@ -141,9 +141,9 @@ def test_the_nano_policy_on_a_device_that_is_far_too_slow(tmp_path: Path) -> Non
     ("options", "message"),
     [
         (["--emulate", "orin", "--emulate", "l4", "--bins", "3"], "several devices or several tolerances"),
-        (["--bins", "9", "--bins", "3"], "from the smallest to the largest"),
+        (["--bins", "9", "--bins", "3"], "tolerances in increasing order"),
         (["--emulate", "orin", "--emulate", "orin"], "each device once"),
-        (["--emulate", "toaster"], "--emulate 'toaster' is none of"),
+        (["--emulate", "toaster"], "--emulate 'toaster' is neither an existing file nor one of"),
         (["--task", "dance"], "dance"),
     ],
 )

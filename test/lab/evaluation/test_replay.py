@@ -147,8 +147,8 @@ def test_the_report_shows_the_pictures_beside_the_actions(run: Run, tmp_path: Pa
     assert [each["drop"] for each in shown] == drops_of(frames) == [None, "bad_image", None, None]
     assert shown[2]["values"] == frames[2]["values"] and shown[2]["recorded"] == frames[2]["recorded"]
     assert shown[2]["instruction"] == "</script><script>alert(1)" and shown[2]["time"] == pytest.approx(0.4)
-    assert shown[1]["picture"] is None
-    picture = Image.open(io.BytesIO(base64.b64decode(shown[3]["picture"])))
+    assert shown[1]["image"] is None
+    picture = Image.open(io.BytesIO(base64.b64decode(shown[3]["image"])))
     assert picture.size == (64, 48) and picture.format == "JPEG"
     assert abs(np.asarray(picture).astype(float).mean() - bags.pixels(3).mean()) < 5
 
@@ -160,7 +160,7 @@ def test_a_long_bag_is_shown_by_some_of_its_pictures() -> None:
     assert 200 < len(pictures.shown) <= 300
     steps = np.diff([each["frame"] for each in pictures.shown])
     assert set(steps) == {5}
-    assert Image.open(io.BytesIO(base64.b64decode(pictures.shown[-1]["picture"]))).size == (240, 180)
+    assert Image.open(io.BytesIO(base64.b64decode(pictures.shown[-1]["image"]))).size == (240, 180)
 
 
 # Frames
@@ -235,7 +235,7 @@ def test_a_camera_named_by_its_raw_topic_is_read_compressed_and_the_user_told(
     summary, (frame,), _ = run(entries, topics=TopicChoice(image_topic="/camera/image_raw"))
     assert frame["tokens"]
     assert summary.context["bag"]["image_topic"] == "/camera/image_raw/compressed"
-    assert "holds /camera/image_raw only compressed: /camera/image_raw/compressed is read" in capsys.readouterr().err
+    assert "holds /camera/image_raw only compressed: reading /camera/image_raw/compressed" in capsys.readouterr().err
 
 
 def test_bad_frames_are_dropped_with_their_reason_and_the_others_answered(run: Run) -> None:
@@ -295,6 +295,6 @@ def test_a_bag_of_unsupported_images_fails(run: Run) -> None:
     summary, frames, out = run(entries)
     assert drops_of(frames) == ["bad_image"] * 3
     assert summary.failures == (summary.failures[0],)
-    assert "not one of 3 frames gave an action: 3 bad_image" in summary.failures[0]
+    assert "none of 3 frames produced an action: 3 bad_image" in summary.failures[0]
     assert "32FC1" in summary.failures[0]
     assert (out / "report.html").exists()

@@ -66,7 +66,7 @@ def test_a_folder_of_real_bags_gives_one_report(
     assert written == json.loads(json.dumps(summary.as_json()))
     assert written["bags"].keys() == found.keys() and written["left_out"] == [str(BAGS / "README.txt")]
     html = (tmp_path / "out" / "report.html").read_text()
-    assert "All of 17 bags were replayed as a whole; all limits kept" in html
+    assert "All 17 bags were replayed completely; all limits kept" in html
     assert all(f"<a href='{name}/report.html'>" in html for name in found)
     name = "bridge_turn_lever_03"
     alone = replay(warm_engine(policy), BAGS / name, tmp_path / "alone", progress=False)
@@ -168,7 +168,7 @@ def test_limits_are_over_the_frames_of_all_bags(settings: ReplaySettings, folder
     kept = replay_bags(settings, found, tmp_path / "out", thresholds=Thresholds(max_drop_fraction=0.1))
     assert kept.failures == ()
     (failure,) = replay_bags(settings, found, tmp_path / "out", thresholds=Thresholds(max_drop_fraction=0.05)).failures
-    assert failure.startswith("7.1% of the frames gave no action, the limit is 5.0%: 1 bad_image")
+    assert failure.startswith("7.1% of the frames produced no action, the limit is 5.0%: 1 bad_image")
 
 
 def test_called_again_it_replays_what_is_missing(settings: ReplaySettings, folder: Path, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_an_interruption_is_told_and_goes_on(
         summary = replay_bags(settings, found, tmp_path / "out")
     assert [each.partition(":")[2] for each in summary.failures] == [
         " interrupted after 0 of 4 frames",
-        " not replayed: the run ended before",
+        " not replayed: the run ended first",
     ]
     assert replay_bags(settings, found, tmp_path / "out").failures == ()
 
@@ -214,7 +214,7 @@ def test_what_is_wrong_for_every_bag_is_the_users_error(
 ) -> None:
     found = named_bags(find_bags([folder]).bags)
     asked = ReplaySettings(settings.policy, settings.model, topics=TopicChoice(instruction="word " * 2000))
-    with pytest.raises(UserError, match="at most 1000 are taken"):
+    with pytest.raises(UserError, match="the limit is 1000"):
         replay_bags(asked, found, tmp_path / "out", spread=EngineSpread(workers=workers))
     assert not (tmp_path / "out").exists()
 

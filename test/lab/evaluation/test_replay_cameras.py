@@ -85,7 +85,7 @@ def test_frames_are_put_together_and_answered_as_in_process(policy: Target, tmp_
     for index, line in enumerate(lines(out)):
         if index == MISSING:
             assert line["drop"]["reason"] == "incomplete"
-            assert "nothing of 'wrist' within 0.05 s of it" in line["drop"]["detail"]
+            assert "no 'wrist' sample within 0.05 s" in line["drop"]["detail"]
             continue
         taken = bags.START_NS + index * bags.PERIOD_NS
         images = {"image": bags.pixels(index), "wrist": bags.pixels(100 + index)}
@@ -101,16 +101,16 @@ def test_frames_to_ask_about_are_those_of_a_replay(
     bag = bags.write_bag(tmp_path / "bag", episode())
     sensors = replace(TOPICS, state_names=tuple(f"joint_{i}" for i in range(8)))
     frames = [*frame_source(policy, [bag], 0, sensors)]
-    assert f"bag {bag}: 1 images are left out, the first as nothing of 'wrist'" in caplog.text
+    assert f"bag {bag}: 1 images are skipped, the first: no 'wrist' sample" in caplog.text
     for index, frame in zip((i for i in range(FRAMES) if i != MISSING), frames, strict=True):
         taken = bags.START_NS + index * bags.PERIOD_NS
         assert list(frame.images) == ["image", "wrist"] and frame.state is not None
         np.testing.assert_array_equal(frame.images["image"], bags.pixels(index))
         np.testing.assert_array_equal(frame.images["wrist"], bags.pixels(100 + index))
         np.testing.assert_allclose(frame.state, state_of(taken + 4 * MS), atol=1e-12)
-    with pytest.raises(UserError, match="reads the robot's state: say where it is"):
+    with pytest.raises(UserError, match="uses the robot's state: give its topic with --state-topic"):
         frame_source(policy, [bag], 0, TopicChoice(cameras=TOPICS.cameras))
-    with pytest.raises(UserError, match="with --data sim leave them out"):
+    with pytest.raises(UserError, match="omit them with --data sim"):
         frame_source(policy, None, 0, sensors)
 
 
@@ -143,9 +143,9 @@ def test_a_state_in_parts_is_answered_as_the_whole_one(policy: Target, tmp_path:
 @pytest.mark.parametrize(
     ("topics", "message"),
     [
-        (TopicChoice(state_topic="/joint_states"), "say where 'wrist' is: --camera wrist=TOPIC"),
-        (TopicChoice(cameras=TOPICS.cameras), "reads the robot's state: say where it is: --state-topic TOPIC"),
-        (TopicChoice(cameras={"wrist": "/w", "head": "/h"}, state_topic="/j"), "has no further camera 'head'"),
+        (TopicChoice(state_topic="/joint_states"), "give the topic of 'wrist': --camera wrist=TOPIC"),
+        (TopicChoice(cameras=TOPICS.cameras), "uses the robot's state: give its topic with --state-topic TOPIC"),
+        (TopicChoice(cameras={"wrist": "/w", "head": "/h"}, state_topic="/j"), "has no other camera 'head'"),
     ],
 )
 def test_topics_that_are_not_the_policys(policy: Target, tmp_path: Path, topics: TopicChoice, message: str) -> None:

@@ -49,7 +49,9 @@ def test_a_hole_in_a_recording_is_told(run: Run, tmp_path: Path, storage: str) -
     summary, frames, out = run(path)
     assert len(frames) < 10
     assert summary.frames_in_bag == (len(frames) if storage == "unchunked" else 10)
-    assert re.search(r"is damaged at byte \d+.*: (a record of no kind|half a record|checksum)", summary.failures[0])
+    assert re.search(
+        r"is damaged at byte \d+.*: (a record with opcode 0|a truncated record|wrong checksum)", summary.failures[0]
+    )
     assert json.loads((out / "summary.json").read_text())["failures"] == list(summary.failures)
 
 
@@ -61,7 +63,7 @@ def test_messages_that_the_statistics_count_and_nobody_finds_are_told(run: Run, 
     path.write_bytes(whole[:begin] + b"\x81" + whole[begin + 1 :])  # a record of somebody else's kind
     summary, frames, _ = run(path)
     assert len(frames) == 9
-    assert "it holds 9 of 10 messages of /camera/image_raw that its own statistics count" in summary.incomplete
+    assert "it holds 9 of 10 messages of /camera/image_raw counted in its statistics" in summary.incomplete
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -120,9 +122,7 @@ def test_a_fault_of_the_engine_fails_the_replay_and_the_next_frame_is_answered(
     monkeypatch.setattr(type(policy), "prompt_embeddings", embeddings)
     summary, frames, _ = run(bags.episode(4))
     assert drops_of(frames) == [None, "engine_fault", None, None]
-    assert summary.failures == (
-        "1 of 4 frames ended in a fault of the engine, the first one: RuntimeError: out of memory",
-    )
+    assert summary.failures == ("1 of 4 frames ended in an engine fault, the first: RuntimeError: out of memory",)
 
 
 def test_a_damaged_instruction_ends_the_replay_with_its_place(run: Run, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_other_files_in_the_output_directory_do_no_harm(policy: OpenVLATarget, t
     [
         ({"image_topic": "/nowhere"}, "has no messages on topic '/nowhere'"),
         ({"instruction": ""}, "instruction"),
-        ({"instruction": "word " * 2000}, "at most 1000 are taken"),
+        ({"instruction": "word " * 2000}, "the limit is 1000"),
     ],
 )
 def test_a_replay_that_cannot_begin_leaves_nothing_behind(
@@ -201,7 +201,10 @@ def test_limits_that_are_kept_do_not_fail(run: Run) -> None:
     ("limit", "words"),
     [
         ({"max_p95_latency_s": 1e-6}, r"the p95 latency is 0\.\d{4} s, the limit is 1e-06 s"),
-        ({"max_drop_fraction": 0.2}, r"25\.0% of the frames gave no action, the limit is 20\.0%: 1 bad_image \(the"),
+        (
+            {"max_drop_fraction": 0.2},
+            r"25\.0% of the frames produced no action, the limit is 20\.0%: 1 bad_image \(the",
+        ),
         ({"max_bin_distance": 0.5}, r"the mean distance to the recorded action is \d+\.\d bins, the limit is 0\.5"),
         ({"min_action_rate_hz": 1e6}, r"the action rate is \d+\.\d\d Hz, the limit is 1e\+06 Hz"),
     ],

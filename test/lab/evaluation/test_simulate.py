@@ -164,7 +164,7 @@ def test_workers_that_share_an_engine_see_the_same_episodes_though_it_is_killed(
 
 
 def test_in_real_time_no_engine_is_shared(policy, tmp_path):
-    with pytest.raises(UserError, match="--per-engine 2 is of --clock lockstep"):
+    with pytest.raises(UserError, match="--per-engine 2 needs --clock lockstep"):
         simulate(SimulateSettings(policy, clock=Clock.REALTIME), SimulatePlan(per_engine=2), tmp_path)
 
 
@@ -182,7 +182,9 @@ def test_bad_input_is_refused_before_anything_runs(policy, tmp_path):
         simulate(SimulateSettings(policy), SimulatePlan(tasks=("fly",)), tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         simulate(SimulateSettings(tmp_path / "none"), SimulatePlan(), tmp_path)
-    with pytest.raises(UserError, match="--emulate 'toaster' is none of a100, h100, h200, l4, orin, "):
+    with pytest.raises(
+        UserError, match="--emulate 'toaster' is neither an existing file nor one of a100, h100, h200, l4, orin, "
+    ):
         simulate(SimulateSettings(policy, emulate="toaster"), SimulatePlan(), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -196,7 +198,7 @@ def test_full_disk_keeps_what_is_finished(policy, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(UserError, match="No space left on device; the episodes so far are kept"):
+    with pytest.raises(UserError, match="No space left on device; finished episodes are kept"):
         simulate(settings, plan, tmp_path, full)
     assert len(read_episodes(tmp_path)) == 2
     seen = []
@@ -248,7 +250,8 @@ def test_comparison_is_over_pairs():
 
 
 @pytest.mark.parametrize(
-    ("pairs", "words"), [(5, "no difference shown (p = 0.0625, 5 pairs"), (6, "a difference is shown (p = 0.0312, 6")]
+    ("pairs", "words"),
+    [(5, "no significant difference (p = 0.0625, 5 pairs"), (6, "\nsignificant difference (p = 0.0312, 6")],
 )
 def test_too_few_pairs_are_not_said_to_be_alike(tmp_path, pairs, words):
     for name, succeeded in (("first", True), ("second", False)):
@@ -279,10 +282,10 @@ def test_replays_are_compared_frame_by_frame(tmp_path):
         return CliRunner().invoke(app, ["compare", *(str(tmp_path / name) for name in names)])
 
     shown = compare("first", "second").output
-    assert "3 pairs of the same frame; 1 were answered with other tokens" in shown
-    assert "second: p50 100.0 ms, 3.00 forwards per action; it alone answered 1" in shown
+    assert "3 pairs of the same frame; 1 have different tokens" in shown
+    assert "second: p50 100.0 ms, 3.00 forwards per action; only it answered 1" in shown
     assert "is 2.00 times as fast as" in shown
-    assert "is a replay: compare it with a replay" in str(compare("first", "empty").exception)
+    assert "is a replay: compare two replays" in str(compare("first", "empty").exception)
 
 
 @pytest.mark.parametrize(

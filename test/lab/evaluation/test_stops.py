@@ -69,11 +69,11 @@ def arm_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sto
 # Each cause, what brings it about, and how long after its message, or the last one before silence, the guard brakes.
 CAUSES = [
     ("stop", StoppingArm.press_stop, "the message on ~/stop", 0.0),
-    ("not_enabled", release, "~/enable that said false, or true for the last time", 0.0),
-    ("not_enabled", fall_silent("enable"), "~/enable that said false, or true for the last time", 0.51),
+    ("not_enabled", release, "~/enable with false, or the last one with true", 0.0),
+    ("not_enabled", fall_silent("enable"), "~/enable with false, or the last one with true", 0.51),
     ("driver_silent", fall_silent("command"), "the last new command", 0.11),
     ("policy_silent", fall_silent("action"), "the last new action", 1.01),
-    ("not_finite", say_nan, "the command that was refused", 0.0),
+    ("not_finite", say_nan, "the refused command", 0.0),
 ]
 
 
@@ -132,15 +132,15 @@ def test_files_without_a_stop_are_named_with_the_reason(tmp_path: Path, arm_at: 
     assert not found.measured
     assert [each.why.partition(" 0.5")[0] for each in found.left_out[:4]] == [
         "no measured pose for",
-        "it ends before the tool stands",
-        "the measured pose leapt: nobody knows how the tool moved",
-        "the tool stood before the stop",
+        "the file ends before the tool stands still",
+        "the measured pose jumped: the tool's motion is unknown",
+        "the tool was at rest before the stop",
     ]
     assert "is neither MCAP nor sqlite3" in found.left_out[4].why
-    assert found.left_out[5].why == "the guard's black box did not write it: it says no cause"
+    assert found.left_out[5].why == "it names no cause: not written by the guard's black box"
     done = CliRunner().invoke(app, ["robot", "stops", str(tmp_path)])
     assert done.exit_code == 1
-    assert "0 stops measured, 6 files left out" in done.stdout and "void.mcap" in done.stdout
+    assert "0 stops measured, 6 files skipped" in done.stdout and "void.mcap" in done.stdout
 
 
 def stop_of(**changes: Any) -> Stop:
@@ -163,9 +163,9 @@ def test_rows_are_the_nearest_share_of_speed_and_the_third_of_the_reach() -> Non
         (100, 100, 3),
     ]
     assert table.rows[-1].cells == ("twist", "stop", "100", "100", "3", "0.300", "0.700", "30.0", "40.0")
-    assert "100 % of speed: 0.25 m/s, limits.linear_speed" in table.caption
+    assert "100 % speed: 0.25 m/s, limits.linear_speed" in table.caption
     unknown = tabulate(Stops(measured, (), 0.9), None)
-    assert "0.26 m/s, the largest of these stops, as no --robot says the limit" in unknown.caption
+    assert "0.26 m/s, the fastest of these stops, since no --robot gives the limit" in unknown.caption
 
 
 def test_the_command_tabulates_files_folders_and_globs_and_writes_a_report(
@@ -179,7 +179,7 @@ def test_the_command_tabulates_files_folders_and_globs_and_writes_a_report(
     command = ["robot", "stops", *given, "--robot", str(tmp_path / "robot.yaml"), "--out", str(out)]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert "2 stops measured, 0 files left out" in done.stdout
+    assert "2 stops measured, 0 files skipped" in done.stdout
     found = json.loads((out / "stops.json").read_text())
     shares = {(row["speed_percent"], row["reach_percent"], row["n"]) for row in found["rows"]}
     assert shares == {(33, 100, 1), (100, 66, 1)}
@@ -187,12 +187,12 @@ def test_the_command_tabulates_files_folders_and_globs_and_writes_a_report(
     assert fast["way_worst_mm"] == pytest.approx(0.24**2 / 2 * 1e3, abs=NEAR_M * 1e3)
     assert {each["file"] for each in found["measured"]} >= {str(slow)}
     report = (out / "report.html").read_text()
-    assert "way, mm" in report and "the message on ~/stop" in report and "ISO 10218-1" in report
+    assert "distance, mm" in report and "the message on ~/stop" in report and "ISO 10218-1" in report
     assert CliRunner().invoke(app, command).exit_code == 0, "again, in its own directory"
 
 
 def test_what_leads_nowhere_and_limits_without_a_speed_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\*/ leads to no \.mcap file; give files of the guard's black box"):
+    with pytest.raises(UserError, match=r"none\*/ matches no \.mcap file; give files of the guard's black box"):
         find_black_boxes([f"{tmp_path}/none*/"])
     (tmp_path / "robot.yaml").write_text("/**: {ros__parameters: {output: pose}}")
     with pytest.raises(UserError, match=r"robot\.yaml: limits\.linear_speed is missing"):

@@ -141,12 +141,10 @@ def test_a_setting_fails_by_answers_of_one_alone_and_strictly_by_others() -> Non
     assert Certificate(content()).failures == Certificate(content(differing=2, ties=2)).failures == ()
     assert Certificate(content(differing=2, strict=False)).failures == ()
     assert Certificate(content(lost={"stale": 2, "not_finite": 1}, gained=2, strict=False)).failures == (
-        "5 pictures were answered by one alone",
+        "5 images were answered by only one of the two",
     )
-    assert Certificate(content(differing=3, ties=2)).failures == (
-        "1 of 9 strict answers are others than plain decoding's",
-    )
-    assert Certificate(content(actions=0)).failures == ("not one picture was answered with an action",)
+    assert Certificate(content(differing=3, ties=2)).failures == ("1 of 9 strict answers differ from plain decoding",)
+    assert Certificate(content(actions=0)).failures == ("no image was answered with an action",)
 
 
 def test_another_run_must_find_all_but_the_last_places_of_the_logits() -> None:
@@ -154,15 +152,15 @@ def test_another_run_must_find_all_but_the_last_places_of_the_logits() -> None:
     rounded = content(closest=0.4, ties=1, near_ties=3) | {"bags": {"b": {"closest": 1.0, "near_ties": 2}}}
     assert differences(given, Certificate(rounded)) == ()
     for name, other, said in (
-        ("strict", False, "the rule of acceptance"),
+        ("strict", False, "the acceptance rule"),
         ("instruction", "lift", "the instruction"),
         ("settings", {}, "the settings"),
         ("policy_files", {}, "the policy's files"),
         ("draft_files", {"h": "1"}, "the draft head's files"),
-        ("bags", {"c": {}}, "the bags or what was found in them"),
+        ("bags", {"c": {}}, "the bags or their results"),
         ("result", content(digest="cd")["result"], "the result"),
     ):
-        assert differences(given, Certificate(content() | {name: other})) == (f"{said}: other than in the certificate",)
+        assert differences(given, Certificate(content() | {name: other})) == (f"{said}: not as in the certificate",)
     listed = content() | {"bags": [{"margin": 1.0, "place": 1}]}
     for margin, place, same in ((2.0, 1, True), (1.0, 2, False)):
         again = content() | {"bags": [{"margin": margin, "place": place}]}
@@ -174,7 +172,9 @@ def test_what_is_no_certificate_is_refused(tmp_path: Path, text: str | None) -> 
     path = tmp_path / "certificate.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match="does not exist" if text is None else r"no certificate of this version \(2\)"):
+    with pytest.raises(
+        UserError, match="does not exist" if text is None else r"not a certificate of this version \(2\)"
+    ):
         read_certificate(path)
 
 
@@ -184,7 +184,7 @@ def test_a_certificate_of_this_version_is_read_whole_or_not_at_all(tmp_path: Pat
     assert read_certificate(path) == Certificate(whole)
     for other in (whole | {"certificate": 1}, {name: each for name, each in whole.items() if name != "bags"}):
         path.write_text(json.dumps(other))
-        with pytest.raises(UserError, match=r"no certificate of this version \(2\)"):
+        with pytest.raises(UserError, match=r"not a certificate of this version \(2\)"):
             read_certificate(path)
 
 

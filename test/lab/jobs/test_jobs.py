@@ -52,7 +52,7 @@ def test_the_job_of_a_killed_worker_is_done_again_and_counted_once(where, tmp_pa
 def test_a_job_that_kills_its_workers_is_named_when_the_others_are_done(where, tmp_path):
     jobs = [(number, str(tmp_path)) for number in (1, -7, 2, 4)]
     found = []
-    with pytest.raises(UserError, match=r"1 of 4 .*: the job -7: a worker died 3 times.*What is finished is kept"):
+    with pytest.raises(UserError, match=r"1 of 4 .*: the job -7: its worker died 3 times.*Finished jobs are kept"):
         for job, result in run_jobs(square, jobs, where, name=lambda job: f"the job {job[0]}"):
             found.append((job[0], result))
     assert sorted(found) == [(1, 1), (2, 4), (4, 16)]
@@ -61,7 +61,7 @@ def test_a_job_that_kills_its_workers_is_named_when_the_others_are_done(where, t
 
 
 def test_where_every_worker_dies_not_every_job_is_tried(where):
-    with pytest.raises(UserError, match=r"500 of 500 could not be done: .*, …: .*fewer --workers"):
+    with pytest.raises(UserError, match=r"500 of 500 jobs failed: .*, …: .*fewer --workers"):
         list(run_jobs(die, range(500), where))
 
 
@@ -84,7 +84,7 @@ def test_nobody_at_a_clusters_address_is_noticed_soon():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with pytest.raises(UserError, match=rf"--ray {address}: nobody listens there"):
+    with pytest.raises(UserError, match=rf"--ray {address}: nothing listens at this address"):
         _check_listens(address)
     for other in ("auto", "local", "ray://head:10001/x"):
         _check_listens(other)
@@ -109,7 +109,7 @@ def test_what_the_shared_raises_and_its_making_is_raised(where, tmp_path):
         list(run_jobs(ask_for_square, [1, -2], where, shared=Shared(partial(Squares, tmp_path), among=2)))
     with pytest.raises(UserError, match="no squares today"):
         list(run_jobs(ask_for_square, [1], where, shared=Shared(no_squares, among=2)))
-    with pytest.raises(UserError, match="the process died that loads what the workers share"):
+    with pytest.raises(UserError, match="the process that loads the workers' shared model died"):
         list(run_jobs(ask_for_square, [1], where, shared=Shared(dead_squares, among=2)))
 
 

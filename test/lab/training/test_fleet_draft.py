@@ -68,12 +68,12 @@ def test_a_better_head_is_taken_and_the_same_again_is_refused(policy: OpenVLATar
     assert certificate["strict"] and certificate["result"]["actions"] == 16
     assert found.calibration.endswith("calibration/profile.yaml")
     assert (tmp_path / "out" / "calibration" / "profile.yaml").exists()
-    assert "The new head is taken" in (tmp_path / "out" / REPORT_FILE).read_text()
+    assert "The new head is accepted" in (tmp_path / "out" / REPORT_FILE).read_text()
 
     again = renew(policy, day, tmp_path / "again", FleetPlan(TAUGHT), promote=used)
     assert again.promoted is None and again.kept is None
     (refusal,) = again.refusals
-    assert "forwards per action, in use" in refusal and "+0.0%, and -1.0% or less is asked for" in refusal
+    assert "forwards per action, in use" in refusal and "+0.0%, but -1.0% or less is required" in refusal
     assert "The new head is refused" in (tmp_path / "again" / REPORT_FILE).read_text()
     assert (used / "model.safetensors").read_bytes() == (tmp_path / "out" / HEAD / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="other settings"):
@@ -81,8 +81,8 @@ def test_a_better_head_is_taken_and_the_same_again_is_refused(policy: OpenVLATar
 
 
 def test_one_bag_and_nonsense_are_refused(policy: OpenVLATarget, day: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot both teach a head and judge it"):
+    with pytest.raises(UserError, match="cannot both train a head and judge it"):
         renew(policy, day / "bag_0", tmp_path / "out", FleetPlan(TAUGHT))
-    with pytest.raises(UserError, match="are shares"):
+    with pytest.raises(UserError, match="--held-out must be between 0 and 1, and --min-gain at least 0"):
         FleetPlan(TAUGHT, held_out=1.5)
     assert not (tmp_path / "out").exists()

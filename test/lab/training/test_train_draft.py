@@ -242,7 +242,7 @@ def test_a_parallel_head_is_taught_and_drafts_in_one_forward(
         forwards += action.record.forwards
     assert forwards < 8 * 5
     assert engine.drafter.work.head_forwards <= forwards, "one forward of the head for each of the target's"
-    with pytest.raises(UserError, match=r"drafts 5 tokens in one forward: set draft\.depth to that at most, it is 6"):
+    with pytest.raises(UserError, match=r"drafts 5 tokens in one forward, but draft\.depth is 6: lower it"):
         Engine(policy, EngineSettings("spec", draft=DraftSettings(head=str(tmp_path / "head"), depth=6)))
 
 
@@ -263,9 +263,9 @@ def test_another_training_in_the_same_place_is_refused(
         train_draft.train_draft(policy, store.shards[:1], tmp_path / "few", DraftTraining())
     with pytest.raises(UserError, match="--learning-rate"):
         DraftTraining(learning_rate=2.0)
-    with pytest.raises(UserError, match="--own-steps is for heads that grow trees level by level"):
+    with pytest.raises(UserError, match="--own-steps requires a head that grows trees level by level"):
         DraftTraining(own_steps=2, parallel_depth=5)
-    with pytest.raises(UserError, match="--parallel-depth 64: a tree is 63 deep at most"):
+    with pytest.raises(UserError, match="--parallel-depth 64: a tree is at most 63 deep"):
         DraftTraining(parallel_depth=64)
 
 
@@ -294,7 +294,7 @@ def test_too_few_frames_are_refused_before_the_target_is_asked(tmp_path: Path) -
     assert result.returncode == 2
     words = " ".join(result.stderr.replace("│", " ").split())
     assert "the data hold 150 images with an instruction, too few" in words
-    assert "257 are the minimum: give more bags; train-draft --data sim asks the target in simulation" in words
+    assert "257 are the minimum: give more bags, or run the target in simulation with train-draft --data sim" in words
     assert not (tmp_path / "out").exists()
 
 

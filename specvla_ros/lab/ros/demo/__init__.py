@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla demo`: an operator, the processes that it starts, and what they leave behind."""
+"""`specvla demo`: its operator node, its processes and its record."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's operator: a node with the dead-man's switch of a commanded arm, and the terminal it is watched from."""
+"""The demo's operator: a node with the dead-man's switch of a commanded arm, and its terminal."""
 
 import os
 import select
@@ -35,13 +35,13 @@ STOP_KEY, CLEAR_KEY = "\x1b", "\x12"  # Esc, Ctrl-R
 _ENTER, _ERASE, _KILL_LINE = ("\n", "\r"), ("\x7f", "\b"), "\x15"
 _COLOURS = {"passing": "green", "holding": "yellow", "stopped": "bold red"}
 _HEARTBEAT_S = 0.1
-_OVER = (SimEpisode.SUCCEEDED, SimEpisode.FAILED)  # one that was aborted starts again with the first command
+_OVER = (SimEpisode.SUCCEEDED, SimEpisode.FAILED)  # an aborted episode restarts with the first command
 
 
 class Operator(Node):
-    """Tells `record` of actions, episodes and images, and holds the dead-man's switch of a commanded arm in episodes.
+    """Passes actions, episodes and images to `record`, and holds a commanded arm's dead-man's switch in episodes.
 
-    Between two episodes the world is set back, the arm with it, and nothing may fight that.
+    Between two episodes the world and the arm are reset, which no command may disturb.
     """
 
     def __init__(self, record: DemoRecord, commanded: bool) -> None:
@@ -70,7 +70,7 @@ class Operator(Node):
         self._instruction.publish(String(data=instruction))
 
     def hold_switch(self, held: bool) -> None:
-        """Presses the dead-man's switch, or lets go. The drawing thread sends its heartbeat: a hang lets go."""
+        """Presses or releases the dead-man's switch. The drawing thread sends its heartbeat, so a hang releases it."""
         self._held = held
         self._enable.publish(Bool(data=held))
 
@@ -79,13 +79,13 @@ class Operator(Node):
         self.answer = ""
 
     def clear_stop(self) -> None:
-        """Asks for the end of a stop; `answer` says why it was refused."""
+        """Requests to clear a stop; `answer` says why it was refused."""
         self._clear.call_async(Trigger.Request()).add_done_callback(self._on_cleared)
 
     def begin_episode(self) -> str:
-        """Clears what stopped the guard by itself, until motion begins; a stop that was pressed stays.
+        """Clears stops that the guard raised itself, until motion begins; a pressed stop stays.
 
-        Returns the reason for the stop, in words; empty: nothing that is cleared now.
+        Returns the reason for the stop that is being cleared, in words; empty if there is none.
         """
         self._clears, self.motion.begun = True, False
         if not self.motion.latched:
@@ -113,14 +113,14 @@ class Operator(Node):
         for status in message.status:
             self.motion.hear(status, held=self._held, count=running)
         self._clears = self._clears and not self.motion.begun
-        if self._clears and self.motion.latched:  # the guard refuses it while the cause lasts
+        if self._clears and self.motion.latched:  # the guard refuses while the cause persists
             self.clear_stop()
 
 
 class TypedLine:
-    """Reads keys without waiting for Enter and without echo; a context manager that gives the terminal back.
+    """Reads keys without waiting for Enter and without echo. A context manager that restores the terminal.
 
-    `text` is the line so far. Where the input is no terminal (a pipe, a service) nothing is ever typed.
+    `text` is the line so far. Without a terminal as input (a pipe, a service) no key is ever read.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class TypedLine:
 
     @property
     def usable(self) -> bool:
-        """Whether somebody can type."""
+        """True if the input is a terminal."""
         return self._stream is not None
 
     def __enter__(self) -> "TypedLine":
@@ -144,18 +144,18 @@ class TypedLine:
             termios.tcsetattr(self._stream, termios.TCSADRAIN, self._before)
 
     def poll(self) -> str | None:
-        """The line, stripped, once it was ended with Enter; None: not yet, or an empty one."""
+        """The stripped line once Enter was pressed; None before that, or if the line is empty."""
         if self._stream is None or not select.select([self._stream], [], [], 0)[0]:
             return None
         return self.feed(os.read(self._stream, 256).decode(errors="ignore"))
 
     def take_pressed(self) -> str:
-        """STOP_KEY and CLEAR_KEY as they were pressed since the last call; also Esc as it begins other keys' codes."""
+        """STOP_KEY and CLEAR_KEY presses since the last call; other keys' codes that start with Esc count as Esc."""
         pressed, self._pressed = self._pressed, ""
         return pressed
 
     def feed(self, keys: str) -> str | None:
-        """Takes keys as they were pressed; those after an Enter begin the next line."""
+        """Takes pressed keys; those after an Enter start the next line."""
         self._pressed += "".join(key for key in keys if key in (STOP_KEY, CLEAR_KEY))
         for position, key in enumerate(keys):
             if key in _ENTER:
@@ -172,7 +172,7 @@ class TypedLine:
 
 
 def picture(record: DemoRecord, motion: Motion | None, typed: TypedLine, warning: str) -> Group:
-    """The terminal's present content; `motion`: of driver and guard, None where there are none."""
+    """The terminal's current content; `motion`: that of driver and guard, None if they do not run."""
     now = Table.grid(padding=(0, 2))
     episode = record.episode
     if episode is not None:
@@ -184,13 +184,13 @@ def picture(record: DemoRecord, motion: Motion | None, typed: TypedLine, warning
         p50 = float(np.median([latency for _, latency in record.recent])) * 1e3
         now.add_row("policy", f"{record.action_rate_hz:.1f} actions/s, {p50:.0f} ms from image to action")
         named = zip(record.action.names, first_values(record.action), strict=True)
-        more = f"  … {record.action.horizon} of them" if record.action.horizon > 1 else ""
+        more = f"  … first of {record.action.horizon}" if record.action.horizon > 1 else ""
         now.add_row("action", "  ".join(f"{name} {value:+.3f}" for name, value in named) + more)
     if record.stats is not None:
         tokens, forwards = sum(record.stats.tokens_per_forward), record.stats.forwards
         now.add_row("decoded", f"{tokens} tokens in {forwards} forwards, {record.stats.tau:.1f} per forward")
     if record.text:
-        now.add_row("it wrote", Text(record.text))
+        now.add_row("text", Text(record.text))
     if motion is not None:
         now.add_row("driver", Text(motion.driver))
         now.add_row("guard", Text(motion.guard, style=_COLOURS.get(motion.guard.partition(":")[0], "")))

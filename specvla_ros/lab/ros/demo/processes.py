@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's nodes as processes: started, brought to their active state, ended."""
+"""Starts, activates and ends the demo's nodes, each in its own process."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ _NEXT = {
 
 
 class NodeProcesses:
-    """Nodes of this package, each a process that ends with this one; a context manager that ends them."""
+    """Nodes of this package, each a process that ends with this one. A context manager that ends them on exit."""
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -42,15 +42,15 @@ class NodeProcesses:
         remaps: Iterable[tuple[str, str]] = (),
         log: Path | None = None,
     ) -> None:
-        """Starts a node: a module with a `main`, under specvla_ros, by whose last part but `node` it is called.
+        """Starts a node from a module with a `main` under specvla_ros; its name is the last part other than `node`.
 
-        `parameters` are as `name:=value`, `remaps` from and to; without a `log` its errors are on the terminal.
+        `parameters` have the form `name:=value`, `remaps` are (from, to); without a `log` errors go to the terminal.
         """
         arguments = [part for parameter in parameters for part in ("-p", parameter)]
         arguments += ["--params-file", str(params_file)] if params_file is not None else []
         arguments += [part for source, target in remaps for part in ("-r", f"{source}:={target}")]
         arguments += ["--log-level", "error"] if log is None else []
-        # A demo that is killed must not leave a policy behind on the topics of the next one.
+        # A killed demo must not leave a policy on the topics of the next one.
         end_with = f"from specvla_ros.lab.jobs.workers import end_with_parent; end_with_parent({os.getpid()})"
         code = f"{end_with}; from specvla_ros.{module} import main; main()"
         with log.open("wb") if log is not None else nullcontext() as said:
@@ -62,18 +62,18 @@ class NodeProcesses:
             )
 
     def exit_code(self, name: str) -> int | None:
-        """Of a node that ended; None: it runs."""
+        """The exit code of a node, or None while it runs."""
         return self._running[name].poll()
 
     def ended(self, names: Iterable[str]) -> str:
-        """The first of these that ended; empty: none."""
+        """The first of these nodes that ended, or an empty string."""
         return next((name for name in names if self.exit_code(name) is not None), "")
 
     def __enter__(self) -> "NodeProcesses":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends them as Ctrl-C does; those that do not end are killed."""
+        """Sends SIGINT, like Ctrl-C, and kills the processes that do not end."""
         running = [process for process in self._running.values() if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGINT)
@@ -86,11 +86,11 @@ class NodeProcesses:
 
 
 class LifecycleClient:
-    """Requests transitions of a node such as `/policy`, and polls its state rather than wait for an answer.
+    """Requests transitions of a node such as `/policy`, and polls its state instead of waiting for responses.
 
-    A service's answer is lost when the server has not yet discovered the client's end of the answer's topic, which
-    happens on a loaded machine. Nobody else may spin `node`, the client's own, meanwhile; `explanation`: where the user
-    finds why it refused.
+    A service's response is lost if the server has not yet discovered the client's end of the response topic, which
+    happens on a loaded machine. `node` is the client's node and must not be spun elsewhere meanwhile; `explanation`
+    tells the user where to find the reason for a refusal.
     """
 
     def __init__(self, node: Node, name: str, explanation: str = "its own message above says why") -> None:
@@ -100,9 +100,9 @@ class LifecycleClient:
         self._change: Client = node.create_client(ChangeState, f"{name}/change_state")
 
     def activate(self, alive: Callable[[], bool], timeout_s: float) -> None:
-        """Configures and activates the node; `alive` says whether its process runs.
+        """Configures and activates the node; `alive` returns True while its process runs.
 
-        A UserError says that it refuses, or does not come up in time.
+        Raises UserError if the node refuses or does not come up in time.
         """
         deadline = time.monotonic() + timeout_s
         answer: Future[Any] | None = None
@@ -127,20 +127,20 @@ class LifecycleClient:
             answer = self._change.call_async(ChangeState.Request(transition=Transition(id=transition)))
             requested, requested_s = transition, time.monotonic()
         if not alive():
-            raise UserError(f"the node {self._name} ended before it came up; {self._explanation}")
+            raise UserError(f"the node {self._name} exited before it came up; {self._explanation}")
         raise UserError(
-            f"the node {self._name} did not come up in {timeout_s:g} s: {self._how_far(seen)}; `specvla doctor` says "
+            f"the node {self._name} did not come up in {timeout_s:g} s: {self._how_far(seen)}; `specvla doctor` shows "
             "what to fix"
         )
 
     def _how_far(self, seen: State) -> str:
         if seen.id:
-            return f"it was last heard to be {seen.label or f'in state {seen.id}'}"
+            return f"its last known state is {seen.label or f'number {seen.id}'}"
         there = self._get.service_is_ready()
-        return "it never answered, though it offers its services" if there else "nobody offers its services"
+        return "it never responded, although its services exist" if there else "its services do not exist"
 
     def _state(self) -> State:
-        """The node's state; unknown, 0, when it does not answer."""
+        """The node's state; unknown (0) if it does not respond."""
         answer = None
         if self._get.wait_for_service(timeout_sec=0.5):
             future = self._get.call_async(GetState.Request())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's record: episodes, latencies, films, what driver and guard refused. Of ROS it needs the messages alone."""
+"""The demo's record: episodes, latencies, films, refusals of driver and guard. Needs only the messages of ROS."""
 
 import shutil
 from collections import Counter, deque
@@ -22,14 +22,14 @@ from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 
-_RECENT = 20  # actions whose latency and rate are shown
+_RECENT = 20  # number of actions whose latency and rate are shown
 FILM_HZ = 20.0
 
 
 def thinking_s(action: VlaAction) -> float:
     """Seconds from the image's arrival at the policy to the action's publication.
 
-    Not `latency_s`: simulated time has the step of /clock, which is longer than that.
+    Not `latency_s`: that is in simulated time, whose step (/clock's) is longer than this latency.
     """
     return float(action.wait_s + action.vision_s + action.prefill_s + action.decode_s + action.publish_s)
 
@@ -39,14 +39,14 @@ def _stamp_s(message: VlaAction | SimEpisode) -> float:
 
 
 def first_values(action: VlaAction) -> list[float]:
-    """The first action's values, where the answer holds several."""
+    """The values of an answer's first action."""
     return list(action.values[: len(action.names)])
 
 
 class DemoRecord:
-    """Collects the topics' messages, for films and a report in `out`; those of an earlier demo are replaced.
+    """Collects the topics' messages, for films and a report in `out` that replace those of an earlier demo.
 
-    `policy` is a checkpoint's directory; `commanded`: the robot takes motion commands, and not the policy's actions.
+    `policy` is a checkpoint's directory; `commanded`: the robot takes motion commands instead of the policy's actions.
     """
 
     def __init__(self, out: Path, policy: Path, commanded: bool) -> None:
@@ -71,7 +71,7 @@ class DemoRecord:
     def on_action(self, action: VlaAction) -> None:
         before, self.action = self.action, action
         if before is not None and before.partial and before.header.stamp == action.header.stamp:
-            return  # the robot moves by the first message of an answer
+            return  # the robot follows the first message of an answer
         self.recent.append((_stamp_s(action), thinking_s(action)))
         self._actions.append(action)
 
@@ -82,7 +82,7 @@ class DemoRecord:
         self.text = reasoning.text
 
     def on_image(self, image: np.ndarray) -> None:
-        """Takes an image, RGB uint8: the first episode of each task is filmed."""
+        """Takes an image, RGB uint8; films the first episode of each task."""
         episode = self.episode
         if episode is None or episode.state != SimEpisode.RUNNING:
             return
@@ -123,13 +123,13 @@ class DemoRecord:
 
     @property
     def action_rate_hz(self) -> float:
-        """Of the recent actions, by the stamps of their images."""
+        """Rate of the recent actions, from the stamps of their images."""
         if len(self.recent) < 2 or self.recent[-1][0] <= self.recent[0][0]:
             return 0.0
         return (len(self.recent) - 1) / (self.recent[-1][0] - self.recent[0][0])
 
     def finish(self, context: Mapping[str, Any]) -> SimulateSummary:
-        """Writes summary.json and report.html; the `settings` of the context are completed here."""
+        """Writes summary.json and report.html; completes the `settings` of the context."""
         self._end_film()
         context = {
             **context,
@@ -149,23 +149,23 @@ class DemoRecord:
             self._film = None
 
 
-_REFUSED = {"guard: gate": "refused_", "driver: motion": "refused: "}  # names of statuses, and before their counts
+_REFUSED = {"guard: gate": "refused_", "driver: motion": "refused: "}  # status name -> prefix of its counts' keys
 _PASSING, _STOPPED = "passing", "stopped: "
 _PRESSED = f"{_STOPPED}stop: "
-# The driver's kinds of refused actions; the guard's have their words in Cause.
+# The driver's kinds of refused actions; the guard's are described in Cause.
 _DRIVER_WORDS = {
-    RefusalReason.NOT_FINITE.value: "an action held NaN or infinity",
-    RefusalReason.WRONG_SHAPE.value: "an action had another number of values than its convention says",
-    RefusalReason.TOO_OLD.value: "an action's picture was too old: the policy, or the machine, is slow",
-    RefusalReason.FROM_THE_FUTURE.value: "an action's picture is stamped ahead of the clock",
-    RefusalReason.NOT_NEWER.value: "an action was no newer than the last one",
-    RefusalReason.NO_POSE.value: "nobody knows where the tool was when an action's picture was taken",
-    RefusalReason.TOO_LARGE.value: "an action went further than one step may",
-    RefusalReason.BLOCKED.value: "no way to an action's goal stays in the workspace",
+    RefusalReason.NOT_FINITE.value: "an action contained NaN or infinity",
+    RefusalReason.WRONG_SHAPE.value: "an action's number of values did not match its convention",
+    RefusalReason.TOO_OLD.value: "an action's image was too old: the policy or the machine is slow",
+    RefusalReason.FROM_THE_FUTURE.value: "an action's image was stamped ahead of the clock",
+    RefusalReason.NOT_NEWER.value: "an action was not newer than the last one",
+    RefusalReason.NO_POSE.value: "the tool's pose at the stamp of an action's image is unknown",
+    RefusalReason.TOO_LARGE.value: "an action exceeded the largest allowed step",
+    RefusalReason.BLOCKED.value: "no path to an action's goal stays in the workspace",
     "bad_state": "the measured pose or joints could not be used",
-    "not_following": "an action came while the driver held still, as while the guard lets nothing through",
-    "unreadable": "an action's numbers have another meaning than the driver knows",
-    "unreachable": "the joints cannot follow where an action leads",
+    "not_following": "an action arrived while the driver held still, e.g. while the guard blocked motion",
+    "unreadable": "an action has a convention that the driver does not support",
+    "unreachable": "the joints cannot follow an action's motion",
 }
 
 
@@ -173,27 +173,27 @@ _DRIVER_WORDS = {
 class Motion:
     """The last diagnostics of driver and guard, and what they refused."""
 
-    guard: str = ""  # passing, holding or stopped, and why; empty: not heard yet
+    guard: str = ""  # passing, holding or stopped, and why; empty: nothing received yet
     driver: str = ""  # likewise
-    refused: dict[str, dict[str, int]] = field(default_factory=dict)  # by who refused it: a count per kind
-    in_motion: dict[str, Counter[str]] = field(default_factory=dict)  # of these, those after motion began in a task
-    begun: bool = False  # whether motion was let through since the switch was pressed
-    _begun_before: dict[str, bool] = field(default_factory=dict)  # at the last diagnostics of each
+    refused: dict[str, dict[str, int]] = field(default_factory=dict)  # node -> count per kind
+    in_motion: dict[str, Counter[str]] = field(default_factory=dict)  # part of `refused` after motion began in a task
+    begun: bool = False  # True if the guard passed motion since the switch was pressed
+    _begun_before: dict[str, bool] = field(default_factory=dict)  # `begun` at each node's last diagnostics
 
     @property
     def latched(self) -> bool:
-        """Whether the guard stopped by itself, and stays so until it is cleared."""
+        """True if the guard stopped by itself and stays stopped until it is cleared."""
         return self.guard.startswith(_STOPPED) and not self.guard.startswith(_PRESSED)
 
     @property
     def stopped_by(self) -> str:
-        """Why the guard is stopped, in words; empty: it is not."""
+        """The reason for the guard's stop in words; empty if it is not stopped."""
         return self.guard.removeprefix(_STOPPED) if self.guard.startswith(_STOPPED) else ""
 
     def hear(self, status: DiagnosticStatus, *, held: bool, count: bool) -> None:
-        """Takes a status of any node, if it is one of theirs; `held`: the dead-man's switch is.
+        """Takes a status of any node and ignores those of other nodes; `held`: the dead-man's switch is held.
 
-        `count`: whether refusals count: once the robot has ended, everything is refused.
+        `count`: count refusals; set it to False once the robot has ended, when everything is refused.
         """
         if status.name not in _REFUSED:
             return
@@ -210,17 +210,17 @@ class Motion:
         self._begun_before[who] = self.begun
 
     def sentences(self) -> Iterator[str]:
-        """What was refused while the arm was let move, then what while it waited, a line each."""
+        """Refusals while the arm was allowed to move, then those while it waited, one per line."""
         moving: dict[str, Mapping[str, int]] = {who: self.in_motion.get(who, {}) for who in self.refused}
         waiting = {who: Counter(counts) - Counter(moving[who]) for who, counts in self.refused.items()}
-        for when, refused in (("during the tasks", moving), ("between them, while nothing may move,", waiting)):
+        for when, refused in (("during the tasks", moving), ("between them, while motion was disabled,", waiting)):
             for who, counts in refused.items():
                 yield f"{when} the {who} refused{':' if counts else ' nothing'}"
                 yield from (f"  {_times(kind, times)}: {in_words(who, kind)}" for kind, times in counts.items())
 
 
 def in_words(who: str, kind: str) -> str:
-    """What a kind of refusal means."""
+    """Describes a kind of refusal."""
     if who == "driver":
         return _DRIVER_WORDS.get(kind, "see the driver's log")
     return Cause(kind).words.format(**vars(GuardSettings()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specvla demo`: the policy drives the simulated arm over topics, a terminal shows it and takes instructions."""
+"""`specvla demo`: the policy drives the simulated arm over topics; the terminal shows it and takes instructions."""
 
 import json
 import os
@@ -39,27 +39,27 @@ from specvla_ros.settings.profiles import merge_parameters
 PARAMETERS_FILE, ROBOT_FILE, BLACK_BOX = "parameters.yaml", "robot.yaml", "black_box"
 DRIVER_LOG, GUARD_LOG = "driver.log", "guard.log"
 _CONFIGURE_TIMEOUT_S = 120.0
-_DIAGNOSTICS_PERIOD_S = 0.25  # often enough for a watcher, and for the counts at the demo's end
-_SILENCE_S = 60.0  # limit without news of an episode
+_DIAGNOSTICS_PERIOD_S = 0.25  # short enough for the live view and for the counts at the demo's end
+_SILENCE_S = 60.0  # maximum time without news of an episode
 _CLOCK = "realtime"
-_PAUSE_S = 1.0  # between episodes: poses from before that a busy machine delivers later make the reset a leap
+_PAUSE_S = 1.0  # between episodes: if a busy machine delivers old poses after the reset, the arm seems to jump
 _CAMERA = image_remappings("image", IMAGE_TOPIC)
-# A policy of several cameras is shown the robot's in their order; the first is always the one above.
+# Further cameras of a policy get the robot's in their order; the first is always the one above.
 _FURTHER, _STATE = (WRIST_TOPIC,), [("state", JOINTS_TOPIC)]
 
 
 @dataclass(frozen=True)
 class DemoRobot:
-    """A simulated arm, moved by a policy's actions or, as commercial arms are, by commands."""
+    """A simulated arm, moved by a policy's actions or, like commercial arms, by commands."""
 
     arm: Arm
-    # `action`: the simulator follows actions itself; else the commands of driver and guard, one of the simulated
-    # robot's `command`.
+    # `action`: the simulator follows actions itself. Otherwise driver and guard send it commands; the values are those
+    # of the simulated robot's `command`.
     interface: str = ACTIONS
 
     @property
     def commanded(self) -> bool:
-        """Whether a driver and a guard stand between the policy and the arm."""
+        """True if driver and guard run between the policy and the arm."""
         return self.interface != ACTIONS
 
     @property
@@ -68,7 +68,7 @@ class DemoRobot:
         return RobotTopics("/sim_robot/tool_pose", "/joint_states", "/instruction", commands)
 
     def parameters(self) -> dict[str, Any]:
-        """Of driver and guard, by name: the simulated arms' limits, and this one's workspace and gripper."""
+        """Parameters of driver and guard by name: the simulated arms' limits, and this arm's workspace and gripper."""
         config = Path(get_package_share_directory("specvla_ros"), "config", "robots", "simulated.yaml")
         return {
             **merge_parameters([config], {}, node="driver"),
@@ -93,28 +93,28 @@ def run_demo(
     parameters: Mapping[str, Any],
     shown: RerunSettings | None = None,
 ) -> int:
-    """Shows the policy drive the simulated arm, and writes films and a report, in place of those that lie in `out`.
+    """Shows the policy drive the simulated arm, and writes films and a report to `out`, replacing earlier ones.
 
-    A UserError says that there is no OpenGL, no model of the arm, a bad checkpoint, or a process that does not come up.
+    Raises UserError if OpenGL or the arm's model is missing, the checkpoint is bad, or a process does not come up.
 
     Args:
-        tasks: names; none: all. `seed`: of the first start.
-        parameters: of the policy node, by name; written to parameters.yaml in `out`.
-        shown: where Rerun shows it; None: nowhere.
+        tasks: names; all tasks if empty. `seed`: seed of the first start.
+        parameters: the policy node's, by name; written to parameters.yaml in `out`.
+        shown: settings of the Rerun view; None: no view.
 
     Returns:
-        0 when the arm succeeded at least once and everything ran to its end, else 1.
+        0 if the arm succeeded at least once and everything ran to its end, otherwise 1.
     """
     require_gl()
     chosen = [task.name for task in choose_tasks(tasks)]
-    robot.arm.build()  # says what is missing
+    robot.arm.build()  # reports a missing model early
     config = read_config(policy)
     senses, taught = _senses(policy, config), config.instructions
-    # A simulated policy must not be heard by a robot on the network.
+    # A robot on the network must not receive the simulated policy's actions.
     os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
     record = DemoRecord(out, policy, robot.commanded)
     given = {**parameters, "checkpoint": str(policy), "use_sim_time": True}
-    write_parameters(out / PARAMETERS_FILE, given, ["Of the policy node in `specvla demo`."])
+    write_parameters(out / PARAMETERS_FILE, given, ["Parameters of the policy node in `specvla demo`."])
     console = Console()
     between = "guard ⇄ driver ⇄ " if robot.commanded else ""
     nodes_between = f"sim_robot ({robot.arm.name}) ⇄ ROS 2 topics ⇄ {between}an OpenVLA policy"
@@ -134,7 +134,7 @@ def run_demo(
     except Exception:
         if rclpy.ok():
             raise
-        console.print("interrupted")  # a signal ended the context in the middle of a callback
+        console.print("interrupted")  # a signal ended the context during a callback
     finally:
         operator.destroy_node()
         rclpy.try_shutdown()
@@ -149,7 +149,7 @@ def _senses(policy: Path, config: OpenVLAConfig) -> Remaps:
     further = config.cameras[1:]
     if len(further) > len(_FURTHER):
         robot = 1 + len(_FURTHER)
-        raise UserError(f"{policy} is asked with images of {len(config.cameras)} cameras, and this robot has {robot}")
+        raise UserError(f"{policy} needs images of {len(config.cameras)} cameras, but this robot has {robot}")
     remaps = list(_CAMERA)
     for name, topic in zip(further, _FURTHER, strict=False):
         remaps += image_remappings(f"{name}/image", topic)
@@ -159,13 +159,13 @@ def _senses(policy: Path, config: OpenVLAConfig) -> Remaps:
 def _start_robot(
     nodes: NodeProcesses, out: Path, robot: DemoRobot, world: Mapping[str, Any], shown: RerunSettings | None
 ) -> None:
-    """Starts the other nodes that may run before the policy can act; `world`: parameters of the simulated robot."""
+    """Starts the other nodes that may run before the policy is active; `world`: the simulated robot's parameters."""
     world = {"robot": robot.arm.name, "command": robot.interface, "clock": _CLOCK, "pause_between_s": _PAUSE_S, **world}
     nodes.start("lab.ros.sim_robot.node", *(f"{name}:={value}" for name, value in world.items()))
     limits = {}
     if robot.commanded:
         limits = robot.parameters()
-        write_parameters(out / ROBOT_FILE, limits, ["Of driver and guard in `specvla demo`."])
+        write_parameters(out / ROBOT_FILE, limits, ["Parameters of driver and guard in `specvla demo`."])
         nodes.start("ros.driver.node", params_file=out / ROBOT_FILE, remaps=robot.topics.driver, log=out / DRIVER_LOG)
     if shown is not None:
         of_the_arm = {name: value for name, value in limits.items() if name.startswith("limits.")}
@@ -175,7 +175,7 @@ def _start_robot(
 
 
 def _bring_up(nodes: NodeProcesses, operator: Operator, out: Path, robot: DemoRobot) -> None:
-    """Activates driver and policy, then starts the guard: the arm begins with its commands."""
+    """Activates driver and policy, then starts the guard; the first episode starts once its command topic exists."""
     if robot.commanded:
         driver = LifecycleClient(operator, "/driver", f"{out / DRIVER_LOG} says why")
         driver.activate(lambda: nodes.exit_code("driver") is None, _CONFIGURE_TIMEOUT_S)
@@ -195,7 +195,7 @@ def _show(
     robot: DemoRobot,
     taught: tuple[str, ...],
 ) -> bool:
-    """Shows the demo until the robot has had its episodes; False when a process ended early or nothing happens."""
+    """Shows the demo until the robot's episodes are done; False if a process ended early or nothing happens."""
     others = ("policy", "driver", "guard") if robot.commanded else ("policy",)
     motion = operator.motion if robot.commanded else None
     with TypedLine() as typed, Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
@@ -216,7 +216,7 @@ def _show(
             if record.episode is not news:
                 deadline = time.monotonic() + _SILENCE_S
                 if _begins(record.episode, news) and (stopped := operator.begin_episode()):
-                    console.print(f"a new start: the operator clears the stop ({stopped})", markup=False)
+                    console.print(f"new episode: the operator clears the stop ({stopped})", markup=False)
             if not console.is_terminal:  # a log has no live view
                 if len(record.episodes) > finished:
                     last = record.episodes[-1]
@@ -228,12 +228,12 @@ def _show(
             view.update(picture(record, motion, typed, operator.answer or warning))
     if robot.commanded:
         operator.hold_switch(False)
-    for _ in range(5):  # the last message may still be on its way
+    for _ in range(5):  # the last message may still be in transit
         rclpy.spin_once(operator, timeout_sec=0.1)
     code = nodes.exit_code("sim_robot")
     if code is None:
-        why = f"the {ended} ended" if (ended := nodes.ended(others)) else f"nothing happened for {_SILENCE_S:g} s"
-        console.print(f"[red]{why}; what was seen so far is kept[/red]")
+        why = f"the {ended} exited" if (ended := nodes.ended(others)) else f"nothing happened for {_SILENCE_S:g} s"
+        console.print(f"[red]{why}; the results so far are kept[/red]")
     return code == 0
 
 
@@ -244,10 +244,10 @@ def _begins(episode: SimEpisode | None, before: SimEpisode | None) -> bool:
 
 
 def _unknown_instruction(line: str, taught: tuple[str, ...]) -> str:
-    """A warning; empty when the policy was taught this, or does not list what it was taught."""
+    """A warning, or an empty string if the policy was trained on this, or does not list its instructions."""
     if not taught or normalise_instruction(line) in taught:
         return ""
-    return f"the policy was never taught “{line}”; it knows: {'; '.join(taught)}"
+    return f"the policy was never trained on “{line}”; it knows: {'; '.join(taught)}"
 
 
 def _context(
@@ -257,7 +257,7 @@ def _context(
     engine = {"mode": parameters["decode.mode"]}
     context: dict[str, Any] = {
         "settings": {"robot": robot.arm.name, "interface": robot.interface, "clock": _CLOCK, "engine": engine},
-        "over": f"ROS 2 topics, a process each: {', '.join(processes)}",
+        "over": f"ROS 2 topics, one process each: {', '.join(processes)}",
     }
     if robot.commanded:
         context["refused"] = operator.motion.refused

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated robot as a node."""
+"""The simulated robot's node."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated robot's parameters and the state of its episodes. No ROS here."""
+"""The simulated robot's parameters and the state of its episodes, independent of ROS."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -30,21 +30,21 @@ class SimRobotParameters:
     )
     command: str = parameter(
         ACTIONS,
-        "What moves the arm: actions, as the policy publishes them; or motion commands on ~/command/…, as arms take "
-        "them that are sold.",
+        "Input that moves the arm: the policy's actions, or motion commands on ~/command/…, in the formats that "
+        "commercial arms accept.",
         choices=(ACTIONS, *COMMANDS),
     )
-    record: str = parameter("", "File for what the arm really did, one row per control step; empty: none.")
-    tasks: tuple[str, ...] = parameter(ALL_TASKS, "Names of the tasks, in their order in each round; [all]: every one.")
-    episodes: int = parameter(3, "Episodes of each task; 0: without an end.", minimum=0, maximum=1_000_000)
-    seed: int = parameter(0, "Of the first round's starts; each round's is one higher.", minimum=0, maximum=2**31 - 1)
+    record: str = parameter("", "File that records the arm's true motion, one row per control step; empty: none.")
+    tasks: tuple[str, ...] = parameter(ALL_TASKS, "Names of the tasks, in the order of each round; [all]: all tasks.")
+    episodes: int = parameter(3, "Episodes of each task; 0: no limit.", minimum=0, maximum=1_000_000)
+    seed: int = parameter(0, "Seed of the first round; incremented each round.", minimum=0, maximum=2**31 - 1)
     clock: str = parameter(
         Clock.REALTIME.value,
-        "How the world's time passes while the policy decides: not at all (lockstep), or as it does (realtime).",
+        "World time while the policy decides: it stands still (lockstep) or keeps running (realtime).",
         choices=tuple(clock.value for clock in Clock),
     )
     real_time_factor: float = parameter(
-        1.0, "Speed of the world against the wall clock, in realtime.", minimum=0.1, maximum=10.0
+        1.0, "Speed of the world relative to the wall clock, in realtime.", minimum=0.1, maximum=10.0
     )
     camera_rate_hz: float = parameter(
         20.0,
@@ -56,39 +56,39 @@ class SimRobotParameters:
     image_size: int = parameter(IMAGE_SIZE, "Height and width of the images.", unit="pixels", minimum=16, maximum=640)
     action_timeout_s: float = parameter(
         5.0,
-        "Lockstep: wall time after which an image counts as unanswered; the robot then holds still for one control "
-        "step and a new image is sent.",
+        "Lockstep: wall time after which an image counts as unanswered. The robot then holds still for one control "
+        "step and sends a new image.",
         unit="s",
         minimum=0.05,
         maximum=3600.0,
     )
     policy_lost_after_s: float = parameter(
         30.0,
-        "Wall time without an action that was taken, after which the episode is aborted; it starts again when "
-        "actions come.",
+        "Wall time without a taken action or command after which the episode is aborted; it restarts when they "
+        "arrive again.",
         unit="s",
         minimum=0.1,
         maximum=3600.0,
     )
     pause_between_s: float = parameter(
-        0.5, "Wall time between two episodes, so that a watcher sees the end.", unit="s", minimum=0.0, maximum=10.0
+        0.5, "Wall time between two episodes, so that viewers see the end.", unit="s", minimum=0.0, maximum=10.0
     )
     wait_for_policy_s: float = parameter(
         0.0,
-        "How long to wait before the first episode until a policy listens to the images, wall time; 0: for ever.",
+        "Maximum wall time to wait for a policy before the first episode; 0: no limit.",
         unit="s",
         minimum=0.0,
         maximum=86_400.0,
     )
-    exit_when_done: bool = parameter(True, "End after the last episode; otherwise the world stands still.")
+    exit_when_done: bool = parameter(True, "Exit after the last episode; otherwise the world stands still.")
 
     def __post_init__(self) -> None:
         if self.commanded and self.lockstep:
-            raise UserError(f"clock: lockstep waits for actions, and command is {self.command}; set clock to realtime")
+            raise UserError(f"clock: lockstep waits for actions, but command is {self.command}; set clock to realtime")
 
     @property
     def commanded(self) -> bool:
-        """Whether motion commands, not actions, move the arm."""
+        """True if motion commands, not actions, move the arm."""
         return self.command != ACTIONS
 
     @property
@@ -96,12 +96,12 @@ class SimRobotParameters:
         return self.clock == Clock.LOCKSTEP.value
 
     def chosen_tasks(self) -> tuple[Task, ...]:
-        """The tasks by their names; raises UserError for a name that is no task's."""
+        """Returns the chosen tasks; raises UserError for an unknown name."""
         return choose_tasks([] if self.tasks == ALL_TASKS else list(self.tasks))
 
 
 class EpisodeState(IntEnum):
-    """As in SimEpisode.msg."""
+    """The states of SimEpisode.msg."""
 
     RUNNING = 0
     SUCCEEDED = 1
@@ -114,46 +114,46 @@ class Start:
     """One episode to be run."""
 
     index: int  # number of the episode, from 0
-    task: Task  # whose instruction the policy gets at the start
-    seed: int  # of the world
+    task: Task  # gives the policy's first instruction
+    seed: int  # of the start state
 
 
 def episode_starts(tasks: Sequence[Task], rounds: int, seed: int) -> Iterator[Start]:
-    """All tasks with the first seed, then all with the next one; 0 rounds: without an end."""
+    """All tasks with the first seed, then all with the next one, and so on; 0 rounds: endless."""
     for number in range(rounds) if rounds else itertools.count():
         for position, task in enumerate(tasks):
             yield Start(number * len(tasks) + position, task, seed + number)
 
 
 def task_of(instruction: str) -> Task | None:
-    """The task that an instruction asks for, however it is written; None: there is none."""
+    """The task with this instruction after normalisation, or None."""
     wanted = normalise_instruction(instruction)
     return next((task for task in TASKS if normalise_instruction(task.instruction) == wanted), None)
 
 
 @dataclass
 class Episode:
-    """The episode that is running, or the one that ran last."""
+    """The running episode, or the last one."""
 
     start: Start
-    task: Task  # that is judged now
-    began_ns: int  # stamp of its start; nothing older can answer one of its images
-    steps_per_action: int  # control steps in the time of an action
+    task: Task  # the task being judged
+    began_ns: int  # stamp of its start; its images are never older
+    steps_per_action: int  # control steps per action
     state: EpisodeState = EpisodeState.RUNNING
     detail: str = ""
     steps: int = 0  # control steps since the start
     judged_from: int = 0  # control step at which the judged task was given
     actions: int = 0
-    ignored: int = 0  # actions that were not taken
-    holds: int = 0  # lockstep: images without an answer that could be taken
+    ignored: int = 0  # actions not taken
+    holds: int = 0  # lockstep: images without a usable answer
 
     @property
     def out_of_time(self) -> bool:
-        """Whether the judged task has had its number of steps."""
+        """True once the judged task's steps are used up."""
         return self.steps - self.judged_from >= self.task.max_steps * self.steps_per_action
 
     def summary(self, control_dt: float) -> str:
-        """For the log; `control_dt` in seconds."""
+        """A line for the log; `control_dt` is in seconds."""
         return (
             f"episode {self.start.index}, {self.task.name}, seed {self.start.seed}: {self.state.name.lower()} after "
             f"{self.steps * control_dt:.2f} s, {self.actions} actions taken, {self.ignored} ignored, {self.holds} holds"
@@ -161,13 +161,13 @@ class Episode:
         )
 
     def judge(self, task: Task) -> None:
-        """Another task is judged from now on, with all of its time."""
+        """Judges another task from now on, with its full time."""
         self.task, self.judged_from = task, self.steps
 
 
 @dataclass
 class Tally:
-    """Episodes that are over; those that are to start again are not."""
+    """Counts of finished episodes, without those that will restart."""
 
     finished: int = 0
     succeeded: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The topics that the simulated robot listens to: actions or motion commands, and instructions."""
+"""The simulated robot's subscriptions: actions or motion commands, and instructions."""
 
 import math
 import time
@@ -25,47 +25,47 @@ from specvla_ros.models.observation import normalise_instruction
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION
 
-_TOO_FAR = 4.0  # in the training data's largest translation: farther is an error, not a motion
-_ECHO_S = 2.0  # limit of the time in which a node's own message comes back to it
+_TOO_FAR = 4.0  # limit as a multiple of the training data's largest translation; actions beyond it are errors
+_ECHO_S = 2.0  # maximum time until a node receives its own message
 
 
 class ActionIgnoredError(Exception):
-    """An action that comes too late or belongs to another episode, as happens."""
+    """An action that is too late or belongs to another episode, as in normal operation."""
 
 
 class ActionRefusedError(ActionIgnoredError):
-    """An action that no policy should ever send."""
+    """An invalid action, which no policy should send."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an action must answer."""
+    """The images and the instruction that an action may answer."""
 
     began_ns: int  # stamp of the episode's start
     last_taken_ns: int  # stamp of the last action taken in it; 0: none
     newest_ns: int  # stamp of the newest image
-    only_newest: bool  # no other image may be answered
-    instruction: str  # in force
+    only_newest: bool  # only the newest image may be answered
+    instruction: str  # the current instruction
 
 
 def check_relevance(stamp_ns: int, instruction: str, expected: Expected) -> None:
-    """Raises ActionIgnoredError unless an action answers a new image of this episode, under the instruction in force.
+    """Raises ActionIgnoredError unless an action answers a new image of this episode under the current instruction.
 
-    An action whose sender does not say its instruction has an empty one.
+    `instruction` is empty if the sender does not report it.
     """
     if stamp_ns < expected.began_ns:
         raise ActionIgnoredError("it answers an image from before the episode's start")
     if stamp_ns <= expected.last_taken_ns:
-        raise ActionIgnoredError("it is no newer than the last action that was taken")
+        raise ActionIgnoredError("it is not newer than the last action taken")
     if stamp_ns > expected.newest_ns:
-        raise ActionIgnoredError("it is stamped later than the newest image: does another camera run?")
+        raise ActionIgnoredError("its stamp is later than the newest image's: is another camera running?")
     if expected.only_newest and stamp_ns != expected.newest_ns:
         raise ActionIgnoredError(
             "it answers an image that the robot no longer waits for; set action_timeout_s above the policy's latency"
         )
     if instruction and normalise_instruction(instruction) != normalise_instruction(expected.instruction):
         raise ActionIgnoredError(
-            f"it follows '{instruction}', but '{expected.instruction}' is in force; if that goes on, remap the "
+            f"it follows '{instruction}', but '{expected.instruction}' is in force; if this persists, remap the "
             "policy's topic 'instruction' to /instruction"
         )
 
@@ -73,12 +73,12 @@ def check_relevance(stamp_ns: int, instruction: str, expected: Expected) -> None
 def robot_values(
     values: Sequence[float], action_dt: float, *, robot_dt: float, largest_translation: float
 ) -> np.ndarray:
-    """An action's values in the robot's own period; the speed that the policy meant stays.
+    """Scales an action's values to the robot's period at unchanged speed; raises ActionRefusedError if unusable.
 
     Args:
-        values: 3 translations, 3 rotations [rad], gripper; else, or where they are not usable, an ActionRefusedError.
-        action_dt, robot_dt: seconds over which the policy means, and the robot spreads, an action's displacements.
-        largest_translation: the training data's largest in `robot_dt`; several times that is refused too.
+        values: 3 translations, 3 rotations [rad], gripper.
+        action_dt, robot_dt: duration in seconds of an action's displacements, for the policy and for the robot.
+        largest_translation: maximum of the training data in `robot_dt`; several times that is refused.
     """
     if len(values) != 7:
         raise ActionRefusedError(f"it has {len(values)} values, but this robot takes 7: x y z, roll pitch yaw, gripper")
@@ -91,20 +91,20 @@ def robot_values(
     distance, turn = (float(np.linalg.norm(part)) for part in (taken[:3], taken[3:6]))
     if not distance <= _TOO_FAR * largest_translation:
         raise ActionRefusedError(
-            f"it would move the hand by {distance:.3f} m in {robot_dt:g} s, and the limit is "
-            f"{_TOO_FAR * largest_translation:.3f} m; is it another robot's policy, or its action_dt wrong?"
+            f"it would move the hand by {distance:.3f} m in {robot_dt:g} s, but the limit is "
+            f"{_TOO_FAR * largest_translation:.3f} m; is this another robot's policy, or is its action_dt wrong?"
         )
     if not turn <= math.pi:
-        raise ActionRefusedError(f"it would turn the hand by {turn:.3f} rad in {robot_dt:g} s, and the limit is pi")
+        raise ActionRefusedError(f"it would turn the hand by {turn:.3f} rad in {robot_dt:g} s, but the limit is pi")
     return taken
 
 
 class ActionInput:
-    """Passes on the actions that the robot may take, and logs why it does not take the others.
+    """Forwards the actions that the robot may take, and logs why it does not take the others.
 
-    `expected` says what an action must answer now; None: nothing is expected. `on_action` is called with the values, in
-    the robot's own period, and the stamp [ns]; `on_ignored` with the stamp of one that is not to be taken; 0: it has no
-    valid one.
+    `expected` returns what an action must answer now, or None if no action is expected. `on_action` is called with an
+    action's values, in the robot's period, and its stamp [ns]; `on_ignored` with the stamp of an action that is not
+    taken, or 0 if the stamp is invalid.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ActionInput:
     ) -> None:
         self._logger, self._robot = node.get_logger(), robot
         self._expected, self._on_action, self._on_ignored = expected, on_action, on_ignored
-        self._begun_ns = 0  # stamp of an answer whose first action was taken while the rest was decoded
+        self._begun_ns = 0  # stamp of an answer whose first action was taken while the rest is being decoded
         self._subscription = node.create_subscription(VlaAction, "/policy/action", self._on_message, ACTION)
 
     @property
@@ -133,12 +133,12 @@ class ActionInput:
         stamp = 0
         try:
             stamp = _action_stamp(message)
-            if stamp == self._begun_ns:  # of a chunk the first action is followed
+            if stamp == self._begun_ns:  # only the first action of a chunk is followed
                 return
             self._begun_ns = stamp if message.partial else 0
             check_relevance(stamp, message.instruction, expected)
             values = robot_values(
-                message.values[: len(message.values) // max(1, message.horizon)],  # of a chunk the first action
+                message.values[: len(message.values) // max(1, message.horizon)],  # the first action of a chunk
                 message.action_dt,
                 robot_dt=self._robot.action_dt,
                 largest_translation=self._robot.largest_translation,
@@ -161,10 +161,10 @@ def _action_stamp(message: VlaAction) -> int:
 
 
 class CommandInput:
-    """Passes commands of one of COMMANDS to the arm, and logs why it refuses the others.
+    """Passes commands of one of COMMANDS to the arm, and logs why the arm refuses others.
 
-    A command that comes while the arm's controllers are off, as `obeys` says, is dropped; `on_command` and `on_refused`
-    are called after each that was taken, or not. `now_s` is the robot's clock.
+    Commands that arrive while `obeys` returns False, because the arm's controllers are off, are dropped. `on_command`
+    is called after each command taken, `on_refused` after each refused. `now_s` is the robot's clock.
     """
 
     def __init__(
@@ -243,10 +243,10 @@ _INTERFACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 
 
 class InstructionTopic:
-    """Publishes instructions, and calls `on_other` with those of others that differ from the one in force.
+    """Publishes instructions, and calls `on_other` for those of other nodes that differ from the current one.
 
-    Its own messages come back to it. ROS does not say who sent a message, so an echo is known by its text: it comes
-    soon, and in the order of publication.
+    It also receives its own messages. ROS does not report a message's sender, so echoes are recognised by their text:
+    they arrive soon, and in the order of publication.
     """
 
     def __init__(self, node: Node, on_other: Callable[[str], None]) -> None:
@@ -254,11 +254,11 @@ class InstructionTopic:
         self._echoes: list[tuple[str, float]] = []
         self.current = ""
         self._publisher = node.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
-        # Volatile, to match publishers that latch and others; instructions from before this node's own are out of date.
+        # Volatile, to match latching publishers and others; instructions older than this node's own are out of date.
         self._subscription = node.create_subscription(String, "/instruction", self._on_message, ACTION)
 
     def tell(self, text: str) -> None:
-        """Puts an instruction in force, and publishes it."""
+        """Publishes an instruction and makes it the current one."""
         self.current = text
         self._echoes.append((text, time.monotonic() + _ECHO_S))
         self._publisher.publish(String(data=text))
@@ -267,7 +267,7 @@ class InstructionTopic:
         now_s = time.monotonic()
         self._echoes = [(text, until_s) for text, until_s in self._echoes if now_s < until_s]
         texts = [text for text, _ in self._echoes]
-        if message.data in texts:  # those before it were overwritten on their way
+        if message.data in texts:  # earlier ones were overwritten in transit
             del self._echoes[: texts.index(message.data) + 1]
             return
         if message.data == self.current:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node `sim_robot`: a simulated arm with a camera, which gives a policy tasks and judges the result."""
+"""The node `sim_robot`: a simulated arm with a camera that gives a policy tasks and judges the results."""
 
 import sys
 import time
@@ -32,15 +32,15 @@ from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.ros.node import run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters
 
-_EPOCH_NS = 1_000_000_000  # a stamp of 0 is no stamp
+_EPOCH_NS = 1_000_000_000  # a stamp of 0 means unset
 _REPORT_S = 0.25
 _LINGER_S = 0.5  # the last messages must reach their subscribers before this process ends
-_SETTLE_S = 0.5  # a policy that this node has found may need a moment more to find this node
-_CONTROLLERS_OFF_NS = 300_000_000  # after a reset, so that commands on their way do not pull the arm back
+_SETTLE_S = 0.5  # a policy that this node has discovered may not have discovered this node yet
+_CONTROLLERS_OFF_NS = 300_000_000  # after a reset, so that commands in transit do not pull the arm back
 _SEEK_S = 1.0  # time between two images while the policy is lost
-# A commanded arm catches up with the clock, up to this much, when the executor was late, as after drawing an image.
+# Maximum delay of the executor, e.g. after rendering an image, that a commanded arm makes up for.
 _CATCH_UP_S = 0.1
-_POLLS = 4  # of the timer per control step, so that commands are taken between two steps
+_POLLS = 4  # timer calls per control step, so that commands are taken between two steps
 
 
 class Phase(Enum):
@@ -54,14 +54,14 @@ class Phase(Enum):
 
 
 class SimRobot(Node):
-    """Runs episode after episode on one table.
+    """Runs the episodes at one table.
 
-    Motion commands move the arm at 100 Hz, or actions at 20 Hz, as the parameter `command` says. An action is spread
-    over `action_dt` and a newer one takes its place, so a faster policy does not make a faster arm. Everything happens
+    The parameter `command` selects what moves the arm: motion commands at 100 Hz, or actions at 20 Hz. An action is
+    spread over `action_dt` and a newer one replaces it, so a faster policy does not make a faster arm. Everything runs
     in the executor's thread: the OpenGL context belongs to the thread that made it.
 
     Raises:
-        UserError: a parameter is wrong, or the machine cannot draw.
+        UserError: a parameter is wrong, or the machine cannot render.
     """
 
     def __init__(self, **node_arguments: Any) -> None:
@@ -118,7 +118,7 @@ class SimRobot(Node):
         return bool(self.failure) or over
 
     def close(self) -> bool:
-        """Frees the OpenGL context, and writes the rest of the record."""
+        """Frees the OpenGL context and writes the rest of the record."""
         self.robot.close()
         if self._record is not None:
             self._record.close()
@@ -140,11 +140,11 @@ class SimRobot(Node):
         elif self.phase in (Phase.RUNNING, Phase.LOST):
             self._run()
         if self._arm is not None and self.phase not in (Phase.RUNNING, Phase.LOST):
-            # Between episodes a commanded arm still obeys, and its clock and camera run on.
+            # Between episodes a commanded arm still obeys, and its clock and camera keep running.
             self._step()
             if self.episode.steps % self._per_image == 0:
                 self._outputs.image(self._now_ns)
-        # Also while the world stands still: a node that starts now must learn the time.
+        # Published while the world stands still too: a node that starts now needs the time.
         self._outputs.clock(self._now_ns)
 
     def _wait(self) -> None:
@@ -156,13 +156,13 @@ class SimRobot(Node):
                 self._begin(self._first)
             return
         self._due_s = 0.0
-        what = f"policy that listens to {images[0]} and publishes {topic}"
+        what = f"policy that subscribes to {images[0]} and publishes {topic}"
         if self._arm is not None:
-            what = f"publisher of {topic} and a listener of {images[0]}"
+            what = f"publisher of {topic} and subscriber of {images[0]}"
         self.get_logger().info(f"waiting for a {what}", throttle_duration_sec=5.0)
         patience_s = self._chosen.wait_for_policy_s
         if patience_s and now_s - self._began_s > patience_s:
-            self.failure = f"there was no {what} within {patience_s:g} s; start it, or raise wait_for_policy_s"
+            self.failure = f"found no {what} within {patience_s:g} s; start it, or raise wait_for_policy_s"
 
     def _run(self) -> None:
         if self._chosen.lockstep:
@@ -177,13 +177,13 @@ class SimRobot(Node):
             self._lose_policy(silent_s)
 
     def _look_once_due(self) -> None:
-        """The first image of an episode, or the next one after one that nobody answered."""
+        """Sends an episode's first image, or another one if the last image was not answered."""
         if time.monotonic() < self._due_s:
             return
         if self._newest_image_ns:
             self.get_logger().warning(
-                f"no action for the image of {self._newest_image_ns * 1e-9:.2f} s came in time: the robot holds still "
-                f"and sends another image (hold {self.episode.holds + 1} of this episode)",
+                f"no action for the image of {self._newest_image_ns * 1e-9:.2f} s arrived in time: the robot holds "
+                f"still and sends another image (hold {self.episode.holds + 1} of this episode)",
                 throttle_duration_sec=5.0,
             )
             self._hold_and_look()
@@ -219,8 +219,8 @@ class SimRobot(Node):
         self._now_ns += self._step_ns
         self._outputs.clock(self._now_ns)
         self._outputs.joints(self._now_ns)
-        # The next episode moves the arm elsewhere at once, which no robot does: its pose is not published before that,
-        # so that the driver holds still, and begins anew.
+        # The next episode makes the arm jump, which no real robot does. Its pose is not published until then, so that
+        # the driver holds still and starts from the new pose.
         if self.phase is not Phase.PAUSED:
             self._outputs.tool_pose(self._now_ns)
         self._note_motion()
@@ -245,7 +245,7 @@ class SimRobot(Node):
         factor = self._pace.step(time.monotonic(), self._control_dt)
         if factor is not None and factor < 0.8 * self._chosen.real_time_factor:
             self.get_logger().warning(
-                f"this machine simulates {factor:.2f} times as fast as real time, not "
+                f"this machine simulates at {factor:.2f} times real time, not "
                 f"{self._chosen.real_time_factor:g}: lower real_time_factor, camera_rate_hz or image_size"
             )
 
@@ -255,7 +255,7 @@ class SimRobot(Node):
         self.robot.reset(start.task.name, start.seed)
         if self._arm is not None:
             self._arm.reset()
-        self._now_ns += self._step_ns  # time goes on across episodes
+        self._now_ns += self._step_ns  # time never goes back between episodes
         self._off_until_ns = self._now_ns + _CONTROLLERS_OFF_NS
         self._newest_image_ns = self._last_taken_ns = 0
         return Episode(start, start.task, began_ns=self._now_ns, steps_per_action=self._per_action)
@@ -290,11 +290,11 @@ class SimRobot(Node):
 
     def _lose_policy(self, silent_s: float) -> None:
         episode, self.phase = self.episode, Phase.LOST
-        self._last_taken_ns = self._now_ns  # an answer to an older image is no sign of life
+        self._last_taken_ns = self._now_ns  # an answer to an older image is not a heartbeat
         episode.state = EpisodeState.ABORTED
         episode.detail = (
             f"no action was taken for {silent_s:.1f} s ({episode.ignored} ignored in this episode); "
-            "the episode starts again when the policy answers"
+            "the episode restarts when the policy answers"
         )
         self.get_logger().error(f"episode {episode.start.index} aborted: {episode.detail}")
         self._report()
@@ -306,16 +306,16 @@ class SimRobot(Node):
 
     def _on_other_instruction(self, text: str) -> None:
         if self.phase not in (Phase.RUNNING, Phase.LOST):
-            self.get_logger().info(f"no episode runs, so '{text}' is not judged; the next episode has its own task")
+            self.get_logger().info(f"no episode is running: '{text}' is not judged; the next episode has its own task")
             return
         task = task_of(text)
         if task is None:
             self.get_logger().warning(
-                f"no task has the instruction '{text}', so '{self.episode.task.instruction}' is still judged"
+                f"no task has the instruction '{text}': '{self.episode.task.instruction}' is still judged"
             )
             return
         self.episode.judge(task)
-        self.get_logger().info(f"a new instruction, '{text}': it is judged from now on, with all of its time")
+        self.get_logger().info(f"new instruction '{text}': it is judged from now on, with its full time")
         self._report()
 
     def _expected(self) -> Expected | None:
@@ -332,12 +332,12 @@ class SimRobot(Node):
     def _on_ignored(self, stamp: int) -> None:
         self.episode.ignored += 1
         if self._chosen.lockstep and 0 < self._newest_image_ns == stamp:
-            self._hold_and_look()  # no other answer to this image will come
+            self._hold_and_look()  # this image gets no other answer
 
     def _starts_again(self, what: str) -> bool:
         lost = self.phase is Phase.LOST
         if lost:
-            self.get_logger().info(f"{what} come again: the episode starts again")
+            self.get_logger().info(f"{what} arrive again: the episode restarts")
             self._begin(self.episode.start)
         return lost
 
@@ -366,6 +366,6 @@ class SimRobot(Node):
 
 
 def main() -> None:
-    """Runs the node; the exit code is 2 for an error that a user can mend."""
+    """Runs the node; the exit code is 2 for an error that the user can fix."""
     finished, failure = attrgetter("finished"), attrgetter("failure")
     sys.exit(run_node("sim_robot", SimRobot, close=SimRobot.close, finished=finished, failure=failure))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The topics that the simulated robot publishes: images, clock, joints and episodes; and the world's speed."""
+"""The simulated robot's publishers: images, clock, joints and episodes; also measures the world's speed."""
 
 import io
 from array import array
@@ -27,14 +27,14 @@ _WINDOW_S = 5.0
 
 
 class Pace:
-    """Counts simulated time against the wall clock."""
+    """Measures simulated time against wall time."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None
         self._simulated_s = 0.0
 
     def step(self, now_s: float, step_s: float) -> float | None:
-        """Counts a step of simulated time; returns simulated over wall seconds once in 5 wall seconds, else None."""
+        """Counts a step of simulated time; every 5 wall seconds returns simulated / wall seconds, otherwise None."""
         if self._began_s is None:
             self._began_s = now_s
             return None
@@ -50,16 +50,16 @@ class Pace:
 IMAGE_TOPIC = "/camera/image_raw"
 WRIST_TOPIC = "/wrist/image_raw"
 JOINTS_TOPIC = "/joint_states"
-# Reliable, so that subscribers of either kind get it.
+# Reliable, to match reliable and best-effort subscribers.
 _STREAM = QoSProfile(depth=5, reliability=ReliabilityPolicy.RELIABLE)
-# Latched, for late subscribers; and deep enough that an end is not overwritten by the next start.
+# Latched for late subscribers, and deep enough that the next start does not overwrite an end.
 _EPISODE = QoSProfile(depth=10, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
-_FRAME_IDS = ("camera", "wrist")  # of each camera's images
+_FRAME_IDS = ("camera", "wrist")  # frame_id of each camera's images
 _JPEG_QUALITY = 90
 
 
 class SimOutputs:
-    """Publishes the robot's cameras, joints, clock and episodes. Belongs to the robot's thread."""
+    """Publishes the robot's images, joints, clock and episodes. Used only by the robot's thread."""
 
     def __init__(self, node: Node, robot: TableRobot) -> None:
         self._robot = robot
@@ -104,7 +104,7 @@ class SimOutputs:
         self._joints.publish(JointState(header=header, name=names, position=positions, velocity=velocities))
 
     def episode(self, now_ns: int, episode: Episode, instruction: str, tally: Tally, control_dt: float) -> None:
-        """Publishes the episode's progress; its steps take `control_dt` seconds."""
+        """Publishes the episode's progress; `control_dt` is the duration of its steps in seconds."""
         self._episodes.publish(
             SimEpisode(
                 header=Header(stamp=_stamp(now_ns)),
@@ -125,13 +125,13 @@ class SimOutputs:
 
 
 def is_commanded(node: Node, image_topics: Sequence[str], command_topic: str) -> bool:
-    """Whether commands have a publisher, and the images that a policy needs a subscriber."""
+    """Checks that commands have a publisher and that at least one image topic has a subscriber."""
     watched = any(node.count_subscribers(topic) for topic in image_topics)
     return watched and node.count_publishers(command_topic) > 0
 
 
 def policy_listens(node: Node, image_topics: Sequence[str], action_topic: str) -> bool:
-    """Whether one node listens to the images and publishes actions: one that only watches the images is no policy."""
+    """Checks that one node subscribes to the images and publishes actions; a viewer only does the former."""
     actors = node.get_publishers_info_by_topic(action_topic)
     listeners = [info for topic in image_topics for info in node.get_subscriptions_info_by_topic(topic)]
     acting, listening = ({(info.node_namespace, info.node_name) for info in infos} for infos in (actors, listeners))
@@ -144,7 +144,7 @@ def _stamp(now_ns: int) -> TimeMessage:
 
 def _raw(header: Header, image: np.ndarray) -> Image:
     height, width = image.shape[:2]
-    # An array is taken as it is; rclpy would look at each byte of `bytes`.
+    # A message takes an array as it is; `bytes` would be checked byte by byte.
     data = array("B", image.tobytes())
     return Image(header=header, height=height, width=width, encoding="rgb8", step=3 * width, data=data)
 

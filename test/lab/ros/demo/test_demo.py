@@ -229,5 +229,5 @@ def test_a_policy_of_two_cameras_with_a_state_is_shown_all_of_it(tmp_path):
 
 def test_a_policy_of_more_cameras_than_the_robot_has_is_refused(tmp_path):
     copied = with_sensors(copy_checkpoint(nano_policy(), tmp_path / "three"))
-    with pytest.raises(UserError, match="asked with images of 3 cameras, and this robot has 2"):
+    with pytest.raises(UserError, match="needs images of 3 cameras, but this robot has 2"):
         _senses(copied, read_config(copied))

@@ -95,15 +95,15 @@ def test_a_refusal_whose_answer_is_lost_is_asked_for_again(watcher: Node) -> Non
 
 
 def test_a_node_that_is_not_there_is_told(watcher: Node) -> None:
-    with pytest.raises(UserError, match=r"nobody did not come up in 0\.1 s: nobody offers its services"):
+    with pytest.raises(UserError, match=r"nobody did not come up in 0\.1 s: its services do not exist"):
         LifecycleClient(watcher, "/nobody").activate(lambda: True, 0.1)
-    with pytest.raises(UserError, match="nobody ended before it came up"):
+    with pytest.raises(UserError, match="nobody exited before it came up"):
         LifecycleClient(watcher, "/nobody").activate(lambda: False, PATIENCE_S)
 
 
 @pytest.mark.parametrize(
     ("state", "said"),
-    [(State.TRANSITION_STATE_CONFIGURING, "it was last heard to be configuring"), (0, "it never answered, though")],
+    [(State.TRANSITION_STATE_CONFIGURING, "its last known state is configuring"), (0, "it never responded, although")],
 )
 def test_how_far_a_node_came_is_told(watcher: Node, state: int, said: str) -> None:
     served = Served(watcher.context, lost=0)

@@ -31,7 +31,7 @@ def test_a_chunk_is_shown_by_its_first_action_and_the_text_before_it(tmp_path: P
     said = shown(record)
     assert "x +0.000  y +0.001" in said and "gripper +0.006" in said and "+0.007" not in said
     assert "8 tokens in 3 forwards, 4.0 per forward" in said
-    assert "now reach the red cube :" in said
+    assert "text " in said and "now reach the red cube :" in said
 
 
 def test_an_answer_that_comes_in_parts_counts_once_by_its_first_part(tmp_path: Path) -> None:
@@ -63,4 +63,4 @@ def test_an_episode_says_when_each_action_came_and_how_old_its_image_was(tmp_pat
 
 def test_nothing_is_said_of_what_has_not_come(tmp_path: Path) -> None:
     said = shown(DemoRecord(tmp_path / "demo", nano_policy(), commanded=False))
-    assert "forwards" not in said and "it wrote" not in said
+    assert "forwards" not in said and "text" not in said

@@ -108,11 +108,11 @@ def test_a_stop_in_the_middle_of_an_episode_stays_until_the_next(scene):
 
 def test_what_stops_the_guard_as_the_world_is_set_back_is_cleared_before_motion_begins(scene):
     guard, operator, spin = scene
-    guard.state = "holding: not_enabled: ~/enable says false"
+    guard.state = "holding: not_enabled: ~/enable is false"
     guard.episode(0, SimEpisode.RUNNING)
     wait_until(lambda: operator.motion.guard == guard.state, meanwhile=spin)
     assert operator.begin_episode() == ""
-    guard.state = "stopped: pose_leaps: the measured pose went 0.300 m and 0.00 rad within 0.010 s"
+    guard.state = "stopped: pose_leaps: the measured pose moved 0.300 m and 0.00 rad within 0.010 s"
     wait_until(lambda: operator.motion.begun, meanwhile=spin)
     assert guard.asked >= 1
 

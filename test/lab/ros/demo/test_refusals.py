@@ -25,7 +25,7 @@ def driver(**counts: int) -> DiagnosticStatus:
 
 def test_refusals_are_told_apart_by_whether_motion_had_begun() -> None:
     motion = Motion()
-    waiting, moving = "holding: not_enabled: ~/enable says false", "passing"
+    waiting, moving = "holding: not_enabled: ~/enable is false", "passing"
     motion.hear(guard(waiting, not_enabled=1, policy_silent=0), held=True, count=True)
     motion.hear(driver(not_following=12), held=True, count=True)
     motion.hear(guard(moving, not_enabled=1), held=True, count=True)
@@ -36,14 +36,14 @@ def test_refusals_are_told_apart_by_whether_motion_had_begun() -> None:
     motion.hear(guard(waiting, not_enabled=2, policy_silent=3), held=True, count=True)
     assert list(motion.sentences()) == [
         "during the tasks the guard refused:",
-        "  policy silent 3 times: no new action within 1 s, and the driver asks for motion",
+        "  policy silent 3 times: no new action within 1 s, while the driver commands motion",
         "during the tasks the driver refused:",
-        "  not following 4 times: an action came while the driver held still, as while the guard lets nothing through",
-        "  too old once: an action's picture was too old: the policy, or the machine, is slow",
-        "between them, while nothing may move, the guard refused:",
+        "  not following 4 times: an action arrived while the driver held still, e.g. while the guard blocked motion",
+        "  too old once: an action's image was too old: the policy or the machine is slow",
+        "between them, while motion was disabled, the guard refused:",
         "  not enabled 2 times: the dead-man's switch was not held, or the stop button fell silent",
-        "between them, while nothing may move, the driver refused:",
-        "  not following 15 times: an action came while the driver held still, as while the guard lets nothing through",
+        "between them, while motion was disabled, the driver refused:",
+        "  not following 15 times: an action arrived while the driver held still, e.g. while the guard blocked motion",
     ]
     assert motion.refused == {
         "guard": {"not_enabled": 2, "policy_silent": 3},

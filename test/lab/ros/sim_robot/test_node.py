@@ -429,7 +429,7 @@ def test_waiting_for_a_policy_can_end() -> None:
     ("parameters", "message"),
     [
         ({"tasks": ["fly"]}, "there is no task 'fly'; the tasks are: lift_red"),
-        ({"tasks": "lift_red"}, "must be a list of texts"),
+        ({"tasks": "lift_red"}, "must be a list of strings"),
         ({"clock": "sometimes"}, "must be one of: lockstep, realtime"),
         ({"real_time_factor": 20.0}, "from 0.1 to 10"),
     ],
