@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks through the product's code as a reader would: from a function into every function that it calls, in order.
+"""Walks through the product's code like a reader: from a function into every function that it calls, in order.
 
-Calls are resolved from the source alone: imports, methods of `self`, and objects whose class is told by an annotation,
-a constructor or a return type. What is chosen at run time (a registry's entry, a protocol's method, a callback) is not
-followed; a walk over such a place has several starts. Each function is read once, where it is first called.
+Calls are resolved statically: imports, methods of `self`, and objects whose class is known from an annotation, a
+constructor or a return type. Run-time choices (a registry's entry, a protocol's method, a callback) are not followed; a
+walk across such a place has several starts. Each function is read once, at its first call.
 """
 
 import ast
@@ -28,12 +28,12 @@ class Place:
 
 @dataclass
 class Walk:
-    """What a reader meets.
+    """The result of a walk.
 
     Attributes:
-        files: modules in the order in which they are first entered.
-        climbs: calls into a module that stands above the caller's, `caller -> function`.
-        callbacks: calls back into a module whose function waits for the caller, `caller -> function`.
+        files: modules in the order of their first entry.
+        climbs: calls into a module above the caller's, `caller -> function`.
+        callbacks: calls back into a module whose function is waiting for the caller, `caller -> function`.
         returns: pairs of modules, `caller -> callee`, of calls into a module that was entered and left before.
     """
 
@@ -80,7 +80,7 @@ class Code:
                         self.functions[Place(module, f"{node.name}.{member.name}")] = member
 
     def method(self, of: Place, name: str) -> Place | None:
-        """A method by its class, or by a base class of the product."""
+        """Returns a method of a class or of its base classes in the product."""
         found = Place(of.module, f"{of.name}.{name}")
         if found in self.functions:
             return found
@@ -92,7 +92,7 @@ class Code:
         return None
 
     def annotated(self, module: str, annotation: ast.expr | None) -> Place | None:
-        """The product's class that an annotation names; that of `X | None` is X."""
+        """Returns the product's class that an annotation names; for `X | None` it is X."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             try:
                 annotation = ast.parse(annotation.value, mode="eval").body
@@ -106,9 +106,9 @@ class Code:
         return None
 
     def fields(self, of: Place) -> Mapping[str, Place]:
-        """Classes of an object's attributes, where the source tells them."""
+        """Returns the classes of an object's attributes, where the source gives them."""
         if of not in self._fields:
-            self._fields[of] = {}  # a class may hold one of its own kind
+            self._fields[of] = {}  # a class may refer to itself
             self._fields[of] = dict(self._find_fields(of))
         return self._fields[of]
 
@@ -127,7 +127,7 @@ class Code:
     def learn(
         self, module: str, node: ast.Assign | ast.AnnAssign, known: dict[str, Place]
     ) -> Iterator[tuple[str, Place]]:
-        """Adds the classes of the variables that an assignment sets to `known`, and gives those of attributes."""
+        """Adds the classes of assigned variables to `known` and yields those of attributes."""
         annotated = self.annotated(module, node.annotation) if isinstance(node, ast.AnnAssign) else None
         pairs = [(target, node.value) for target in (node.targets if isinstance(node, ast.Assign) else [node.target])]
         for target, value in pairs:
@@ -141,7 +141,7 @@ class Code:
                 yield target.attr, found
 
     def parameters(self, function: Place) -> dict[str, Place]:
-        """Classes of a function's parameters by their annotations; that of `self` too."""
+        """Returns the classes of a function's parameters from their annotations, including `self`."""
         node = self.functions[function]
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         found = {each.arg: self.annotated(function.module, each.annotation) for each in arguments}
@@ -151,7 +151,7 @@ class Code:
         return {name: place for name, place in found.items() if place}
 
     def type_of(self, module: str, node: ast.expr, known: Mapping[str, Place]) -> Place | None:
-        """The class of an expression's value, where the source tells it."""
+        """Returns the class of an expression's value, where the source gives it."""
         if isinstance(node, ast.Name):
             return known.get(node.id)
         if isinstance(node, ast.Await):
@@ -172,7 +172,7 @@ class Code:
         return None
 
     def called(self, module: str, function: ast.expr, known: Mapping[str, Place]) -> Place | None:
-        """The product's function, method or class that a call names."""
+        """Returns the product's function, method or class that a call names."""
         if isinstance(function, ast.Name):
             return self.names[module].get(function.id)
         if not isinstance(function, ast.Attribute):
@@ -187,10 +187,10 @@ class Code:
         return self.method(holder, function.attr) if holder else None
 
     def walk(self, *starts: Place) -> Walk:
-        """Reads from each start in turn; the way from one to the next, a message or a callback, counts for nothing.
+        """Walks from each start in turn; the step between starts, a message or a callback, is not counted.
 
         Raises:
-            KeyError: a start is no function of the product.
+            KeyError: A start is not a function of the product.
         """
         found, read = Walk(), set[Place]()
         for start in starts:
@@ -232,7 +232,7 @@ class Code:
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """A function's calls and assignments in the order in which they are run: what is inside comes first."""
+    """A function's calls and assignments in execution order: nested ones come first."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, FunctionNode | ast.ClassDef):
             yield from _in_order(child)
@@ -241,7 +241,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _floors(imports: Mapping[str, set[str]]) -> dict[str, int]:
-    """How high each module stands: above all that it imports; a circle's modules are not above each other."""
+    """The floor of each module: above all its imports; modules of a cycle are not above each other."""
     floors: dict[str, int] = {}
 
     def floor(module: str, above: frozenset[str]) -> int:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Builds this checkout with colcon, as a user's workspace would, and looks at what was installed.
+"""Builds this checkout with colcon like a user's workspace, and checks the installed files.
 
 python scripts/colcon_build.py        # plain, with --symlink-install, and the interfaces alone
 
-Each way gets a workspace of its own with a clone of the last commit and what is changed since then. Needs colcon-ros
-(requirements/colcon.txt) beside a ROS 2.
+Each build has a separate workspace with a clone of the last commit and the changes since then. Needs ROS 2 and
+colcon-ros (requirements/colcon.txt).
 """
 
 import os
@@ -36,7 +36,7 @@ PROGRAMS = ("policy", "driver", "guard", "task", "sim_robot", "bag_player", "liv
 
 
 def checkout(source: Path) -> Path:
-    """Copies the files that git knows or would take, into a workspace's source folder."""
+    """Copies tracked and untracked files, except ignored ones, into a workspace's source folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -51,10 +51,10 @@ def checkout(source: Path) -> Path:
 
 
 def build(workspace: Path, arguments: list[str]) -> Path:
-    """Runs colcon; where it installed the package.
+    """Runs colcon and returns the package's install prefix.
 
     Raises:
-        CalledProcessError: the build fails.
+        CalledProcessError: The build fails.
     """
     python = [f"-DPython3_EXECUTABLE={sys.executable}"]
     extra = arguments if "--cmake-args" in arguments else [*arguments, "--cmake-args"]
@@ -64,10 +64,10 @@ def build(workspace: Path, arguments: list[str]) -> Path:
 
 
 def check(prefix: Path, *, interfaces_only: bool, linked: bool) -> None:
-    """Imports what was installed, from the installed tree alone.
+    """Imports the installed package from the install tree alone.
 
     Raises:
-        CalledProcessError, AssertionError: something is missing, or there that should not be.
+        CalledProcessError, AssertionError: Something is missing, or present although it should not be.
     """
     share = prefix / "share" / "specvla_ros"
     for name in SHARE:
@@ -93,11 +93,11 @@ def check(prefix: Path, *, interfaces_only: bool, linked: bool) -> None:
     assert installed.is_symlink() is linked, f"{installed} is {'a link' if installed.is_symlink() else 'a copy'}"
     assert (share / "launch" / "bringup.launch.py").exists() and (share / "config" / "orin.yaml").exists()
     for name in PROGRAMS:
-        assert os.access(prefix / "lib" / "specvla_ros" / name, os.X_OK), f"{name} is no program"
+        assert os.access(prefix / "lib" / "specvla_ros" / name, os.X_OK), f"{name} is not executable"
 
 
 def main() -> None:
-    """Builds and checks all ways; the exit code says whether all are right."""
+    """Builds and checks all variants; the exit code is 0 if all are correct."""
     for way, arguments in WAYS.items():
         with tempfile.TemporaryDirectory(prefix="specvla-workspace-") as directory:
             workspace = Path(directory)

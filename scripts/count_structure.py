@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the structure of the product: files, imports between rooms, circles, and what one frame passes through.
+"""Counts the structure of the product: files, imports between rooms, cycles, and the files that a frame passes through.
 
 python scripts/count_structure.py                      # this checkout
-python scripts/count_structure.py --root DIR --json    # another one, for a comparison
-python scripts/count_structure.py --walks              # what a reader meets from a function on
+python scripts/count_structure.py --root DIR --json    # another one, for comparison
+python scripts/count_structure.py --walks              # files and calls that a reader meets from a function on
 python scripts/count_structure.py --trace              # also runs the policy node on one image (needs ROS 2)
 
 The product is specvla_ros and specvla_kernels. A room is a first-level folder or module of specvla_ros, or
-specvla_kernels. All imports count: also those inside functions and for type checkers alone.
+specvla_kernels. All imports count, including those inside functions and for type checkers.
 """
 
 import argparse
@@ -31,23 +31,23 @@ from typing import Any
 from call_walk import Code, Place
 
 PACKAGE, KERNELS, LAB = "specvla_ros", "specvla_kernels", "lab"
-# From the top down; imports go down, or stay on a floor. Rooms without a floor may be imported by all others.
+# From the top down; imports go down or stay on a floor. Rooms without a floor may be imported by all others.
 FLOORS = (
     ("lab/ros", "lab/cli"),
     ("lab/evaluation", "lab/simulation", "lab/training", "lab/planning"),
     ("lab/jobs", "lab/bags", "lab/bundled"),
     ("ros", "serving", "cli", "nodes"),
-    ("evaluation", "simulation", "training", "planning"),  # like nodes and drafting rooms of older revisions
+    ("evaluation", "simulation", "training", "planning"),  # like nodes and drafting, rooms of older revisions
     ("policy",),
     ("engine",),
     ("drafting",),
     ("models", "speculation", "acceptance"),
     (KERNELS,),
 )
-ALONE = "control"  # neither imports nor is below any room with a floor
-LAB_ENTRY = f"{PACKAGE}.cli.laboratory"  # the one module outside of the laboratory that may import it
+ALONE = "control"  # neither imports a room with a floor nor is below one
+LAB_ENTRY = f"{PACKAGE}.cli.laboratory"  # the only module outside the laboratory that may import it
 
-# What a reader follows, from its first function; several where a message, a thread or a callback lies between.
+# Walks by their first functions; several starts where a message, a thread or a callback is in between.
 WALKS: Mapping[str, Sequence[str]] = {
     "image to submitted frame": (
         "ros.policy.inputs:ImageInput._receive",
@@ -79,8 +79,8 @@ class Module:
 
     Args:
         path: the file.
-        tree: its syntax.
-        lines: their number.
+        tree: its syntax tree.
+        lines: number of lines.
     """
 
     path: Path
@@ -89,7 +89,7 @@ class Module:
 
 
 def product(root: Path) -> dict[str, Module]:
-    """The modules of a checkout, by dotted name; that of a package is the package's."""
+    """Returns a checkout's modules by dotted name; `__init__.py` has the package's name."""
     modules = {}
     for package, folder in folders(root).items():
         for path in sorted(folder.rglob("*.py")):
@@ -101,13 +101,13 @@ def product(root: Path) -> dict[str, Module]:
 
 
 def folders(root: Path) -> dict[str, Path]:
-    """Where each package lies; the kernels of older revisions in kernels/ itself."""
+    """Returns the folder of each package; in older revisions the kernels are in kernels/ itself."""
     kernels = root / "kernels" / KERNELS
     return {PACKAGE: root / PACKAGE, KERNELS: kernels if kernels.is_dir() else root / "kernels"}
 
 
 def imports(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """The product's modules that each one imports; the top package, asked for its version alone, is none."""
+    """Returns the product's modules that each module imports, except the top package, which only has the version."""
     graph = {}
     for name, module in modules.items():
         package = name if module.path.name == "__init__.py" else name.rpartition(".")[0]
@@ -118,7 +118,7 @@ def imports(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def _targets(node: ast.AST, package: str) -> Iterable[str]:
-    """Dotted names that a statement imports, a module's or one in a module."""
+    """Dotted names that a statement imports: modules or names in modules."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -129,7 +129,7 @@ def _targets(node: ast.AST, package: str) -> Iterable[str]:
 
 
 def room_of(module: str) -> str:
-    """The room that a module is in; the laboratory's folders are rooms of their own."""
+    """Returns a module's room; each of the laboratory's folders is a room."""
     top, *rest = module.split(".")
     if top == KERNELS or not rest:
         return top
@@ -137,7 +137,7 @@ def room_of(module: str) -> str:
 
 
 def arrows(graph: Graph) -> dict[str, set[str]]:
-    """The rooms that each room imports; the laboratory's entry, which is meant to climb, counts for none."""
+    """Returns the rooms that each room imports, except through the laboratory's entry, which is meant to climb."""
     rooms: dict[str, set[str]] = {room_of(module): set() for module in graph}
     for module, targets in graph.items():
         if module != LAB_ENTRY:
@@ -146,12 +146,12 @@ def arrows(graph: Graph) -> dict[str, set[str]]:
 
 
 def in_lab(module: str) -> bool:
-    """Whether a module is the laboratory's."""
+    """Returns True for a module of the laboratory."""
     return module.startswith(f"{PACKAGE}.{LAB}.") or module == f"{PACKAGE}.{LAB}"
 
 
 def into_lab(graph: Graph) -> list[str]:
-    """Imports from outside into the laboratory, its entry's left out."""
+    """Returns imports from outside into the laboratory, except its entry's."""
     return sorted(
         f"{module} -> {target}"
         for module, targets in graph.items()
@@ -161,7 +161,7 @@ def into_lab(graph: Graph) -> list[str]:
 
 
 def climbing(rooms: Graph) -> list[str]:
-    """Arrows against `FLOORS`, and those from or to what stands alone that break it."""
+    """Returns the imports that violate `FLOORS` or `ALONE`."""
     floor = {room: number for number, names in enumerate(FLOORS) for room in names}
     found = []
     for room, targets in sorted(rooms.items()):
@@ -172,7 +172,7 @@ def climbing(rooms: Graph) -> list[str]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Groups in which every member reaches every other one."""
+    """Returns the groups in which every member reaches every other one."""
     reached = {start: _reachable(graph, start) for start in graph}
     groups = {
         frozenset(name for name in reached[start] if start in reached[name])
@@ -194,7 +194,7 @@ def _reachable(graph: Graph, start: str) -> set[str]:
 
 
 def private_functions(tree: ast.Module) -> tuple[int, int]:
-    """How many functions and methods with a leading underscore there are, and how many are named in one place."""
+    """Counts functions and methods with a leading underscore, and those referenced in only one place."""
     defined = {
         node.name
         for node in ast.walk(tree)
@@ -211,7 +211,7 @@ def private_functions(tree: ast.Module) -> tuple[int, int]:
 
 
 def count(root: Path) -> dict[str, Any]:
-    """All counts of a checkout that need no run."""
+    """Returns all static counts of a checkout."""
     modules = product(root)
     graph = imports(modules)
     rooms = arrows(graph)
@@ -237,7 +237,7 @@ def count(root: Path) -> dict[str, Any]:
 
 
 def walks(root: Path) -> dict[str, dict[str, Any]]:
-    """What is met on each of `WALKS`: files, and calls that go up, back to a caller, or to a file that was left."""
+    """Counts for each of `WALKS` the files, and the calls that climb, call back or return to an earlier file."""
     modules = product(root)
     code = Code({name: module.tree for name, module in modules.items()}, imports(modules))
     found = {}
@@ -254,9 +254,9 @@ def _lines_of(folder: Path) -> int:
 
 
 def trace(root: Path) -> list[str]:
-    """The product's files that one frame passes through, from its image message to its action: see `_run_node`."""
+    """Returns the product's files that a frame passes through from image message to action, see `_run_node`."""
     with tempfile.TemporaryDirectory() as directory:
-        for package, folder in folders(root).items():  # kernels/ of older revisions is imported by another name
+        for package, folder in folders(root).items():  # older revisions import kernels/ under another name
             (Path(directory) / package).symlink_to(folder)
         environment = os.environ | {"PYTHONPATH": directory, "ROS_AUTOMATIC_DISCOVERY_RANGE": "LOCALHOST"}
         command = [sys.executable, __file__, "--run-node"]
@@ -271,8 +271,8 @@ def trace(root: Path) -> list[str]:
 def _run_node() -> None:
     """Prints the files entered while the policy node, in `ar` on the CPU, answers one image.
 
-    An image before it has loaded what is loaded once; a new instruction between them makes a prompt again. A file is
-    entered when a function of its module is called, one that dataclass has made included.
+    A previous image has triggered all one-time loading; a new instruction in between requires a new prompt. A file is
+    entered when a function of its module is called, including functions generated by dataclass.
     """
     entered: set[str] = set()
     tracing = threading.Event()
@@ -292,7 +292,7 @@ def _run_node() -> None:
     from specvla_ros.msg import VlaAction
 
     package = Path(import_module(PACKAGE).__path__[0])
-    older = (package / "nodes").is_dir()  # asked of the files: an installed package may stand behind this one
+    older = (package / "nodes").is_dir()  # checked on disk: an installed package may be behind this one
     node_class = import_module(f"{PACKAGE}.nodes.policy" if older else f"{PACKAGE}.ros.policy.node").PolicyNode
     checkpoint = package / "lab" / "bundled" / "nano"
     chosen = {"checkpoint": str(checkpoint), "device": "cpu", "instruction": "lift the red cube"}
@@ -313,7 +313,7 @@ def _run_node() -> None:
             executor.spin_once(timeout_sec=0.05)
 
     def act() -> str:
-        """The instruction that the action answers."""
+        """Sends an image and returns the instruction of the resulting action."""
         message = Image(height=64, width=64, encoding="rgb8", step=192, data=bytes(64 * 192))
         message.header.stamp = node.get_clock().now().to_msg()
         seen = len(actions)
@@ -337,10 +337,10 @@ def _run_node() -> None:
 def main() -> None:
     """Prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout")
-    parser.add_argument("--trace", action="store_true", help="count the files between image message and action")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="checkout to count")
+    parser.add_argument("--trace", action="store_true", help="also count the files between image message and action")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--walks", action="store_true", help="follow calls through the product, see WALKS")
+    parser.add_argument("--walks", action="store_true", help="follow calls through the product (see WALKS)")
     parser.add_argument("--run-node", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run_node:

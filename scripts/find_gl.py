@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Exit code 0 if this machine surely draws without a screen: Mesa's OSMesa, or a GPU's EGL.
+"""Exit code 0 if this machine can render without a screen: with Mesa's OSMesa or a GPU's EGL.
 
-EGL alone does not say so: without a GPU it needs a DRI driver beside it.
+EGL alone is not sufficient: without a GPU it also needs a DRI driver.
 """
 
 import ctypes.util

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's poses through libfranka: a bridge to a Franka, tried on `franka-sim`, which speaks its protocol.
+"""Bridge from the driver's poses to a Franka through libfranka, tested on `franka-sim`, which implements its protocol.
 
-Both are other people's: libfranka's own Python bindings, and a server that implements the FCI over MuJoCo. The server
-wants an environment of its own, and downloads its arm unless it is given one:
+Uses third-party packages: libfranka's own Python bindings, and a server that implements the FCI over MuJoCo. The server
+needs a separate environment, and downloads its arm unless one is given:
 
     pip install --no-deps pylibfranka==0.21.3                        # into this environment
     python3 -m venv ~/franka_sim && ~/franka_sim/bin/pip install franka-sim==1.1.7
@@ -10,9 +10,9 @@ wants an environment of its own, and downloads its arm unless it is given one:
     FR3_MJCF=/tmp/panda.xml ~/franka_sim/bin/run-franka-sim-server --no-gripper --enforce-motion-limits
     python scripts/franka_bridge.py 127.0.0.1 --seconds 20 --ros-args -r command/pose:=/driver/pose
 
-It listens to `command/pose` (PoseStamped in base_link) and publishes `tool_pose` at 100 Hz; at the end it prints, as
-JSON, how far the arm was from what was sent and how the control loop kept its millisecond. It adds no safety, and
-nobody has run it on a real arm.
+Subscribes to `command/pose` (PoseStamped in base_link) and publishes `tool_pose` at 100 Hz. At the end it prints, as
+JSON, the arm's distance from the commands and how well the control loop kept its 1 ms period. It adds no safety, and
+has not been run on a real arm.
 """
 
 import json
@@ -31,14 +31,14 @@ from rclpy.utilities import remove_ros_args
 
 from specvla_ros.control.pose import Pose, quaternion, quaternion_matrix, rotation_matrix, rotation_vector
 
-# Three in a row make of 100 Hz steps a command whose acceleration is continuous, as the FCI demands.
+# Three in series turn 100 Hz steps into a command with continuous acceleration, as the FCI requires.
 _FILTERS, _FILTER_S = 3, 0.03
 _CYCLE_S = 1e-3
 _PUBLISH_EVERY = 10  # cycles
 
 
 class PoseTopics(Node):
-    """Targets in, measured poses out."""
+    """Receives target poses and publishes measured ones."""
 
     def __init__(self) -> None:
         super().__init__("franka_bridge")
@@ -63,7 +63,7 @@ class PoseTopics(Node):
 
 @dataclass
 class Smoothed:
-    """A pose behind a chain of low-pass filters."""
+    """A pose after a chain of low-pass filters."""
 
     stages: list[Pose]
 
@@ -78,7 +78,7 @@ class Smoothed:
 
 @dataclass
 class Tally:
-    """How it went."""
+    """Statistics of a run."""
 
     errors_m: list[float] = field(default_factory=list)
     cycles_s: list[float] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Tally:
 
 
 def follow(robot: pylibfranka.Robot, topics: PoseTopics, seconds: float) -> Tally:
-    """Follows the newest target for a time; what libfranka raises ends it, and is told."""
+    """Follows the newest target for a time; an exception of libfranka ends the run and is reported."""
     tally = Tally()
     control = robot.start_cartesian_pose_control(pylibfranka.ControllerMode.JointImpedance)
     try:
@@ -112,7 +112,7 @@ def follow(robot: pylibfranka.Robot, topics: PoseTopics, seconds: float) -> Tall
             if len(tally.cycles_s) % _PUBLISH_EVERY == 0:
                 topics.publish(measured)
             if topics.target is not None:
-                # A command is for the next millisecond, also after cycles that were lost.
+                # A command is for the next millisecond, even after lost cycles.
                 before, sent = sent, smoothed.step(topics.target, _CYCLE_S)
                 tally.speeds.append(float(np.linalg.norm(sent.position - before.position)) / _CYCLE_S)
                 tally.errors_m.append(float(np.linalg.norm(measured.position - sent.position)))

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = ("README.md", "CONTRIBUTING.md", "docs", "specvla_ros", "kernels", "launch", "config", "msg", "action", "scripts")
+PLACES = ("README.md", "CONTRIBUTING.md", "docs", "specvla_ros", "kernels", "launch", "config", "msg", "action")
+PLACES += ("benchmarks", "scripts")
 SUFFIXES = (".md", ".py", ".msg", ".action", ".yaml")
 # A pattern, without regard to case, and the better words.
 WORDS = {

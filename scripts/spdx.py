@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the licence's SPDX line at the head of every Python file, after a shebang.
+"""Puts the licence's SPDX line at the top of every Python file, after a shebang.
 
-python scripts/spdx.py                 # writes where it is missing
-python scripts/spdx.py --check         # names the files where it is missing; exit code 1 if there are any
+python scripts/spdx.py                 # adds missing lines
+python scripts/spdx.py --check         # lists the files without the line; exit code 1 if there are any
 python scripts/spdx.py [--check] PATH…
 """
 
@@ -18,7 +18,7 @@ PLACES = ("specvla_ros", "kernels", "benchmarks", "test", "launch", "scripts")
 
 
 def python_files(places: Iterable[Path]) -> Iterator[Path]:
-    """Files that end in .py, and scripts whose first line names python."""
+    """Yields files ending in .py, and scripts whose first line names python."""
     for place in places:
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
             if path.is_file() and (path.suffix == ".py" or (not path.suffix and _runs_python(path))):
@@ -32,16 +32,16 @@ def _runs_python(path: Path) -> bool:
 
 
 def with_line(text: str) -> str:
-    """The text with the line in its place; as it is, where the line is there."""
+    """Returns the text with the line added, or unchanged if it has the line."""
     first, separator, rest = text.partition("\n")
     shebang, body = (first + separator, rest) if first.startswith("#!") else ("", text)
     return text if body.startswith(LINE) else shebang + LINE + body
 
 
 def main() -> int:
-    """Exit code."""
+    """Adds or checks the lines; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="only check, do not write")
     parser.add_argument("paths", nargs="*", type=Path, help="files and folders; default: all of the project's")
     options = parser.parse_args()
     missing = 0
