@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks, one script per question: `python -m benchmarks.speed.ar` in the root of the repository."""
+"""Benchmarks, one script per question: run `python -m benchmarks.speed.ar` in the repository's root."""

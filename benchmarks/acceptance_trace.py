@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance by trace: random weights accept nothing in earnest, so accept lengths come from a named source."""
+"""Trace-driven acceptance: random weights accept almost nothing, so accept lengths come from a named source."""
 
 import itertools
 import json
@@ -16,44 +16,46 @@ from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftS
 from specvla_ros.speculation.tree import Tree
 
 TRACE_HELP = (
-    f"Whose accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), or "
-    "chunks:POLICY for a policy of benchmarks/results/draft_nodes.json with trees of as many nodes, drafted by the "
-    "answer before."
+    f"Source of the accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), or "
+    "chunks:POLICY for a policy of benchmarks/results/draft_nodes.json with trees of the same size, drafted from the "
+    "previous answer."
 )
-# Every action token is near enough: a tree's depth alone decides. The rule is one that the acceptance kernel knows.
+# Accepts every action token, so only a tree's depth decides. The acceptance kernel supports this rule.
 ANYTHING = AcceptanceSettings("bin_distance", bins=(254,), gripper_bins=254)
 _CHUNKS = Path(__file__).parent / "results" / "draft_nodes.json"
 _DECK = 200
 
 
 def trace_lengths(name: str, nodes: int) -> AcceptanceLengths:
-    """The accept lengths of a trace.
+    """Returns the accept lengths of a trace.
 
-    Those of chunks were recorded by the nodes of a tree, the root included.
+    Traces of chunks were recorded by tree size, including the root.
 
     Raises:
-        UserError: the name is unknown, or nothing was recorded with such trees.
+        UserError: The name is unknown, or nothing was recorded with this tree size.
     """
     source, _, row = name.partition(":")
     return _of_chunks(row, nodes) if source == "chunks" else spec_vla_relaxed(name)
 
 
 def _of_chunks(policy: str, nodes: int) -> AcceptanceLengths:
-    """Only forwards are recorded."""
+    """Accept lengths for a policy of chunks, whose recording holds forwards only."""
     policies = json.loads(_CHUNKS.read_text(encoding="utf-8"))["policies"]
     if policy not in policies:
         raise UserError(f"{_CHUNKS.name} has no policy '{policy}'; it has: {', '.join(policies)}")
     found, rows = policies[policy], policies[policy]["nodes"]
     if str(nodes) not in rows:
-        raise UserError(f"of '{policy}' {_CHUNKS.name} has trees of {', '.join(rows)} nodes, and none of {nodes}")
+        raise UserError(f"for '{policy}', {_CHUNKS.name} has trees of {', '.join(rows)} nodes, not of {nodes}")
     tokens, forwards = (row["forwards_per_action"] for row in (found["plain"], rows[str(nodes)]))
-    return lengths_for(f"recorded from the policy '{policy}', drafted by its answer before, strict", tokens, forwards)
+    return lengths_for(
+        f"recorded from the policy '{policy}', drafted from the previous answer, strict", tokens, forwards
+    )
 
 
 def lengths_for(name: str, tokens: float, forwards: float) -> AcceptanceLengths:
-    """Two neighbouring accept lengths with which answers of so many tokens take so many forwards.
+    """Returns two neighbouring accept lengths with which answers of `tokens` tokens take `forwards` forwards.
 
-    Every forward verifies, the prompt's too.
+    Every forward verifies, including the prompt's.
     """
     for hundredths in itertools.count():
         shorter, rest = divmod(hundredths, 100)
@@ -64,16 +66,16 @@ def lengths_for(name: str, tokens: float, forwards: float) -> AcceptanceLengths:
 
 
 def trace_drafts(name: str, nodes: int) -> DraftSettings:
-    """The drafter in a run that follows a trace: the draft head, or the answer before."""
+    """Returns the drafter for a trace-driven run: the draft head, or the previous answer."""
     settings = DraftSettings(nodes=nodes)
     return adjusted(settings, head=NO_HEAD, temporal=True) if name.startswith("chunks:") else settings
 
 
 class Trace:
-    """Cuts drafted trees to the depth that a trace says; what is left of them is accepted, under `ANYTHING`.
+    """Cuts drafted trees to a trace's depths; the remaining nodes are accepted under `ANYTHING`.
 
-    The trace is a shuffled deck of the distribution's quantiles, dealt over and over: every so many trees have its mean
-    exactly, so that short runs and different modes get the same lengths.
+    The trace is a shuffled deck of the distribution's quantiles, dealt repeatedly. Each pass has the exact mean, so
+    that short runs and different modes get the same lengths.
     """
 
     def __init__(self, lengths: AcceptanceLengths) -> None:
@@ -82,9 +84,9 @@ class Trace:
         self._dealt = 0
 
     def cut(self, tree: Tree) -> Tree:
-        """The tree with its deeper nodes marked as padding: it costs what it did, but they are never accepted.
+        """Marks a tree's deeper nodes as padding: they cost the same but are never accepted.
 
-        All others are, also where a draft is for strict acceptance: what random weights choose turns on a rounding.
+        All other nodes are accepted, including strict drafts, because the choice of random weights depends on rounding.
         """
         if not tree.depth:
             return tree
@@ -94,15 +96,15 @@ class Trace:
         return replace(tree, valid=valid, relaxable=torch.ones_like(tree.relaxable))
 
     def follow(self, engine: Engine) -> None:
-        """Cuts whatever an engine drafts from now on."""
-        drafter = engine.drafter  # a trace is nothing that settings can ask for
+        """Cuts all further drafts of an engine."""
+        drafter = engine.drafter  # settings cannot select a trace
         draft, draft_prompt = drafter.draft, drafter.draft_prompt
         drafter.draft = lambda inputs: [self.cut(tree) for tree in draft(inputs)]  # type: ignore[method-assign]
         drafter.draft_prompt = lambda prompt: self.cut(draft_prompt(prompt))  # type: ignore[method-assign]
 
 
 def describe(lengths: AcceptanceLengths) -> dict[str, object]:
-    """The trace, for a result."""
+    """Describes the trace for a result."""
     return {
         "kind": "trace-driven: random weights accept nothing, so each tree is accepted to the trace's next length",
         "name": lengths.name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark shares: options, the head of its result, contestants that take turns, and the JSON file."""
+"""Common parts of the benchmarks: options, result header, timing in turns, and the JSON file."""
 
 import json
 import math
@@ -29,28 +29,28 @@ from specvla_ros.models.checkpoint import DTYPES
 
 Sizes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file for the figures.")]
 Episodes = Annotated[int, typer.Option(help="Simulated episodes per task.", min=0)]
-Seed = Annotated[int, typer.Option(help="Of the first start; training's begin at 1000000.", min=0)]
-Workers = Annotated[int, typer.Option(help="Processes that simulate.", min=1)]
-Work = Annotated[Path, typer.Option(help="Directory of the episodes; a run goes on where it was.")]
+Seed = Annotated[int, typer.Option(help="Seed of the first start; training starts from 1000000.", min=0)]
+Workers = Annotated[int, typer.Option(help="Number of simulation processes.", min=1)]
+Work = Annotated[Path, typer.Option(help="Directory of the episodes; an interrupted run resumes.")]
 
 Call = Callable[[], object]
-FRAMES_FIRST_SEED = 500_000  # of the images that are decoded alone: nothing has learned from them
-_FLUSHED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # more than the caches; on a GPU also longer than a launch takes
+FRAMES_FIRST_SEED = 500_000  # of the images for the engine alone; no model was trained on them
+_FLUSHED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # larger than the caches; on a GPU also slower than a launch
 _WARM_UPS = 3
-_WIDTH = 120  # of what is shown: tables are wide
-_WHERE = ("out", "work")  # options that say where files are, and nothing of the figures
+_WIDTH = 120  # of the terminal output: tables are wide
+_WHERE = ("out", "work")  # options for file locations, which do not affect the figures
 
 
 def dtype_on(device: str, dtype: str) -> torch.dtype:
-    """What `Dtype` names."""
+    """Returns the dtype that `Dtype` selects."""
     return DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
 
 
 def result_head(context: typer.Context, dtype: torch.dtype | None = None, **versions: str) -> dict[str, Any]:
-    """The benchmark, its command, date, revision and hardware, with `versions` of other libraries than torch."""
+    """Returns benchmark, command, date, revision and hardware, with `versions` of libraries other than torch."""
     module = (context.info_name or "").rpartition(" ")[2]
     options = {option.name: context.params[option.name] for option in context.command.params if option.name}
     head = {
@@ -65,7 +65,7 @@ def result_head(context: typer.Context, dtype: torch.dtype | None = None, **vers
 
 
 def kept_before(out: Path | None, figures: str) -> dict[str, Any] | None:
-    """The reference for a file that is about to be overwritten: the reference in it, or else its own figures."""
+    """Returns the reference for a file about to be overwritten: the file's own reference, else its figures."""
     if out is None or not out.exists():
         return None
     old = json.loads(out.read_text(encoding="utf-8"))
@@ -73,21 +73,21 @@ def kept_before(out: Path | None, figures: str) -> dict[str, Any] | None:
 
 
 def of_weights(policy: Path) -> dict[str, str]:
-    """The digest of the weights that the figures are of."""
+    """Returns the digest of the measured weights."""
     return {"policy_weights": weights_digest(policy)}
 
 
 def of_devices(names: Iterable[str]) -> dict[str, Any]:
-    """Whose stage times the figures rest on."""
+    """Returns the stage times of the emulated devices."""
     return {"emulated": {name: stage_times(read_device(name)).as_json() for name in names}}
 
 
 def command(module: str, options: Mapping[str, object]) -> str:
-    """The command line that gives the same figures.
+    """Returns the command line that reproduces the figures.
 
     Args:
-        module: of the script, with its package.
-        options: values by name; true, empty and None are defaults and left out; false becomes `--no-…`.
+        module: the script's module, with its package.
+        options: values by name; true, empty and None are defaults and omitted; false becomes `--no-…`.
     """
     words = [f"python -m {module}" if module.startswith("benchmarks.") else f"PYTHONPATH=test python -m {module}"]
     for name, value in options.items():
@@ -100,47 +100,47 @@ def command(module: str, options: Mapping[str, object]) -> str:
 
 
 def hardware(device: str) -> str:
-    """The device's name."""
+    """Returns the device's name."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def finish(result: dict[str, Any], out: Path | None) -> None:
-    """Writes a result's JSON file, if one is wanted, at once or not at all, and shows it as the results page does."""
+    """Writes a result's JSON file atomically, if `out` is given, and prints the results page's section for it."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         part = out.with_name(f"{out.name}.part")
         part.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         os.replace(part, out)
-    # Last: hours of measuring are not lost where it cannot be shown.
+    # Printed last, so that a failure here does not lose hours of measurements.
     Console(width=max(_WIDTH, Console().width)).print(Markdown(section(result)))
 
 
 def chosen_names(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names that a comma-separated option lists, all where it is empty; UserError for one that is not known."""
+    """Returns the names listed by a comma-separated option, all if it is empty; UserError for an unknown name."""
     names = text.split(",") if text else list(known)
     for name in names:
         if name not in known:
-            raise UserError(f"{option}: there is no '{name}'; there are: {', '.join(known)}")
+            raise UserError(f"{option}: unknown name '{name}'; known: {', '.join(known)}")
     return names
 
 
 def mean_ratio(ratios: Sequence[float]) -> dict[str, float]:
-    """The geometric mean of paired ratios, with its 95 % interval."""
+    """Returns the geometric mean of paired ratios with its 95 % interval."""
     logs = [math.log(ratio) for ratio in ratios]
     middle, half = statistics.fmean(logs), Z_95 * statistics.stdev(logs) / math.sqrt(len(logs))
     return {"ratio": math.exp(middle), "low": math.exp(middle - half), "high": math.exp(middle + half)}
 
 
 def show_progress(name: str, _: object, done: int, wanted: int) -> None:
-    """Says now and then how many of a setting's episodes are done."""
+    """Prints a setting's number of finished episodes from time to time."""
     if done % 50 == 0:
         print(f"{name}: {done} of {wanted}", file=sys.stderr, flush=True)
 
 
 def take_turns(contestants: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of contestants that run in turns, so that drift of the machine falls on all; one warm-up turn."""
+    """Returns median seconds; contestants run in turns, so that machine drift affects all. One warm-up turn."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats + 1):
         for name, run in contestants.items():
@@ -154,16 +154,16 @@ def take_turns(contestants: Mapping[str, Callable[[], Any]], repeats: int, devic
 
 
 def synchronise(device: str) -> None:
-    """Waits until a GPU has done its work."""
+    """Waits until a GPU has finished its work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
 class ColdTimer:
-    """Times calls whose operands lie in memory, not in a cache.
+    """Times calls with operands in memory, not in a cache.
 
-    Before each call a buffer larger than the caches is overwritten, so that the bound by bytes holds. On a GPU a call
-    is captured in a CUDA graph and timed between two events while the GPU is busy: Python's launch is not counted.
+    A buffer larger than the caches is overwritten before each call, so that the bandwidth bound holds. On a GPU a call
+    is captured in a CUDA graph and timed between two events while the GPU is busy, which excludes Python's launch.
     """
 
     def __init__(self, device: str, repeats: int) -> None:
@@ -172,13 +172,13 @@ class ColdTimer:
         self._repeats = repeats
 
     def seconds(self, contestants: Mapping[str, Call]) -> dict[str, float | str]:
-        """Median seconds of the contestants, taking turns; for one that fails, the reason."""
+        """Returns the contestants' median seconds, taking turns, or the reason why one failed."""
         found: dict[str, float | str] = {}
         ready: dict[str, Call] = {}
         for name, call in contestants.items():
             try:
                 ready[name] = self._captured(call) if self._on_gpu else _warm(call)
-            except Exception as error:  # a compiler that fails must not end the comparison
+            except Exception as error:  # a compiler error must not end the comparison
                 found[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         times: dict[str, list[float]] = {name: [] for name in ready}
         for _ in range(self._repeats):
@@ -187,14 +187,14 @@ class ColdTimer:
         return found | {name: statistics.median(values) for name, values in times.items()}
 
     def launch_seconds(self) -> float:
-        """Seconds of a call that does next to nothing: the least that can be measured."""
+        """Seconds of an almost empty call: the minimum measurable time."""
         one = torch.zeros(1, device=self._flushed.device)
         found = self.seconds({"": lambda: one.add_(1.0)})[""]
         assert isinstance(found, float), found
         return found
 
     def _captured(self, call: Call) -> Call:
-        for _ in range(_WARM_UPS):  # compilers and caches want them
+        for _ in range(_WARM_UPS):  # for compilers and caches
             call()
         capture = capture_on(torch.empty(1, device=self._flushed.device))
         assert capture is not None, "captured on a GPU only"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies with random weights in the shapes that are timed, and a random draft head beside them."""
+"""Policies with random weights in the timed shapes, with a random draft head."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -27,24 +27,22 @@ from specvla_ros.models.target import ImageEmbeddings, Pixels
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.settings import DRAFT_FOLDER
 
-TEXT_TOKENS = 34  # of OpenVLA's prompt, about
+TEXT_TOKENS = 34  # of OpenVLA's prompt, approximately
 PROMPT = 290  # rows: OpenVLA's 256 patches and its text
 TOKENS = 7  # of an action
 _BINS = 256
 _PAD_ROWS = 64
 _SHARPNESS = 64.0
 PICTURE = np.random.default_rng(1).integers(0, 256, (480, 640, 3), dtype=np.uint8)  # as large as a camera's
-PICTURES = (
-    "every frame is a picture of 640 x 480, resized and normalised on a thread beside the ticks; latency counts it"
-)
-NO_PICTURES = "vision is left out, and with it the pictures"
+PICTURES = "every frame is an image of 640 x 480, resized and normalised in parallel with ticks; latency includes it"
+NO_PICTURES = "vision is excluded, and so are the images"
 _DINO = VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, True, 224)
 _SIGLIP = VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, False, 224)
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shapes of a policy."""
+    """A policy's shapes."""
 
     llama: DecoderShape
     towers: tuple[VisionTowerConfig, ...]
@@ -66,7 +64,7 @@ SIZES = {
 def random_decoder(
     config: DecoderShape, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> PackedDecoder:
-    """A decoder whose weights are scaled so that its choices depend on every input."""
+    """Returns a decoder with weights scaled so that its choices depend on every input."""
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         decoder = PackedDecoder(config)
@@ -80,7 +78,7 @@ def random_decoder(
 
 
 def random_draft_head(decoder: PackedDecoder) -> EagleHead:
-    """A draft head in the decoder's shapes."""
+    """Returns a draft head in the decoder's shapes."""
     with torch.device("meta"):
         head = EagleHead(replace(decoder.config, num_hidden_layers=1)).to(decoder.dtype)
     head.to_empty(device=decoder.device)
@@ -93,17 +91,17 @@ def random_draft_head(decoder: PackedDecoder) -> EagleHead:
 
 
 def tree_parents(nodes: int) -> list[int]:
-    """Parents of a tree's nodes: a chain of six with siblings, as a small tree under relaxation is."""
+    """Returns the parents of a tree's nodes: a chain of six with siblings, like a small tree under relaxation."""
     return [-1, *(node - 1 if node < 6 else node % 6 for node in range(1, nodes))]
 
 
 @dataclass(frozen=True)
 class RandomPolicy(OpenVLATarget):
-    """Answers every image through the image processor and the vision towers; with the same prompt if it has none.
+    """A policy with image processor and vision towers or, without vision, with one fixed prompt.
 
     Args:
-        prompt_rows: rows of the prompt, text included.
-        embeddings: [prompt_rows, hidden], the prompt where vision is left out; None where it is not.
+        prompt_rows: rows of the prompt, including text.
+        embeddings: the prompt without vision, [prompt_rows, hidden]; None with vision.
     """
 
     prompt_rows: int = 0
@@ -111,11 +109,11 @@ class RandomPolicy(OpenVLATarget):
 
     @property
     def image_tokens(self) -> int:
-        """Rows of the prompt that are not text."""
+        """Rows of the prompt other than text."""
         return self.prompt_rows - TEXT_TOKENS
 
     def pixels(self, observation: Observation) -> Pixels:
-        """Of the image; nothing where vision is left out."""
+        """The image's pixels; none without vision."""
         return super().pixels(observation) if self.embeddings is None else ()
 
     def prompt_embeddings(
@@ -125,17 +123,17 @@ class RandomPolicy(OpenVLATarget):
         vision: ImageEmbeddings | None = None,
         pixels: Pixels | None = None,
     ) -> Tensor:
-        """Of the image; the same for all where vision is left out."""
+        """The image's prompt embeddings; without vision, the fixed prompt."""
         if self.embeddings is not None:
             return self.embeddings
         return super().prompt_embeddings(observation, prompt_ids, vision, pixels)
 
     def blank_observation(self) -> Observation:
-        """The observation that all others are too."""
+        """The only observation that the benchmarks use."""
         return frame(1)
 
     def describe(self) -> dict[str, Any]:
-        """Nothing: no checkpoint was loaded."""
+        """Returns an empty description: no checkpoint was loaded."""
         return {}
 
 
@@ -143,12 +141,12 @@ class RandomPolicy(OpenVLATarget):
 def random_policy(
     directory: Path, size: Size, *, prompt_rows: int, tokens: int, vision: bool, dtype: torch.dtype, device: str
 ) -> RandomPolicy:
-    """A random policy whose draft head is written to a directory, for the engine to load like a real one.
+    """Returns a random policy and writes its draft head to a directory, from which the engine loads it.
 
     Args:
         prompt_rows: rows of the prompt; with vision, the image's patches and the text.
-        tokens: tokens of an action.
-        vision: whether every frame goes through the image processor and the vision towers.
+        tokens: tokens per action.
+        vision: send every frame through the image processor and the vision towers.
     """
     decoder = actions_only(random_decoder(size.llama, dtype=dtype, device=device))
     model = _around(decoder, size, vision)
@@ -168,7 +166,7 @@ def random_policy(
 
 @torch.no_grad()
 def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
-    """The same policy with quantised matrices in the decoder's layers; everything else is shared."""
+    """Returns the policy with quantised matrices in the decoder's layers; everything else is shared."""
     check_quantization(quantization, policy.decoder.device, policy.decoder.dtype)
     given = policy.model
     with torch.device("meta"):
@@ -176,7 +174,7 @@ def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
     model.towers, model.projector = given.towers, given.projector
     model.decoder.embed_tokens = given.decoder.embed_tokens
     model.decoder.norm, model.decoder.lm_head = given.decoder.norm, given.decoder.lm_head
-    for index, layer in enumerate(given.decoder.layers):  # one by one, so that only one copy is unquantised at a time
+    for index, layer in enumerate(given.decoder.layers):  # in turn, so that only one copy is unquantised at a time
         model.decoder.layers[index] = own = copy.deepcopy(layer)
         assert isinstance(own, DecoderLayer)
         quantize_layer(own, quantization)
@@ -184,11 +182,11 @@ def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
 
 
 def actions_only(decoder: PackedDecoder) -> PackedDecoder:
-    """Makes every answer an action, as nothing is answered else, and every choice a clear one.
+    """Restricts every answer to an action and sharpens every choice.
 
-    Rows of the output head outside the actions become 0, which costs no less time. Sharper logits change no choice of
-    the target's, but make a random draft head sure of itself: its trees are then as deep as they may be, and every
-    traced accept length can be had.
+    Rows of the output head outside the actions become 0, which does not save time. Sharper logits do not change the
+    target's choices, but make a random draft head confident: its trees reach their maximum depth, so that every traced
+    accept length is available.
     """
     stop = decoder.config.vocab_size - _PAD_ROWS
     head = decoder.lm_head.weight
@@ -199,18 +197,18 @@ def actions_only(decoder: PackedDecoder) -> PackedDecoder:
 
 
 def random_codec(vocab_size: int, tokens: int) -> BinsCodec:
-    """A codec of so many tokens per action, each between -1 and 1."""
+    """Returns a codec with `tokens` tokens per action, each between -1 and 1."""
     statistics = ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool))
     return BinsCodec(ActionTokenizer(vocab_size, _BINS), statistics)
 
 
 def frame(stamp_ns: int) -> Observation:
-    """An observation; all show the same, so that modes can be compared by their answers."""
+    """Returns an observation; all have the same image, so that the answers of modes can be compared."""
     return Observation(PICTURE, "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
 
 
 def _around(decoder: PackedDecoder, size: Size, vision: bool) -> OpenVLA:
-    """A model around the decoder; without vision it has no towers."""
+    """Returns a model around the decoder; without vision it has no towers."""
     config = OpenVLAConfig(size.towers, size.llama, _PAD_ROWS, _BINS, {}, vicuna=False)
     with torch.device("meta"):
         model = OpenVLA(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the results page that shows a report of a GPU (benchmarks/gpu/report.py)."""
+"""The results page's section for a GPU report (benchmarks/gpu/report.py)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ _STAGES = ("vision and prompt", "forward", "verification", "draft")
 
 
 def gpu(result: Result) -> Result:
-    """The fields of the template: tables."""
+    """Returns the template's fields, mostly tables."""
     found = {name: step["found"] for name, step in result["steps"].items()}
     soak = found["soak"]["soak"]
     return {
@@ -50,7 +50,7 @@ def gpu(result: Result) -> Result:
 
 
 def _modes(rows: Mapping[str, Result], other: str = "") -> str:
-    """`other`: the row that others are measured by, beside the first of this package's."""
+    """A table of modes, relative to this package's first row and, if given, to the row `other`."""
     if not rows:
         return ""
     plain = next(row["action_rate_hz"] for name, row in rows.items() if not name.startswith("transformers"))
@@ -111,7 +111,7 @@ def _attention(rows: Mapping[str, Result]) -> str:
 
 
 def _operators(rows: Mapping[str, Result]) -> str:
-    cells = [["", "batch", "the limit allows", "Triton", "PyTorch", "torch.compile"]]
+    cells = [["", "batch", "limit", "Triton", "PyTorch", "torch.compile"]]
     for row in _of_launches(rows.values()):
         by = {name: entry.get("seconds", "") for name, entry in row["contestants"].items()}
         times = [_microseconds(by.get(name, "")) for name in ("Triton", "PyTorch", "torch.compile")]
@@ -124,11 +124,11 @@ def _of_launches(rows: Iterable[Any]) -> list[Result]:
 
 
 def _forwards(rows: Mapping[str, Result], emulated_as: str) -> str:
-    """Whole forwards, measured, and as the planner's table of the device has them, if there is one."""
+    """Whole forwards, measured and according to the planner's table of the device; empty without such a table."""
     if not emulated_as:
         return ""
     device, model = read_device(emulated_as), model_cost(OPENVLA_7B)
-    cells: list[Sequence[str]] = [["", "measured, ms", "the limit allows, ms", "emulated, ms", "emulated is off by"]]
+    cells: list[Sequence[str]] = [["", "measured, ms", "limit, ms", "emulated, ms", "error of the emulation"]]
     for name, forward in _FORWARDS.items():
         row = rows[f"whole forward, {name}"]
         seconds = row["contestants"]["Triton"]["seconds"]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/results.md: the text of benchmarks/results.md.in with the figures of the files in benchmarks/results.
+"""Writes docs/results.md from the template benchmarks/results.md.in and the JSON files in benchmarks/results.
 
-What README.md and docs/explanation/safety.md say of them is written too.
+Also updates the generated parts of README.md and docs/explanation/safety.md.
 
 python -m benchmarks.results_page
 
-The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`), with some formats more: see `_Fields`. Text
+Template fields are Python's (`{tree_nodes}`, `{acceptance[name]}`), with additional formats: see `_Fields`. Text
 between `<!-- for NAME -->` and `<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a
-block NAME is a field of the result: the text is repeated for every entry of a list, or of an object, whose names are
-then `{name}`, and left out where a truth value is false. So are tables written: a row for each entry, and in it, where
-columns depend on the result, a cell for each.
+block NAME is a field of the result. The text is repeated for every entry of a list, or of an object, whose keys are
+then `{name}`, and omitted if a truth value is false. Tables repeat a row per entry and, where the columns depend on the
+result, a cell per column.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ SAFETY, README = ROOT / "docs" / "explanation" / "safety.md", ROOT / "README.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _HEADLINE = re.compile(r"(?<=<!-- headline -->\n).*?(?=\n<!-- end of headline -->)", re.DOTALL)
 _NANO = ROOT / "specvla_ros" / "lab" / "bundled" / "nano"
-# What its weights decide; the text policy is made from it.
+# Benchmarks that depend on the nano policy's weights; the text policy is trained from them.
 _OF_NANO = (
     "simulation",
     "formats",
@@ -57,7 +57,7 @@ _EMULATED = (
     "actionflow",
     "robots_per_device",
     "first_actions",
-)  # what the devices' tables decide
+)  # benchmarks that depend on the devices' tables
 _TEMPLATE, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("results.md.in", "readme.md.in"))
 _VIEWS = {**VIEWS, "gpu": results_gpu.gpu}
 # The rows of the README's headline: label, device, weights, mode.
@@ -73,14 +73,14 @@ _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
 
 def main() -> None:
-    """Writes the page, and the figures that other pages take from a result."""
+    """Writes the page and the generated parts of the other pages."""
     PAGE.write_text(page(), encoding="utf-8")
     SAFETY.write_text(safety_page(), encoding="utf-8")
     README.write_text(readme(), encoding="utf-8")
 
 
 def page() -> str:
-    """The page with all JSON files."""
+    """Returns the page for all JSON files."""
     template, scope = _template(), dict[str, Any]()
     for name in (block.name for block in template if isinstance(block, _Block)):
         files = sorted({*RESULTS.glob(f"{name}.json"), *RESULTS.glob(f"{name}_*.json")})
@@ -89,7 +89,7 @@ def page() -> str:
 
 
 def safety_page() -> str:
-    """The page on safety, with the table of what was tried from the fault suite's result."""
+    """Returns the safety page with the fault table from the fault suite's result."""
     result = json.loads((RESULTS / "faults_sim.json").read_text(encoding="utf-8"))
     return _TRIED.sub(faults_by_kind(result), SAFETY.read_text(encoding="utf-8"))
 
@@ -131,14 +131,14 @@ def _ages(rows: list[Result]) -> str:
 
 
 def section(result: Result) -> str:
-    """The part of the page that shows one result."""
+    """Returns the page's section for one result."""
     name = result["benchmark"]
     block = next(node for node in _template() if not isinstance(node, str) and node.name == name)
     return _text([block], {name: [_scope(name, result, "not written yet")]})
 
 
 def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
-    """What the template may name of a result."""
+    """The fields that the template may use for a result."""
     on_gpu = "cuda" in result["command"]
     own: dict[str, Any] = {"file": file, "on_gpu": on_gpu, "on_cpu": not on_gpu}
     if benchmark in _OF_NANO:
@@ -149,7 +149,7 @@ def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
 
 
 def _of_these_tables(result: Result) -> bool:
-    """Whether a result was made with the stage times that its devices have today."""
+    """True if a result was made with its devices' current stage times."""
     emulated = result.get("emulated", {})
     now = {name: stage_times(read_device(name)).as_json() for name in emulated}
     return bool(emulated) and all(
@@ -161,13 +161,13 @@ def _of_these_tables(result: Result) -> bool:
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """SHA-256 of a checkpoint's weights."""
+    """Returns the SHA-256 of a checkpoint's weights."""
     return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A part of the template between `for NAME` and `end`."""
+    """A block of the template between `for NAME` and `end`."""
 
     name: str
     nodes: "list[str | _Block]"
@@ -185,7 +185,7 @@ def _nodes(parts: Iterator[tuple[str, str | None]]) -> list[str | _Block]:
     """Text and blocks up to the end of this one.
 
     Args:
-        parts: text before a tag, and the name in the tag; None for an end.
+        parts: the text before each tag and the tag's name; None for an end tag.
     """
     nodes: list[str | _Block] = []
     for text, name in parts:
@@ -197,10 +197,10 @@ def _nodes(parts: Iterator[tuple[str, str | None]]) -> list[str | _Block]:
 
 
 class _Fields(Formatter):
-    """Python's formats, and three more; None is nothing.
+    """Python's formats and three more; None becomes an empty string.
 
-    A unit after a blank scales the number (`{action_s:.1f ms}`), what follows after another blank stands behind it
-    (`{time_s:.1f 1 s}`), and words show what is no number (`{success:rate}`).
+    A unit after a space scales the number (`{action_s:.1f ms}`), text after a second space is appended
+    (`{time_s:.1f 1 s}`), and a word formats other values (`{success:rate}`).
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -224,7 +224,7 @@ _FIELDS = _Fields()
 
 
 def _text(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
-    """Text of the nodes with their fields; paragraphs are one empty line apart."""
+    """The nodes' text with their fields filled in; paragraphs are one empty line apart."""
     return re.sub(r"\n{3,}", "\n\n", _filled(nodes, scope)).strip("\n") + "\n"
 
 
@@ -238,7 +238,7 @@ def _filled(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
 
 
 def _inner_scopes(scope: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """One scope for every entry of a list or an object, or the outer one where a truth value is true."""
+    """One scope per entry of a list or an object, or the outer scope if a truth value is true."""
     found = scope[name]
     if isinstance(found, dict):
         found = [{"name": key, **entry} for key, entry in found.items()]

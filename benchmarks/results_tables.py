@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the results page computes from a result before its template shows it: shares, texts, columns."""
+"""Fields that the results page's template needs in addition to a result: shares, labels, columns."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,29 +15,29 @@ _BUDGETS_S = (0.5, 1.0, 2.0)
 
 
 def table(cells: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first row is its head."""
+    """Returns a Markdown table; the first row is its header."""
     head, *body = ("| " + " | ".join(row) + " |" for row in cells)
     return "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *body])
 
 
 def rate(found: Mapping[str, float]) -> str:
-    """A share in percent with its interval."""
+    """Formats a share in percent with its interval."""
     return f"{100 * found['rate']:.0f} % [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
 
 
 def points(pairs: Mapping[str, Any]) -> str:
-    """Points of success against the first setting, with a 95 % interval."""
+    """Formats the difference in success to the first setting, in points, with a 95 % interval."""
     found = paired_difference(pairs["only_first"], pairs["only_second"], pairs["first"]["episodes"])
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * point for point in found))
 
 
 def interval(found: Mapping[str, float]) -> str:
-    """A ratio with its interval."""
+    """Formats a ratio with its interval."""
     return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
 
 
 def _beside_first(rows: Sequence[Result]) -> list[Result]:
-    """Rows of which the first is what the others are held against, and does not speculate."""
+    """The rows, marking the first as the reference, which does not speculate."""
     return [{**rows[0], "against_first": None, "tau": None}, *rows[1:]]
 
 
@@ -45,7 +46,7 @@ def _named(rows: Mapping[str, Result], name: str) -> list[Result]:
 
 
 def _by_size(result: Result, view: Callable[[str, Result], Result]) -> Result:
-    """What `view` shows of each of the models that a benchmark measures."""
+    """Adds the fields of `view` to each model size of a benchmark."""
     return {"sizes": [{**size, "name": name, **view(name, size)} for name, size in result["sizes"].items()]}
 
 
@@ -56,8 +57,9 @@ def _tick_cost(result: Result) -> Result:
     sizes, before = result["sizes"], (result.get("before") or {"sizes": {}})["sizes"]
 
     def cell(size: str, kind: str, part: str, shown: Callable[[float], str]) -> str:
-        old, now = before.get(size, {}).get(kind, {}), shown(sizes[size][kind][part])
-        return _from_to(shown(old[part]), now) if part in old else now
+        old = {_label(name): value for name, value in before.get(size, {}).get(kind, {}).items()}
+        label, now = _label(part), shown(sizes[size][kind][part])
+        return _from_to(shown(old[label]), now) if label in old else now
 
     cells = [["", *sizes]]
     for kind, name, shown in (
@@ -65,13 +67,13 @@ def _tick_cost(result: Result) -> Result:
         ("share_of_tick", "share of a tick: {}", lambda share: f"{share:.1%}"),
     ):
         parts = next(iter(sizes.values()))[kind]
-        cells += [[name.format(part), *(cell(size, kind, part, shown) for size in sizes)] for part in parts]
+        cells += [[name.format(_label(part)), *(cell(size, kind, part, shown) for size in sizes)] for part in parts]
     return {"table": table(cells), "has_before": bool(before)}
 
 
 def _decode_modes(result: Result) -> Result:
     def run(row: Result) -> Result:
-        """Others than ours have no forwards to count."""
+        """Marks a skipped row; only our rows count forwards."""
         skipped = [row] if "skipped" in row else []
         mine = row if "overtaken" in row else {**row, "forwards_per_action": None, "overtaken": None}
         return {**mine, "ran": not skipped, "skipped": skipped}
@@ -99,7 +101,7 @@ def _kernels(result: Result) -> Result:
 
 
 def _of_kind(kind: str, rows: list[Result]) -> Result:
-    """Contestants that ran nowhere get no column."""
+    """The rows of a kind; contestants that never ran get no column."""
     mine = [row for row in rows if row["kind"] == kind]
     ran = dict.fromkeys(name for row in mine for name, found in row["contestants"].items() if "seconds" in found)
     shown = [{**row, "of": [{"time": _share_of_bound(row["contestants"].get(name))} for name in ran]} for row in mine]
@@ -117,9 +119,9 @@ def _share_of_bound(found: Result | None) -> str:
 
 def _launches(result: Result) -> Result:
     before, now = result["before"]["cases"], result["cases"]
-    ticks = [["", "launches", "behind", "copies", "read-backs"]]
+    ticks = [["", "launches", "after read-back", "copies", "read-backs"]]
     for mode in now:
-        for kind, begins in (("a prompt begins", True), ("trees alone", False)):
+        for kind, begins in (("a prompt starts", True), ("trees alone", False)):
             old, new = ([each for each in cases[mode]["ticks"] if each["begins"] == begins] for cases in (before, now))
             if old and new:
                 columns = ("launches", "behind", "copies", "read_backs")
@@ -133,7 +135,7 @@ def _launches(result: Result) -> Result:
 
 
 def _graphs(case: Result) -> list[tuple[str, int]]:
-    """The largest of each kind of graph: forwards by their operators' tiles, drafts by their depth."""
+    """Launches of the largest graph of each kind: forwards by their operators' tiles, drafts by their depth."""
     found: dict[str, int] = {}
     for each in case["graphs"]:
         kind = each["graph"].partition(", trees")[0]
@@ -216,7 +218,7 @@ def _speculation(result: Result) -> Result:
 
 
 def _accepted(result: Result) -> Result:
-    """Spec-VLA's tables 1 to 3: success, shares of the accept lengths, and where in the answer they were reached."""
+    """Spec-VLA's tables 1 to 3: success, shares of the accept lengths, and accept lengths by position in the answer."""
     rows, drafted = result["rows"], result["rows"][1:]
     lengths = range(max(int(length) for row in drafted for length in row["share_by_accept_length"]) + 1)
     places = sorted({int(place) for row in drafted for place in row["accept_length_by_place"]})
@@ -243,7 +245,7 @@ def _spec_vla(result: Result) -> Result:
 
 
 def _case_table(case: Result) -> str:
-    """One action, a column for each forward; what is drafted and accepted in bold, with its bins off where any."""
+    """One action with a column per forward; accepted drafts are bold, with their distance in bins unless 0."""
     forwards = max(len(case["strict"]), len(case["relaxed"]))
     cells = [["", *(f"forward {number}" for number in range(1, forwards + 1))]]
     for mode in ("strict", "relaxed"):
@@ -258,7 +260,7 @@ def _case_token(token: Result) -> str:
 
 
 def _head_recipes(result: Result) -> Result:
-    """Tokens per verification of each recipe, by passes over the answers."""
+    """Tokens per verification of each recipe, by pass over the answers."""
     return {
         "passes": [{"n": epoch} for epoch in range(1, result["epochs"] + 1)],
         "answers": result["rows"][0]["held_out_answers"],
@@ -292,7 +294,7 @@ def _lvspec(result: Result) -> Result:
 
 
 def _accepted_by(row: Result) -> dict[str, float | None]:
-    """The shares of the committed tokens that were drafted; none of plain decoding."""
+    """Shares of the committed tokens by the reason that a draft was accepted; None for plain decoding."""
     reasons = {"exact": ("exact",), "loosened": ("irrelevant", "deferred"), "shifted": ("shifted",)}
     if row["tau"] is None:
         return dict.fromkeys(reasons)
@@ -339,7 +341,7 @@ def _actionflow(result: Result) -> Result:
 
 
 def _age(result: Result) -> Result:
-    """A table for each number format; the largest excess over the best fixed mode, and the cells where it is real."""
+    """A table per weight format, the largest excess over the best fixed mode, and the number of significant cells."""
     rows, modes = result["rows"], list(result["rows"][0]["modes"])
     formats = dict.fromkeys(row["weights"] for row in rows)
     beyond = [row for row in rows if row["over_best"]["low"] > 0]
@@ -415,7 +417,7 @@ def _waiting(policy: Result) -> Result:
 
 
 def _draft_nodes(result: Result) -> Result:
-    """Each policy's forwards by nodes, and its latency on each device beside plain decoding's there."""
+    """Each policy's forwards by nodes, and its latency on each device relative to plain decoding."""
     return {"policies": [_by_nodes(policy) for policy in result["policies"].values()]}
 
 
@@ -459,7 +461,7 @@ def _simulation(result: Result) -> Result:
 
 
 def _median_time(found: Result) -> float | None:
-    """Mean over the tasks of the median world time of their successes; None without one."""
+    """Mean over the tasks of the median world time to success; None if no task succeeded."""
     times = [task["time_to_success_s"] for task in found["tasks"].values() if task["time_to_success_s"] is not None]
     return sum(times) / len(times) if times else None
 
@@ -522,7 +524,7 @@ def _soak(result: Result) -> Result:
 
 def _attacks(result: Result) -> Result:
     classes = _named(result["classes"], "name")
-    did = [", ".join(f"{count} {outcome}" for outcome, count in found["outcomes"].items()) for found in classes]
+    did = [", ".join(f"{count} {_label(outcome)}" for outcome, count in found["outcomes"].items()) for found in classes]
     return {
         **{key: sum(found[key] for found in classes) for key in ("tried", "failed")},
         "classes": [{**found, "did": words} for found, words in zip(classes, did, strict=True)],
@@ -540,7 +542,7 @@ def _mutants(result: Result) -> Result:
     live = [f"`{each['module']}:{each['line']}` ({each['operator']})" for each in result["survivors"]]
     return {
         **sums,
-        "which": "mutants, all that there are," if all_of_them else f"mutants, a sample of {result['of']},",
+        "which": "mutants, all existing ones," if all_of_them else f"mutants, a sample of {result['of']},",
         "rooms": ", ".join(f"`{room}`" for room in rooms),
         "that_matter": matter,
         "score": sums["noticed"] / max(1, matter),
@@ -554,16 +556,16 @@ def _mutants(result: Result) -> Result:
 
 _KINDS = {
     "kill": "a process killed (kill -9), started again",
-    "freeze": "a process stopped (SIGSTOP), gone on with",
-    "lose": "a topic lost by the network, and back",
+    "freeze": "a process stopped (SIGSTOP) and continued",
+    "lose": "a topic lost by the network and restored",
     "clock": "the nodes' clock still, jumping, slow, fast",
-    "frames": "frames late, doubled, out of order, with lying stamps",
-    "actions": "actions of NaN, infinity, too large, leaping",
-    "tool": "measured poses of NaN, still, jumping",
-    "commands": "a driver that sends NaN, leaps, runs away",
-    "twin": "two publishers of commands, of actions",
+    "frames": "frames late, duplicated, out of order, with wrong stamps",
+    "actions": "actions with NaN, infinity, too large, jumping",
+    "tool": "measured poses with NaN, still, jumping",
+    "commands": "a driver that sends NaN, jumps, runs away",
+    "twin": "two publishers of commands or of actions",
     "late": "driver or guard late by 10 to 99 ms",
-    "busy": "a machine too busy: driver and guard late again and again",
+    "busy": "an overloaded machine: driver and guard repeatedly late",
     "press": "stop pressed",
     "release": "the dead-man's switch released",
     "flood": "a flood of instructions",
@@ -583,7 +585,7 @@ def _faults(result: Result) -> Result:
         "modes_and_outputs": [_counted(row) for row in result["modes_and_outputs"]],
         "stops": [{**row, **_stop(row)} for row in result["stops"]],
         "extremes": [{"name": words, **result[key]} for key, words in extremes.items()],
-        "arms": "that keep the limits by themselves too" if result["limiter"] else "that follow whatever they are sent",
+        "arms": "that also enforce the limits themselves" if result["limiter"] else "that follow every command",
         "speed_percent": f"{100 * judge['speed_share'] - 100:.0f}",
         "outside_mm": f"{1e3 * judge['outside_m']:g}",
         "stands_mm_s": f"{1e3 * judge['stands_m_s']:g}",
@@ -596,14 +598,14 @@ def _counted(row: Result) -> Result:
 
 
 def _beyond_and_late(row: Result) -> dict[str, str]:
-    """How many runs went beyond their limits, how many of these by a contact alone; how many moved too late."""
+    """Counts of runs beyond their limits, of those in contact only, caused by the fault, and with late motion."""
     by_contact = f", {row['in_contact']} in contact" if row["in_contact"] else ""
     late = f"{row['late']} of {row['promised']}" if row["promised"] else ""
     return {"beyond_limits": f"{row['beyond']}{by_contact}", "caused": str(row["caused"]), "late_of": late}
 
 
 def _stop(row: Result) -> dict[str, str]:
-    """Median and largest time in seconds and way in millimetres."""
+    """Median and maximum stopping time in seconds and distance in millimetres."""
     if not row["stopped"]:
         return {"stop_s": "", "way_mm": ""}
     time = f"{row['time_s_median']:.2f} / {row['time_s_max']:.2f}"
@@ -611,9 +613,9 @@ def _stop(row: Result) -> dict[str, str]:
 
 
 def faults_by_kind(result: Result) -> str:
-    """A table with a row for each kind of fault, whatever it befell."""
-    head = ["what was tried", "runs", "beyond limits", "by the fault", "moved after its time"]
-    cells = [[*head, "longest stop, s", "longest way, mm"]]
+    """A table with one row per kind of fault, over all nodes and topics."""
+    head = ["fault", "runs", "beyond limits", "caused by the fault", "moved after the deadline"]
+    cells = [[*head, "max stop, s", "max distance, mm"]]
     for kind, words in _KINDS.items():
         rows = [row for row in result["faults"] if row["fault"].split()[0] == kind]
         names = ("runs", "beyond", "caused", "in_contact", "late", "promised")
@@ -651,25 +653,46 @@ def _device(device: Result) -> str:
 
 
 def _most(rows: list[Result], budget_s: float) -> str:
-    """The most robots whose picture is never older than a budget, but for a twentieth of the time."""
+    """The maximum number of robots whose image stays within an age budget for 95 % of the time."""
     kept = [row["robots"] for row in rows if row["age_p95_s"] <= budget_s]
     return f"{max(kept)}{'+' if max(kept) == rows[-1]['robots'] else ''}" if kept else "none"
 
 
 def _serving_under_load(result: Result) -> Result:
-    """With the numbers that its command line gives."""
+    """The result with the numbers from its command line."""
     command = result["command"]
     words = command[command.index("--") :].split()
     options = zip(words[::2], words[1::2], strict=True)
     return {
-        "tried": ", ".join(f"{name} {number}" for name, number in result["attacks"].items()),
+        "tried": ", ".join(f"{_label(name)} {number}" for name, number in result["attacks"].items()),
         "memory": ", ".join(f"{name} {kilobytes / 1e3:.0f} MB" for name, kilobytes in result["memory_kb"].items()),
         "load": f"{result['load_before']:.1f}",
         **{name.removeprefix("--").replace("-", "_"): f"{float(value):g}" for name, value in options},
     }
 
 
-# What a benchmark's part of the template needs beside the result itself.
+# Words and labels of recorded results, and what the page shows instead.
+_NEWER_WORDS = {"picture": "image", "pictures": "images", "told": "reported"}
+_LABELS = {
+    "another action, by a field that decides it": "different action, by a field that determines it",
+    "goes on": "continued",
+    "images that lie": "malformed images",
+    "lived": "survived",
+    "passed over": "ignored",
+    "passed over or bounded": "ignored or bounded",
+    "refused, and reported": "refused and reported",
+    "taken": "accepted",
+    "taken, and in force": "accepted and in force",
+}
+
+
+def _label(recorded: str) -> str:
+    """The words that the page shows for a label of a recorded result."""
+    label = re.sub(r"\w+", lambda word: _NEWER_WORDS.get(word[0], word[0]), recorded)
+    return _LABELS.get(label, label)
+
+
+# Fields that a benchmark's part of the template needs in addition to the result.
 VIEWS: Mapping[str, Callable[[Result], Result]] = {
     view.__name__.removeprefix("_"): view
     for view in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine with a frame always waiting: rate, latency, forwards and memory of one decoding mode."""
+"""The real engine with a frame always waiting: rate, latency, forwards and memory of a decoding mode."""
 
 import gc
 import itertools
@@ -30,11 +30,11 @@ from specvla_ros.models.quantization import RoundedLinear
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import DraftSettings
 
-_WARM = 12  # actions until a pipeline is full and knows how many requests it should hold
+_WARM = 12  # actions until a pipeline is full and has found its number of requests
 
 
 def make_engine(target: Target, settings: EngineSettings, trace: Trace | None = None, *, graphs: bool = True) -> Engine:
-    """A warm engine; with `trace`, accept lengths where random weights would accept nothing, once it is warm."""
+    """Returns a warmed-up engine; with `trace`, its accept lengths follow the trace."""
     engine = Engine(target, settings)
     if graphs:
         engine.warm_up()
@@ -47,18 +47,18 @@ def make_engine(target: Target, settings: EngineSettings, trace: Trace | None = 
 
 
 class Saturated:
-    """An engine with a frame always waiting: whenever it has room the next one is admitted.
+    """An engine with a frame always waiting: the next one is admitted whenever there is room.
 
-    Its images have just been prepared then, on a thread of their own, as a camera's callback does it.
+    Its images have just been prepared on a separate thread, as in a camera's callback.
 
     Args:
         now: the clock, in seconds.
         after_tick: called with each tick's work, before the clock is read for its outcomes.
 
     Attributes:
-        admitted_s: admission time of each frame, by its stamp and in order.
-        prepared_s: seconds spent before on its images, by its stamp.
-        waiting: the next frame; None when there is none left.
+        admitted_s: admission time of each frame by stamp, in order.
+        prepared_s: preparation time of each frame's images in seconds, by stamp.
+        waiting: the next frame; None if none is left.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Saturated:
         self.waiting, self._prepared = self._next()
 
     def tick(self) -> list[tuple[Outcome, float]]:
-        """A tick of the engine: its outcomes, each with the seconds since its frame was admitted."""
+        """Runs a tick and returns its outcomes, each with the seconds since its frame's admission."""
         if self.waiting is not None and self._engine.has_room:
             pictures, self.prepared_s[self.waiting.stamp_ns] = self._prepared.result()
             self.admitted_s[self.waiting.stamp_ns] = self._now()
@@ -85,14 +85,14 @@ class Saturated:
         self._after_tick(self._engine.last_work)
         return [(outcome, self._now() - self.admitted_s[outcome.observation.stamp_ns]) for outcome in outcomes]
 
-    def _next(self) -> tuple[Observation | None, "Future[tuple[Pictures | None, float]]"]:
-        """The next frame, and its pictures when they are ready."""
+    def _next(self) -> tuple[Observation | None, Future[tuple[Pictures | None, float]]]:
+        """The next frame and a future of its prepared images."""
         observation = next(self._frames, None)
         return observation, self._camera.submit(_prepared, self._engine.target, observation)
 
 
 def _prepared(target: Target, observation: Observation | None) -> tuple[Pictures | None, float]:
-    """The pictures of an observation, and the seconds that they took."""
+    """An observation's prepared images and the preparation time in seconds."""
     started = time.perf_counter()
     pictures = pictures_of(target, observation) if observation is not None else None
     if pictures is not None:
@@ -101,17 +101,17 @@ def _prepared(target: Target, observation: Observation | None) -> tuple[Pictures
 
 
 class Contestant(Protocol):
-    """What takes turns with others."""
+    """A contestant that takes turns with others."""
 
     def add_turn(self, actions: int) -> None:
-        """Times so many actions."""
+        """Times a number of actions."""
 
     def summary(self) -> dict[str, Any]:
-        """Figures of all turns."""
+        """Returns the figures over all turns."""
 
 
 def compete(contestants: Mapping[Any, Contestant], *, actions: int, repeats: int) -> dict[Any, dict[str, Any]]:
-    """The figures of contestants that take turns."""
+    """Lets contestants take turns and returns their figures."""
     for _ in range(repeats):
         for contestant in contestants.values():
             contestant.add_turn(actions)
@@ -119,7 +119,7 @@ def compete(contestants: Mapping[Any, Contestant], *, actions: int, repeats: int
 
 
 class EngineTurns:
-    """One decoding mode as a contestant. An engine and its memory live for a turn; with `keep`, for all turns."""
+    """A decoding mode as a contestant. Its engine and memory exist for one turn or, with `keep`, for all turns."""
 
     def __init__(
         self,
@@ -143,11 +143,11 @@ class EngineTurns:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Those of the last action."""
+        """The last action's tokens."""
         return self._actions[-1].tokens
 
     def add_turn(self, actions: int) -> None:
-        """Fills the pipeline, then times so many actions; what is in flight stays there between the two."""
+        """Fills the pipeline, then times a number of actions; frames in flight stay in flight in between."""
         device = str(self._policy.decoder.device)
         memory = GpuMemory(self._policy.model) if device.startswith("cuda") else None
         if memory is not None:
@@ -179,7 +179,7 @@ class EngineTurns:
         self._engine = engine if self._keep else None
 
     def _add(self, outcome: Outcome, seconds: float) -> bool:
-        """Whether it is an action; a frame may only be overtaken."""
+        """True if the outcome is an action; the only drop allowed is being overtaken."""
         if isinstance(outcome, Action):
             self._latency_s.append(seconds)
             self._actions.append(outcome)
@@ -190,7 +190,7 @@ class EngineTurns:
         return False
 
     def summary(self) -> dict[str, Any]:
-        """Figures for a result."""
+        """Returns the figures for a result."""
         records = [action.record for action in self._actions]
         return rate_and_latency(self._latency_s, self._rates_hz, self._peak_bytes) | {
             "image_age_s": statistics.median(self._ages_s),
@@ -203,12 +203,12 @@ class EngineTurns:
 
 
 def rate_and_latency(latency_s: Sequence[float], rates_hz: Sequence[float], peak_bytes: int | None) -> dict[str, Any]:
-    """Figures that every contestant has.
+    """Returns the figures that every contestant has.
 
     Args:
         latency_s: seconds of each action.
-        rates_hz: actions per second of each turn; their median is the rate.
-        peak_bytes: of the GPU's memory, weights included; of the KV cache on a CPU; None: unknown.
+        rates_hz: actions per second of each turn; the rate is their median.
+        peak_bytes: peak of GPU memory, including weights, or on a CPU size of the KV cache; None if unknown.
     """
     return {
         "action_rate_hz": statistics.median(rates_hz),
@@ -221,12 +221,12 @@ def rate_and_latency(latency_s: Sequence[float], rates_hz: Sequence[float], peak
 def mode_settings(
     mode: str, lengths: AcceptanceLengths, *, tokens: int, draft: DraftSettings, chunks: int = 1, in_order: bool = False
 ) -> EngineSettings:
-    """One mode's settings, with room for as many requests as it can use.
+    """Returns a mode's settings, with room for as many requests as it can use.
 
     Args:
-        tokens: tokens of an action; plain pipelining has a stage for each.
+        tokens: tokens per action; plain pipelining has one stage per token.
         chunks: forwards over which a prompt is spread.
-        in_order: whether no frame overtakes another.
+        in_order: do not let frames overtake each other.
     """
     stages = {"pipeline": tokens, "specpipe": 1 + int(np.ceil(lengths.verifications(tokens - 1)))}
     return EngineSettings(
@@ -242,31 +242,31 @@ def mode_settings(
 
 @dataclass
 class GpuMemory:
-    """Peaks of one contestant on a GPU where others keep theirs: the shared weights, and its own allocations."""
+    """Peak GPU memory of a contestant while others keep theirs: shared weights plus its own allocations."""
 
     model: nn.Module
 
     def __post_init__(self) -> None:
         self._weights = weight_bytes(self.model)
-        self._kept = 0  # of its own, from turns before
+        self._kept = 0  # its own bytes from previous turns
         self._before = 0
 
     def begin(self) -> None:
-        """To be called before a turn: gives back what nobody uses any more."""
+        """Releases unused memory; call it before a turn."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self._before = torch.cuda.memory_allocated()
 
     def end(self) -> int:
-        """The peak of the turn in bytes."""
+        """Returns the turn's peak in bytes."""
         mine = self._weights + self._kept - self._before
         self._kept += torch.cuda.memory_allocated() - self._before
         return torch.cuda.max_memory_allocated() + mine
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes that parameters, buffers and packed weights take; those without memory take none."""
+    """Returns the bytes of parameters, buffers and packed weights; those without storage count 0."""
     tensors = [*model.parameters(), *model.buffers()]
     packed = [module.packed for module in model.modules() if isinstance(module, RoundedLinear) and module.packed]
     stored = sum(_stored_bytes(tensor) for tensor in tensors if not tensor.is_meta)
@@ -274,7 +274,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """A quantised tensor says it has its original's dtype, and flattens to what it keeps."""
+    """Stored bytes of a tensor; a quantised one reports its original dtype and is flattened to its parts."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers on the same weights: its own class, and its generate as a contestant."""
+"""transformers on the same weights: its own model class, and its generate as a contestant."""
 
 import time
 from typing import Any
@@ -12,7 +12,7 @@ from benchmarks.saturated import GpuMemory, rate_and_latency
 from specvla_ros.models.config import DECODERS
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 
-_WARM = 2  # actions before a turn: a captured decode step is recorded in its second run
+_WARM = 2  # actions before a turn: a decode step is captured in its second run
 _SHARED = (
     "hidden_size",
     "intermediate_size",
@@ -28,7 +28,7 @@ _SHARED = (
 
 
 def transformers_decoder(decoder: PackedDecoder) -> Any:
-    """The same model as transformers computes it, in the decoder's dtype and on its device."""
+    """Returns transformers' model with the decoder's weights, dtype and device."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ def transformers_decoder(decoder: PackedDecoder) -> Any:
         **{name: getattr(shape, name) for name in _SHARED},
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
     )
-    with init_empty_weights():  # buffers, such as RoPE's, are made
+    with init_empty_weights():  # buffers such as RoPE's are still created
         model: Any = AutoModelForCausalLM.from_config(config)
     tensors = decoder_tensors(decoder)
     if shape.tie_word_embeddings:
@@ -49,11 +49,11 @@ def transformers_decoder(decoder: PackedDecoder) -> Any:
 
 
 class GenerateTurns:
-    """transformers' generate with the policy's weights: one action after the other.
+    """transformers' generate with the policy's weights, one action after the other.
 
     Args:
-        policy: the weights and the prompt.
-        compiled: whether the cache is static and the decode step compiled, as transformers does it where it can.
+        policy: provides weights and prompt.
+        compiled: use a static cache and transformers' own compiled decode step, where it supports one.
     """
 
     def __init__(self, policy: RandomPolicy, *, compiled: bool) -> None:
@@ -72,7 +72,7 @@ class GenerateTurns:
         self.tokens: tuple[int, ...] = ()
 
     def add_turn(self, actions: int) -> None:
-        """Times so many actions, after some that are not counted; the first of all compiles."""
+        """Times a number of actions after uncounted warm-up actions; the very first one compiles."""
         if self._skipped:
             return
         if self._on_gpu is not None:
@@ -80,7 +80,7 @@ class GenerateTurns:
         try:
             for _ in range(_WARM):
                 self._act()
-        except Exception as error:  # a compiler that fails must not end the comparison
+        except Exception as error:  # a compiler error must not end the comparison
             if not self._compiled:
                 raise
             self._skipped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -95,14 +95,14 @@ class GenerateTurns:
         self._peak_bytes = self._on_gpu.end() if self._on_gpu is not None else None
 
     def summary(self) -> dict[str, Any]:
-        """Figures for a result, or why there are none."""
+        """Returns the figures for a result, or the reason why there are none."""
         if self._skipped:
             return {"skipped": self._skipped}
         return rate_and_latency(self._latency_s, self._rates_hz, self._peak_bytes)
 
     @torch.no_grad()
     def _act(self) -> float:
-        """Seconds of one action; its tokens are read back, as an action's must be."""
+        """Seconds of one action, including the read-back of its tokens."""
         started = time.perf_counter()
         prompt = self._policy.prompt_embeddings(frame(1), (1,) * TEXT_TOKENS)
         mask = torch.ones(1, len(prompt), dtype=torch.int64, device=self._device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What packed attention competes with: torch's SDPA, FlexAttention and varlen attention, and flash-attn.
+"""Alternatives to packed attention: torch's SDPA, FlexAttention and varlen attention, and flash-attn.
 
-Each computes a batch of `kernel_cases.batches` from the same KV cache. What a batch needs once is made beforehand and
-not timed: masks, block masks, lists of lengths, and for the varlen kernels, which know no slots, the packed keys.
+Each computes a batch of `kernel_cases.batches` from the same KV cache. One-time preparations are not timed: masks,
+block masks, lengths, and the packed keys for the varlen kernels, which do not support slots.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ SDPA, FLEX, VARLEN, FLASH = "SDPA", "FlexAttention", "torch varlen", "flash-attn
 
 
 def contestants(batch: Batch, q: Tensor, cache: KVCache) -> Calls:
-    """Attention of one layer, by each; or why one cannot run here.
+    """Returns each contestant's attention of one layer, or why it cannot run here.
 
     Args:
-        batch: its layout says who sees whom.
+        batch: its layout defines the attention mask.
         q: [rows, heads, dim].
-        cache: filled.
+        cache: a filled cache.
     """
     made: Calls = {}
     for name, make in ((SDPA, _sdpa), (FLEX, _flex), (VARLEN, _varlen), (FLASH, _flash)):
         try:
             made[name] = make(batch, q, cache)
-        except Exception as error:  # absent, too old, or without kernels for the device
+        except Exception as error:  # missing, too old, or no kernels for the device
             made[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return made
 
@@ -44,7 +44,7 @@ def _stored(batch: Batch, cache: KVCache) -> list[tuple[Any, Tensor, Tensor, Ten
 
 
 def _sdpa(batch: Batch, q: Tensor, cache: KVCache) -> Callable[[], Tensor]:
-    """A call for each segment: torch has no kernel for segments of different lengths with masks."""
+    """One call per segment: torch has no kernel for masked segments of different lengths."""
     parts = _stored(batch, cache)
 
     def call() -> Tensor:
@@ -62,7 +62,7 @@ def _sdpa(batch: Batch, q: Tensor, cache: KVCache) -> Callable[[], Tensor]:
 
 
 def _flex(batch: Batch, q: Tensor, cache: KVCache) -> Callable[[], Tensor]:
-    """One compiled call over all slots of the cache, with a block mask."""
+    """One compiled call over all slots of the cache with a block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if not q.is_cuda:
@@ -89,7 +89,7 @@ def _lengths(batch: Batch, q: Tensor, cache: KVCache) -> tuple[Tensor, Tensor, T
     """Packed keys and values, ends of the segments' rows and keys, and the longest of each."""
     parts = _stored(batch, cache)
     if any(mask is not None for *_, mask in parts):
-        _refuse("a tree needs a mask, which it does not take")
+        _refuse("a tree needs a mask, which it does not support")
     k, v = torch.cat([k for _, k, _, _ in parts]), torch.cat([v for *_, v, _ in parts])
     rows, keys = [span.length for span, *_ in parts], [len(k) for _, k, _, _ in parts]
     ends = [torch.tensor([0, *n], device=q.device).cumsum(0).to(torch.int32) for n in (rows, keys)]
@@ -103,11 +103,11 @@ def _varlen(batch: Batch, q: Tensor, cache: KVCache) -> Callable[[], Tensor]:
         return _refuse("runs on a GPU only")
     k, v, q_ends, k_ends, q_most, k_most = _lengths(batch, q, cache)
     attend: Any = varlen_attn
-    # A single row sees every key: causal or not is the same, and some versions align it to the first key.
+    # A single row sees every key, so causality does not matter, and some versions align it to the first key.
     causal = q_most > 1
     try:
         attend(q, k, v, q_ends, k_ends, q_most, k_most, is_causal=causal)
-    except TypeError:  # newer ones say it by a window
+    except TypeError:  # newer versions take a window
         window = (-1, 0) if causal else (-1, -1)
         return lambda: attend(q, k, v, q_ends, k_ends, q_most, k_most, window_size=window)
     return lambda: attend(q, k, v, q_ends, k_ends, q_most, k_most, is_causal=causal)

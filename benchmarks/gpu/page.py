@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of the report: one HTML file that needs nothing else."""
+"""The report's page: one self-contained HTML file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -18,19 +18,15 @@ Rows = Sequence[Sequence[str]]
 
 
 def page(state: Mapping[str, Any]) -> str:
-    """The whole page.
-
-    Args:
-        state: of report.json.
-    """
+    """Returns the page for the content of report.json."""
     options, steps = state["options"], state["steps"]
     found = {name: entry["found"] for name, entry in steps.items()}
     where = found.get("environment", {}).get("environment", {}).get("hardware", options["device"])
     parts = [f"<h1>specvla_ros on {escape(str(where))}, {escape(options['sizes'])} shapes</h1>"]
     if options.get("dry_run"):
-        parts.append('<p class="warn">A dry run: no device was there, and no figure means anything.</p>')
+        parts.append('<p class="warn">A dry run without a device: the figures are meaningless.</p>')
     elif options["device"] == "cpu":
-        parts.append('<p class="warn">On a CPU, on references: it shows that the report works, and no more.</p>')
+        parts.append('<p class="warn">On a CPU, on references: this only shows that the report works.</p>')
     parts.append(_table(["step", "state", "seconds", ""], [_step(name, entry) for name, entry in steps.items()]))
     for name, (title, view) in _VIEWS.items():
         if found.get(name):
@@ -46,7 +42,7 @@ def _step(name: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Rows) -> str:
-    """Cells are HTML."""
+    """An HTML table; cells are HTML."""
     lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return (
         f"<table><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"
@@ -120,7 +116,7 @@ def _ticks(found: Mapping[str, Any]) -> str:
         times = [row["tick_s"], *(row["stages_s"][stage] for stage in stages), row["host_gap_s"]]
         gap = f"{row['host_gap_s'] / row['tick_s']:.0%}" if row["tick_s"] else ""
         rows.append([escape(name), *(f"{seconds * 1e3:.3f}" for seconds in times), gap])
-    text = "<p>Milliseconds per tick, on average; the gap is what lies between the stages on the device.</p>"
+    text = "<p>Mean milliseconds per tick; the gap is the device's time between the stages.</p>"
     return text + _table(["", "tick", *stages, "gap", "share"], rows)
 
 
@@ -193,14 +189,14 @@ def _soak(found: Mapping[str, Any]) -> str:
 
 
 _VIEWS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
-    "modes": ("Decoding modes on 640 × 480 pictures", _modes),
+    "modes": ("Decoding modes on 640 × 480 images", _modes),
     "chunks": ("Answers of five actions", _modes),
     "ticks": ("Inside a tick", _ticks),
     "tests": ("Tests on the device", _tests),
     "formats": ("Quantised weights", _modes),
     "graphs": ("CUDA graphs on and off", _modes),
     "gemm": ("Matrix products by rows and format", _gemm),
-    "attention": ("Attention and what competes with it", _attention),
+    "attention": ("Attention and its alternatives", _attention),
     "operators": ("Kernels and stages against the roofline", _operators),
     "soak": ("Soak", _soak),
     "vllm": ("vLLM's OpenVLA", _modes),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is worth measuring on a GPU, in one command, from a bare checkout.
+"""Measures everything of interest on a GPU with one command, from a bare checkout.
 
     python -m benchmarks.gpu.report --budget-s 540 --out report              # a GPU: OpenVLA-7B's shapes
     python -m benchmarks.gpu.report --device cpu --sizes tiny --out report   # this CPU: shows that it works
 
-Steps run one after the other in processes of their own, the most telling first, until the budget is used up. What is
-found is written at once: call it again with the same --out, and it goes on where it stopped, killed or not. --out then
-holds report.json, report.html and log.txt, and a file for the step under way.
+Steps run one after the other in separate processes, the most informative first, until the budget is used up. Results
+are written immediately: call it again with the same --out to resume, even after it was killed. --out holds report.json,
+report.html, log.txt, and a file for the current step.
 
 Exit code: 0: every step is done; 1: a step failed; 3: nothing was measured, the reason is on stderr; 4: the budget is
 used up and steps are left, call it again.
@@ -31,8 +31,8 @@ DONE, FAILED, CUT = "done", "failed", "cut off"
 REFUSED, LEFT = 3, 4
 _NEEDED = {"torch": "torch", "numpy": "numpy", "PIL": "pillow", "safetensors": "safetensors", "yaml": "pyyaml",
            "tokenizers": "tokenizers", "typer": "typer", "rich": "rich"}  # fmt: skip
-_LEAST_S = 5.0  # below which no step is begun
-_MOST_FAILURES = 2  # of a step that are tried again
+_LEAST_S = 5.0  # no step starts with less time left
+_MOST_FAILURES = 2  # attempts of a failing step
 _GRACE_S = 3.0
 
 
@@ -42,7 +42,7 @@ class Step:
 
     Args:
         name: as in steps.py.
-        limit_s: after so long it is cut off; it goes on with what is left in the next call.
+        limit_s: the step is cut off after this time and resumes in the next call.
     """
 
     name: str
@@ -66,14 +66,14 @@ STEPS = (
 
 
 def main() -> int:
-    """Runs what is left of the report, within the budget."""
+    """Runs the remaining steps of the report within the budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-s", type=float, default=540.0, help="seconds that this call may take")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the report")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="time limit of this call in seconds")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the report")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sizes", choices=("tiny", "1b", "7b"), default="7b", help="shapes of the policy")
-    parser.add_argument("--steps", default="", help=f"comma-separated, of {', '.join(step.name for step in STEPS)}")
-    parser.add_argument("--dry-run", action="store_true", help="on a GPU that is not there; nothing is computed")
+    parser.add_argument("--steps", default="", help=f"comma-separated: {', '.join(step.name for step in STEPS)}")
+    parser.add_argument("--dry-run", action="store_true", help="simulate a GPU; nothing is computed")
     given = parser.parse_args()
     missing = [package for module, package in _NEEDED.items() if util.find_spec(module) is None]
     if missing:
@@ -82,17 +82,17 @@ def main() -> int:
     wanted = given.steps.split(",") if given.steps else [step.name for step in STEPS]
     unknown = set(wanted) - {step.name for step in STEPS}
     if unknown:
-        parser.error(f"there is no step {', '.join(sorted(unknown))}")
+        parser.error(f"unknown step {', '.join(sorted(unknown))}")
     report = Report(given.out, {"device": given.device, "sizes": given.sizes, "dry_run": given.dry_run})
     return report.run([step for step in STEPS if step.name in wanted], time.monotonic() + given.budget_s)
 
 
 class Report:
-    """What was found so far, in a folder.
+    """The results so far, in a folder.
 
     Args:
-        folder: made if need be.
-        options: of all calls; a folder holds figures of one kind.
+        folder: created if missing.
+        options: the same for all calls on a folder.
     """
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
@@ -104,10 +104,10 @@ class Report:
         if self._file.exists():
             self._state = json.loads(self._file.read_text(encoding="utf-8"))
             if self._state["options"] != options:
-                sys.exit(f"gpu_report: {folder} holds a report of {self._state['options']}: name another --out")
+                sys.exit(f"gpu_report: {folder} holds a report of {self._state['options']}: choose another --out")
 
     def run(self, steps: list[Step], deadline: float) -> int:
-        """The steps that are not done, those that failed before last."""
+        """Runs the steps that are not done, previously failed ones last; returns the exit code."""
         left = [step for step in steps if not self._over(step.name)]
         for step in sorted(left, key=lambda each: self._state["steps"].get(each.name, {}).get("failures", 0)):
             if deadline - time.monotonic() < _LEAST_S:
@@ -128,7 +128,7 @@ class Report:
     def _run(self, step: Step, limit_s: float) -> int:
         entry = self._state["steps"].setdefault(step.name, {"seconds": 0.0, "failures": 0, "found": {}})
         part = self._folder / f"{step.name}.json"
-        if not part.exists():  # else it is of a call that was killed, and newer
+        if not part.exists():  # otherwise it is newer, from a call that was killed
             part.write_text(json.dumps(entry["found"]), encoding="utf-8")
         print(f"gpu_report: {step.name}, at most {limit_s:.0f} s", flush=True)
         started = time.monotonic()
@@ -150,7 +150,7 @@ class Report:
         return code or 0
 
     def _head(self) -> dict[str, Any]:
-        """What the results page says of a report, see results_gpu.py."""
+        """The header that the results page shows for a report, see results_gpu.py."""
         steps = self._state["steps"]
         found = steps.get("environment", {}).get("found", {}).get("environment", {})
         options = " ".join(f"--{name} {self._options[name]}" for name in ("device", "sizes"))
@@ -162,7 +162,7 @@ class Report:
         return head | {name: found[name] for name in ("git_revision", "hardware", "dtype", "versions") if name in found}
 
     def _call(self, step: Step, part: Path, limit_s: float) -> int | None:
-        """Its exit code; None where it was cut off."""
+        """Runs a step; returns its exit code, or None if it was cut off."""
         module = "support.gpu_dry_run" if self._options["dry_run"] else "benchmarks.gpu.steps"
         command = [sys.executable, "-m", module, step.name, "--out", str(part)]
         command += ["--device", self._options["device"], "--sizes", self._options["sizes"]]
@@ -173,7 +173,7 @@ class Report:
         with self._log.open("ab") as log:
             log.write(f"\n== {step.name}\n".encode())
             log.flush()
-            # A group of its own, so that what it started ends with it.
+            # A separate process group, so that its child processes end with it.
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
             try:
                 code = process.wait(max(1.0, limit_s))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of report.py, which runs each in a process of its own; what one finds is in its file at once."""
+"""The steps of report.py, each run in a separate process; a step writes every figure to its file immediately."""
 
 import argparse
 import json
@@ -51,7 +51,7 @@ from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.settings import DraftSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-REFUSED = 3  # exit code: figures of this machine would be of the references
+REFUSED = 3  # exit code: the figures would be those of the references
 CHUNK = 35  # tokens of five actions
 _GEMM_ROWS = (1, 8, 16, 64, 128, 192, 256, 320, 384)
 _TESTS = {
@@ -75,10 +75,10 @@ class Job:
 
     Args:
         size: name of the shapes.
-        short: the fewest repetitions that show that it runs.
-        file: for its figures.
-        found: figures that are there already.
-        fake: the device is not there, see test/support/gpu_dry_run.py.
+        short: use the minimum number of repetitions, to show that it runs.
+        file: the file for the figures.
+        found: figures that already exist.
+        fake: the device is simulated, see test/support/gpu_dry_run.py.
     """
 
     device: str
@@ -90,25 +90,25 @@ class Job:
     fake: bool = False
 
     def lacks(self, name: str) -> bool:
-        """Whether a figure is still to be found."""
+        """True if a figure is missing."""
         return name not in self.found
 
     def put(self, name: str, figure: Any) -> None:
-        """Writes it down at once."""
+        """Adds a figure and writes the file immediately."""
         self.found[name] = figure
         part = self.file.with_name(f"{self.file.name}.part")
         part.write_text(json.dumps(self.found), encoding="utf-8")
         os.replace(part, self.file)
 
     def repeats(self, usual: int) -> int:
-        """How often something is timed."""
+        """Number of repetitions of a timing."""
         if self.fake:
             return 1
         return min(2, usual) if self.short else usual
 
 
 def environment(job: Job) -> None:
-    """What it ran on: versions, driver, clocks, power."""
+    """Records the environment: versions, driver, clocks, power."""
     versions = {}
     for name in _LIBRARIES:
         try:
@@ -135,7 +135,7 @@ def environment(job: Job) -> None:
 
 
 def smi() -> dict[str, str] | str:
-    """What the driver says of the first GPU now; or why nothing."""
+    """The driver's current values for the first GPU, or why there are none."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={_SMI}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -147,7 +147,7 @@ def smi() -> dict[str, str] | str:
 
 
 def tests(job: Job) -> None:
-    """The repository's own tests of kernels, captures and engine, on the device; a fixed seed."""
+    """Runs the repository's tests of kernels, captures and engine on the device, with a fixed seed."""
     if util.find_spec("pytest") is None or util.find_spec("hypothesis") is None:
         job.put("skipped", "pytest and hypothesis are missing: pip install pytest pytest-xdist hypothesis")
         return
@@ -179,7 +179,7 @@ def _tested(paths: list[str], workers: list[str]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def gemm(job: Job) -> None:
-    """A layer's four products by rows and format, launched from a graph, operands in memory."""
+    """Times a layer's four products by rows and format, launched from a graph, with operands in memory."""
     timer = ColdTimer(job.device, job.repeats(21))
     layer = first_layer(_decoder(job, layers=1))
     for name in ("qkv", "out", "gate_up", "down"):
@@ -201,7 +201,7 @@ def gemm(job: Job) -> None:
 
 
 def _products(x: Tensor, weight: Tensor) -> dict[str, Callable[[], object]]:
-    """The product in each format; what a device lacks says so when it is called."""
+    """The product in each format; one that the device does not support fails when called."""
     device, (columns, depth) = x.device, weight.shape
     whole = torch.randint(-127, 128, (columns, depth), dtype=torch.int8, device=device)
     scales = torch.ones(columns, device=device)
@@ -229,7 +229,7 @@ def _products(x: Tensor, weight: Tensor) -> dict[str, Callable[[], object]]:
 
 @torch.inference_mode()
 def operators(job: Job) -> None:
-    """Every kernel and stage beside its reference and the measured roofline."""
+    """Times every kernel and stage, with its reference and the measured roofline."""
     timer, decoder = ColdTimer(job.device, job.repeats(15)), _decoder(job)
     limits = kernels.limits(decoder, job.device)
     job.put("limits", limits.as_json())
@@ -240,7 +240,7 @@ def operators(job: Job) -> None:
 
 @torch.inference_mode()
 def attention(job: Job) -> None:
-    """Packed attention beside what others have for it."""
+    """Times packed attention and its alternatives."""
     timer, decoder = ColdTimer(job.device, job.repeats(21)), _decoder(job, layers=1)
     cache = filled_cache(decoder)
     for batch in batches(decoder):
@@ -261,11 +261,11 @@ def attention(job: Job) -> None:
 
 
 def modes(job: Job) -> None:
-    """Every mode on 640 x 480 pictures beside transformers' generate, taking turns; one engine per mode."""
+    """Times every mode on 640 x 480 images and transformers' generate, taking turns; one engine per mode."""
     with _policy(job) as policy:
         contestants: dict[str, Contestant] = {}
         if job.fake:
-            job.put("transformers", {"skipped": "its answers are read from tensors, which have no numbers here"})
+            job.put("transformers", {"skipped": "its answers are read from tensors, which hold no values in a dry run"})
         else:
             contestants |= _generates(policy)
         for name, settings in _modes(job).items():
@@ -274,14 +274,14 @@ def modes(job: Job) -> None:
 
 
 def chunks(job: Job) -> None:
-    """Answers of five actions, one after the other and beside each other."""
+    """Times answers of five actions, sequential and overlapping."""
     with _policy(job, CHUNK) as policy:
         chosen = {name: each for name, each in _modes(job, CHUNK).items() if name in ("ar", "spec", "specpipe", "auto")}
         _compete(job, {name: _engine(job, policy, settings) for name, settings in chosen.items()})
 
 
 def graphs(job: Job) -> None:
-    """Modes with CUDA graphs and without, taking turns."""
+    """Times modes with and without CUDA graphs, taking turns."""
     with _policy(job) as policy:
         chosen = {name: settings for name, settings in _modes(job).items() if name in ("ar", "spec", "specpipe")}
         contestants: dict[str, Contestant] = {}
@@ -292,14 +292,14 @@ def graphs(job: Job) -> None:
 
 
 def formats(job: Job) -> None:
-    """Modes on quantised weights beside the same on weights as they are."""
+    """Times modes on quantised and unquantised weights."""
     with _policy(job) as policy:
         contestants: dict[str, Contestant] = {}
         for kind in QUANTIZATIONS:
             try:
                 mine = policy if kind == "none" else quantized(policy, kind)
                 tried = _engine(job, mine, _modes(job)["ar"])
-                tried.add_turn(1)  # some formats only say when they multiply that they cannot
+                tried.add_turn(1)  # some formats fail only when they multiply
             except Exception as error:
                 job.put(kind, {"skipped": str(error) or type(error).__name__})
                 continue
@@ -313,7 +313,7 @@ def formats(job: Job) -> None:
 
 
 def ticks(job: Job) -> None:
-    """Times inside a tick: vision, forward, verification, draft by events, and what the device waits for the host."""
+    """Times vision, forward, verification and draft inside a tick by events, and the device's wait for the host."""
     with _policy(job) as policy:
         for name, settings in _modes(job).items():
             if job.lacks(name):
@@ -323,14 +323,14 @@ def ticks(job: Job) -> None:
 
 
 class _Marks:
-    """Spans of a device's time: events on a GPU, the clock on a CPU."""
+    """Time spans on a device: events on a GPU, the clock on a CPU."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device == "cuda"
         self.spans: list[tuple[str, Any, Any]] = []
 
     def now(self) -> Any:
-        """A moment."""
+        """Returns a time mark."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -338,11 +338,11 @@ class _Marks:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two moments that are over."""
+        """Seconds between two past marks."""
         return float(start.elapsed_time(end)) * 1e-3 if self._on_gpu else end - start
 
     def spanning(self, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, with its span noted."""
+        """Wraps a call so that its span is recorded."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             start = self.now()
@@ -390,9 +390,9 @@ def _stages(engine: Engine, job: Job) -> dict[str, Any]:
 
 
 def soak(job: Job) -> None:
-    """Every mode by itself and switching at random: frames end once, no slot leaks, the tokens are the plain ones."""
+    """Soaks every mode and random switching: frames end once, no slot leaks, tokens equal plain decoding's."""
     if job.fake:
-        job.put("skipped", "its checks need numbers, which a dry run has not")
+        job.put("skipped", "its checks need numbers, which a dry run does not have")
         return
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "soak.json"
@@ -406,7 +406,7 @@ def soak(job: Job) -> None:
 
 
 def vllm(job: Job) -> None:
-    """VLLM's own OpenVLA with random weights, one picture after the other."""
+    """Times vLLM's own OpenVLA with random weights, one image after the other."""
     if util.find_spec("vllm") is None:
         job.put("skipped", "vllm is not installed: pip install vllm")
         return
@@ -414,7 +414,7 @@ def vllm(job: Job) -> None:
 
     try:
         job.put("vllm", seconds_per_action(SIZES[job.size], frame(1), TOKENS, job.repeats(20)))
-    except Exception as error:  # its interfaces move
+    except Exception as error:  # its interfaces change
         job.put("skipped", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
@@ -433,7 +433,7 @@ def _decoder(job: Job, layers: int = 0) -> Any:
 
 @contextmanager
 def _policy(job: Job, tokens: int = TOKENS) -> Iterator[RandomPolicy]:
-    """With vision, on pictures that its image processor resizes."""
+    """A policy with vision, whose image processor resizes the images."""
     with tempfile.TemporaryDirectory() as directory:
         yield random_policy(
             Path(directory),
@@ -477,7 +477,7 @@ def _generates(policy: RandomPolicy) -> dict[str, Contestant]:
 
 
 def _compete(job: Job, contestants: Mapping[str, Contestant]) -> None:
-    """Turns of all, written down after each turn: what is cut off has fewer of them."""
+    """Lets all take turns and records after each turn; a step that is cut off has fewer turns."""
     actions = 1 if job.fake else 2 if job.short else 20
     for _ in range(job.repeats(5)):
         for name, contestant in list(contestants.items()):
@@ -495,18 +495,18 @@ def _refuse(why: str) -> None:
 
 
 def check(device: str, dtype: torch.dtype) -> None:
-    """Ends the process where a GPU was asked for and the figures would be of something else."""
+    """Ends the process if a GPU was requested but the figures would not be a GPU's."""
     if device != "cuda":
         return
     if not torch.cuda.is_available():
-        _refuse("there is no CUDA GPU; --device cpu shows that the report works, on the references")
+        _refuse("no CUDA GPU found; --device cpu shows that the report works, on the references")
     why = why_no_kernels(torch.device("cuda", 0), dtype)
     if why:
         _refuse(f"references are not timed on a GPU: {why}")
 
 
 def main(*, fake: bool = False) -> None:
-    """Runs one step; `fake`: the device is not there, see test/support/gpu_dry_run.py."""
+    """Runs one step; `fake`: the device is simulated, see test/support/gpu_dry_run.py."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's OpenVLA in the shapes that are timed, with weights that it makes up: one action after the other.
+"""vLLM's OpenVLA in the timed shapes, with its dummy weights: one action after the other.
 
-Written against vLLM's documentation; it has not run where vLLM is installed.
+Written against vLLM's documentation; it has not been run with vLLM installed.
 """
 
 import json
@@ -19,7 +19,7 @@ from specvla_ros.models.observation import Observation
 
 
 def seconds_per_action(size: Size, observation: Observation, tokens: int, repeats: int) -> dict[str, Any]:
-    """Latencies of actions, after two that are not counted."""
+    """Returns the latencies of actions after two uncounted ones."""
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as directory:
@@ -51,7 +51,7 @@ def seconds_per_action(size: Size, observation: Observation, tokens: int, repeat
 
 
 def _write_config(directory: Path, size: Size) -> None:
-    """As OpenVLA's own config.json has it."""
+    """Writes config.json as OpenVLA's own."""
     llama = size.llama
     config = {
         "model_type": "openvla",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ActionFlow's tables and figures by the emulated devices: breakdown, layouts, depth of the pipeline, lengths.
+"""ActionFlow's tables and figures on emulated devices: breakdown, KV layouts, pipeline depth, lengths.
 
 python -m benchmarks.papers.actionflow
 
-OpenVLA-7B's shapes, plain decoding, a frame always waiting. The engine's own scheduler is driven with the stage times
-of the devices' tables (specvla_ros/lab/planning): derived, nothing is measured here. What the paper's authors measured
-(Dai et al., arXiv 2512.20276) is in benchmarks/papers/published.json.
+OpenVLA-7B's shapes, plain decoding, a frame always waiting. The engine's own scheduler runs with the stage times of the
+devices' tables (specvla_ros/lab/planning): derived, nothing is measured here. The measurements of the paper (Dai et
+al., arXiv 2512.20276) are in benchmarks/papers/published.json.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ _NONE = AcceptanceLengths("nothing is drafted", (1.0,))
 
 def main(
     context: typer.Context,
-    tokens: Annotated[str, typer.Option(help="Comma-separated: tokens of an answer.")] = "7,16,24,32",
+    tokens: Annotated[str, typer.Option(help="Tokens per answer, comma-separated.")] = "7,16,24,32",
     prompts: Annotated[
-        str, typer.Option(help="Comma-separated: rows of the prompt, 256 of them the image's; the paper prints none.")
+        str, typer.Option(help="Prompt rows, comma-separated, including 256 of the image; the paper gives none.")
     ] = "272,290,320,384",
     out: Out = RESULTS / "actionflow.json",
 ) -> None:
-    """Derives every figure."""
+    """Derives all figures."""
     answers, rows = (tuple(map(int, text.split(","))) for text in (tokens, prompts))
     devices = {name: _device(name, answers, rows) for name in DEVICES}
     finish(result_head(context) | of_devices(DEVICES) | {"devices": devices}, out)
@@ -54,9 +54,9 @@ def _device(name: str, answers: Sequence[int], prompts: Sequence[int]) -> dict[s
 
 
 def _breakdown(device: Device) -> dict[str, dict[str, float]]:
-    """Seconds of one answer of plain decoding (figure 2a), and of one tick of a full pipeline, by what takes them.
+    """Breakdown in seconds of one answer of plain decoding (figure 2a) and of one tick of a full pipeline.
 
-    `layers` is what each layer takes whatever its size, the paper's bubbles among it; the others are without it.
+    `layers` is the fixed time of every layer, including the paper's bubbles; the other parts exclude it.
     """
     others, rows = _MODEL.action_tokens - 1, _MODEL.prompt_rows
     first = forward_parts(Forward(rows, image=True), _MODEL, WeightFormat.NONE, device.value_bytes)
@@ -94,7 +94,7 @@ def _of_layers(parts: Sequence[Part], device: Device) -> float:
 
 
 def _layouts(device: str) -> list[dict[str, Any]]:
-    """Frames per second with keys and values gathered, shifted, and left where they are, beside what was published."""
+    """Frames per second with keys and values gathered, shifted and left in place, with the published figures."""
     printed = {each.work: each for each in published() if each.device == device and "table 1" in each.source}
     shift = printed["pipeline"]
     rows = [
@@ -117,7 +117,7 @@ def _lengths(tokens: int, rows: int, device: Device) -> dict[str, Any]:
 
 
 def _depths(tokens: int) -> list[int]:
-    """Frames in flight: 1 is plain decoding, as many as tokens is ActionFlow."""
+    """Numbers of frames in flight: 1 is plain decoding, the number of tokens is ActionFlow."""
     return [*(depth for depth in (1, 2, 3, 4, 8, 16) if depth < tokens), tokens]
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others measured and published, beside what the emulated devices' tables give for the same work.
+"""Compares published measurements with the emulated devices' tables for the same work.
 
 python -m benchmarks.papers.emulation
 
-Nothing runs here: each published figure (benchmarks/papers/published.json) stands beside what the device's table
-(specvla_ros/lab/planning/devices) gives for the same work, with the error of the time.
+Nothing runs here: each published figure (benchmarks/papers/published.json) is compared with the time from the device's
+table (specvla_ros/lab/planning/devices), and the time error is given.
 """
 
 import json
@@ -32,7 +32,7 @@ from specvla_ros.models.config import DecoderShape, VisionTowerConfig
 from specvla_ros.models.settings import WeightFormat
 
 _TABLE = Path(__file__).with_name("published.json")
-_FLOW_STEPS, _FLOW_ROWS = 10, 64  # of pi0 as realtime-vla times it: a chunk of 63, and the state
+_FLOW_STEPS, _FLOW_ROWS = 10, 64  # of pi0 as timed by realtime-vla: a chunk of 63, and the state
 
 
 def main(context: typer.Context, out: Out = RESULTS / "emulation.json") -> None:
@@ -52,33 +52,33 @@ def main(context: typer.Context, out: Out = RESULTS / "emulation.json") -> None:
 
 @dataclass(frozen=True)
 class Figure:
-    """One published measurement, and the work that it is of."""
+    """A published measurement and the work that it covers."""
 
     system: str  # the software that ran
-    device: str  # of the package's devices
+    device: str  # name in the package's device tables
     model: str
-    weights: str  # a weight format of ours; activations as it has them
+    weights: str  # one of this package's weight formats, which also determines the activations
     work: str  # one of _WORK: answer, pipeline, gathered, packed, token, prompt or flow
     value: float
     unit: str  # ms, frames/s or tokens/s
     source: str
-    use: str  # fitted: it decided a device's efficiency; predicted: it did not, and is met; compared: it is not claimed
+    use: str  # fitted: used to set a device's efficiency; predicted: not used, and met; compared: not claimed
     rows: int  # of the prompt, or before the token
     tokens: int = 1  # of an answer
-    beside_ms: float = 0.0  # of what is not emulated, as published
-    band_percent: float | None = None  # the error of the time that is claimed at most; None: none is claimed
+    beside_ms: float = 0.0  # published time of parts that are not emulated
+    band_percent: float | None = None  # maximum time error that is claimed; None: no claim
 
     @property
     def published_s(self) -> float:
-        """Seconds of one answer, tick, token or prompt."""
+        """The published seconds of one answer, tick, token or prompt."""
         return self.value / 1e3 if self.unit == "ms" else 1.0 / self.value
 
     def emulated_s(self) -> float:
-        """The same on the device's table."""
+        """The emulated seconds of the same work."""
         return _WORK[self.work](self, read_device(self.device)) + self.beside_ms / 1e3
 
     def as_json(self) -> dict[str, Any]:
-        """The figure, its emulation in the same unit, and the error of the time [%]; above 0: too slow."""
+        """Returns the figure, its emulation in the same unit, and the time error [%]; positive: too slow."""
         seconds = self.emulated_s()
         return asdict(self) | {
             "emulated": seconds * 1e3 if self.unit == "ms" else 1.0 / seconds,
@@ -87,19 +87,19 @@ class Figure:
 
 
 def full_pipeline(prompt_rows: int, tokens: int) -> Forward:
-    """ActionFlow's tick: the newest frame's image and prompt, and a token of each of the `tokens` - 1 older frames."""
+    """Returns ActionFlow's tick: the newest frame's prompt and a token of each of the `tokens` - 1 older frames."""
     others = tokens - 1
     prefix_rows = others * prompt_rows + sum(range(others))
     return Forward(prompt_rows, image=True, trees=others, nodes=others, prefix_rows=prefix_rows)
 
 
 def published() -> tuple[Figure, ...]:
-    """All figures of the table."""
+    """Returns all published figures."""
     return tuple(Figure(**row) for row in json.loads(_TABLE.read_text(encoding="utf-8")))
 
 
 def _gemma(width: int, mlp: int) -> DecoderShape:
-    """18 layers of Gemma 2B's shape (openpi, models/gemma.py); of its output head 2048 rows are kept."""
+    """18 layers of Gemma 2B's shape (openpi, models/gemma.py), with 2048 rows of its output head."""
     return DecoderShape(
         vocab_size=2048,
         hidden_size=width,
@@ -140,7 +140,7 @@ def _forward_s(figure: Figure, device: Device, forward: Forward) -> float:
 
 
 def _answer_s(figure: Figure, device: Device) -> float:
-    """Image and prompt, then a forward for each further token."""
+    """Image and prompt, then a forward per further token."""
     return _forward_s(figure, device, Forward(figure.rows, image=True)) + sum(
         _forward_s(figure, device, Forward(trees=1, nodes=1, prefix_rows=figure.rows + token))
         for token in range(figure.tokens - 1)
@@ -148,25 +148,25 @@ def _answer_s(figure: Figure, device: Device) -> float:
 
 
 def _pipeline_s(figure: Figure, device: Device) -> float:
-    """A tick with as many frames in flight as an answer has tokens: one prompt, and a token of each of the others.
+    """A tick with as many frames in flight as an answer has tokens: one prompt, and a token of each other frame.
 
-    ActionFlow then moves the keys and values of the others by a copy in memory (its section 3.3), which our engine does
-    not; it is counted here, since it was measured there.
+    ActionFlow then copies the keys and values of the other frames in memory (its section 3.3). Our engine does not, but
+    the copy is counted here because the published measurement includes it.
     """
     return _full_tick_s(figure, device) + _copy_s(figure, device, _prefix_rows(figure))
 
 
 def _gathered_s(figure: Figure, device: Device) -> float:
-    """The same where the frames' keys and values are gathered before the forward, and what it wrote is taken back.
+    """The same tick with the frames' keys and values gathered before the forward, and new rows copied back after it.
 
-    "Naive Pipe" of ActionFlow's table 1; what its CPU coordinates and waits for is not known and not counted.
+    "Naive Pipe" of ActionFlow's table 1; its CPU coordination and waits are unknown and not counted.
     """
     written = figure.rows + figure.tokens - 1
     return _full_tick_s(figure, device) + _copy_s(figure, device, _prefix_rows(figure) + written)
 
 
 def _full_tick_s(figure: Figure, device: Device) -> float:
-    """The same where nothing is copied, as in our engine: nobody published that."""
+    """The same tick without copies, as in our engine; there is no published figure."""
     return _forward_s(figure, device, full_pipeline(figure.rows, figure.tokens))
 
 
@@ -176,7 +176,7 @@ def _prefix_rows(figure: Figure) -> int:
 
 
 def _copy_s(figure: Figure, device: Device, rows: int) -> float:
-    """Keys and values of so many rows, each read once and written once."""
+    """Seconds of reading and writing the keys and values of `rows` rows once."""
     moved = 2.0 * rows * _MODELS[figure.model].kv_values * device.value_bytes
     return Part("copy", moved, 0.0, 1).seconds(device, device.efficiency)
 
@@ -190,7 +190,7 @@ def _prompt_s(figure: Figure, device: Device) -> float:
 
 
 def _flow_s(figure: Figure, device: Device) -> float:
-    """pi0: the images, their rows through the language model, then the action expert, once per step of its flow."""
+    """pi0: the images, their rows through the language model, then the action expert once per flow step."""
     images = figure.rows / _SIGLIP.patches
     image_s = vision_part(_GEMMA, device.value_bytes).seconds(device, device.efficiency)
     prompt_s = _forward_s(figure, device, Forward(figure.rows, prompt_ends=False))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLy on a real language model: what its window, gate, chain and multi-level drafting give, beside transformers.
+"""FLy on a real language model: its window, gate, chain and multi-level drafting, compared with transformers.
 
     python -m benchmarks.papers.smollm smollm2
     python -m benchmarks.papers.smollm_draft smollm2 smollm2-draft
     python -m benchmarks.papers.fly --target smollm2 --draft smollm2-draft
 
-Every prompt of fly_prompts.json is answered greedily by this engine plainly, strictly and with FLy, and by
-transformers' generate on the same weights, taking turns prompt by prompt. Strict rows must have plain decoding's
-tokens, or there is no result. A run that was cut short goes on with the prompts that are missing.
+Every prompt of fly_prompts.json is answered greedily by this engine (plain, strict and with FLy) and by transformers'
+generate on the same weights, taking turns prompt by prompt. Strict rows must have plain decoding's tokens, otherwise
+there is no result. An interrupted run resumes with the missing prompts.
 """
 
 import hashlib
@@ -53,19 +53,19 @@ from specvla_ros.speculation.tree import Tree
 
 PROMPTS = Path(__file__).with_name("fly_prompts.json")
 FORWARDS_GOAL, RECOVERY_GOAL = 1 / 3, 0.99
-# Between two logits: float32 sums in another order move SmolLM2's by less than 1e-4 (oracle smollm_generate_a).
+# Logit gap: another order of float32 sums changes SmolLM2's logits by less than 1e-4 (oracle smollm_generate_a).
 TIE = 1e-3
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One contestant's answer to one prompt.
+    """A contestant's answer to a prompt.
 
     Args:
-        run: its seconds are the median over the turns.
+        run: the run; its seconds are the median over the turns.
         surprise: negative log-likelihood of the answer under the target, nats.
-        as_plain: tokens that equal plain decoding's at the same position.
-        right: whether the answer is correct; None: unknown.
+        as_plain: number of tokens equal to plain decoding's at the same position.
+        right: True if the answer is correct; None: unknown.
     """
 
     run: Run
@@ -77,15 +77,15 @@ class Answered:
 def main(
     context: typer.Context,
     target: Annotated[Path, typer.Option(help="Directory of the language model.")] = Path("smollm2"),
-    draft: Annotated[Path, typer.Option(help="Directory of its draft model.")] = Path("smollm2-draft"),
-    tokens: Annotated[int, typer.Option(help="Of an answer, at most.", min=2)] = 64,
-    lengths: Annotated[str, typer.Option(help="Comma-separated: tokens of a draft (K).")] = "5,10,15,25",
-    per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 6,
-    repeats: Annotated[int, typer.Option(help="Turns of each contestant at each prompt.", min=1)] = 1,
+    draft: Annotated[Path, typer.Option(help="Directory of the draft model.")] = Path("smollm2-draft"),
+    tokens: Annotated[int, typer.Option(help="Maximum length of an answer.", min=2)] = 64,
+    lengths: Annotated[str, typer.Option(help="Tokens per draft (K), comma-separated.")] = "5,10,15,25",
+    per_kind: Annotated[int, typer.Option(help="Prompts per kind.", min=1)] = 6,
+    repeats: Annotated[int, typer.Option(help="Turns of each contestant per prompt.", min=1)] = 1,
     work: Work = Path("fly-benchmark"),
     out: Out = RESULTS / "fly_cpu.json",
 ) -> None:
-    """Answers the prompts that are missing, with every contestant."""
+    """Answers the missing prompts with every contestant."""
     chains = [int(k) for k in lengths.split(",")]
     model, drafting = _load(target), _load(draft)
     asked = _prompts(per_kind)
@@ -96,7 +96,7 @@ def main(
     parts = work / _digest([weights, asked, tokens, repeats, list(rivals)])
     files = [parts / f"{number:02d}.json" for number in range(len(asked))]
     if not all(file.exists() for file in files):
-        for rival in rivals.values():  # what is met for the first time is slower
+        for rival in rivals.values():  # the first run is slower
             rival.answer(ids[0])
     answered = [
         answers_to(model, rivals, prompt, prompt_ids, repeats, file)
@@ -120,12 +120,12 @@ def main(
 def _load(directory: Path) -> TextTarget:
     model = load_target(directory, device="cpu", dtype="float32")
     if not isinstance(model, TextTarget):
-        raise UserError(f"{directory} is no language model")
+        raise UserError(f"{directory} is not a language model")
     return model
 
 
 def _prompts(per_kind: int) -> list[dict[str, str]]:
-    """The first few of each kind."""
+    """The first `per_kind` prompts of each kind."""
     left: dict[str, int] = {}
     found = []
     for prompt in json.loads(PROMPTS.read_text(encoding="utf-8")):
@@ -147,10 +147,10 @@ def answers_to(
     repeats: int,
     file: Path,
 ) -> dict[str, Answered]:
-    """All contestants' answers to one prompt, from the file where they are there; else they are added to it.
+    """Returns all contestants' answers to a prompt, read from the file or added to it.
 
     Raises:
-        UserError: an answer that must be plain decoding's is not.
+        UserError: An answer that must equal plain decoding's does not.
     """
     if file.exists():
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -175,10 +175,10 @@ def judge(
     ids: Sequence[int],
     runs: Mapping[str, Sequence[Run]],
 ) -> dict[str, Answered]:
-    """The worth of the answers beside plain decoding's.
+    """Judges the answers against plain decoding's.
 
     Raises:
-        UserError: an answer that must be plain decoding's is not.
+        UserError: An answer that must equal plain decoding's does not.
     """
     plain = runs[PLAIN][0].tokens
     _, margins = score(target, ids, plain)
@@ -198,13 +198,13 @@ def judge(
 
 
 def check_same(name: str, answer: Sequence[int], plain: Sequence[int], margins: Sequence[float]) -> None:
-    """Checks that an answer is plain decoding's up to a tie, after which the two may differ.
+    """Checks that an answer equals plain decoding's up to a tie, after which they may differ.
 
     Args:
-        margins: of the target's two best logits at each token of `plain`.
+        margins: gap between the target's two largest logits at each token of `plain`.
 
     Raises:
-        UserError: it is not.
+        UserError: The answer differs before a tie.
     """
     for at, (ours, theirs) in enumerate(zip(answer, plain, strict=False)):
         if ours != theirs:
@@ -217,9 +217,9 @@ def check_same(name: str, answer: Sequence[int], plain: Sequence[int], margins: 
 
 @torch.inference_mode()
 def score(target: TextTarget, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, list[float]]:
-    """The answer's negative log-likelihood under the target, nats, and the margin of the two best logits at each token.
+    """Returns the answer's negative log-likelihood under the target, in nats, and each token's margin.
 
-    One forward over prompt and answer.
+    The margin is the gap between the two largest logits. Takes one forward over prompt and answer.
     """
     rows = torch.tensor([*prompt, *answer[:-1]])
     cache = new_cache(target.decoder, slots=1, slot_rows=len(rows))
@@ -230,10 +230,10 @@ def score(target: TextTarget, prompt: Sequence[int], answer: Sequence[int]) -> t
 
 
 def summarise(answered: Sequence[Mapping[str, Answered]], is_ours: Mapping[str, bool]) -> list[dict[str, Any]]:
-    """The rows of the result, over all prompts; both arguments are by contestant.
+    """Returns the result's rows over all prompts; both arguments are by contestant.
 
-    τ is FLy's mean accepted length: tokens that one verification commits, the target's own counted (its 15.59 of
-    K = 15 without a window can be nothing else).
+    τ is FLy's mean accepted length: tokens committed per verification, including the target's own (the paper's 15.59
+    for K = 15 without a window leaves no other reading).
     """
     plain = _perplexity(each[PLAIN] for each in answered)
     rows = []
@@ -266,13 +266,13 @@ def summarise(answered: Sequence[Mapping[str, Answered]], is_ours: Mapping[str, 
 
 
 def _perplexity(answers: Iterable[Answered]) -> float:
-    """Of the answers under the target, by token."""
+    """Perplexity per token of the answers under the target."""
     sums = [(each.surprise, len(each.run.tokens)) for each in answers]
     return math.exp(sum(surprise for surprise, _ in sums) / sum(tokens for _, tokens in sums))
 
 
 def time_ratio(answered: Sequence[Mapping[str, Answered]], first: str, second: str) -> dict[str, float]:
-    """The first contestant's time per token over the second's: geometric mean over the prompts, 95 % interval."""
+    """Returns the first contestant's time per token over the second's: geometric mean and 95 % interval."""
     return mean_ratio([_token_s(each[first]) / _token_s(each[second]) for each in answered])
 
 
@@ -281,9 +281,9 @@ def _token_s(answered: Answered) -> float:
 
 
 def forwards_goal(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether some row of ours takes at most a third of plain decoding's forwards at 99 % recovery or more.
+    """Checks for one of our rows with at most a third of plain decoding's forwards and at least 99 % recovery.
 
-    Recovery is that of the perplexity and of the answers that are right; plain decoding takes a forward per token.
+    Recovery applies to the perplexity and to the number of right answers; plain decoding takes a forward per token.
     """
     right = next(row["right"] for row in rows if row["name"] == PLAIN)
     kept = [
@@ -297,16 +297,16 @@ def forwards_goal(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def time_goal(answered: Sequence[Mapping[str, Answered]], lengths: Sequence[int]) -> dict[str, Any]:
-    """Whether strict decoding is faster than transformers' assisted generation with the same drafts, for every K."""
+    """Checks that strict decoding is faster than transformers' assisted generation with the same drafts for every K."""
     ratios = {str(k): time_ratio(answered, assisted(k), f"strict, K {k}") for k in lengths}
     return {"ratios": ratios, "reached": all(ratio["low"] > 1 for ratio in ratios.values())}
 
 
 @torch.inference_mode()
 def gate_seconds(target: TextTarget, k: int, repeats: int = 50) -> dict[str, float]:
-    """Seconds of choosing and committing a path of a chain of k, by rule: medians, taking turns.
+    """Returns median seconds to choose and commit a path of a chain of k by rule, taking turns.
 
-    The difference is what gate and window cost.
+    The difference is the cost of gate and window.
     """
     decoder = target.decoder
     vocab = decoder.config.vocab_size

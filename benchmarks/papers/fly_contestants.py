@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes turns in the FLy benchmark: this engine by its settings, and transformers' generate on the same weights."""
+"""Contestants of the FLy benchmark: this engine with its settings, and transformers' generate on the same weights."""
 
 import time
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ PRESET = "fly-paper"
 PAPER = PRESETS[PRESET]
 K, WINDOW, THETA = (PAPER[name] for name in ("draft.model_tokens", "acceptance.fly_window", "acceptance.fly_theta"))
 LOOKUP = PAPER["draft.model_lookup_tokens"]
-_WINDOWS, _THETAS = (0, 2, 4), (0.0, 0.15)  # beside the paper's own, each varied alone as in its ablation
-_LONGEST_MATCH = 3  # ids that transformers' prompt lookup looks for: as many as ours
+_WINDOWS, _THETAS = (0, 2, 4), (0.0, 0.15)  # in addition to the paper's own, each varied separately as in its ablation
+_LONGEST_MATCH = 3  # maximum match of transformers' prompt lookup in ids, the same as ours
 
 
 @dataclass(frozen=True)
 class Run:
-    """One answer, and what it took.
+    """An answer and its cost.
 
     Args:
-        tokens: of the answer, its end token included.
-        seconds: from the prompt's ids to these.
-        forwards: of the target, the prompt's included.
+        tokens: the answer's tokens, including its end token.
+        seconds: time from the prompt's ids to the tokens.
+        forwards: forwards of the target, including the prompt's.
         verifications: forwards of the target that verified a draft, or could have.
-        verified: tokens that these committed, the target's own included.
-        draft_forwards: of the draft model.
-        deferred: tokens that are not the target's own choice, and that FLy let pass.
+        verified: tokens committed by these, including the target's own.
+        draft_forwards: forwards of the draft model.
+        deferred: tokens that FLy accepted although they are not the target's own choice.
     """
 
     tokens: tuple[int, ...]
@@ -51,22 +51,22 @@ class Run:
 
 
 class Contestant(Protocol):
-    """Who answers a prompt.
+    """A contestant that answers prompts.
 
     Attributes:
-        loose: whether its answers may be others than plain decoding's.
+        loose: True if its answers may differ from plain decoding's.
     """
 
     @property
     def loose(self) -> bool: ...
 
     def answer(self, prompt: Sequence[int]) -> Run:
-        """The answer to a prompt's ids."""
+        """Answers a prompt's ids."""
 
 
 @dataclass(frozen=True)
 class Ours:
-    """The engine; those that draft alike share one."""
+    """The engine as a contestant; contestants with the same drafting share one."""
 
     engine: Engine
     settings: EngineSettings
@@ -98,7 +98,7 @@ class Ours:
 
 
 class Counted:
-    """A model of transformers, and how often it has run."""
+    """A transformers model with a count of its forwards."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -111,9 +111,9 @@ class Counted:
 
 @dataclass(frozen=True)
 class Generate:
-    """transformers' own generate, greedy; every forward of it verifies what was drafted, the prompt's too.
+    """transformers' own generate, greedy; each of its forwards verifies a draft, including the prompt's.
 
-    The draft model drafts always k tokens: no schedule, and no threshold of confidence that ends a draft.
+    The draft model always drafts k tokens: there is no schedule, and no confidence threshold that ends a draft.
     """
 
     target: Counted
@@ -144,7 +144,7 @@ class Generate:
 
 
 def our_settings(draft: Path, *, tokens: int, longest_prompt: int, lengths: Sequence[int]) -> dict[str, EngineSettings]:
-    """The settings of this engine by the row's name, plain decoding first; `lengths`: K of the drafted chains."""
+    """Returns this engine's settings by row name, plain decoding first; `lengths`: K of the drafted chains."""
     sizes: dict[str, Any] = {"max_reasoning_tokens": tokens, "max_text_tokens": longest_prompt}
 
     def chain(k: int, *, lookup: int = 0, **others: Any) -> EngineSettings:
@@ -180,7 +180,7 @@ def our_settings(draft: Path, *, tokens: int, longest_prompt: int, lengths: Sequ
 def contestants(
     target: TextTarget, draft: TextTarget, settings: dict[str, EngineSettings], lengths: Sequence[int]
 ) -> dict[str, Contestant]:
-    """Who takes part, by the row's name."""
+    """Returns the contestants by row name."""
     engines: dict[tuple[str, DraftSettings], Engine] = {}
     found: dict[str, Contestant] = {}
     for name, chosen in settings.items():
@@ -190,7 +190,7 @@ def contestants(
         found[name] = Ours(engines[drafts_like], chosen)
     tokens = settings[PLAIN].max_reasoning_tokens
     ends = sorted(target.codec.end_ids)
-    # As padding, another id than an end token would be hidden from the assistant wherever it stands in a prompt.
+    # Any other padding id than an end token would be masked from the assistant wherever it occurs in a prompt.
     options = {"max_new_tokens": tokens, "eos_token_id": ends, "pad_token_id": ends[0]}
     theirs, drafting = (Counted(transformers_decoder(each.decoder)) for each in (target, draft))
     found["transformers, plain"] = Generate(theirs, options)
@@ -202,5 +202,5 @@ def contestants(
 
 
 def assisted(k: int) -> str:
-    """The name of transformers' assisted generation."""
+    """Returns the row name of transformers' assisted generation."""
     return f"transformers, assisted, K {k}"

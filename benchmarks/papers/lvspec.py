@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LVSpec, its drafters, its baselines and its sweeps (arXiv 2604.05650), on a policy that writes text before it acts.
+"""LVSpec (arXiv 2604.05650) with its drafters, baselines and sweeps, on a policy that writes text before it acts.
 
 python -m benchmarks.speculation.text_policy --out text-policy
 python -m benchmarks.speculation.text_policy --layers 2 --out text-2
 python -m benchmarks.speculation.text_policy --layers 1 --out text-1
 python -m benchmarks.papers.lvspec --text-policy text-policy --draft-policies text-2,text-1 --episodes 20 --workers 2
 
-Self-SD of the paper: the policy drafts a chain for itself with a tenth of the image's tokens, evenly spaced. Std.-SD: a
-smaller one of its family drafts. All rows have the same starts. Success at the simulated table is the judge.
+The paper's Self-SD: the policy drafts a chain for itself with a tenth of the image's tokens, evenly spaced. Std.-SD: a
+smaller model of its family drafts. All rows have the same starts. Success at the simulated table is the judge.
 """
 
 import json
@@ -40,7 +40,7 @@ from specvla_ros.speculation.rules.registry import RuleContext, rule
 from specvla_ros.speculation.settings import AcceptanceSettings, adjusted
 
 K = 10  # drafted tokens, section 4
-_FLY = dict(fly_window=4, fly_theta=0.2)  # appendix C: W for this K, theta as for all models but Qwen2.5-VL-32B
+_FLY = dict(fly_window=4, fly_theta=0.2)  # appendix C: W for this K, theta as for all models except Qwen2.5-VL-32B
 _TIMED_FRAMES = 16
 
 
@@ -60,23 +60,23 @@ PAPER = engine_settings_from(**PRESET, draft_self_tokens=K)
 
 
 def loosened(name: str, **values: Any) -> Setting:
-    """LVSpec with other values of its own parameters."""
+    """Returns LVSpec with changed parameters."""
     return Setting(name, replace(PAPER, acceptance=adjusted(PAPER.acceptance, **values)))
 
 
 def drafted(name: str, acceptance: AcceptanceSettings, **values: Any) -> Setting:
-    """Another rule, and other values of the drafter's parameters."""
+    """Returns a setting with another rule and changed drafter parameters."""
     return Setting(name, replace(PAPER, acceptance=acceptance, draft=adjusted(PAPER.draft, **values)))
 
 
 def by_lot(share: float) -> Setting:
-    """Random relaxation; it takes the share of LVSpec's loose tokens, so that as many are loose."""
+    """Returns random relaxation with LVSpec's share of loose tokens."""
     name = f"random relaxation, {share:g}"
     return drafted(name, adjusted(AcceptanceSettings("random"), **{"random.share": share}))
 
 
 def by_embeddings() -> Setting:
-    """LVSpec by the embeddings of tokens and image; its numbers are LVSpec's own."""
+    """Returns LVSpec with the relevance from token and image embeddings and LVSpec's own parameters."""
     unshifted = adjusted(PAPER.acceptance, lvspec_shift=0)
     return Setting(
         "by embeddings, without shift", replace(PAPER, acceptance=replace(unshifted, rule="lvspec_embeddings"))
@@ -84,7 +84,7 @@ def by_embeddings() -> Setting:
 
 
 def by_smaller(directory: Path) -> list[Setting]:
-    """A smaller policy of the family as the draft model, strictly and with LVSpec."""
+    """Returns settings with a smaller policy of the family as the draft model, strict and with LVSpec."""
     layers = read_checkpoint_json(directory / "config.json").inner("text_config").whole("num_hidden_layers")
     drafts = engine_settings_from(**PRESET, draft_model=str(directory), draft_model_tokens=K)
     name = f"{layers}-layer draft model"
@@ -94,7 +94,7 @@ def by_smaller(directory: Path) -> list[Setting]:
 LVSPEC = Setting("LVSpec", PAPER)
 NO_SHIFT = loosened("LVSpec without shift", lvspec_shift=0)
 STRICT, FLY = AcceptanceSettings(), adjusted(AcceptanceSettings("fly"), **_FLY)
-# By what a table shows; a setting that is in several runs once. Tables 2, 3 and 6 of the paper are without the shift.
+# Settings by table; a setting in several tables runs once. The paper's tables 2, 3 and 6 are without the shift.
 TABLES = {
     "LVSpec and its baselines (the paper's tables 1 and 2, figure 7)": [
         Setting("plain", replace(PAPER, mode="ar", acceptance=STRICT)),
@@ -129,15 +129,15 @@ SIZES = "Sizes of the draft model (the paper's Std.-SD and appendix D)"
 
 def main(
     context: typer.Context,
-    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 20,
+    episodes: Annotated[int, typer.Option(help="Episodes per task.", min=1)] = 20,
     seed: Seed = 0,
     workers: Workers = 2,
     text_policy: Annotated[Path, typer.Option(help="Directory of the text policy.")] = Path("text-policy"),
-    draft_policies: Annotated[str, typer.Option(help="Comma-separated: directories of smaller ones.")] = "",
+    draft_policies: Annotated[str, typer.Option(help="Directories of smaller policies, comma-separated.")] = "",
     work: Work = Path("lvspec-benchmark"),
     out: Out = RESULTS / "lvspec.json",
 ) -> None:
-    """Runs the episodes that are missing, with every setting."""
+    """Runs the missing episodes with every setting."""
     base = SimulateSettings(text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     smaller = [setting for name in draft_policies.split(",") if name for setting in by_smaller(Path(name))]
@@ -159,7 +159,7 @@ def main(
 
 
 def _described(policy: Target, directory: Path) -> dict[str, Any]:
-    """Whose figures these are."""
+    """Description of the measured policy."""
     card = json.loads((directory / "card.json").read_text(encoding="utf-8"))
     return {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")} | {
         "weights": weights_digest(directory),
@@ -176,7 +176,7 @@ def _row(row: SweepRow, policy: Target, frames: Sequence[Observation]) -> dict[s
 
 @dataclass
 class RuleClock:
-    """A rule, and the seconds that its decisions took."""
+    """Wraps a rule and times its decisions in seconds."""
 
     rule: AcceptanceRule
     seconds: float = 0.0
@@ -190,7 +190,7 @@ class RuleClock:
         return self.rule.needs_visual
 
     def accept(self, verification: Verification) -> Acceptance:
-        """As the rule does; a CPU is through with it when it returns."""
+        """Calls the rule and times it; on a CPU the work is finished on return."""
         started = time.perf_counter()
         accepted = self.rule.accept(verification)
         self.seconds += time.perf_counter() - started
@@ -198,7 +198,7 @@ class RuleClock:
 
 
 def rule_share(policy: Target, settings: EngineSettings, frames: Sequence[Observation]) -> float:
-    """Share of a frame's ticks that the rule takes, vision and drafting included; median of the frames, on a CPU."""
+    """Returns the rule's share of a frame's ticks, including vision and drafting: median over frames, on a CPU."""
     engine = Engine(policy, settings)
     engine.warm_up()
     clock = RuleClock(engine.verifier.rule)

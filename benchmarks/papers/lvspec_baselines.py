@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LVSpec is compared with in its paper (arXiv 2604.05650): mismatches accepted by lot, relevance of embeddings."""
+"""Baselines of the LVSpec paper (arXiv 2604.05650): random acceptance of mismatches, relevance from embeddings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.accept import Acceptance, AcceptReason, Verification
 from specvla_ros.speculation.rules.lvspec import LVSpec
 
-# Constants of splitmix64's last step, as signed numbers.
+# Constants of splitmix64's last step as signed numbers.
 _FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 _STEP = 1_000_003
 _BITS = 53
@@ -21,22 +21,22 @@ _BITS = 53
 
 @dataclass(frozen=True)
 class RandomRelaxation:
-    """Random relaxation (figure 7): accepts what the target chose itself, and each mismatch with the same probability.
+    """Random relaxation (figure 7): accepts the target's own choice, and each mismatch with the same probability.
 
-    The lot is drawn from the seed and from what is judged: the target's largest logit at the position, bit by bit, the
-    token and its depth. So an episode is the same in whichever process and after whichever other it runs, which a
-    generator with a state would not give; no two positions share their logits.
+    The random number is a hash of the seed, the bits of the target's largest logit at the position, the token and its
+    depth. An episode is therefore reproducible in any process and any order, unlike with a stateful generator. No two
+    positions share their logits.
 
-    What is accepted by lot is reported as IRRELEVANT, as LVSpec's own loose tokens are.
+    Randomly accepted tokens are reported as IRRELEVANT, like LVSpec's own loose tokens.
     """
 
     share: float = parameter(0.7, "Probability with which a mismatch is accepted.", minimum=0.0, maximum=1.0)
-    seed: int = parameter(0, "Of the lots.", minimum=0, maximum=1 << 30)
+    seed: int = parameter(0, "Seed of the random acceptance.", minimum=0, maximum=1 << 30)
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Node by node; nothing depends on the path."""
+        """Judges each node separately, independently of the path."""
         exact = verification.exact
         accepted = exact | (_lots(verification, self.seed) < self.share)
         reasons = torch.where(exact, int(AcceptReason.EXACT), int(AcceptReason.IRRELEVANT))
@@ -44,7 +44,7 @@ class RandomRelaxation:
 
 
 def _lots(verification: Verification, seed: int) -> Tensor:
-    """Float64 [requests, n], even over [0, 1)."""
+    """Float64 [requests, n], uniform over [0, 1)."""
     trees = verification.trees
     bits = verification.logits.amax(dim=-1).to(torch.float32).view(torch.int32).to(torch.int64)
     judged = verification.of_nodes(bits).gather(1, trees.parents.clamp(min=0))
@@ -56,12 +56,12 @@ def _lots(verification: Verification, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class EmbeddingRelevance:
-    """LVSpec by embeddings (table 6): the drafted tokens' and the image's as they go in, not as hidden states come out.
+    """LVSpec with the relevance from the input embeddings of drafted tokens and image, not hidden states (table 6).
 
     Args:
-        rule: LVSpec with its numbers.
-        embed: token ids to embeddings.
-        image: embeddings of the image that the projector gave last, [image_tokens, hidden]; one frame at a time.
+        rule: LVSpec with its parameters.
+        embed: maps token ids to embeddings.
+        image: the projector's last output, [image_tokens, hidden]; one frame at a time.
     """
 
     rule: LVSpec
@@ -77,7 +77,7 @@ class EmbeddingRelevance:
 
     @staticmethod
     def of_target(rule: LVSpec, target: Target) -> "EmbeddingRelevance":
-        """For a policy of OpenVLA's architecture."""
+        """Creates the rule for a policy of OpenVLA's architecture."""
         image = LastOutput()
         target.model.projector.register_forward_hook(image.keep)  # type: ignore[attr-defined]
         return EmbeddingRelevance(rule, target.decoder.embed_tokens, image)
@@ -85,10 +85,10 @@ class EmbeddingRelevance:
 
 @dataclass
 class LastOutput:
-    """What a module gave last."""
+    """The last output of a module."""
 
     value: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def keep(self, _module: Any, _inputs: Any, output: Tensor) -> None:
-        """A forward hook."""
+        """Keeps the output; a forward hook."""
         self.value = output

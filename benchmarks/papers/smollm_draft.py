@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model for a language model: its own first layers, taught to say what the whole model says.
+"""A draft model for a language model: its own first layers, distilled on the whole model's answers.
 
     pip install -r requirements/train.txt
     python -m benchmarks.papers.smollm smollm2
     python -m benchmarks.papers.smollm_draft smollm2 smollm2-draft
 
-The target answers prompts (`seeds`) greedily, and with what is left of the answers sampled. Its first layers,
-followed by its final norm and head, then learn the target's distribution after each prefix of these answers, by
-cross-entropy, with AdamW; embeddings and head stay as they are. About ten minutes on two CPU cores with nothing beside
-it; a training that was cut short goes on from its last validation.
+The target answers the prompts (`seeds`) once greedily; the remaining answers are sampled. Its first layers, followed by
+its final norm and head, are then trained on the target's distribution after each prefix of these answers, with
+cross-entropy and AdamW; embeddings and head are frozen. Takes about ten minutes on two otherwise idle CPU cores. An
+interrupted training resumes from its last validation.
 """
 
 import json
@@ -45,12 +45,11 @@ from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 _ANSWERS = "answers.safetensors"
 _GENERATED_AT_ONCE = 32
 _TEMPERATURE = 0.7
-_HELD_OUT = 16  # one prompt in so many, with all answers to it
+_HELD_OUT = 16  # one prompt in 16 is held out, with all its answers
 _WARM_UP = 30
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
-# What the target is asked: of the kinds of the FLy benchmark (fly_prompts.json); a test holds that none of its prompts
-# is here.
+# The target's prompts, of the same kinds as the FLy benchmark's (fly_prompts.json); a test checks that none is in both.
 _TOPICS = (
     "rivers", "volcanoes", "bread", "bicycles", "bees", "the Moon", "magnets", "trains", "clouds", "chess",
     "whales", "paper", "glass", "winter", "gardens", "lighthouses", "earthquakes", "maps", "music", "clocks",
@@ -96,14 +95,14 @@ _REWRITE = (
 
 @dataclass(frozen=True)
 class DraftTraining:
-    """How the first layers are taught."""
+    """Training settings of the first layers."""
 
     layers: int = 8
     answers: int = 1024
-    tokens: int = 64  # of an answer, at most
+    tokens: int = 64  # maximum length of an answer
     steps: int = 360
-    batch_size: int = 8  # answers of one step
-    learning_rate: float = 1e-3  # its peak, after a warm-up; it falls to 0 along a cosine
+    batch_size: int = 8  # answers per step
+    learning_rate: float = 1e-3  # peak after a warm-up; cosine decay to 0
     validate_every: int = 60
     seed: int = 0
 
@@ -113,19 +112,19 @@ class DraftTraining:
 
 @dataclass(frozen=True)
 class Validation:
-    """How well the draft says what the target says, on answers to prompts that it has not seen."""
+    """Agreement of the draft with the target on answers to held-out prompts."""
 
     step: int
     loss: float  # cross-entropy with the target's distribution, nats
-    agreement: float  # share of the target's greedy choices that are the draft's too
+    agreement: float  # share of the target's greedy choices that the draft makes too
     seconds: float
 
 
 def first_layers(decoder: PackedDecoder, layers: int) -> PackedDecoder:
-    """A decoder of a decoder's first layers, with copies of its weights; a UserError where it has no more layers."""
+    """Returns a decoder's first layers as a decoder with copied weights; UserError unless fewer than its own."""
     config = decoder.config
     if layers >= config.num_hidden_layers:
-        raise UserError(f"the target has {config.num_hidden_layers} layers: a draft of it has fewer, not {layers}")
+        raise UserError(f"the target has {config.num_hidden_layers} layers: a draft of it needs fewer, not {layers}")
     first = PackedDecoder(replace(config, num_hidden_layers=layers)).to(decoder.dtype)
     if config.tie_word_embeddings:
         first.lm_head.weight = first.embed_tokens.weight
@@ -137,7 +136,7 @@ def first_layers(decoder: PackedDecoder, layers: int) -> PackedDecoder:
 
 
 def write_first_layers(out: Path, directory: Path, draft: PackedDecoder) -> None:
-    """Writes the directory that `draft.model` takes; the weights last, so that one without them is incomplete."""
+    """Writes a directory for `draft.model`; the weights come last, so that an unfinished one is incomplete."""
     out.mkdir(parents=True, exist_ok=True)
     for name in _COPIED:
         if (directory / name).exists():
@@ -148,12 +147,12 @@ def write_first_layers(out: Path, directory: Path, draft: PackedDecoder) -> None
 
 
 def answer_prompts(target: TextTarget, training: DraftTraining) -> dict[str, Tensor]:
-    """The target's own answers to the seeds: the first to each greedily, more of them sampled.
+    """Returns the target's own answers to the seeds: the first answer to each is greedy, further ones are sampled.
 
     Returns:
-        `ids` int64 [answers, rows], prompt and answer, padded on the right; `prompts` int64 [answers], ids of each
-        prompt; `lengths` int64 [answers], ids of each answer, its end token included; `states` float32
-        [answers, tokens, hidden], the target's last hidden states, after the final norm, before each of them.
+        `ids` int64 [answers, rows], prompt and answer, padded on the right; `prompts` int64 [answers], length of each
+        prompt; `lengths` int64 [answers], length of each answer including its end token; `states` float32
+        [answers, tokens, hidden], the target's last hidden state before each token, after the final norm.
     """
     torch.manual_seed(training.seed)
     model = transformers_decoder(target.decoder)
@@ -175,7 +174,7 @@ def answer_prompts(target: TextTarget, training: DraftTraining) -> dict[str, Ten
 def _answers(
     model: Any, prompts: Sequence[Sequence[int]], end_ids: frozenset[int], tokens: int, sampled: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """One batch of `answer_prompts`."""
+    """A batch of `answer_prompts`."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -210,7 +209,7 @@ def _answers(
 
 
 class DraftLoss(nn.Module):
-    """Cross-entropy of the draft with the target's distribution, mean over the answers' tokens."""
+    """Cross-entropy of the draft with the target's distribution, averaged over the answers' tokens."""
 
     def __init__(self, draft: PackedDecoder) -> None:
         super().__init__()
@@ -219,7 +218,7 @@ class DraftLoss(nn.Module):
             kept.requires_grad_(False)
 
     def logits(self, ids: Tensor, prompts: Tensor, lengths: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft's logits and the target's of all tokens of all answers, [n, vocab] each; see `answer_prompts`."""
+        """Returns the draft's and the target's logits for all answer tokens, [n, vocab] each; see `answer_prompts`."""
         ids = ids[:, : int((prompts + lengths).max())]
         rows = torch.arange(ids.shape[1], device=ids.device)
         at = torch.arange(int(lengths.max()), device=ids.device)
@@ -283,19 +282,19 @@ class _DraftTask:
 
 
 def train_draft_model(directory: Path, out: Path, training: DraftTraining) -> list[Validation]:
-    """Has a language model answer, teaches its first layers, and writes them as a directory of their own.
+    """Collects a language model's answers, trains its first layers on them, and writes these as a separate directory.
 
     Raises:
-        UserError: `out` holds a model already, or the state of another training.
+        UserError: `out` already holds a model, or the state of another training.
     """
     from accelerate import Accelerator
 
     if (out / "model.safetensors").exists():
-        raise UserError(f"{out} holds a model already; choose another directory")
+        raise UserError(f"{out} already holds a model; choose another directory")
     accelerator = Accelerator(mixed_precision=precision())
     target = load_target(directory, device=str(accelerator.device), dtype="float32")
     if not isinstance(target, TextTarget):
-        raise UserError(f"{directory} is no language model")
+        raise UserError(f"{directory} is not a language model")
 
     def answer() -> None:
         (out / STATE_DIRECTORY).mkdir(parents=True, exist_ok=True)
@@ -316,12 +315,12 @@ def _show(progress: Progress[Validation]) -> None:
 def main(
     target: Annotated[Path, typer.Argument(help="Directory of the language model.")] = Path("smollm2"),
     out: Annotated[Path, typer.Argument(help="Directory to write.")] = Path("smollm2-draft"),
-    layers: Annotated[int, typer.Option(help="Of the target, from the first on.")] = DraftTraining.layers,
-    answers: Annotated[int, typer.Option(help="Of the target, to learn from.", min=2)] = DraftTraining.answers,
-    tokens: Annotated[int, typer.Option(help="Of an answer, at most.")] = DraftTraining.tokens,
-    steps: Annotated[int, typer.Option(help="Of the optimiser.")] = DraftTraining.steps,
+    layers: Annotated[int, typer.Option(help="Number of the target's first layers.")] = DraftTraining.layers,
+    answers: Annotated[int, typer.Option(help="Training answers of the target.", min=2)] = DraftTraining.answers,
+    tokens: Annotated[int, typer.Option(help="Maximum length of an answer.")] = DraftTraining.tokens,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = DraftTraining.steps,
 ) -> None:
-    """Make a draft model of a language model's first layers."""
+    """Make a draft model from a language model's first layers."""
     started = time.monotonic()
     training = DraftTraining(layers=layers, answers=answers, tokens=tokens, steps=steps)
     validations = train_draft_model(target, out, training)
@@ -329,7 +328,7 @@ def main(
 
 
 def seeds(rng_seed: int) -> list[str]:
-    """Prompts as they go into the tokenizer, each once, in an order that the seed decides."""
+    """Returns the prompts as tokenizer input, each once, in an order determined by the seed."""
     asked = [form.format(topic) for form, topic in product(_ABOUT, _TOPICS)]
     asked += [f"Write a Python function that {what}." for what in _FUNCTIONS]
     asked += [f"Count from {first} to {first + 15}." for first in range(2, 60, 3)]
@@ -345,7 +344,7 @@ def seeds(rng_seed: int) -> list[str]:
 
 
 def chat(question: str) -> str:
-    """A question in SmolLM2's chat format, without a system turn, up to where its answer begins."""
+    """Returns a question in SmolLM2's chat format, without a system turn, up to the start of the answer."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spec-VLA's tables 1 to 3 and figures 4 and 5, of the nano policy: one threshold for all tokens, the paper's tree.
+"""Spec-VLA's tables 1 to 3 and figures 4 and 5 for the nano policy: one threshold for all tokens, the paper's tree.
 
 python -m benchmarks.papers.spec_vla --episodes 20 --workers 2
 
-`decode.preset: spec-vla-paper` with each threshold r in bins, beside tolerances in millimetres and degrees with the
-same tree, and plain decoding, all on the same starts and on the same frames.
+`decode.preset: spec-vla-paper` with each threshold r in bins, tolerances in millimetres and degrees with the same tree,
+and plain decoding, all on the same starts and on the same frames.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,17 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.accept import AcceptReason
 
-PAPERS_R = 9  # on three of LIBERO's suites
+PAPERS_R = 9  # on three LIBERO suites
 _CASE_FRAMES = 200
 
 
 def threshold(r: int) -> EngineSettings:
-    """The paper's settings with another threshold, in bins, for every token."""
+    """Returns the paper's settings with another threshold in bins, for every token."""
     return engine_settings_from(mode="spec", preset="spec-vla-paper", acceptance_bins=(r,), acceptance_gripper_bins=r)
 
 
 def settings(thresholds: Sequence[int]) -> list[Setting]:
-    """Plain decoding, then speculation with each threshold, then with each tolerance."""
+    """Returns plain decoding, then speculation with each threshold and with each tolerance."""
     tree = threshold(0)
     relaxed = [Setting(f"r = {r}", threshold(r)) for r in thresholds]
     bounded = [
@@ -51,14 +51,14 @@ def settings(thresholds: Sequence[int]) -> list[Setting]:
 
 def main(
     context: typer.Context,
-    thresholds: Annotated[str, typer.Option(help="Comma-separated: r in bins.")] = "0,1,3,5,7,9,11,13,15",
+    thresholds: Annotated[str, typer.Option(help="Thresholds r in bins, comma-separated.")] = "0,1,3,5,7,9,11,13,15",
     episodes: Episodes = 20,
     seed: Seed = 0,
     workers: Workers = 2,
     work: Work = Path("spec-vla-benchmark"),
     out: Out = RESULTS / "spec_vla.json",
 ) -> None:
-    """Runs the episodes that are missing, with every threshold."""
+    """Runs the missing episodes with every threshold."""
     policy = nano_policy()
     chosen = settings([int(r) for r in thresholds.split(",")])
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
@@ -77,7 +77,7 @@ def main(
 
 
 def _case(policy: Target) -> dict[str, Any]:
-    """One action forward by forward (figure 5), of the frame where the paper's threshold saves most forwards."""
+    """An action, forward by forward (figure 5), for the frame where the paper's threshold saves the most forwards."""
     strict, relaxed = (Engine(policy, threshold(r)) for r in (0, PAPERS_R))
     best: tuple[Action, Action] | None = None
     for number, frame in enumerate(islice(simulation_source(policy, FRAME_FIRST_SEED), _CASE_FRAMES)):
@@ -98,7 +98,7 @@ def _case(policy: Target) -> dict[str, Any]:
 
 
 def _forwards(action: Action) -> list[list[dict[str, Any]]]:
-    """Per forward the tokens that it committed: id, bins from the target's own choice, and why it was taken."""
+    """Tokens committed per forward: id, distance to the target's own choice in bins, and reason of acceptance."""
     record = action.record
     tokens = [
         {"token": token, "bins_off": off, "why": AcceptReason(why).name.lower()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model without vision, of transformers' `...ForCausalLM`: to measure drafters and acceptance rules on text.
+"""A language model without vision (`...ForCausalLM` of transformers), to measure drafters and rules on text.
 
-The instruction is the prompt as it stands; the camera images are ignored. Importing this module makes `load_target`
-take such a model.
+The instruction is the verbatim prompt; camera images are ignored. Importing this module registers such models with
+`load_target`.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +35,8 @@ class TextCodec(WrittenChunkCodec):
     """A codec whose answers are text; an action has no dimensions. See `Codec`.
 
     Args:
-        end_ids: the token ids that end an answer, and belong to it.
-        max_tokens: length of the longest answer.
+        end_ids: the token ids that end an answer and are part of it.
+        max_tokens: maximum length of an answer.
     """
 
     WRITES: ClassVar[str] = "text"
@@ -53,9 +53,9 @@ class TextCodec(WrittenChunkCodec):
         return ActionIds(self.vocab_size, self.vocab_size, bins=1)
 
     def with_text(self, max_text: int) -> "TextCodec":
-        """The codec for answers of up to `max_text` tokens; a UserError where it is 0."""
+        """Returns the codec for answers of up to `max_text` tokens; UserError if 0."""
         if not max_text:
-            raise UserError("a language model answers with text alone: set decode.max_reasoning_tokens to its length")
+            raise UserError("a language model writes only text: set decode.max_reasoning_tokens to its maximum length")
         return replace(self, max_tokens=max_text)
 
     def position(self, tokens: Sequence[int]) -> int:
@@ -74,7 +74,7 @@ class TextCodec(WrittenChunkCodec):
         return ()
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        raise UserError("a language model writes no action that could be off by metres or radians")
+        raise UserError("a language model writes no actions: a tolerance in metres or radians does not apply")
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
         return ()
@@ -108,31 +108,31 @@ class TextTarget:
         return self
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Of no image: [0, hidden]."""
+        """Returns no embeddings: [0, hidden]."""
         return pixel_values.new_zeros(0, self.decoder.config.hidden_size)
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:
-        """The instruction's ids, with the tokenizer's prefix; a UserError where it is empty."""
+        """Returns the instruction's ids with the tokenizer's prefix; UserError if it is empty."""
         ids = observation.prompt_ids
         ids = tuple(self.tokenizer.encode(observation.instruction).ids if ids is None else ids)
         if not ids:
-            raise UserError("the prompt is empty; say what the model shall go on from")
+            raise UserError("the prompt is empty; give the text that the model should continue")
         check_prompt_ids(ids, self.decoder.config.vocab_size)
         return PromptLayout(ids, len(ids), ())
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
     ) -> Tensor:
-        """[n, hidden] of [n] ids."""
+        """Returns the embeddings [n, hidden] of n ids."""
         embed: Callable[[Tensor], Tensor] = self.decoder.embed_tokens
         return embed(to_device(prompt_ids, self.decoder.device))
 
     def blank_observation(self) -> Observation:
-        """A prompt of one token."""
+        """Returns a prompt of one token."""
         return text_observation("", stamp_ns=1, prompt_ids=(0,))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """An answer in words, without its end token."""
+        """Returns an answer's text without its end token."""
         text: str = self.tokenizer.decode(list(tokens))
         return text
 
@@ -146,7 +146,7 @@ class TextTarget:
 
 
 def text_observation(prompt: str, *, stamp_ns: int, prompt_ids: Sequence[int] | None = None) -> Observation:
-    """A prompt for a language model, as text or as token ids; the stamp is greater than 0."""
+    """Returns a prompt for a language model, from text or token ids; the stamp is greater than 0."""
     ids = None if prompt_ids is None else tuple(prompt_ids)
     return Observation(np.zeros((1, 1, 3), np.uint8), prompt, stamp_ns, prompt_ids=ids)
 
@@ -159,10 +159,10 @@ def load_text(
     Args:
         directory: holds config.json, safetensors weights and tokenizer.json.
         progress: called with the current step and the fraction of the tensors read.
-        options: of policies, at their defaults.
+        options: a policy's options, at their defaults.
 
     Raises:
-        UserError: the directory or an argument does not fit.
+        UserError: The directory or an argument is not suitable.
     """
     refuse_options(directory, options)
     check_directory(directory)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver keeps of a policy's success, beside the simulator's own follower and a plain one; paired starts.
+"""Task success with the driver, the simulator's own follower and a plain follower, on paired starts.
 
 python -m benchmarks.robot.driving --episodes 16 --workers 2
 
-The simulator's own follower knows where it sends the arm and moves it at once. The driver sends commands to an arm that
-obeys them as real interfaces do; so does a plain follower, which sends values over dt from where the tool is being
-sent. In the simulation's own time, at the stage times of devices that are emulated.
+The simulator's own follower moves the arm's goal immediately. The driver commands an arm that behaves like real
+interfaces do; so does the plain follower, which sends values over dt from the tool's commanded pose. Runs in simulation
+time at the stage times of emulated devices.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ SIMULATOR = "simulator"
 
 
 def modes() -> dict[str, EngineSettings]:
-    """The modes that are compared, strict."""
+    """Returns the compared modes, strict."""
     tree = adjusted(DraftSettings(nodes=16, depth=5), temporal=True)
     return {
         "ar": EngineSettings("ar"),
@@ -53,7 +53,7 @@ def modes() -> dict[str, EngineSettings]:
 
 
 def followers(commands: str) -> Iterator[tuple[str, str, str]]:
-    """Name, follower and command of each row."""
+    """Yields name, follower and command of each row."""
     yield SIMULATOR, "", "pose"
     yield "plain, pose", "plain", "pose"
     for command in commands.split(","):
@@ -65,14 +65,14 @@ def main(
     episodes: Episodes = 16,
     seed: Seed = 0,
     workers: Workers = 2,
-    devices: Annotated[str, typer.Option(help="Comma-separated, emulated.")] = "orin,rtx5090",
-    commands: Annotated[str, typer.Option(help="Comma-separated, of the driver.")] = ",".join(COMMANDS),
-    robots: Annotated[str, typer.Option(help="Comma-separated arms: table, panda, ur5e.")] = "table,panda",
-    time_limit: Annotated[float, typer.Option(help="Times a task's own time.")] = 1.0,
+    devices: Annotated[str, typer.Option(help="Emulated devices, comma-separated.")] = "orin,rtx5090",
+    commands: Annotated[str, typer.Option(help="The driver's commands, comma-separated.")] = ",".join(COMMANDS),
+    robots: Annotated[str, typer.Option(help="Arms, comma-separated: table, panda, ur5e.")] = "table,panda",
+    time_limit: Annotated[float, typer.Option(help="Time limit as a multiple of the task's nominal time.")] = 1.0,
     work: Work = Path("driving-benchmark"),
     out: Out = RESULTS / "driving_nano.json",
 ) -> None:
-    """Runs what is missing."""
+    """Runs the missing episodes."""
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     rows = []
     for robot, device, (mode, engine) in product(robots.split(","), devices.split(","), modes().items()):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it gives to act on an answer's first action while the rest is decoded, and to decode no more than is needed.
+"""Effect of acting on an answer's first action while the rest is decoded, and of decoding no more than needed.
 
 The same starts with whole answers, with first actions, and with first actions whose answers end early (decode.tail).
 
 python -m benchmarks.robot.first_actions --episodes 10 --workers 2
 
-The digits policy, eight actions in digits, in closed loop at the stage times of devices that are emulated. The robot
-follows the first action of each answer, from the moment when it is published. An episode has its task's own time.
+The digits policy, eight actions in digits, in closed loop at the stage times of emulated devices. The robot follows the
+first action of each answer from its publication on. An episode has its task's nominal time.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ def main(
     work: Work = Path("first-actions-benchmark"),
     out: Out = RESULTS / "first_actions.json",
 ) -> None:
-    """Runs the episodes that are missing, on every device."""
+    """Runs the missing episodes on every device."""
     directory, decoding = find_policy(Path(POLICY))
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     early = engine_settings_from(params_file=decoding)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fewer bits of the nano policy's weights change of what it says and of what it does, on a CPU.
+"""Effect of quantised weights on the nano policy's answers and success, on a CPU.
 
-python -m benchmarks.robot.formats --pictures 200 --episodes 20
+`python -m benchmarks.robot.formats --pictures 200 --episodes 20`
 
-Every format of `model.quantization` answers the same pictures by plain decoding, and is held against float32: tokens,
-and how far the arm would be sent elsewhere. Then each acts from the same starts, in lockstep, paired with float32.
-Nothing is timed: on a CPU some formats are computed for their rounding alone.
+Every format of `model.quantization` answers the same images by plain decoding and is compared with float32: tokens, and
+the deviation of the commanded motion. Then each acts from the same starts, in lockstep, paired with float32. Nothing is
+timed: on a CPU some formats are only computed for their rounding.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,13 @@ Episode = tuple[str, int]
 Answers = list[Action]
 
 PLAIN = "none"
-"""What the formats are held against: float32."""
+"""The reference format: float32."""
 
 
 def policy_in(weights: str) -> Target:
-    """The nano policy in a format.
+    """Returns the nano policy in a format.
 
-    A CPU is refused float8, for which it has no product; the operators' references compute it here.
+    Policies refuse float8 on a CPU, which has no product for it; the operators' references compute it here.
     """
     if weights != "fp8":
         return load_target(nano_policy(), device="cpu", quantization=weights)
@@ -59,19 +59,19 @@ def _decoder(policy: Target) -> PackedDecoder:
 
 
 def how_it_runs(weights: str, policy: Target) -> str:
-    """What computes a format's products here, and what is otherwise on a GPU."""
+    """Describes how a format's products are computed here, and what differs on a GPU."""
     packed = "a packed product in int8" if is_packed(_decoder(policy)) else "the reference of the int8 product"
     return {
         "none": "float32",
-        "int4": "unpacked to float32 for every product; even steps, where torchao searches for better ones on a GPU",
+        "int4": "unpacked to float32 for every product; uniform steps, where torchao searches for better ones on a GPU",
         "w8a8": f"{packed}, with the rounding of the GPU's kernel",
-        "w8a8_hadamard": f"{packed}, with the rounding of the GPU's kernel; channels turned before",
-        "fp8": "the reference of the GPU's kernel, which a policy on a CPU is refused",
+        "w8a8_hadamard": f"{packed}, with the rounding of the GPU's kernel, after rotating the channels",
+        "fp8": "the reference of the GPU's kernel, which a policy on a CPU refuses",
     }[weights]
 
 
 def answers(policy: Target, frames: Sequence[Observation]) -> Answers:
-    """The plain decoder's, one after the other."""
+    """Returns the plain decoder's answers, one after the other."""
     engine, found = Engine(policy, EngineSettings("ar")), []
     for frame in frames:
         outcome = engine.act(frame)
@@ -81,7 +81,7 @@ def answers(policy: Target, frames: Sequence[Observation]) -> Answers:
 
 
 def agreement(plain: Answers, own: Answers) -> dict[str, Any]:
-    """How far answers are from others to the same pictures."""
+    """Compares answers with the plain ones to the same images."""
     pairs = [(one.tokens, other.tokens) for one, other in zip(plain, own, strict=True)]
     same = [[a == b for a, b in zip(one, other, strict=True)] for one, other in pairs]
     return {
@@ -94,7 +94,7 @@ def agreement(plain: Answers, own: Answers) -> dict[str, Any]:
 
 
 def episodes_of(name: str, policy: Target, wanted: Sequence[Episode]) -> dict[Episode, EpisodeResult]:
-    """Lets a policy act from so many starts while the world waits for it."""
+    """Lets a policy act from each start while the world waits for it."""
     rollout = Rollout(Engine(policy, EngineSettings("ar")), make_robot(TABLE), Clock.LOCKSTEP, tick_time())
     done: dict[Episode, EpisodeResult] = {}
     for task, seed in wanted:
@@ -105,12 +105,12 @@ def episodes_of(name: str, policy: Target, wanted: Sequence[Episode]) -> dict[Ep
 
 def main(
     context: typer.Context,
-    pictures: Annotated[int, typer.Option(help="That every format answers.", min=1)] = 200,
+    pictures: Annotated[int, typer.Option(help="Images that every format answers.", min=1)] = 200,
     episodes: Episodes = 20,
     seed: Seed = 0,
     out: Out = RESULTS / "formats_cpu.json",
 ) -> None:
-    """Holds every weight format against float32."""
+    """Compares every weight format with float32."""
     policies = {weights: policy_in(weights) for weights in QUANTIZATIONS}
     seen = islice(simulation_source(policies[PLAIN], FRAMES_FIRST_SEED), pictures)
     frames = [replace(frame, stamp_ns=number) for number, frame in enumerate(seen, start=1)]

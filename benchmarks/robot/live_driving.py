@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks over topics: policy, driver, guard and simulated arm as processes, in real time on this machine, mode by mode.
+"""Tasks over topics: policy, driver, guard and simulated arm as processes, in real time on this machine, by mode.
 
 python -m benchmarks.robot.live_driving --episodes 2
 
-What `specvla demo --interface pose` does, in each mode on the same starts. Not emulated: the policy answers as fast as
-this machine lets it, beside the simulation and everything else, so it wants a quiet one.
+Runs `specvla demo --interface pose` in each mode on the same starts. Not emulated: the policy answers as fast as this
+machine allows while the simulation runs too, so the machine should be otherwise idle.
 """
 
 import json
@@ -30,11 +30,11 @@ def main(
     context: typer.Context,
     episodes: Episodes = 2,
     seed: Seed = 0,
-    robots: Annotated[str, typer.Option(help="Comma-separated arms: table, panda, ur5e.")] = "table,panda",
+    robots: Annotated[str, typer.Option(help="Arms, comma-separated: table, panda, ur5e.")] = "table,panda",
     work: Work = Path("live-driving-benchmark"),
     out: Out = RESULTS / "live_driving.json",
 ) -> None:
-    """Runs what is missing."""
+    """Runs the missing episodes."""
     rows = []
     for robot, mode in product(robots.split(","), modes()):
         into = work / f"{robot}-{mode}"

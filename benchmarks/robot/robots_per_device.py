@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many robots one device serves: their frames packed into one forward, one after the other, or an engine each.
+"""Number of robots that one device can serve: frames packed into one forward, in turns, or with an engine each.
 
 python -m benchmarks.robot.robots_per_device
 
-Cameras send a picture each 0.1 s, robot by robot at other moments; a robot follows its last action until the next one.
-What counts is how old the picture is that a robot acts on: at the 95th percentile of its time, of the worst robot. By
-the stage times of devices that are emulated (7 B), and by the clock of this CPU with the policy's own size. Pictures
-are those that the policy saw while it acted alone; what it is served with here moves nothing.
+Cameras send an image every 0.1 s, each robot at a different phase; a robot follows its last action until the next one
+arrives. The figure of merit is the age of the image acted on: the 95th percentile over time for the worst robot. Uses
+the stage times of emulated devices (7 B), and the clock of this CPU with the policy's own size. The images are those
+that the policy saw while acting alone; the answers here move nothing.
 
-packed: one engine, a request of each robot in flight. in turns: the same engine takes the next robot's picture when the
-one before is answered, as a server that schedules whole requests. an engine each: their ticks alternate on the device.
+packed: one engine with a request of each robot in flight. in turns: the same engine takes the next robot's image when
+the previous one is answered, like a server that schedules whole requests. an engine each: their ticks alternate on the
+device.
 """
 
 import time
@@ -47,33 +48,33 @@ SHARING = (PACKED, TURNS, EACH)
 PERIOD_S = 0.1
 _NODES = 16
 _FRAMES = 400
-_APART = 37  # pictures between two robots' beginnings
+_APART = 37  # images between the starts of two robots
 _NS = 1e-9
 
 
 class Fleet:
-    """Robots whose images come by a clock, and their answers; `frames` are of one policy acting alone, in order."""
+    """Robots with clocked images, and their answers; `frames` are a recording of one policy acting alone."""
 
     def __init__(self, robots: int, frames: Sequence[Observation]) -> None:
         self.robots = [f"robot_{i}" for i in range(robots)]
         self._frames = frames
         self._sent: dict[str, int] = dict.fromkeys(self.robots, -1)
-        self._answers: dict[str, list[tuple[float, float]]] = defaultdict(list)  # (picture's time, action's time)
+        self._answers: dict[str, list[tuple[float, float]]] = defaultdict(list)  # (image's time, action's time)
 
     def due(self, now_s: float) -> list[Observation]:
-        """The newest picture of each robot that has sent one since it was last asked."""
+        """Returns the newest image of each robot that has sent one since the last call."""
         return [self._picture(i, robot, now_s) for i, robot in enumerate(self.robots) if self._is_due(i, robot, now_s)]
 
     def next_s(self) -> float:
-        """When the next picture comes."""
+        """Returns the time of the next image."""
         return min((self._sent[robot] + 1) * PERIOD_S + self._phase(i) for i, robot in enumerate(self.robots))
 
     def answered(self, action: Action, now_s: float) -> None:
-        """Takes an action."""
+        """Records an action."""
         self._answers[action.observation.stream].append((action.observation.stamp_ns * _NS, now_s))
 
     def figures(self, from_s: float, to_s: float) -> dict[str, float]:
-        """Of all robots between two times."""
+        """Returns the figures over all robots between two times."""
         inside = sum(from_s <= at <= to_s for answers in self._answers.values() for _, at in answers)
         return {
             "age_p95_s": max(_age_at(self._answers[robot], from_s, to_s) for robot in self.robots),
@@ -97,7 +98,7 @@ class Fleet:
 
 
 def _age_at(answers: Sequence[tuple[float, float]], from_s: float, to_s: float) -> float:
-    """How old the picture is that a robot acts on: the 95th percentile over time."""
+    """Age of the image that a robot acts on: the 95th percentile over time."""
     ages, at, n = [], from_s, 0
     seen = None
     while at < to_s:
@@ -112,16 +113,16 @@ def _age_at(answers: Sequence[tuple[float, float]], from_s: float, to_s: float) 
 def serve(
     fleet: Fleet, engines: Sequence[Engine], sharing: str, seconds: float, spent: Callable[[TickWork, float], float]
 ) -> dict[str, float]:
-    """Serves a fleet for a while; the first fifth is not counted.
+    """Serves a fleet for a time and returns its figures; the first fifth is not counted.
 
     Args:
-        engines: one, or one for each robot.
-        sharing: of SHARING.
-        seconds: by the device's clock.
-        spent: from a tick's work and its seconds here to its seconds there.
+        engines: one engine, or one per robot.
+        sharing: one of SHARING.
+        seconds: duration on the device's clock.
+        spent: maps a tick's work and its seconds on this machine to its seconds on the device.
     """
     of = dict(zip(fleet.robots, engines, strict=False)) if sharing == EACH else dict.fromkeys(fleet.robots, engines[0])
-    waiting: dict[str, Observation] = {}  # in turns: by robot, the longest waiting first
+    waiting: dict[str, Observation] = {}  # in turns: by robot, longest waiting first
     now_s = 0.0
     while now_s < seconds:
         for observation in fleet.due(now_s):
@@ -160,11 +161,11 @@ def _row(
 
 def main(
     context: typer.Context,
-    robots: Annotated[str, typer.Option(help="Sizes of the fleets, ascending.")] = "1,2,3,4,6,8,12,16",
-    share: Annotated[float, typer.Option(help="Of the time that each device is watched for.")] = 1.0,
+    robots: Annotated[str, typer.Option(help="Fleet sizes, ascending.")] = "1,2,3,4,6,8,12,16",
+    share: Annotated[float, typer.Option(help="Share of the time for which each device is observed.")] = 1.0,
     out: Out = RESULTS / "robots_per_device.json",
 ) -> None:
-    """Serves fleets of several sizes in every way."""
+    """Serves fleets of several sizes in all ways."""
     policy = load_target(nano_policy(), device="cpu")
     counts = [int(each) for each in robots.split(",")]
     watched = ceil(share * max(SECONDS.values()) / ACTION_DT_S) + _APART * (max(counts) - 1)

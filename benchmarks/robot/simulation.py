@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What latency costs: the same policy, starts and seeds, with the world waiting and with it moving on.
+"""The cost of latency: the same policy and starts, with the world waiting and with it moving on.
 
 python -m benchmarks.robot.simulation --episodes 100 --workers 2
 
-The devices are emulated: each stage of the engine counts for the time in its table (specvla_ros/lab/planning/devices).
+The devices are emulated: each stage of the engine takes the time in its table (specvla_ros/lab/planning/devices).
 """
 
 import sys
@@ -33,7 +33,7 @@ def main(
     work: Work = Path("simulation-benchmark"),
     out: Out = RESULTS / "simulation_nano.json",
 ) -> None:
-    """Runs the episodes that are missing, on every device."""
+    """Runs the missing episodes on every device."""
     policy = policy or nano_policy()
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     lockstep = SimulateSettings(policy)

@@ -39,14 +39,14 @@ _LOOSE = ("fly", "lvspec", "composite")
 
 
 def nano_settings() -> list[Setting]:
-    """Actions alone, with the draft head that is shipped."""
+    """Returns settings for actions alone, with the shipped draft head."""
     spec = EngineSettings("spec", draft=DraftSettings(nodes=16))
     rules = [Setting(name, replace(spec, acceptance=rule)) for name, rule in _RULES.items() if name != "composite"]
     return [Setting("ar", EngineSettings("ar")), *rules]
 
 
 def text_settings() -> list[Setting]:
-    """Text and actions, drafted by prompt lookup and from the answer before; no head, no training."""
+    """Returns settings for text and actions, drafted by prompt lookup and from the previous answer, without a head."""
     plain = EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT)
     lookup = adjusted(DraftSettings(nodes=16), prompt_lookup_tokens=8)
     both = adjusted(lookup, nodes=48, temporal=True)
@@ -65,14 +65,14 @@ def text_settings() -> list[Setting]:
 
 def main(
     context: typer.Context,
-    episodes: Annotated[int, typer.Option(help="Per task; a third of them with the text policy.", min=1)] = 60,
+    episodes: Annotated[int, typer.Option(help="Episodes per task; a third of them for the text policy.", min=1)] = 60,
     seed: Seed = 0,
     workers: Workers = 2,
     text_policy: Annotated[Path, typer.Option(help="Directory of the text policy.")] = Path("text-policy"),
     work: Work = Path("rules-benchmark"),
     out: Out = RESULTS / "acceptance_rules.json",
 ) -> None:
-    """Runs the episodes that are missing, with every rule."""
+    """Runs the missing episodes with every rule."""
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     card = json.loads((text_policy / "card.json").read_text(encoding="utf-8"))
     nano = SimulateSettings(nano_policy())
@@ -92,7 +92,7 @@ def main(
 
 
 def rule_row(row: SweepRow) -> dict[str, Any]:
-    """A setting's figures with what its rule accepted: agreement, tokens by reason, frames without an action."""
+    """Returns a setting's figures with agreement, tokens by reason of acceptance, and frames without an action."""
     tally = row.summary.decode
     tokens = tally.bins_off.total()
     exact = sum(count for (_, off), count in tally.bins_off.items() if off == 0)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many nodes a draft tree should have where an answer is long: forwards by nodes, and latency on emulated devices.
+"""Size of the draft tree for long answers: forwards by number of nodes, and latency on emulated devices.
 
 python -m benchmarks.speculation.draft_nodes --two-actions two-actions
 
-A larger tree saves forwards, and each of them verifies more rows: what that costs is the device's affair. The policies
-are those that write chunks, with what drafts them best, strict (`pipelining.py` says how `two-actions` is trained).
+A larger tree saves forwards, but each of them verifies more rows, at a cost that depends on the device. The policies
+write chunks and use their best drafters, strict (`pipelining.py` says how `two-actions` is trained).
 """
 
 import statistics
@@ -32,21 +32,21 @@ from specvla_ros.models.target import Target
 
 def main(
     context: typer.Context,
-    policies: Annotated[str, typer.Option(help="Comma-separated, of pipelining.py's.")] = "fast,digits-2,digits",
-    nodes: Annotated[str, typer.Option(help="Of a draft tree, the root included; comma-separated.")] = (
+    policies: Annotated[str, typer.Option(help="Policies of pipelining.py, comma-separated.")] = "fast,digits-2,digits",
+    nodes: Annotated[str, typer.Option(help="Nodes of a draft tree including the root, comma-separated.")] = (
         "8,12,16,24,32,48,64"
     ),
-    frames: Annotated[int, typer.Option(help="Of one run, decoded in each row.", min=1)] = 120,
-    two_actions: Annotated[Path, typer.Option(help="Directory of the policy of two actions.")] = Path("two-actions"),
+    frames: Annotated[int, typer.Option(help="Frames of one run, decoded for each row.", min=1)] = 120,
+    two_actions: Annotated[Path, typer.Option(help="Directory of the two-action policy.")] = Path("two-actions"),
     out: Out = RESULTS / "draft_nodes.json",
 ) -> None:
-    """Decodes the same pictures with trees of every size."""
+    """Decodes the same images with trees of every size."""
     sizes = [int(size) for size in nodes.split(",")]
     devices = {name: read_stage_times(name) for name in DEVICES_OF_CHUNKS}
     subjects = subjects_of_chunks(two_actions)
     chosen = policies.split(",")
     if unknown := set(chosen) - set(subjects):
-        raise typer.BadParameter(f"there is no policy {', '.join(sorted(unknown))}; known: {', '.join(subjects)}")
+        raise typer.BadParameter(f"unknown policy {', '.join(sorted(unknown))}; known: {', '.join(subjects)}")
     rows = {name: _policy(subjects[name], frames, sizes, devices) for name in chosen}
     finish(result_head(context) | of_devices(devices) | {"policies": rows}, out)
 
@@ -67,7 +67,7 @@ def _policy(subject: Subject, frames: int, sizes: Sequence[int], devices: Mappin
 def _row(
     target: Target, settings: EngineSettings, pictures: Sequence[Observation], devices: Mapping[str, StageTimes]
 ) -> dict[str, Any]:
-    """Forwards and latency of an answer, one picture at a time: a device changes times alone."""
+    """Forwards and latency of an answer, one image at a time; a device only changes the times."""
     engine = make_engine(target, settings)
     seconds, forwards = dict.fromkeys(devices, 0.0), []
     for picture in numbered(pictures):

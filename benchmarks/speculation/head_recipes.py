@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft head by the paper's recipe, by that of the shipped head, and parallel: same answers, same passes.
+"""Draft heads trained by the paper's recipe, by the shipped head's, and in parallel form: same answers, same passes.
 
     pip install -r requirements/train.txt
     python -m benchmarks.speculation.head_recipes
 
-Spec-VLA's table 4: learning rate 5e-5, batch 16, 2000 steps of warm-up, clipping at 0.5, regression 1.0 and
-cross-entropy 0.1, on the target's own features. Ours differs in the rate and learns from the head's own features, five
-tokens deep. The parallel one drafts five tokens in one forward (P-EAGLE, arXiv 2602.01469). The target answers images
-of its own episodes at the table; at the end all heads draft for images of others, in turns. About 40 minutes on one CPU
-core.
+Spec-VLA's table 4: learning rate 5e-5, batch 16, 2000 warm-up steps, clipping at 0.5, regression 1.0 and cross-entropy
+0.1, on the target's own features. Ours has another learning rate and trains on the head's own features, five tokens
+deep. The parallel head drafts five tokens in one forward (P-EAGLE, arXiv 2602.01469). The target answers images of its
+own episodes at the table; at the end all heads draft for images of other episodes, in turns. Takes about 40 minutes on
+one CPU core.
 """
 
 from dataclasses import replace
@@ -40,12 +40,12 @@ _PLAIN = "ar"
 
 def main(
     context: typer.Context,
-    frames: Annotated[int, typer.Option(help="Images that the target is asked about.", min=256)] = 12000,
-    epochs: Annotated[int, typer.Option(help="Passes over them, by each recipe.", min=1)] = 8,
+    frames: Annotated[int, typer.Option(help="Images for the target to answer.", min=256)] = 12000,
+    epochs: Annotated[int, typer.Option(help="Passes over them with each recipe.", min=1)] = 8,
     work: Work = Path("head-recipes"),
     out: Out = RESULTS / "head_recipes.json",
 ) -> None:
-    """Trains what is missing."""
+    """Trains the missing heads."""
     target = require_openvla(load_target(nano_policy(), device="cpu"))
     recipes = {
         "Spec-VLA's": DraftTraining(epochs),
@@ -55,7 +55,7 @@ def main(
     }
     rows: list[dict[str, Any]] = []
     with progress_bar() as bar:
-        asking = bar.add_task("asking the target", total=frames)
+        asking = bar.add_task("querying the target", total=frames)
         shards = collect_features(
             target,
             None,
@@ -92,7 +92,7 @@ def main(
 
 
 def _timed(target: Target, heads: dict[str, str], images: list[Observation]) -> dict[str, dict[str, float]]:
-    """Each head's forwards and seconds per action, strictly decoded on the same images, in turns."""
+    """Forwards and seconds per action of each head, strict, on the same images, in turns."""
     settings = {name: EngineSettings("spec", draft=DraftSettings(head=head)) for name, head in heads.items()}
     engines = {_PLAIN: Engine(target, EngineSettings())}
     engines |= {name: Engine(target, each) for name, each in settings.items()}

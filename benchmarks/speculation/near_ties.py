@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many strict answers are others than plain decoding's, and by how much: by dtype, on the bundled policies.
+"""Counts strict answers that differ from plain decoding's, and their distance, by dtype on the bundled policies.
 
 python -m benchmarks.speculation.near_ties
 
-Plain decoding and the drafting modes answer the same pictures, decoded as each policy's decoding.yaml says.
+Plain decoding and the drafting modes answer the same images, decoded according to each policy's decoding.yaml.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ _PLAIN, _MODES = "ar", ("spec", "specpipe")
 def main(
     context: typer.Context,
     frames: Annotated[
-        str, typer.Option(help="Of each policy, comma-separated.")
+        str, typer.Option(help="Images per policy, comma-separated.")
     ] = "nano=100,reasoning=30,fast=24,digits=10",
-    dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,float16,bfloat16",
+    dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,float16,bfloat16",
     out: Out = RESULTS / "near_ties.json",
 ) -> None:
-    """Decodes the same pictures plainly and with drafts, in every dtype."""
+    """Decodes the same images plainly and with drafts in every dtype."""
     rows = []
     for name, _, count in (each.partition("=") for each in frames.split(",")):
         directory = bundled_policy(name)
@@ -52,7 +52,7 @@ def main(
 
 
 def _settings(directory: Path) -> EngineSettings:
-    """As the policy is best decoded; in order, so that both sides answer every picture."""
+    """The policy's own decoding settings, in order, so that both sides answer every image."""
     file = directory / DECODING_FILE
     return replace(engine_settings_from(params_file=file if file.exists() else None), in_order=True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gives what: speculation alone, pipelining alone and both, at the stage times of devices that are emulated.
+"""Speculation alone, pipelining alone and both, at the stage times of emulated devices.
 
 python -m benchmarks.speculation.text_policy --out text-policy
 python -m benchmarks.speculation.pipelining --text-policy text-policy --episodes 16 --workers 2
@@ -9,11 +9,11 @@ specvla train-policy --data DEMONSTRATIONS --init digits --codec digits --horizo
 python -m benchmarks.speculation.pipelining --answers chunks --two-actions two-actions --episodes 3
                                 --out benchmarks/results/pipelining_of_chunks.json
 
-With answers of 7 tokens (the nano policy) and of about 45 (the text policy), each with its own acceptance; with chunks
-of actions as 26 FAST tokens (the fast policy), as 56 digits (two actions) and as 220 (the digits policy). First the
-engine alone, a frame always waiting: latency and rate of each mode. Then in closed loop, where the world moves on while
-the policy thinks: success and time to success, paired with plain decoding. An episode may take four times its task's
-time, since a slow policy is first of all late.
+Answers of 7 tokens (the nano policy) and of about 45 (the text policy), each with its own acceptance, and chunks of
+actions as 26 FAST tokens (the fast policy), as 56 digits (two actions) and as 220 (the digits policy). First the engine
+alone with a frame always waiting: latency and rate of each mode. Then closed loop, where the world keeps moving while
+the policy computes: success and time to success, paired with plain decoding. An episode may take four times its task's
+nominal time, since a slow policy mostly fails by being late.
 """
 
 import json
@@ -64,15 +64,15 @@ Results = Mapping[tuple[str, int], EpisodeResult]
 
 DEVICES = ("orin", "rtx5090", "h100")
 DEVICES_OF_CHUNKS = DEVICES[:2]
-PLAIN, SPEC = "ar", "spec, strict"  # rows that other benchmarks build on
+PLAIN, SPEC = "ar", "spec, strict"  # rows that other benchmarks use
 TOLERANCE = Tolerance(5.0, 3.0)
 TIME_LIMIT = 4.0
-_WARM = 60  # frames until the pipeline is full and knows how many it should hold
-_STAGES = 48  # frames in flight at most of plain pipelining with long answers
+_WARM = 60  # frames until the pipeline is full and has found its number of requests
+_STAGES = 48  # maximum frames in flight of plain pipelining with long answers
 
 
 class Answers(str, Enum):
-    """What the policies answer with."""
+    """Kinds of answers."""
 
     ACTIONS = "actions"
     CHUNKS = "chunks"
@@ -83,13 +83,13 @@ class Answers(str, Enum):
 
 @dataclass(frozen=True)
 class Subject:
-    """A policy, and the modes that it is decoded in.
+    """A policy and its decoding modes.
 
     Args:
-        directory: of its checkpoint.
-        modes: by the row's name.
-        frames: that the engine alone is given.
-        writes: what its answers are.
+        directory: its checkpoint.
+        modes: settings by row name.
+        frames: number of frames for the engine alone.
+        writes: description of its answers.
     """
 
     directory: Path
@@ -99,12 +99,12 @@ class Subject:
 
     @property
     def in_closed_loop(self) -> dict[str, EngineSettings]:
-        """Of the modes that spread a prompt over several forwards, those with the fewest."""
+        """Modes for closed loop: those that spread a prompt over at most two forwards."""
         return {name: mode for name, mode in self.modes.items() if mode.prefill_chunks <= 2}
 
 
 def subjects(text_policy: Path) -> dict[str, Subject]:
-    """Whose answers are how long, and how each of them is best drafted."""
+    """Returns the policies by name, each with its best drafters."""
     tree = adjusted(DraftSettings(nodes=16, depth=5), temporal=True)
     window = replace(tree, children="window_mass")
     words = adjusted(DraftSettings(nodes=48), prompt_lookup_tokens=8, temporal=True)
@@ -120,7 +120,7 @@ def subjects(text_policy: Path) -> dict[str, Subject]:
 
 
 def subjects_of_chunks(two_actions: Path) -> dict[str, Subject]:
-    """Policies that write chunks; lossless rows alone."""
+    """Returns the policies that write chunks, with lossless rows only."""
     fast = adjusted(DraftSettings(), chunk_shift=True)
     digits = adjusted(DraftSettings(nodes=64, head=NO_HEAD), chunk_shift=True)
     eight = bundled_policy("digits")
@@ -161,14 +161,14 @@ def main(
     seed: Seed = 0,
     workers: Workers = 2,
     text_policy: Annotated[Path, typer.Option(help="Directory of the text policy.")] = Path("text-policy"),
-    answers: Annotated[Answers, typer.Option(help="Of which policies: single actions, or chunks (lossless rows).")] = (
+    answers: Annotated[Answers, typer.Option(help="Policies with single actions, or with chunks (lossless rows).")] = (
         Answers.ACTIONS
     ),
-    two_actions: Annotated[Path, typer.Option(help="Directory of the policy of two actions.")] = Path("two-actions"),
+    two_actions: Annotated[Path, typer.Option(help="Directory of the two-action policy.")] = Path("two-actions"),
     work: Work = Path("pipelining-benchmark"),
     out: Out = RESULTS / "pipelining_nano.json",
 ) -> None:
-    """Runs what is missing; no episodes: the engine alone."""
+    """Runs the missing parts; with 0 episodes, the engine alone."""
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     chunks = answers is Answers.CHUNKS
     chosen = subjects_of_chunks(two_actions) if chunks else subjects(text_policy)
@@ -212,7 +212,7 @@ def _policy(name: str, subject: Subject, names: Sequence[str], plan: SimulatePla
 def _saturated(
     policy: Target, chosen: EngineSettings, frames: Sequence[Observation], device: StageTimes
 ) -> dict[str, Any]:
-    """The engine alone, by the device's clock."""
+    """Runs the engine alone on the device's clock."""
     now_s = started_s = 0.0
 
     def advance(work: TickWork) -> None:
@@ -225,7 +225,7 @@ def _saturated(
     drops, warm = 0, False
     while True:
         outcomes = run.tick()
-        if run.waiting is None:  # the end of the recording is no steady state
+        if run.waiting is None:  # the end of the recording is not a steady state
             break
         if not warm and len(run.admitted_s) == _WARM:
             warm, started_s = True, list(run.admitted_s.values())[-1]
@@ -246,7 +246,7 @@ def _saturated(
 
 
 def numbered(frames: Sequence[Observation]) -> Iterator[Observation]:
-    """A recording's frames with stamps that count them and an epoch for each instruction."""
+    """Yields a recording's frames with consecutive stamps and an epoch per instruction."""
     epoch, current = 0, ""
     for number, frame in enumerate(frames, start=1):
         epoch += frame.instruction != current
@@ -277,13 +277,13 @@ def _closed_loop(device: str, subject: Subject, plan: SimulatePlan, work: Path) 
 
 
 def _allowed_s(episode: EpisodeResult) -> float:
-    """The task's own time, of which `TIME_LIMIT` were allowed."""
+    """The task's nominal time; `TIME_LIMIT` times as much was allowed."""
     (task,) = choose_tasks([episode.task])
     return task.max_steps * ACTION_DT_S + 1e-6
 
 
 def _times(plain: Results, own: Results) -> dict[str, Any]:
-    """Time to success, and against plain decoding on the starts where both succeeded: medians."""
+    """Median time to success, alone and relative to plain decoding on the starts where both succeeded."""
     both = [key for key in own if plain[key].succeeded and own[key].succeeded]
     done = [episode.time_s for episode in own.values() if episode.succeeded]
     return {

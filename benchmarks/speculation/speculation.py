@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speculation buys the nano policy: plain, strict and relaxed decoding on the same starts.
+"""The gain of speculation for the nano policy: plain, strict and relaxed decoding on the same starts.
 
 python -m benchmarks.speculation.speculation --episodes 60 --workers 2
 
-Success is paired episode by episode; the time per action is measured on the same frames, the settings taking turns.
+Success is paired by episode; the time per action is measured on the same frames, with the settings taking turns.
 """
 
 from dataclasses import replace
@@ -22,13 +22,13 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, Tolerance, adjusted
 
-# The first is about the size of what the nano policy's own tokens are off the expert's; the second is what
-# `specvla calibrate` chooses for it with the limits that are its defaults.
+# The first is about the nano policy's own deviation from the expert; `specvla calibrate` chooses the second with its
+# default limits.
 TOLERANCES = (Tolerance(2.0, 1.1), Tolerance(5.0, 3.0))
 
 
 def settings() -> list[Setting]:
-    """The settings that are compared; the first is what the others are held against."""
+    """Returns the compared settings; the first is the reference."""
     tree, near, far = DraftSettings(), *(tolerance.acceptance for tolerance in TOLERANCES)
     small = replace(tree, nodes=16)
     alone = adjusted(small, head=NO_HEAD, temporal=True)
@@ -59,7 +59,7 @@ def main(
     work: Work = Path("speculation-benchmark"),
     out: Out = RESULTS / "speculation_nano.json",
 ) -> None:
-    """Runs the episodes that are missing, with every setting."""
+    """Runs the missing episodes with every setting."""
     policy = nano_policy()
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     rows = sweep(SimulateSettings(policy), settings(), plan, work, show_progress)

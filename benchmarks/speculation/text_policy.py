@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small policy that writes what it sees and plans before it acts: trained where it is needed, not bundled.
+"""A small policy that writes what it sees and plans before it acts; trained on demand, not bundled.
 
 python -m benchmarks.speculation.text_policy --out text-policy
 
-It is the nano policy with more words: its own actions at the simulated table, and before them a text of the kind that
-embodied chain-of-thought policies write, made from the table's true state. Only the language model learns. About ten
-minutes on two CPU cores. Its draft head takes about as long, in one command:
+It extends the nano policy's vocabulary: its own actions at the simulated table follow a text like that of embodied
+chain-of-thought policies, generated from the table's true state. Only the language model is trained. Takes about ten
+minutes on two CPU cores. Its draft head takes about as long, with one command:
 
 specvla train-draft --policy text-policy --data sim --out text-policy/draft --max-reasoning-tokens 64 --frames 5000
                     --epochs 8 --learning-rate 0.001 --own-steps 5
@@ -47,7 +47,7 @@ from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 
 LONGEST_TEXT = 64  # tokens
-_LAYERS = NanoShape().layers  # the nano policy's own, whose weights it begins with
+_LAYERS = NanoShape().layers  # the nano policy's own, whose weights are the initial ones
 _CELL_M, _ORIGIN_M = 0.04, (0.3, -0.2)
 _NEAR_M = 0.05
 _PLANS = {
@@ -59,7 +59,7 @@ _ACTS = {"lift": "lift the {c}", "push": "push the {c} into the white zone", "pu
 
 
 def reasoning(task: Task, state: WorldState) -> str:
-    """What the policy shall write before it acts."""
+    """Returns the text that the policy should write before it acts."""
     cube = task.cube.replace("_", " ")
     x, y, _ = state.positions[task.cube]
     row, column = (min(9, max(0, round((at - low) / _CELL_M))) for at, low in zip((x, y), _ORIGIN_M, strict=True))
@@ -73,17 +73,17 @@ def reasoning(task: Task, state: WorldState) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """One image of an episode, and what the policy shall answer."""
+    """An image of an episode and the policy's desired answer."""
 
     observation: Observation
     task: Task
-    text: str  # the text that it shall write
+    text: str  # the text that it should write
     tokens: tuple[int, ...]  # action tokens of the nano policy
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One frame as the decoder is trained on it."""
+    """A frame as a training sample of the decoder."""
 
     image: Tensor  # float [image_tokens, hidden], the projector's output
     prompt: tuple[int, ...]  # token ids
@@ -91,13 +91,15 @@ class Sample:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory for the checkpoint and a card.json of its training.")] = Path(
+    out: Annotated[Path, typer.Option(help="Directory for the checkpoint and a card.json about its training.")] = Path(
         "text-policy"
     ),
-    episodes: Annotated[int, typer.Option(help="Of the nano policy, to learn from.", min=1)] = 400,
-    steps: Annotated[int, typer.Option(help="Of the optimiser.", min=1)] = 1000,
-    batch: Annotated[int, typer.Option(help="Images of a step.", min=1)] = 24,
-    layers: Annotated[int, typer.Option(help="Of its language model; fewer make a draft model.", min=1)] = _LAYERS,
+    episodes: Annotated[int, typer.Option(help="Training episodes of the nano policy.", min=1)] = 400,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 1000,
+    batch: Annotated[int, typer.Option(help="Images per step.", min=1)] = 24,
+    layers: Annotated[
+        int, typer.Option(help="Layers of the language model; fewer for a draft model.", min=1)
+    ] = _LAYERS,
 ) -> None:
     """Train the text policy."""
     torch.manual_seed(0)
@@ -153,12 +155,12 @@ def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
 
 
 def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str], layers: int) -> None:
-    """The nano policy's weights, as many layers of its language model as are wanted, and rows for more words."""
+    """Writes the nano policy's weights with `layers` layers of its language model and rows for additional words."""
     config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
     instructions = [task.instruction for task in TASKS]
     write_nano(out, NanoShape(layers=layers), [*instructions, *texts], config["norm_stats"], seed=0)
     written = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    write_json(out / "config.json", written | {"instructions": instructions})  # the texts gave words alone
+    write_json(out / "config.json", written | {"instructions": instructions})  # the texts only provided words
     model, known = OpenVLA(read_config(out)), nano.model.checkpoint_tensors()
     tensors = model.checkpoint_tensors()
     fresh = require_openvla(load_target(out, device="cpu"))
@@ -171,7 +173,7 @@ def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str], layers: i
 
 
 def _rows_of_known_words(nano: OpenVLATarget, writer: OpenVLATarget) -> Tensor:
-    """int64 [n, 2]: a token's id in the nano policy, and its id in the writer."""
+    """Token ids in the nano policy and in the writer, int64 [n, 2]."""
     assert nano.prompt.tokenizer is not None and writer.prompt.tokenizer is not None
     ids = writer.prompt.tokenizer.get_vocab()
     pairs = [(old, ids[word]) for word, old in nano.prompt.tokenizer.get_vocab().items() if word in ids]
@@ -224,7 +226,7 @@ def _accuracy(policy: OpenVLATarget, samples: list[Sample]) -> float:
 
 
 def _logits(policy: OpenVLATarget, samples: list[Sample]) -> tuple[Tensor, Tensor]:
-    """[batch, longest answer, vocab], and the answers: int64 with -100 after their ends."""
+    """Logits [batch, longest answer, vocab] and the answers, int64, padded with -100."""
     embed, longest = policy.decoder.embed_tokens, max(len(sample.answer) for sample in samples)
     width = max(len(sample.prompt) for sample in samples) + longest - 1
     texts = torch.zeros(len(samples), width, dtype=torch.int64)

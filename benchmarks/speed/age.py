@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The age of the image that a robot acts on, by mode: the engine's own scheduler with the costs of a device's table.
+"""Age of the image that a robot acts on, by mode: the engine's own scheduler with the costs of a device's table.
 
 python -m benchmarks.speed.age
 
-Derived: nothing runs on these devices, and no policy is computed. How many forwards an answer takes was recorded from
-small policies (pipelining_nano.json, pipelining_of_chunks.json), apart for answers that were drafted from the image
-before and for those begun beside others. A frame is always waiting; how old an image is when it is begun adds to all.
+Derived: nothing runs on these devices, and no policy is computed. Forwards per answer were recorded from small policies
+(pipelining_nano.json, pipelining_of_chunks.json), separately for answers drafted from the previous image and for those
+started while others were in flight. A frame is always waiting; an image's age at its admission adds to all ages.
 """
 
 import json
@@ -31,21 +31,21 @@ from specvla_ros.speculation.settings import DraftSettings
 DEVICES = ("orin", "thor", "rtx5090", "h100")
 FORMATS = (WeightFormat.NONE, WeightFormat.W8A8)
 AUTO, ALONE = "auto", "spec"
-_WINDOWS = 50  # that a run is cut into, for intervals
-_SAMPLES = 4000  # moments at which an age is read for its quantile
+_WINDOWS = 50  # windows per run, for confidence intervals
+_SAMPLES = 4000  # samples of the age for its quantile
 _MODEL = model_cost(OPENVLA_7B)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a policy writes, and how many forwards that takes.
+    """A policy's answers and their number of forwards.
 
     Args:
-        policy: whose answers were recorded.
-        fresh: forwards of an answer that was begun alone, its prompt's included.
-        stale: the same of one that was begun beside others.
-        nodes: of a tree.
-        head: whether a draft head grows it; else it is the answer before.
+        policy: name of the recorded policy.
+        fresh: forwards of an answer started alone, including its prompt's.
+        stale: forwards of an answer started while others were in flight.
+        nodes: nodes of a tree.
+        head: True if a draft head grows the tree; otherwise it is the previous answer.
     """
 
     policy: str
@@ -57,14 +57,14 @@ class Answers:
 
 
 def recorded() -> list[Answers]:
-    """Those of the recorded policies, short ones first."""
+    """Returns the answers of the recorded policies, shortest first."""
     found = []
     for file, nodes in (("pipelining_nano", {"nano": 16, "text": 48}), ("pipelining_of_chunks", {})):
         policies = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["policies"]
         for name, policy in policies.items():
             rows = policy["devices"]["orin"]["frame_always_waiting"]
             beside = rows.get("specpipe, strict, 2 chunks, in order") or rows["specpipe, strict, 2 chunks"]
-            stale = beside["forwards_per_action"] - 1  # one more carried the other half of the prompt
+            stale = beside["forwards_per_action"] - 1  # one forward carried the other half of the prompt
             fresh = rows["spec, strict"]["forwards_per_action"]
             tree = nodes.get(name, DraftSettings.nodes if name == "fast" else 64)
             found.append(Answers(name, round(policy["tokens"]), fresh, max(fresh, stale), tree, name == "nano"))
@@ -72,7 +72,7 @@ def recorded() -> list[Answers]:
 
 
 def modes_of(answers: Answers) -> dict[str, Mode]:
-    """The fixed modes and the one that chooses."""
+    """Returns the fixed modes and `auto`."""
     nodes = answers.nodes
     return {
         "ar": Mode("ar", "ar"),
@@ -85,14 +85,14 @@ def modes_of(answers: Answers) -> dict[str, Mode]:
 
 def main(
     context: typer.Context,
-    devices: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(DEVICES),
-    frames: Annotated[int, typer.Option(help="Answers of each cell.")] = 1000,
+    devices: Annotated[str, typer.Option(help="Devices, comma-separated.")] = ",".join(DEVICES),
+    frames: Annotated[int, typer.Option(help="Answers per cell.")] = 1000,
     out: Out = RESULTS / "age.json",
 ) -> None:
-    """Derives every cell."""
+    """Derives all cells."""
     names, rows = chosen_names("--devices", devices, DEVICES), []
     for answers in recorded():
-        runs: dict[str, DrivenLoop] = {}  # of the fixed modes: the same on every device
+        runs: dict[str, DrivenLoop] = {}  # of the fixed modes, which are the same on every device
         for name in names:
             for weights in FORMATS:
                 rows.append(_row(answers, read_device(name), name, weights, frames, runs))
@@ -174,7 +174,7 @@ def _figures(run: DrivenLoop, seconds: Callable[[Tick], float]) -> dict[str, Any
 
 
 def _quantile(acted: list[tuple[float, float]], share: float) -> float:
-    """Of the age at evenly spaced moments."""
+    """Quantile of the age at evenly spaced times."""
     first, last = acted[0][0], acted[-1][0]
     ages, place = [], 0
     for sample in range(_SAMPLES):
@@ -187,7 +187,7 @@ def _quantile(acted: list[tuple[float, float]], share: float) -> float:
 
 
 def _over(mine: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """By how much an age is larger, as a share, with its 95 % interval."""
+    """Relative excess of an age, with its 95 % interval."""
     ratio = mine["age_s"] / other["age_s"]
     error = ratio * ((mine["error_s"] / mine["age_s"]) ** 2 + (other["error_s"] / other["age_s"]) ** 2) ** 0.5
     return {"share": ratio - 1, "low": ratio - 1 - 1.96 * error, "high": ratio - 1 + 1.96 * error}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the plain decoder, stage by stage, beside transformers' generate on the same weights.
+"""Times the plain decoder by stage, and transformers' generate on the same weights.
 
 Both decode 7 tokens greedily after the same 290 prompt embeddings (OpenVLA's: 256 patches and about 34 text tokens),
 with the same weights in memory, taking turns in one process. Random weights: time does not depend on their values.
@@ -34,7 +34,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Turns of each contestant.", min=3)] = 9,
     out: Out = None,
 ) -> None:
-    """Times vision, prefill and decode step, beside transformers' generate."""
+    """Times vision, prefill, decode step, and transformers' generate."""
     chosen = dtype_on(device, dtype)
     bandwidth = _read_bandwidth(device)
     result = result_head(context, chosen, transformers=transformers.__version__)
@@ -107,7 +107,7 @@ def _vision(size: Size, device: str, dtype: torch.dtype, repeats: int) -> float:
 
 
 def _read_bandwidth(device: str) -> float:
-    """Bytes per second of the fastest of ten sums over 1 GiB."""
+    """Bytes per second, from the fastest of ten sums over 1 GiB."""
     data = torch.ones(2**28, device=device)
     data.sum()
     best = float("inf")

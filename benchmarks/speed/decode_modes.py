@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every decoding mode end to end beside transformers' generate: same weights, same prompt, taking turns in one run.
+"""Every decoding mode end to end and transformers' generate: same weights, same prompt, taking turns in one run.
 
-Ours is the real engine with a frame always waiting. Random weights: time does not depend on their values, but
-acceptance does, so it comes from a named trace. A turn of an engine fills the pipeline first and then times so many
-actions; latency runs from the moment a frame is taken: its picture of 640 x 480 is resized and normalised, on a thread
-beside the ticks (in front of transformers' generate), and it is admitted. Some modes are then compared on quantised
-weights, taking turns with the same modes on weights as they are.
+Ours is the real engine with a frame always waiting. Weights are random: time does not depend on their values, but
+acceptance does, so it comes from a named trace. An engine's turn first fills the pipeline and then times a number of
+actions. Latency runs from taking a frame, which includes resizing and normalising its 640 x 480 image, in parallel with
+the ticks (before transformers' generate). Some modes are then compared on quantised weights, taking turns with the same
+modes on unquantised ones.
 
     python -m benchmarks.speed.decode_modes                                  # this CPU: tiny
     python -m benchmarks.speed.decode_modes --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
 
-What int8 gives a CPU, for short and for long answers:
+The gain from int8 on a CPU, for short and for long answers:
 
     python -m benchmarks.speed.decode_modes --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 3
     python -m benchmarks.speed.decode_modes --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 1 \
@@ -49,7 +49,7 @@ BASELINE, COMPILED, PLAIN = "transformers", "transformers, compiled", "ar"
 UNQUANTISED = "none"
 _LOSSLESS = ("ar", "pipeline")
 _QUANTISED_MODES = (PLAIN, "spec", "specpipe")
-_ALONE = (PLAIN, "spec")  # several frames in flight are timed over many actions, a few would do for these
+_ALONE = (PLAIN, "spec")  # several frames in flight need many actions, these only a few
 
 
 def main(
@@ -58,20 +58,20 @@ def main(
     device: Device = "cpu",
     dtype: Dtype = "",
     trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "goal",
-    nodes: Annotated[int, typer.Option(help="Of a draft tree, the root included.", min=8)] = 16,
-    quantization: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(QUANTIZATIONS)}.")] = (
+    nodes: Annotated[int, typer.Option(help="Nodes of a draft tree, including the root.", min=8)] = 16,
+    quantization: Annotated[str, typer.Option(help=f"Formats, comma-separated: {', '.join(QUANTIZATIONS)}.")] = (
         "none,w8a8,int4,fp8"
     ),
-    tokens: Annotated[int, typer.Option(help="Of an answer.", min=2)] = TOKENS,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.", min=2)] = TOKENS,
     formats_only: Annotated[
-        bool, typer.Option("--formats-only", help="Leave out the comparison of all modes; of formats, ar and spec.")
+        bool, typer.Option("--formats-only", help="Skip the comparison of all modes; compare formats in ar and spec.")
     ] = False,
-    vision: Annotated[bool, typer.Option(help="Every frame goes through the vision towers.")] = True,
-    actions: Annotated[int, typer.Option(help="Timed in each turn.", min=1)] = 40,
+    vision: Annotated[bool, typer.Option(help="Send every frame through the vision towers.")] = True,
+    actions: Annotated[int, typer.Option(help="Actions timed per turn.", min=1)] = 40,
     repeats: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 5,
     out: Out = None,
 ) -> None:
-    """Rate, latency and memory of every mode, beside transformers' generate."""
+    """Measures rate, latency and memory of every mode and of transformers' generate."""
     chosen, formats = dtype_on(device, dtype), _formats(quantization)
     lengths, draft = trace_lengths(trace, nodes), trace_drafts(trace, nodes)
     result = result_head(context, chosen, transformers=transformers.__version__) | {
@@ -104,22 +104,22 @@ def main(
 
 
 def _formats(quantization: str) -> list[str]:
-    """The formats named, without `none`."""
+    """The given formats without `none`."""
     formats = quantization.split(",")
     unknown = [name for name in formats if name not in QUANTIZATIONS]
     if unknown:
-        raise typer.BadParameter(f"there is no quantisation '{unknown[0]}'; known: {', '.join(QUANTIZATIONS)}")
+        raise typer.BadParameter(f"unknown quantisation '{unknown[0]}'; known: {', '.join(QUANTIZATIONS)}")
     return [name for name in formats if name != UNQUANTISED]
 
 
 @dataclass(frozen=True)
 class Run:
-    """How contestants are compared.
+    """A comparison of contestants.
 
     Args:
         lengths: accept lengths of the trace.
-        tokens: tokens of an answer.
-        actions: timed in each turn.
+        tokens: tokens per answer.
+        actions: actions timed per turn.
         repeats: turns of each contestant.
     """
 
@@ -130,7 +130,7 @@ class Run:
     repeats: int
 
     def modes(self, policy: RandomPolicy) -> dict[str, Any]:
-        """Figures of transformers' generate and of every mode."""
+        """Returns the figures of transformers' generate and of every mode."""
         modes = {"ar": ("ar", 1), "spec": ("spec", 1)}
         modes |= {
             f"{mode}, {n} chunks" if n > 1 else mode: (mode, n) for mode in ("pipeline", "specpipe") for n in CHUNKS
@@ -147,13 +147,13 @@ class Run:
         return rows
 
     def quantized(self, policy: RandomPolicy, formats: Sequence[str], modes: Sequence[str]) -> dict[str, Any]:
-        """Figures by format and mode, the first format `none`; or why a format cannot run here."""
+        """Returns figures by format and mode, starting with `none`, or the reason why a format cannot run here."""
         policies, skipped = {UNQUANTISED: policy}, {}
         for name in formats:
             try:
                 policies[name] = quantized(policy, name)
                 self._engine(policies[name], PLAIN).add_turn(1)
-            except Exception as error:  # some formats only say when they multiply that they cannot
+            except Exception as error:  # some formats fail only when they multiply
                 policies.pop(name, None)
                 skipped[name] = {"skipped": str(error) or type(error).__name__}
         rows = self._compete({(name, mode): self._engine(policies[name], mode) for name in policies for mode in modes})
@@ -177,7 +177,7 @@ class Run:
 
 
 def _add_ratios(row: dict[str, Any], label: str, other: Mapping[str, Any]) -> None:
-    """Rate and latency over those of another row."""
+    """Adds rate and latency relative to another row."""
     if "skipped" not in row:
         row[f"rate_over_{label}"] = row["action_rate_hz"] / other["action_rate_hz"]
         row[f"latency_over_{label}"] = row["latency_s"]["mean"] / other["latency_s"]["mean"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases that kernels.py times: each kernel and stage on packed batches, with the bytes and operations it needs.
+"""The cases timed by kernels.py: each kernel and stage on packed batches, with its bytes and operations.
 
-Activations of a stage are left out of its bytes, as in `specvla plan`.
+A stage's bytes exclude its activations, as in `specvla plan`.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,24 +32,24 @@ from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 TRITON, PYTORCH, COMPILED, UNQUANTISED = "Triton", "PyTorch", "torch.compile", "unquantised"
-Calls = dict[str, Callable[[], object] | str]  # contestants, or why one cannot run here
+Calls = dict[str, Callable[[], object] | str]  # contestants, or the reason why one cannot run here
 
 DECODES, LARGE_TREE, TREES, TREE = 7, 50, 3, 16
 _SLOTS = DECODES
 _SLOT_ROWS = 368  # the prompt, an answer and the largest tree, in whole blocks of 16
-_PATH = (0, 2, 4, 6)  # nodes that are committed: the first one stays, three move
+_PATH = (0, 2, 4, 6)  # committed nodes: the first one stays, three move
 _COMMITS = 4  # requests
 _DEPTH = 7
-_ACCEPTED = ((4, 16), (1, 50))  # trees, and nodes of each
+_ACCEPTED = ((4, 16), (1, 50))  # trees and nodes per tree
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the tables.
+    """A row of the tables.
 
     Args:
-        parts: bytes and operations of its steps, one after the other.
-        calls: the contestants, or why one cannot run here.
+        parts: bytes and operations of its sequential steps.
+        calls: the contestants, or the reason why one cannot run here.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Case:
 
 
 def _with_and_without_kernels(call: Callable[[], object], x: Tensor) -> Calls:
-    """The same call on the Triton kernels, where they run, and on their PyTorch references."""
+    """A call on the Triton kernels, where they run, and on their PyTorch references."""
 
     def on_references() -> object:
         found, kernel_device.HAS_TRITON = kernel_device.HAS_TRITON, False
@@ -73,11 +73,11 @@ def _with_and_without_kernels(call: Callable[[], object], x: Tensor) -> Calls:
 
 
 def _why_no_kernels(x: Tensor) -> str:
-    return "Triton is missing, or the dtype has no kernels" if x.is_cuda else "Triton kernels run on a GPU only"
+    return "Triton is missing or the dtype has no kernels" if x.is_cuda else "Triton kernels run on a GPU only"
 
 
 def _compiled(call: Callable[..., object], *operands: object) -> Callable[[], object] | str:
-    """A reference compiled by torch.compile."""
+    """A reference under torch.compile."""
     if not any(isinstance(operand, Tensor) and operand.is_cuda for operand in operands):
         return "compiled on a GPU only"
     fused = torch.compile(call, dynamic=False)
@@ -86,12 +86,12 @@ def _compiled(call: Callable[..., object], *operands: object) -> Callable[[], ob
 
 @dataclass(frozen=True)
 class Batch:
-    """One packed batch, ready for a forward.
+    """A packed batch, ready for a forward.
 
     Args:
-        packed: embeddings, layout, wanted rows.
-        pairs: of a row and a row that it attends to.
-        key_rows: rows of the KV cache that are read, each once.
+        packed: embeddings, layout, rows with logits.
+        pairs: number of pairs of a row and a row that it attends to.
+        key_rows: rows of the KV cache that are read, each counted once.
     """
 
     name: str
@@ -101,24 +101,24 @@ class Batch:
 
     @property
     def layout(self) -> PackedLayout:
-        """Where the segments lie."""
+        """The layout of the segments."""
         return self.packed.layout
 
     @property
     def rows(self) -> int:
-        """Of the packed batch."""
+        """Number of rows of the packed batch."""
         return self.packed.embeddings.shape[0]
 
 
 def filled_cache(decoder: PackedDecoder) -> KVCache:
-    """A KV cache with room for every batch; all rows hold random keys and values."""
+    """Returns a KV cache with room for every batch, filled with random keys and values."""
     cache = new_cache(decoder, slots=_SLOTS, slot_rows=_SLOT_ROWS)
     randomize(cache.keys, cache.values)
     return cache
 
 
 def batches(decoder: PackedDecoder) -> list[Batch]:
-    """A prompt alone, plain decode steps, a large tree, and a prompt with small trees beside it."""
+    """Returns the batches: a prompt, plain decode steps, a large tree, and a prompt together with small trees."""
     prompt = torch.randn(PROMPT, decoder.config.hidden_size, device=decoder.device, dtype=decoder.dtype)
     whole = Segment(0, 0, prompt)
     small = [_tree(decoder, slot, TREE) for slot in range(1, TREES + 1)]
@@ -148,7 +148,7 @@ def _batch(decoder: PackedDecoder, name: str, segments: list[Segment]) -> Batch:
 
 
 def _pairs_within(ancestry: Ancestry | None, rows: int) -> int:
-    """Pairs among a segment's own rows; its trees are those of `tree_parents`, whose depths the host knows."""
+    """Pairs among a segment's own rows; its trees are those of `tree_parents`, with depths known to the host."""
     if ancestry is None:
         return rows * (rows + 1) // 2
     depths: list[int] = []
@@ -158,7 +158,7 @@ def _pairs_within(ancestry: Ancestry | None, rows: int) -> int:
 
 
 def kernel_cases(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Iterator[Case]:
-    """The kernels of one layer."""
+    """Yields the kernels of one layer."""
     yield _rope(decoder, batch, cache)
     yield _attention(decoder, batch, cache)
     yield _norm(decoder, batch)
@@ -167,14 +167,14 @@ def kernel_cases(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Iterat
 
 
 def forward_cases(decoder: PackedDecoder, cache: KVCache) -> Iterator[Case]:
-    """The kernels that run once after a forward."""
+    """Yields the kernels that run once after a forward."""
     yield _commit(cache)
     for trees, nodes in _ACCEPTED:
         yield from _accept(decoder, trees, nodes)
 
 
 def first_layer(decoder: PackedDecoder) -> DecoderLayer:
-    """One layer, as all are."""
+    """Returns the first layer; all layers have the same shapes."""
     layer = decoder.layers[0]
     assert isinstance(layer, DecoderLayer)
     return layer
@@ -185,7 +185,7 @@ def _random(decoder: PackedDecoder, *shape: int) -> Tensor:
 
 
 def _part(name: str, rows: int, tensors: list[Tensor], operations: float, read_bytes: float = 0.0) -> Part:
-    """Work that reads or writes each tensor once, and `read_bytes` of others."""
+    """Work that reads or writes each tensor once, plus `read_bytes`."""
     return Part(name, read_bytes + sum(tensor.nbytes for tensor in tensors), operations, rows)
 
 
@@ -229,7 +229,7 @@ def _norm(decoder: PackedDecoder, batch: Batch) -> Case:
 
 def _gate(decoder: PackedDecoder, batch: Batch) -> Case:
     gate_up = _random(decoder, batch.rows, 2 * decoder.config.intermediate_size)
-    out = gate_up[:, ::2]  # as large as the result
+    out = gate_up[:, ::2]  # same size as the result
     part = _part("swiglu", batch.rows, [gate_up, out], 5.0 * out.numel())
     calls = _with_and_without_kernels(lambda: gated_unit(gate_up), gate_up)
     calls[COMPILED] = _compiled(gated_unit_reference, gate_up)
@@ -237,7 +237,7 @@ def _gate(decoder: PackedDecoder, batch: Batch) -> Case:
 
 
 def _int8(decoder: PackedDecoder, batch: Batch) -> Case:
-    """The product with gate and up, the largest of a layer."""
+    """The gate and up product, the largest of a layer."""
     matrix = first_layer(decoder).gate_up.weight
     weight = torch.randint(-127, 128, matrix.shape, dtype=torch.int8, device=matrix.device)
     scales = torch.rand(len(weight), device=matrix.device)
@@ -252,7 +252,7 @@ def _int8(decoder: PackedDecoder, batch: Batch) -> Case:
 
 
 def _commit(cache: KVCache) -> Case:
-    """Several requests' paths, in all layers."""
+    """Commits several requests' paths in all layers."""
     device = cache.keys.device
     slots = torch.arange(_COMMITS, device=device)
     first_rows = torch.full_like(slots, PROMPT)
@@ -269,7 +269,7 @@ def _commit(cache: KVCache) -> Case:
 
 
 def _accept(decoder: PackedDecoder, requests: int, nodes: int) -> Iterator[Case]:
-    """The comparison with the target, and the walk under a mask that accepts every node."""
+    """Comparison with the target, and the walk with a mask that accepts every node."""
     stop = decoder.config.vocab_size - 64
     ancestry = Ancestry.from_parents(tree_parents(nodes), decoder.device)
     drafted, chosen = (torch.randint(stop - 256, stop, (requests, nodes), device=decoder.device) for _ in range(2))
@@ -305,7 +305,7 @@ def _accept(decoder: PackedDecoder, requests: int, nodes: int) -> Iterator[Case]
 
 
 def stage_cases(decoder: PackedDecoder, draft_head: EagleHead, batch: Batch, cache: KVCache) -> Iterator[Case]:
-    """Both halves of a layer, the output head, the draft head, and the whole forward of the target."""
+    """Yields both halves of a layer, the output head, the draft head, and the target's whole forward."""
     layer, layout = first_layer(decoder), batch.layout
     x, keys, values = batch.packed.embeddings, cache.keys, cache.values
     rotation = decoder.rotation(layout.positions)
@@ -346,7 +346,7 @@ def _matrices(modules: list[nn.Linear], rows: int) -> Part:
 
 
 def _attended(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Part:
-    """Attention of one layer: every key and value row is read once, those of the batch are written once."""
+    """Attention of one layer: reads every key and value row once and writes those of the batch once."""
     config = decoder.config
     row: Tensor = cache.keys[0, 0, 0]
     operations = 4.0 * batch.pairs * config.num_attention_heads * config.head_dim

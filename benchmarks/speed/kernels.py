@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels and stages of a packed forward against the roofline, beside what they compete with.
+"""Kernels and stages of a packed forward against the roofline, with their alternatives.
 
-The bound of each is its bytes over the measured bandwidth or its operations over the measured matrix rate, the larger
-of the two. Operands lie in memory, not in a cache. On a CPU there are no kernels: their PyTorch references are timed.
+Each bound is the bytes over the measured bandwidth or the operations over the measured matrix rate, whichever is
+larger. Operands are in memory, not in a cache. On a CPU there are no kernels: their PyTorch references are timed.
 
     python -m benchmarks.speed.kernels                                  # this CPU: tiny
     python -m benchmarks.speed.kernels --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
@@ -32,7 +32,7 @@ from specvla_ros.lab.planning.device import Device as DeviceLimits
 from specvla_ros.lab.planning.measure import measure_device
 from specvla_ros.models.decoder import PackedDecoder
 
-_MANY_ROWS = 2048  # of a product that is bound by computing
+_MANY_ROWS = 2048  # of a compute-bound product
 _MEASURED = 7
 
 
@@ -44,7 +44,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Timed calls of each contestant.", min=1)] = 21,
     out: Out = None,
 ) -> None:
-    """Time, bound and share of it for every kernel and stage."""
+    """Measures time, bound and share of the bound of every kernel and stage."""
     chosen, timer = dtype_on(device, dtype), ColdTimer(device, repeats)
     result = result_head(context, chosen) | {"launch_s": timer.launch_seconds(), "sizes": {}}
     for name in sizes.split(","):
@@ -60,7 +60,7 @@ def main(
 
 
 def limits(decoder: PackedDecoder, device: str) -> DeviceLimits:
-    """The device's limits as measured with large products: one rate for any number of rows."""
+    """Returns the device's limits, measured with large products: one rate for any number of rows."""
     measured = measure_device(decoder.config, device=device, dtype=decoder.dtype, more_rows=(_MANY_ROWS,))
     sources = dict(measured.sources) | {"int8_tops": f"measured: one product of {_MANY_ROWS} rows"}
     return replace(measured, tflops_by_rows={}, int8_tops=_int8_tops(decoder, device), sources=sources)
@@ -76,7 +76,7 @@ def _int8_tops(decoder: PackedDecoder, device: str) -> float:
 
 
 def cases(decoder: PackedDecoder) -> Iterator[tuple[str, Case]]:
-    """Kernels, then stages; a case is made when it is its turn, and its operands are given back after it."""
+    """Yields kernels, then stages; a case's operands exist only during its turn."""
     cache, draft_head, packed = filled_cache(decoder), random_draft_head(decoder), batches(decoder)
     for batch in packed:
         for case in kernel_cases(decoder, batch, cache):
@@ -89,7 +89,7 @@ def cases(decoder: PackedDecoder) -> Iterator[tuple[str, Case]]:
 
 
 def row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[str, Any]:
-    """A case's bound, and the time and share of it of each contestant."""
+    """Returns a case's bound, and each contestant's time and share of the bound."""
     bound_s = roofline_seconds(case.parts, limits)
     found: dict[str, float | str] = {name: call for name, call in case.calls.items() if isinstance(call, str)}
     found |= timer.seconds({name: call for name, call in case.calls.items() if not isinstance(call, str)})
@@ -117,7 +117,7 @@ def _bound_by(case: Case, limits: DeviceLimits) -> str:
 def _contestant(name: str, found: float | str, bound_s: float) -> dict[str, Any]:
     if isinstance(found, str):
         return {"skipped": found}
-    if name == UNQUANTISED:  # the bound is the quantised product's
+    if name == UNQUANTISED:  # the bound is that of the quantised product
         return {"seconds": found}
     return {"seconds": found, "share_of_bound": bound_s / found}
 

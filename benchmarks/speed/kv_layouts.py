@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What not moving keys and values saves: a pipeline's tick with them gathered, shifted, or left where they are.
+"""Cost of moving keys and values: a pipeline's tick with them gathered, shifted, or left in place.
 
-`naive` gathers the frames' keys and values into one contiguous buffer before every forward; `shift` is ActionFlow's and
-copies those of each stage into the next stage's slot; in `slots`, ours, nothing moves. The same packed forward, random
+`naive` gathers the frames' keys and values into one contiguous buffer before every forward. `shift` is ActionFlow's: it
+copies those of each stage into the next stage's slot. In `slots`, ours, nothing moves. Same packed forward, random
 weights, a prompt of 290 rows; all three must give the same tokens. Every pipeline is full when it is timed.
 
     python -m benchmarks.speed.kv_layouts                                  # this CPU: tiny
@@ -32,11 +32,11 @@ def main(
     sizes: Sizes = "tiny",
     device: Device = "cpu",
     dtype: Dtype = "",
-    stages: Annotated[int, typer.Option(help="Frames in flight, and tokens of an action.", min=2)] = TOKENS,
+    stages: Annotated[int, typer.Option(help="Frames in flight and tokens per action.", min=2)] = TOKENS,
     repeats: Annotated[int, typer.Option(help="Turns of each layout.", min=1)] = 15,
     out: Out = None,
 ) -> None:
-    """Times the moving of keys and values, and the whole tick with it."""
+    """Times moving keys and values, and the whole tick including it."""
     chosen = dtype_on(device, dtype)
     result = result_head(context, chosen) | {"prompt_rows": PROMPT, "stages": stages, "sizes": {}}
     for name in sizes.split(","):
@@ -47,20 +47,20 @@ def main(
 
 
 class Slots:
-    """Ours: a frame keeps its slot from its prefill to its action; nothing moves. It has as many ticks as tokens."""
+    """Ours: a frame keeps its slot from prefill to action, for as many ticks as tokens; nothing moves."""
 
     def __init__(self, decoder: PackedDecoder, prompt_rows: int, stages: int) -> None:
         rows = prompt_rows + stages
         self._decoder = decoder
         self.cache = new_cache(decoder, slots=stages, slot_rows=rows + -rows % _ROW_MULTIPLE)
         self.prompt_rows, self.stages = prompt_rows, stages
-        self._tokens: list[list[int]] = []  # of each frame in flight, the newest first
+        self._tokens: list[list[int]] = []  # of each frame in flight, newest first
         self._roots = torch.empty(0, dtype=torch.int64, device=decoder.device)
         self._alone = Ancestry.from_parents((-1,), decoder.device)
         self._ticks = 0
 
     def tick(self, prompt: Tensor) -> tuple[int, ...]:
-        """Begins a frame and brings the others on by a token; the tokens of the frame that ends, once there is one."""
+        """Starts a frame, decodes a token of each other frame, and returns the finished frame's tokens, if any."""
         self.before()
         segments = [Segment(self.slot_of(0), 0, prompt)]
         for stage in range(1, len(self._tokens) + 1):
@@ -77,11 +77,11 @@ class Slots:
 
     @property
     def filled(self) -> Sequence[int]:
-        """Stages that a frame is in during this tick."""
+        """Stages that hold a frame during this tick."""
         return range(len(self._tokens) + 1)
 
     def committed(self, stage: int) -> int:
-        """Rows that a frame brings into a stage."""
+        """Committed rows of a frame when it enters a stage."""
         return self.prompt_rows + stage - 1 if stage else 0
 
     def written(self, stage: int) -> slice:
@@ -93,21 +93,21 @@ class Slots:
         return (self._ticks - stage) % self.stages
 
     def before(self) -> None:
-        """Moves what the forward needs."""
+        """Moves rows for the coming forward."""
 
     def after(self) -> None:
-        """Moves what the next forward needs."""
+        """Moves rows for the next tick's forward."""
 
 
 class Shift(Slots):
     """ActionFlow's: a slot belongs to a stage, and after each tick every frame's rows are copied into the next slot."""
 
     def slot_of(self, stage: int) -> int:
-        """The stage's own."""
+        """The stage's own slot."""
         return stage
 
     def after(self) -> None:
-        """The oldest first, since the next frame's rows go into its slot."""
+        """Shifts the oldest frame first, because the next frame's rows go into its slot."""
         for stage in reversed(self.filled):
             if stage + 1 < self.stages:
                 rows = slice(0, self.committed(stage + 1))
@@ -116,7 +116,7 @@ class Shift(Slots):
 
 
 class Naive(Slots):
-    """Every frame keeps its own store; each tick gathers them all into one buffer, and takes back what was written."""
+    """Every frame has its own store; each tick gathers them all into one buffer and copies new rows back."""
 
     def __init__(self, decoder: PackedDecoder, prompt_rows: int, stages: int) -> None:
         super().__init__(decoder, prompt_rows, stages)
@@ -126,16 +126,16 @@ class Naive(Slots):
         ]
 
     def slot_of(self, stage: int) -> int:
-        """In the buffer, by age."""
+        """The frame's place in the buffer, by age."""
         return stage
 
     def before(self) -> None:
-        """Gathers what was committed."""
+        """Gathers the committed rows."""
         for stage in self.filled:
             self._copy(stage, slice(0, self.committed(stage)), gather=True)
 
     def after(self) -> None:
-        """Takes back what was written."""
+        """Copies the written rows back."""
         for stage in self.filled:
             self._copy(stage, self.written(stage), gather=False)
 
@@ -152,12 +152,14 @@ LAYOUTS = {"naive": Naive, "shift": Shift, "slots": Slots}
 
 
 def moved_bytes(name: str, pipeline: Slots) -> int:
-    """Bytes that a full pipeline's tick copies, each read once and written once."""
+    """Returns the bytes that a full pipeline's tick copies, each read once and written once."""
     keys = pipeline.cache.keys
     row = 2 * keys.shape[0] * keys.shape[3] * keys.shape[4] * keys.element_size()
     stages = range(pipeline.stages)
     written = sum(pipeline.written(stage).stop - pipeline.written(stage).start for stage in stages)
-    gathered = sum(pipeline.committed(stage) for stage in stages)  # what is shifted is what the next tick would gather
+    gathered = sum(
+        pipeline.committed(stage) for stage in stages
+    )  # shifted rows are those that the next tick would gather
     return row * {"naive": gathered + written, "shift": gathered, "slots": 0}[name]
 
 
@@ -191,7 +193,7 @@ def _measure(decoder: PackedDecoder, device: str, stages: int, repeats: int) -> 
 
 
 def _move(pipeline: Slots) -> None:
-    """What one tick moves, without its forward; what the store then holds is not read any more."""
+    """Performs one tick's moves without its forward; the store's content is not used afterwards."""
     pipeline.before()
     pipeline.after()
 

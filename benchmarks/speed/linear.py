@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times rows through a linear layer: torch's product against specvla_kernels', on this CPU.
+"""Times linear layers over numbers of rows on this CPU: torch's product and that of specvla_kernels.
 
 python -m benchmarks.speed.linear
 """
@@ -16,19 +16,19 @@ from specvla_kernels.fused_linear import linear
 
 SHAPES = {"gate and up": (11264, 2048), "output head": (32064, 2048)}  # of a 1B Llama
 ROWS = (1, 2, 5, 16, 64, 290)  # of a decode step, levels of a draft tree, trees, a prompt
-BYTES = 1 << 30  # of all matrices of a shape: more than the caches hold
+BYTES = 1 << 30  # of all matrices of a shape: larger than the caches
 TURNS = 7
 
 
 def main(context: typer.Context, out: Out = None) -> None:
-    """Rates of both products, for every shape and number of rows."""
+    """Measures the rates of both products for every shape and number of rows."""
     cases = [case(name, shape, rows) for name, shape in SHAPES.items() for rows in ROWS]
     finish(result_head(context) | {"torch": torch.__version__, "cases": cases}, out)
 
 
 @torch.inference_mode()
 def case(name: str, shape: tuple[int, int], rows: int) -> dict[str, object]:
-    """Both products of one shape in turns, over every matrix."""
+    """Times both products of a shape in turns, over all matrices."""
     weights = [torch.randn(shape) for _ in range(BYTES // (shape[0] * shape[1] * 4))]
     x = torch.randn(rows, shape[1])
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time per action over the answer's length and the prompt's: what each mode is sensitive to (ActionFlow, figure 5).
+"""Time per action over the lengths of answer and prompt, for each mode (ActionFlow, figure 5).
 
-The real engine with a frame always waiting, vision left out, random weights; acceptance comes from a named trace. The
-longer the answer, the more requests are in flight and the more of them are overtaken; `specpipe, in order` overtakes
-none.
+The real engine with a frame always waiting, without vision, with random weights; acceptance comes from a named trace.
+Longer answers have more requests in flight, and more of them are overtaken; `specpipe, in order` overtakes none.
 
     python -m benchmarks.speed.sensitivity                                  # this CPU: tiny
     python -m benchmarks.speed.sensitivity --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
@@ -33,17 +32,17 @@ def main(
     sizes: Sizes = "tiny",
     device: Device = "cpu",
     dtype: Dtype = "",
-    tokens: Annotated[str, typer.Option(help="Comma-separated: tokens of an action.")] = "7,16,24,32",
-    prompts: Annotated[str, typer.Option(help=f"Comma-separated: rows of the prompt, over {TEXT_TOKENS}.")] = (
+    tokens: Annotated[str, typer.Option(help="Tokens per action, comma-separated.")] = "7,16,24,32",
+    prompts: Annotated[str, typer.Option(help=f"Prompt rows, comma-separated, more than {TEXT_TOKENS}.")] = (
         "64,160,290,512"
     ),
     trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "goal",
-    nodes: Annotated[int, typer.Option(help="Of a draft tree, the root included.", min=8)] = 16,
-    actions: Annotated[int, typer.Option(help="Timed in each turn.", min=1)] = 20,
+    nodes: Annotated[int, typer.Option(help="Nodes of a draft tree, including the root.", min=8)] = 16,
+    actions: Annotated[int, typer.Option(help="Actions timed per turn.", min=1)] = 20,
     repeats: Annotated[int, typer.Option(help="Turns of each mode.", min=1)] = 3,
     out: Out = None,
 ) -> None:
-    """Time per action of every mode, over the lengths of answer and prompt."""
+    """Measures the time per action of every mode over the lengths of answer and prompt."""
     chosen = dtype_on(device, dtype)
     lengths = trace_lengths(trace, nodes)
     result = result_head(context, chosen) | {
@@ -70,7 +69,7 @@ def main(
 def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:
     """The same weights with another length of answer and prompt."""
     if rows <= TEXT_TOKENS:
-        raise typer.BadParameter(f"a prompt of {rows} rows is not longer than its {TEXT_TOKENS} of text")
+        raise typer.BadParameter(f"a prompt of {rows} rows must be longer than its {TEXT_TOKENS} rows of text")
     decoder = policy.decoder
     generator = torch.Generator(decoder.device).manual_seed(rows)
     shape = (rows, decoder.config.hidden_size)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each part of a speculative tick costs: forward, acceptance, commit and drafting.
+"""Cost of each part of a speculative tick: forward, acceptance, commit and drafting.
 
-Acceptance holds a commit that moves nothing, as random weights accept nothing.
+Acceptance includes a commit that moves nothing, as random weights accept nothing.
 
-Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not depend on their values. A picture is
-resized and normalised once per frame, on a thread beside the ticks.
+The parts follow a prompt of 290 rows, like OpenVLA's, with random weights: time does not depend on their values. An
+image is resized and normalised once per frame, in parallel with the ticks.
 
-A file that is written over is kept in the new one as `before`, once: run an earlier revision and this one in turns.
+An overwritten file is kept in the new one as `before`, once: run an earlier revision and this one in turns.
 
     python -m benchmarks.speed.tick_cost                                  # this CPU: tiny and 1B
     python -m benchmarks.speed.tick_cost --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
@@ -46,7 +46,7 @@ from specvla_ros.speculation.tree import Tree
 NODES = (1, 8, 16, 32, 50, 64)
 TREE = 16
 DEPTH = 7
-COMMITTED = 3  # tokens per forward, about what a relaxed tree commits
+COMMITTED = 3  # tokens per forward, about as many as a relaxed tree commits
 IMAGE_TOKENS = 256
 _BEAM = 8
 
@@ -95,7 +95,7 @@ def _measure(decoder: PackedDecoder, device: str, repeats: int) -> dict[str, Any
     for size in (TREE, 50):
         parts[f"draft, {size} nodes"] = _drafting(decoder, size, prompt, actions)
         parts[f"draft, {size} nodes, any ids"] = _drafting(decoder, size, prompt)
-    parts["picture of 640 x 480, once per frame"] = partial(dinosiglip_processor([224, 224]), PICTURE)
+    parts["image of 640 x 480, once per frame"] = partial(dinosiglip_processor([224, 224]), PICTURE)
     seconds = take_turns(parts, repeats, device)
     tick = [f"forward, {TREE} nodes", "accept and commit, bin_distance", f"draft, {TREE} nodes"]
     total = sum(seconds[part] for part in tick)
@@ -133,7 +133,7 @@ def _tree(nodes: int, device: str) -> Tree:
 def _drafting(
     decoder: PackedDecoder, nodes: int, prompt: torch.Tensor, actions: ActionIds | None = None
 ) -> Callable[[], Any]:
-    """A draft among the ids of actions, or of the whole vocabulary."""
+    """A draft among the actions' ids or, by default, the whole vocabulary."""
     ids = None if actions is None else range(actions.first, actions.stop)
     settings = DraftSettings(nodes=nodes, top_k=_BEAM)
     drafter = EagleDrafter(random_draft_head(decoder), decoder, settings, slots=1, slot_rows=PROMPT + 16, ids=ids)

@@ -53,7 +53,7 @@ def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
     chosen = ["--quantization", "none,w8a8", "--tokens", 9, "--formats-only", "--actions", 1, "--repeats", 1]
     result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", *chosen)
     tiny = result["sizes"]["tiny"]
-    assert "modes" not in tiny and result["tokens"] == 9 and result["pictures"].startswith("every frame is a picture")
+    assert "modes" not in tiny and result["tokens"] == 9 and result["pictures"].startswith("every frame is an image")
     for found in tiny["quantized"].values():
         assert found["modes"]["ar"]["forwards_per_action"] == 9
         assert found["modes"]["ar"]["rate_over_ar_of_format"] == 1 and found["modes"]["ar"]["pictures_s"] > 0
@@ -221,7 +221,7 @@ def test_a_trace_cuts_a_chain_to_its_length():
 def test_a_trace_that_nobody_recorded_is_refused():
     with pytest.raises(UserError, match=r"no policy 'words'; it has: fast"):
         trace_lengths("chunks:words", 16)
-    with pytest.raises(UserError, match=r"has trees of 8, .* nodes, and none of 17"):
+    with pytest.raises(UserError, match=r"has trees of 8, .* nodes, not of 17"):
         trace_lengths("chunks:digits-2", 17)
 
 

@@ -125,7 +125,7 @@ def test_a_folder_holds_figures_of_one_kind(tmp_path: Path) -> None:
     kept = {"options": {"device": "cuda", "sizes": "7b", "dry_run": False}, "steps": {}}
     (tmp_path / "report" / "report.json").write_text(json.dumps(kept))
     done = report(tmp_path / "report", *TINY, steps="environment")
-    assert done.returncode == 1 and "name another --out" in done.stderr
+    assert done.returncode == 1 and "choose another --out" in done.stderr
 
 
 def test_a_dry_run_is_a_report(tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ def test_what_was_learnt_is_written_and_drafts(target: TextTarget, tmp_path: Pat
 
 
 def test_what_cannot_be_a_draft_is_refused(target: TextTarget, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the target has 2 layers: a draft of it has fewer, not 2"):
+    with pytest.raises(UserError, match="the target has 2 layers: a draft of it needs fewer, not 2"):
         train_draft_model(target.directory, tmp_path / "draft", replace(TRAINING, layers=2))
-    with pytest.raises(UserError, match="holds a model already"):
+    with pytest.raises(UserError, match="already holds a model"):
         train_draft_model(target.directory, target.directory, TRAINING)
     with pytest.raises(UserError, match="--answers must be at least 1"):
         replace(TRAINING, answers=0)

@@ -120,10 +120,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path: Path, fam
         ({"rope_parameters": {"rope_type": "llama3"}}, "only plain RoPE"),
         ({"attention_bias": True}, "config.json: attention_bias is not supported"),
         ({"use_sliding_window": True}, "config.json: use_sliding_window is not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types names other than full attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must contain only full attention"),
         ({"hidden_act": "relu"}, "activation 'relu' is not supported, only 'silu' is"),
         ({"model_type": "qwen2"}, r"lacks .*q_proj\.bias"),
-        ({"num_hidden_layers": 1}, "for which the model of config.json has no place"),
+        ({"num_hidden_layers": 1}, "which the model of config.json does not have"),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused(small: Path, change: dict[str, object], message: str) -> None:
