@@ -19,7 +19,7 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 
 _START_S, _END_S, _LOAD_S, ANSWER_S = 300.0, 60.0, 300.0, 30.0  # patience on a busy machine
-_BROKEN = ("Traceback", "a callback failed", "went on after a fault")
+_BROKEN = ("Traceback", "a callback failed", "continued after a fault")
 _UP = (
     (State.PRIMARY_STATE_UNCONFIGURED, Transition.TRANSITION_CONFIGURE),
     (State.PRIMARY_STATE_INACTIVE, Transition.TRANSITION_ACTIVATE),

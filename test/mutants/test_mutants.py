@@ -134,8 +134,8 @@ def test_the_guide_tells_the_figures_of_the_run() -> None:
     names = ("mutants", "killed", "timeouts", "equivalent")
     tried, killed, timeouts, equal = (sum(row[name] for row in result["modules"].values()) for name in names)
     assert tried == result["drawn"] == killed + timeouts + equal + len(result["survivors"])
-    said = f"Of {tried} of {result['of']} mutants {equal} do what the original does; of the others {killed + timeouts} "
-    said += "were noticed"
+    said = f"Of {tried} sampled out of {result['of']} mutants, {equal} are equivalent to the original; of the others, "
+    said += f"{killed + timeouts} were detected"
     assert said in " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
 
 
