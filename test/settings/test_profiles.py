@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.planning.device import read_device
+from specvla_ros.lab.planning.plan import make_plan
+from specvla_ros.models.settings import WeightFormat
 from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters, read_assignments
@@ -88,3 +91,16 @@ def test_every_parameter_of_a_profile_is_one_of_the_policys(profile: str) -> Non
     merged = merge_parameters([CONFIG / "common.yaml", CONFIG / f"{profile}.yaml"], {}, node="policy")
     problems = [declared[name].problem(value) for name, value in merged.items()]
     assert not any(problems)
+
+
+@pytest.mark.parametrize(("profile", "device", "lossy"), [("orin", "orin", True), ("desktop", "rtx5090", False)])
+def test_a_shipped_profile_runs_what_the_plan_derives(profile: str, device: str, lossy: bool) -> None:
+    """The mode that acts on the youngest images; on an Orin, where bfloat16 is slow, also the weight format."""
+    merged = merge_parameters([CONFIG / "common.yaml", CONFIG / f"{profile}.yaml"], {}, node="policy")
+    formats = (WeightFormat.NONE, WeightFormat.W8A8) if lossy else (WeightFormat.NONE,)
+    plans = {each.value: make_plan(read_device(device), each).profile for each in formats}
+    youngest = min(plans, key=lambda name: plans[name].limit.derated_image_age_s)
+    assert merged.get("model.quantization", "none") == youngest
+    planned = plans[youngest].settings
+    assert merged["decode.mode"] == planned.mode == "auto"
+    assert merged["draft.nodes"] <= planned.draft.nodes and merged["draft.depth"] == planned.draft.depth

@@ -21,7 +21,7 @@ from specvla_ros.speculation.drafters.eagle.tree_growth import (
     tree_size,
 )
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
-from specvla_ros.speculation.drafters.registry import FinishedAnswer
+from specvla_ros.speculation.drafters.registry import DraftWork, FinishedAnswer
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tree import Branches, Tree
@@ -70,6 +70,13 @@ def finished(growth: TreeGrowth, *, levels: int, k: int, nodes: int) -> Tree:
 def log_probs(seed: int, rows: int = 3, sharpness: float = 2.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64) * sharpness).log_softmax(-1)
+
+
+def test_drafting_starts_from_no_work() -> None:
+    assert DraftWork() == DraftWork(0, 0, 0, 0, 0, 0)
+    assert (DraftWork(model_rows=3) + DraftWork(model_rows=4, model_images=1)).since(
+        DraftWork(model_rows=5)
+    ) == DraftWork(model_rows=2, model_images=1)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 6), st.integers(1, 5))
