@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specvla_ros.engine.outcome import Outcome
+from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 
@@ -154,6 +154,7 @@ class Decoded:
 class _Waiting:
     observation: Observation  # kept alive, since its identity is the key
     future: Future[Decoded]
+    on_partial: Callable[[Action], object] | None
     seconds: float = 0.0
 
 
@@ -187,12 +188,21 @@ class SharedEngine(EngineThread):
             pictures.prepare()
         return pictures
 
-    def decode(self, observation: Observation, pictures: Pictures | None = None) -> Future[Decoded]:
-        """Decodes an observation; without the vision input from `prepared`, the engine's thread computes it."""
+    def decode(
+        self,
+        observation: Observation,
+        pictures: Pictures | None = None,
+        on_partial: Callable[[Action], object] | None = None,
+    ) -> Future[Decoded]:
+        """Decodes an observation; without the vision input from `prepared`, the engine's thread computes it.
+
+        `on_partial` is called on the engine's thread with the first actions of an answer that is still being decoded.
+        With `decode.tail: needed` there are none, since they would end the answer early for other callers too.
+        """
         future: Future[Decoded] = Future()
 
         def begin(engine: Engine) -> Sequence[Outcome]:
-            self._waiting[id(observation)] = _Waiting(observation, future)
+            self._waiting[id(observation)] = _Waiting(observation, future, on_partial)
             return engine.submit(observation, pictures)
 
         self.call(begin)
@@ -207,6 +217,8 @@ class SharedEngine(EngineThread):
         self.end(lambda engine: engine.flush())
 
     def _tick(self, engine: Engine) -> Sequence[Outcome]:
+        asked = any(waiting.on_partial is not None for waiting in self._waiting.values())
+        engine.takes_partial = asked and engine.settings.tail == "whole"
         started_s = time.perf_counter()
         outcomes = engine.tick()
         seconds = self._tick_time(engine.last_work, time.perf_counter() - started_s)
@@ -215,6 +227,11 @@ class SharedEngine(EngineThread):
         return outcomes
 
     def _answer(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Action) and outcome.partial:
+            begun = self._waiting.get(id(outcome.observation))
+            if begun is not None and begun.on_partial is not None:
+                begun.on_partial(outcome)
+            return
         waiting = self._waiting.pop(id(outcome.observation), None)
         if waiting is not None:
             with suppress(InvalidStateError):  # a caller that has gone has cancelled it

@@ -81,8 +81,17 @@ class Session:
         """Starts an episode: later requests are unrelated to earlier ones."""
         self._epoch += 1
 
-    async def act(self, images: Mapping[str, np.ndarray], instruction: str, state: np.ndarray | None) -> Outcome:
-        """Returns a request's outcome; UserError if the images are invalid or the rate limit is exceeded."""
+    async def act(
+        self,
+        images: Mapping[str, np.ndarray],
+        instruction: str,
+        state: np.ndarray | None,
+        on_partial: Callable[[Action], object] | None = None,
+    ) -> Outcome:
+        """Returns a request's outcome; UserError if the images are invalid or the rate limit is exceeded.
+
+        `on_partial` is called on the engine's thread, see `SharedEngine.decode`.
+        """
         async with self._lock:
             now_s = time.monotonic()
             if now_s - self._asked_s < self._min_period_s:
@@ -103,7 +112,7 @@ class Session:
                 stream=self.name,
             )
             pictures = await asyncio.to_thread(self._thread.prepared, observation)
-            outcome = (await asyncio.wrap_future(self._thread.decode(observation, pictures))).outcome
+            outcome = (await asyncio.wrap_future(self._thread.decode(observation, pictures, on_partial))).outcome
             self.used_s = time.monotonic()
             return outcome
 
@@ -257,7 +266,9 @@ class Server:
             await cancel(coming)
             self.sessions.close(session)
 
-    async def decode(self, session: Session, message: dict[str, Any]) -> Outcome:
+    async def decode(
+        self, session: Session, message: dict[str, Any], on_partial: Callable[[Action], object] | None = None
+    ) -> Outcome:
         """Decodes an observation given in client names; UserError if it is invalid or exceeds the rate limit."""
         started_s = time.perf_counter()
         if message.pop("reset", False) is True:
@@ -265,7 +276,7 @@ class Server:
         try:
             asked = await asyncio.to_thread(read_observation, message, self.policy)  # may have to decode images
             self._warn_of(asked.ignored)
-            outcome = await session.act(asked.images, asked.instruction, asked.state)
+            outcome = await session.act(asked.images, asked.instruction, asked.state, on_partial)
         except asyncio.CancelledError:
             self.metrics.abandoned += 1
             raise

@@ -16,6 +16,7 @@ from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import FirstActions
 from specvla_ros.engine.settings import MODES, engine_settings_from
+from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.lab.bundled.policies import bundled_policy
 from specvla_ros.lab.evaluation.simulate import make_robot, tasks_of
 from specvla_ros.models.checkpoint import load_target
@@ -208,3 +209,19 @@ def test_numbers_that_are_begun_are_those_of_every_answer_that_may_follow(data: 
     rest = [n for word in [*read[:count], *["500"] * (21 - count)] for n in (*(20 + int(c) for c in word), 30)][:-1]
     assert not CODEC.problem([*rest, 40])
     np.testing.assert_array_equal(CODEC.decode(rest).ravel()[:count], begun)
+
+
+@pytest.mark.parametrize("tail", ["whole", "needed"])
+def test_of_callers_that_share_an_engine_only_those_that_ask_get_first_actions(tail: str) -> None:
+    engine = engine_of(policy(), mode="spec", streams=2, tail=tail)
+    shared, first = SharedEngine(engine), list[Action]()
+    try:
+        asking = shared.decode(frame(1, stream="asks"), on_partial=first.append)
+        other = shared.decode(frame(1, stream="another"))
+        outcomes = [future.result(60).outcome for future in (asking, other)]
+    finally:
+        shared.stop()
+    assert all(isinstance(each, Action) and not each.partial and len(each.actions) == 8 for each in outcomes)
+    assert bool(first) == (tail == "whole")
+    assert all(each.partial and each.observation.stream == "asks" for each in first)
+    assert [len(each.actions) for each in first] == sorted({len(each.actions) for each in first})

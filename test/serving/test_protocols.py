@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +16,8 @@ import pytest
 from support.serving import ASKED, PICTURE, Served, Socket, Thread, actions
 
 from specvla_ros.cli.app import serve
-from specvla_ros.engine.outcome import Drop, DropReason
+from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.models.observation import Observation
 from specvla_ros.serving import openpi, server
 from specvla_ros.serving.server import ServeSettings
 from specvla_ros.serving.wire import dump, pack, unpack
@@ -58,6 +60,32 @@ def test_openpi_is_greeted_and_gets_actions_with_their_times(monkeypatch: pytest
     text = served.get("/metrics")[1]
     assert 'bucket{le="0.2"} 0' in text and 'bucket{le="0.4"} 1' in text and "seconds_sum 0.300000" in text
     assert "specvla_actions_total 1" in text
+
+
+def test_openpi_gets_first_actions_if_it_asks_for_them() -> None:
+    thread = Thread(actions(CHUNK, forwards=4))
+    seen = Observation(PICTURE, "go", 1)
+    for rows in (1, 2):
+        begun = actions(CHUNK[:rows])(seen)
+        assert isinstance(begun, Action)
+        thread.first.append(replace(begun, partial=True))
+    served = Served(thread, horizon=3)
+
+    async def client() -> None:
+        async with Socket(served) as socket:
+            await socket.hear()
+            answers = [unpack(await socket.ask(pack({**ASKED, "stream": True})))]
+            while answers[-1]["partial"]:
+                answers.append(unpack((await socket.hear())["bytes"]))
+            assert [each["actions"].tolist() for each in answers] == [CHUNK[:n].tolist() for n in (1, 2, 3)]
+            for asked in (ASKED, {**ASKED, "stream": False}, {**ASKED, "stream": "yes"}):
+                answer = unpack(await socket.ask(pack(asked)))
+                assert answer["actions"].tolist() == CHUNK.tolist() and "partial" not in answer
+            thread.answer = lambda observation: Drop(observation, DropReason.NOT_AN_ACTION)
+            thread.first = []
+            assert await socket.ask(pack({**ASKED, "stream": True})) == "not_an_action"
+
+    asyncio.run(client())
 
 
 def test_openpi_is_told_why_there_is_no_action_and_goes_on() -> None:

@@ -39,6 +39,7 @@ class Thread:
 
     def __init__(self, answer: Callable[[Observation], Outcome] | None = no_action) -> None:
         self.answer = answer
+        self.first: list[Action] = []  # of an answer, for clients that ask
         self.asked: list[Observation] = []
         self.closed: list[str] = []
         self.stopped = False
@@ -52,9 +53,14 @@ class Thread:
         self.asked.append(observation)
         return "pictures"
 
-    def decode(self, observation: Observation, pictures: str) -> "Future[Any]":
+    def decode(
+        self, observation: Observation, pictures: str, on_partial: Callable[[Action], object] | None = None
+    ) -> "Future[Any]":
         done: Future[Any] = Future()
         assert pictures == "pictures"
+        if on_partial is not None:
+            for action in self.first:
+                on_partial(action)
         if self.answer is not None:
             done.set_result(SimpleNamespace(outcome=self.answer(observation)))
         return done
