@@ -7,8 +7,9 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -77,9 +78,31 @@ if _wanted():
             _fault = f"Triton cannot be imported: {type(error).__name__}: {error}"
 
 
+_wanted_here = threading.local()
+_distrusted: dict[torch.device, str] = {}
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Runs the operators of this thread as their PyTorch references, to compare the kernels with them."""
+    _wanted_here.references = True
+    try:
+        yield
+    finally:
+        _wanted_here.references = False
+
+
+def distrust_kernels(device: torch.device, fault: str) -> None:
+    """Runs a device's operators as their references from now on, because of a fault of its kernels."""
+    _distrusted[device] = fault
+    why_no_kernels.cache_clear()
+
+
 def has_kernels(x: Tensor) -> bool:
     """True if the operators run as Triton kernels on such a tensor."""
-    return HAS_TRITON and x.is_cuda and not why_no_kernels(x.device, x.dtype)
+    if not HAS_TRITON or not x.is_cuda or getattr(_wanted_here, "references", False):
+        return False
+    return not why_no_kernels(x.device, x.dtype)
 
 
 @lru_cache
@@ -90,6 +113,8 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str:
     """
     if device.type != "cuda":
         return "kernels run on a GPU"
+    if device in _distrusted:
+        return _said(_distrusted[device])
     if not HAS_TRITON:
         return _said(_fault)
     if dtype not in _DTYPES:

@@ -11,8 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from specvla_kernels.device import device_fault, on_device, operators_on
+from specvla_kernels.device import device_fault, distrust_kernels, on_device, operators_on
 from specvla_ros.engine.batch import Batch, TickWork
+from specvla_ros.engine.kernel_check import kernel_fault
 from specvla_ros.engine.kv_cache import allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, ChunkEnsemble, Drop, DropReason, Outcome
@@ -225,6 +226,9 @@ class Engine:
             raise UserError(
                 f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}{_remedy(outcome)}"
             )
+        decoder = self.target.decoder
+        if fault := kernel_fault(decoder, self.cache, self.runner.forwards.sizes):
+            distrust_kernels(decoder.device, fault)
         self.runner.graphs.warm_up()
         self.measure_ticks()
 

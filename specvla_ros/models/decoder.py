@@ -227,15 +227,17 @@ class PackedDecoder(nn.Module):
         hidden = self.hidden_states(embeddings, layout, keys, values)
         return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
 
-    def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
-        """Runs all layers and the final norm, giving [n_rows, hidden]; arguments as in `forward`.
+    def hidden_states(
+        self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor, *, layers: int | None = None
+    ) -> Tensor:
+        """Runs the first `layers` (None: all) and the final norm, giving [n_rows, hidden]; arguments as in `forward`.
 
         The kernels read only the layout's tensors and attention plan, not its spans.
         """
         cos, sin = self.rotation(layout.positions)
         x, *features = embeddings.split(self.config.hidden_size, dim=1)
         x = x if self.turn is None else x @ self.turn
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers[:layers]):
             x = layer(x, cos, sin, layout, keys[i], values[i])
             if i < len(features):
                 x = x + features[i]

@@ -89,8 +89,10 @@ class Decoder(Protocol):
     ) -> ForwardResult:
         """One pass of all segments through all layers, see `specvla_ros.engine.batch.packed_forward`."""
 
-    def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
-        """Runs all layers and the final norm, giving [n_rows, hidden]; can be captured in a CUDA graph."""
+    def hidden_states(
+        self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor, *, layers: int | None = None
+    ) -> Tensor:
+        """Runs the first `layers` (None: all) and the final norm, giving [n_rows, hidden]; can be captured."""
 
     def products(self, x: Tensor) -> Tensor:
         """A layer's products without attention, [n_rows, hidden] to the same shape; timed by number of rows."""

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the Triton kernels with their references on the GPU that runs them, before anything is captured.
+
+A compiler may miscompile a kernel for one architecture alone. Captured forwards are compared with eager ones, which run
+the same kernels, so only the references can show it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.accept_within import Within, accept_within
+from specvla_kernels.compare_drafts import Nodes, PackedTrees
+from specvla_kernels.device import has_kernels, references
+from specvla_kernels.graph_capture import check_rows, randomize
+from specvla_kernels.greedy_choice import greedy_choice
+from specvla_kernels.layout import Ancestry
+from specvla_ros.engine.batch import Segment, pack
+from specvla_ros.engine.cuda_graphs import ForwardSizes, check_segments
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.models.target import Decoder
+
+_NODES = 16
+_TOKENS = 40
+
+
+@torch.inference_mode()
+def kernel_fault(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> str:
+    """Describes how the kernels differ from their references; empty if they do not, or if references run anyway.
+
+    Runs the first layer and the acceptance on random inputs, with trees and with a prompt. Overwrites the KV cache.
+    """
+    if not has_kernels(cache.keys):
+        return ""
+    randomize(cache.keys, cache.values)
+    try:
+        for segments in _segments(decoder, cache, sizes):
+            with references():
+                expected = _first_layer(decoder, segments, cache)
+            found = _first_layer(decoder, segments, cache)
+            check_rows(found, expected, what=f"the first layer on {len(expected)} rows")
+        _check_acceptance(decoder.device)
+    except RuntimeError as error:
+        return f"a kernel differs from its reference: {(str(error).splitlines() or [''])[0]}"
+    return ""
+
+
+def _segments(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> Iterator[list[Segment]]:
+    """Trees of the smallest size, and the smallest prompt."""
+    buckets = sizes.buckets()
+    for prompt in (False, True):
+        fitting = [bucket for bucket in buckets if (bucket.longest > sizes.nodes) == prompt]
+        if fitting:
+            yield check_segments(min(fitting, key=lambda bucket: bucket.rows), sizes, decoder, cache)
+
+
+def _first_layer(decoder: Decoder, segments: list[Segment], cache: KVCache) -> Tensor:
+    batch = pack(segments, cache.slot_rows, decoder.embed_tokens)
+    return decoder.hidden_states(batch.embeddings, batch.layout, cache.keys, cache.values, layers=1)
+
+
+def _check_acceptance(device: torch.device) -> None:
+    """Greedy choices and accepted paths must be equal: they are integers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(_NODES, _TOKENS, generator=generator).to(device)
+    ancestry = Ancestry.from_parents([(node - 1) // 2 for node in range(_NODES)], device)
+    tokens = torch.randint(4, (_NODES,), generator=generator).to(device)
+    yes = torch.ones_like(tokens, dtype=torch.bool)
+    log_probs = torch.randn(_NODES, generator=generator).to(device)
+    nodes = Nodes(tokens, ancestry.parents, ancestry.depths, ancestry.ancestors, log_probs, yes, yes)
+    trees = PackedTrees(nodes, (tokens + 1) % 4, torch.zeros_like(tokens[:1]))
+    for tolerances in (None, torch.ones_like(tokens[:3])):
+        within = Within(tolerances, 1, 2)
+        with references():
+            expected = greedy_choice(logits), accept_within(trees, within, (0, 4, 4), 4)
+        found = greedy_choice(logits), accept_within(trees, within, (0, 4, 4), 4)
+        if not all(mine.equal(other) for mine, other in zip(found, expected, strict=True)):
+            raise RuntimeError("choices or accepted paths are not equal")

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel that computes something else than its reference is found before it decodes, and no kernel is used then."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import load_openvla, write_checkpoint
+from support.static_forwards import use_table
+
+from benchmarks.random_policy import random_decoder
+from specvla_kernels import accept_within, device, gated_unit, greedy_choice, packed_attention, rope_write_kv
+from specvla_ros.engine import engine as engines
+from specvla_ros.engine import kernel_check
+from specvla_ros.engine.cuda_graphs import ForwardSizes
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kernel_check import kernel_fault
+from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.config import DecoderShape
+
+OPERATORS: dict[str, ModuleType] = {
+    "gated_unit": gated_unit,
+    "rope_write_kv": rope_write_kv,
+    "greedy_choice": greedy_choice,
+    "accept_within": accept_within,
+}
+SHAPE = DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128)
+
+
+def kernels_wanted(_: torch.Tensor) -> bool:
+    return not getattr(device._wanted_here, "references", False)
+
+
+def wrong(run: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        return out * 2 if out.is_floating_point() else out + 1
+
+    return computed
+
+
+@pytest.mark.parametrize("broken", ["", "packed_attention", *OPERATORS])
+def test_a_kernel_that_differs_from_its_reference_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch)
+    monkeypatch.setattr(kernel_check, "has_kernels", kernels_wanted)
+    for name, module in {**OPERATORS, "packed_attention": packed_attention}.items():
+        monkeypatch.setattr(module, "has_kernels", kernels_wanted)
+        right = getattr(module, f"{name}_triton" if name == "packed_attention" else f"{name}_reference")
+        monkeypatch.setattr(module, f"{name}_triton", wrong(right) if name == broken else right)
+    decoder = random_decoder(SHAPE)
+    sizes = ForwardSizes(slots=2, nodes=8, prompts=(20,))
+    found = kernel_fault(decoder, new_cache(decoder, slots=2, slot_rows=48), sizes)
+    assert found.startswith("a kernel differs from its reference: ") == bool(broken), found
+    assert ("first layer" in found) == (broken not in ("", "greedy_choice", "accept_within"))
+
+
+def test_without_kernels_there_is_nothing_to_check() -> None:
+    decoder = random_decoder(SHAPE)
+    cache = new_cache(decoder, slots=2, slot_rows=48)
+    before = cache.keys.clone()
+    assert kernel_fault(decoder, cache, ForwardSizes(slots=2, nodes=8, prompts=(20,))) == ""
+    assert cache.keys.equal(before)
+
+
+def test_an_engine_whose_kernels_fail_decodes_on_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_openvla(write_checkpoint(tmp_path, seed=4), device="cpu")
+    said: list[tuple[torch.device, str]] = []
+    monkeypatch.setattr(engines, "kernel_fault", lambda *_: "it is wrong")
+    monkeypatch.setattr(engines, "distrust_kernels", lambda *fault: said.append(fault))
+    Engine(policy, EngineSettings()).warm_up()
+    assert said == [(torch.device("cpu"), "it is wrong")]
+
+
+def test_no_kernel_runs_on_a_device_whose_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_distrusted", {})
+    gpu, other = torch.device("cuda:0"), torch.device("cuda:1")
+    device.distrust_kernels(gpu, "a kernel differs")
+    try:
+        assert device.why_no_kernels(gpu, torch.bfloat16) == "a kernel differs"
+        assert device.operators_on(gpu, torch.float32) == "PyTorch references: a kernel differs"
+        assert device.why_no_kernels(other, torch.bfloat16) != "a kernel differs"
+    finally:
+        device.why_no_kernels.cache_clear()
