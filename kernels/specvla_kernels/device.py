@@ -176,7 +176,7 @@ def _trial_fault(device: torch.device, dtype: torch.dtype) -> str:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the calling thread's current device, where Triton launches kernels wherever their tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_available() else nullcontext()
 
 
 def device_fault(device: torch.device) -> str:

@@ -338,7 +338,7 @@ def test_a_policy_is_asked_for_its_answers(tmp_path: Path) -> None:
     command = ("collect-answers", "--policy", "digits", "--data", bag, "--out", out, "--device", "cpu")
     done = specvla(*command, "--frames", "3")
     assert done.returncode == 0, done.stderr
-    assert f"to 3 images are in {out}" in " ".join(done.stdout.split())
+    assert f"to 3 images to {out}" in " ".join(done.stdout.split())
     refused(specvla(*command[:2], "nano", *command[3:]), "gives a single action: set draft.temporal")
     refused(specvla(*command[:2], "wrist", *command[3:]), "give the topic of 'wrist': --camera wrist=TOPIC")
 
@@ -365,7 +365,7 @@ def test_what_a_message_asks_for_is_an_option_of_the_command(checkpoint: Path, t
     refused(specvla(*base, "--image-topic", "/right"), "give the robot's task with --instruction 'TEXT'")
     told = ("--image-topic", "/right", "--instruction", "put carrot on plate", "--out", tmp_path / "certificate.json")
     done = specvla(*base, *told)
-    assert "2 of 2 pictures" in done.stdout, done.stderr
+    assert "2 of 2 images" in done.stdout, done.stderr
 
 
 @pytest.mark.skipif(not INSTALLED.exists(), reason="the scripts are not installed")

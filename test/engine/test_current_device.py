@@ -75,6 +75,7 @@ def test_every_launch_is_on_the_policys_device(tmp_path: Path, monkeypatch: pyte
 
 def test_a_gpu_is_made_current_and_a_cpu_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(asked.append(device)))  # type: ignore[func-returns-value]
     with on_device(torch.device("cpu")), on_device(torch.device("cuda:1")):
         assert asked == [torch.device("cuda:1")]

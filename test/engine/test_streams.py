@@ -188,7 +188,10 @@ def test_more_robots_than_there_are_slots_for_are_told_so(policy: OpenVLATarget)
     engine.open("left")
     assert not engine.submit(frame("right", 1, 0))
     (drop,) = engine.submit(frame("third", 1, 0))
-    assert drop.reason is DropReason.TOO_MANY_STREAMS and "decode.streams is 2, and 'left', 'right' came" in drop.detail
+    assert (
+        drop.reason is DropReason.TOO_MANY_STREAMS
+        and "decode.streams is 2, already used by 'left', 'right'" in drop.detail
+    )
     with pytest.raises(UserError, match=r"decode\.streams is 2, and that many robots are open"):
         engine.open("third")
     engine.close("left")

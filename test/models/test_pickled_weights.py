@@ -54,5 +54,5 @@ def test_whole_numbers_are_quantised_weights(checkpoint: Path) -> None:
 def test_a_file_of_something_else(checkpoint: Path, value: object) -> None:
     to_bin(checkpoint)
     torch.save(value, checkpoint / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model.bin (holds a list|has no named weights)"):
+    with pytest.raises(UserError, match=r"pytorch_model.bin (contains a list|has no named weights)"):
         load_target(checkpoint, device="cpu")

@@ -293,7 +293,7 @@ def test_a_fast_tokenizer_of_another_vocabulary(checkpoint: Path) -> None:
 
 def test_options_of_other_families(checkpoint: Path) -> None:
     add_nora(checkpoint)
-    refuse(checkpoint, "has no model.quantization", quantization="int4")
+    refuse(checkpoint, "does not support model.quantization", quantization="int4")
     refuse(checkpoint, "has no center_crop", center_crop=True)
 
 

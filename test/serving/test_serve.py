@@ -426,7 +426,7 @@ def test_more_sessions_than_slots_are_told_to_come_later(server: Server, plain: 
     with server.open() as late, pytest.raises(ConnectionClosed) as closed:
         late.recv()
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1013
-    assert f"{ROBOTS} sessions are open" in closed.value.rcvd.reason
+    assert f"all {ROBOTS} sessions are in use" in closed.value.rcvd.reason
     body = json.dumps({"image": dump(pictures(6)[3]), "instruction": INSTRUCTION}).encode()
     assert server.post(body)[0] == 503
     np.testing.assert_array_equal(ask(clients[1], pictures(6)[2]), plain[2])

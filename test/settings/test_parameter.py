@@ -142,7 +142,7 @@ def test_groups_are_values() -> None:
         lambda: held.__delitem__("loose"),
         held.clear,
     ):
-        with pytest.raises(TypeError, match="do not change"):
+        with pytest.raises(TypeError, match="are immutable"):
             change()
 
 

@@ -116,7 +116,7 @@ def test_a_gpu_that_is_not_there_is_told_by_the_exit_code(tmp_path: Path) -> Non
         pytest.skip("there is one")
     done = report(tmp_path / "report", steps="environment,modes")
     assert done.returncode == 3
-    assert "there is no CUDA GPU" in done.stderr
+    assert "no CUDA GPU found" in done.stderr
     assert "modes" not in state(tmp_path / "report")
 
 

@@ -135,7 +135,7 @@ def test_what_the_decoder_does_not_compute_is_refused(small: Path, change: dict[
 def test_what_a_language_model_cannot_do_is_said(small: Path) -> None:
     with pytest.raises(UserError, match=r"set decode\.max_reasoning_tokens"):
         Policy.load(small)
-    with pytest.raises(UserError, match=r"has no model\.quantization"):
+    with pytest.raises(UserError, match=r"does not support model\.quantization"):
         load_target(small, device="cpu", quantization="w8a8")
     with pytest.raises(UserError, match="off by metres"):
         acceptance = AcceptanceSettings("bin_distance", tolerance_m=0.01)

@@ -36,10 +36,15 @@ def activity(**states: int) -> Message:
         (SAFETY, Message(mode=2), Message(mode=3), "safety_mode: mode is 3, but must be 1 or 2"),
         (PROGRAM, Message(data=True), Message(data=False), "data is false, but must be true"),
         (FRANKA, Message(robot_mode=2), Message(robot_mode=4), "robot_mode is 4, but must be 2"),
-        (HARDWARE, activity(gripper=1, arm=3), activity(gripper=3, arm=2), "hardware_components[arm].state.id 2"),
+        (HARDWARE, activity(gripper=1, arm=3), activity(gripper=3, arm=2), "hardware_components[arm].state.id is 2"),
         (HARDWARE, activity(arm=3), activity(gripper=3), "has no hardware_components[arm]"),
         (SAFETY, Message(mode=1), Message(other=1), "has no mode"),
-        ("/d diagnostic_msgs/msg/DiagnosticStatus level=0", Message(level=b"\x00"), Message(level=b"\x02"), "level 2"),
+        (
+            "/d diagnostic_msgs/msg/DiagnosticStatus level=0",
+            Message(level=b"\x00"),
+            Message(level=b"\x02"),
+            "level is 2",
+        ),
     ],
 )
 def test_a_field_of_any_message_is_read(text: str, right: Message, wrong: Message, said: str) -> None:

@@ -91,8 +91,8 @@ def test_each_limit_refuses_with_its_figures():
     exact = candidate(speed_up=1.5, trial=Trial("strict", None, EngineSettings("spec")))
     assert not candidate().judged(limits, exact).refusals
     for found, said in (
-        (candidate(deviation=Deviation(p95_mm=1.5)), "1.5 mm off"),
-        (candidate(deviation=Deviation(p95_deg=1.5)), "1.5 deg off"),
+        (candidate(deviation=Deviation(p95_mm=1.5)), "deviation 1.5 mm"),
+        (candidate(deviation=Deviation(p95_deg=1.5)), "deviation 1.5 deg"),
         (candidate(deviation=Deviation(gripper_share=0.25)), "gripper differs in 25.00%"),
         (candidate(deviation=Deviation(lost_share=0.01)), "no action for 1.00%"),
         (candidate(speed_up=1.5), "no faster than strict"),
@@ -121,7 +121,7 @@ def test_the_profile_is_read_back_as_the_setting_that_was_chosen(tmp_path: Path,
     write_profile(path, Calibration((chosen,), chosen, Limits(), {}, {"emulate": {"name": "an Orin"}}))
     again = engine_settings_from(params_file=path)
     assert (again.mode, again.acceptance, again.draft) == (engine.mode, engine.acceptance, engine.draft)
-    assert "none ran" in path.read_text()
+    assert "emulated an Orin, not measured on one" in path.read_text()
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])

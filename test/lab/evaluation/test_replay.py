@@ -107,7 +107,7 @@ def test_what_is_written_says_what_was_run(run: Run, policy: OpenVLATarget) -> N
     assert written == json.loads(json.dumps(summary.as_json()))
     assert set(written["latency_s"]) == {"total", "wait", "vision", "prefill", "decode"}
     assert written["latency_s"]["total"]["max"] == max(frame["total_s"] for frame in frames)
-    assert "no transport" in written["latency_interval"]
+    assert "without transport" in written["latency_interval"]
     assert written["action_rate_hz"] == pytest.approx(4 / sum(frame["total_s"] for frame in frames))
     assert re.fullmatch("[0-9a-f]{64}", *written["bag"]["sha256"].values())
     assert written["policy"]["checkpoint"] == str(policy.directory)
@@ -140,7 +140,7 @@ def test_the_report_shows_the_pictures_beside_the_actions(run: Run, tmp_path: Pa
     entries[0] = ("/instruction", bags.TEXT, bags.START_NS, bags.text("</script><script>alert(1)"))
     _, frames, out = run(entries)
     html = (out / "report.html").read_text()
-    assert "Pictures of 4 of 4 frames" in html
+    assert "Images of 4 of 4 frames" in html
     assert "</script><script>alert" not in html
     shown = json.loads(re.findall("<script id=frames type='application/json'>(.*?)</script>", html)[0])
     assert [each["frame"] for each in shown] == [0, 1, 2, 3]

@@ -141,7 +141,7 @@ def test_what_actors_share_takes_the_gpus(resources, workers, gpu, plan):
 
 def test_a_machine_of_the_cluster_that_is_another_is_named(tmp_path):
     succeeded, (error, _) = Holder(make_settled, "0.0.1", str(tmp_path), b"").call("")
-    assert not succeeded and re.search(r"the machine .* has specvla_ros .*, this one 0\.0\.1", str(error))
+    assert not succeeded and re.search(r"the machine .* has specvla_ros .*, this machine 0\.0\.1", str(error))
     succeeded, (error, _) = Holder(make_settled, __version__, str(tmp_path / "no"), b"").call("")
     assert not succeeded and "must share the file system" in str(error)
 

@@ -114,7 +114,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
 
 
 def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"one of a100, h100, h200, l4, orin, .*, thor, .*specvla bench --measure"):
+    with pytest.raises(UserError, match=r"nor one of a100, h100, h200, l4, orin, .*, thor; .*specvla bench --measure"):
         read_device("toaster")
     (tmp_path / "text.json").write_text("no device")
     with pytest.raises(UserError, match="cannot be read as JSON"):

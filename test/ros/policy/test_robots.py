@@ -229,7 +229,7 @@ def test_diagnostics_and_parameters_of_each(checkpoint: Path) -> None:
         assert "belongs to each robot: set it on the robot's node, such as /hall/left/policy" in change(
             f.node, "max_future_s", 0.5
         )
-        assert "start it again" in change(f.node, "robots", ["left"])
+        assert "restart it" in change(f.node, "robots", ["left"])
         assert not change(f.node, "decode.mode", "pipeline"), "what is the engine's stays the node's"
 
 
