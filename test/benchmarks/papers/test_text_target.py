@@ -137,7 +137,7 @@ def test_what_a_language_model_cannot_do_is_said(small: Path) -> None:
         Policy.load(small)
     with pytest.raises(UserError, match=r"does not support model\.quantization"):
         load_target(small, device="cpu", quantization="w8a8")
-    with pytest.raises(UserError, match="off by metres"):
+    with pytest.raises(UserError, match="a tolerance in metres"):
         acceptance = AcceptanceSettings("bin_distance", tolerance_m=0.01)
         Engine(load_target(small, device="cpu"), EngineSettings(max_reasoning_tokens=5, acceptance=acceptance))
     with pytest.raises(UserError, match="the prompt is empty"):

@@ -95,7 +95,7 @@ def test_each_limit_refuses_with_its_figures():
         (candidate(deviation=Deviation(p95_deg=1.5)), "deviation 1.5 deg"),
         (candidate(deviation=Deviation(gripper_share=0.25)), "gripper differs in 25.00%"),
         (candidate(deviation=Deviation(lost_share=0.01)), "no action for 1.00%"),
-        (candidate(speed_up=1.5), "no faster than strict"),
+        (candidate(speed_up=1.5), "not faster than strict"),
     ):
         (refusal,) = found.judged(limits, exact).refusals
         assert said in refusal
