@@ -33,8 +33,20 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # as long; one that closes its connection frees it at once.
 _PING_TIMEOUT_S = 180.0
 
+_SUMMARY = "Real-time vision-language-action policies on ROS 2."
+# `\b` keeps the lines as they are.
+_FIRST_STEPS = """\b
+Start here:
+  specvla doctor                   what is installed, and what to install
+  specvla demo                     watch a policy drive a simulated arm
+  specvla plan --device orin       what a policy could reach on a device
+  specvla replay BAG --policy DIR  judge a policy on a recording
+  specvla robot check FILE         check a robot's parameters before it moves
+"""
+_RUN = "Run a policy"
+
 app = typer.Typer(
-    help="Real-time vision-language-action policies on ROS 2.",
+    help=f"{_SUMMARY}\n\n{_FIRST_STEPS}",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,10 +72,10 @@ def _specvla(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Real-time vision-language-action policies on ROS 2."""
+    pass
 
 
-@app.command()
+@app.command(rich_help_panel=_RUN)
 @takes_policy()
 def serve(
     chosen: PolicyOptions,
@@ -164,7 +176,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-@app.command()
+@app.command(rich_help_panel=_RUN)
 @takes_policy()
 def predict(
     chosen: PolicyOptions,
@@ -251,7 +263,7 @@ def _numbers(text: str, kind: Callable[[str], _Number], words: str) -> tuple[_Nu
         raise UserError(f"{words} separated by commas, got {shown(text)}") from None
 
 
-@app.command()
+@app.command(rich_help_panel=_RUN)
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
     """Report what is installed and what to fix. Exit code 1 if something required is missing."""
     from specvla_ros.cli.doctor import report

@@ -13,11 +13,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer  # `doctor` imports this module without it
 
+_PANELS = {  # of the help, by module
+    "experiments": "Simulation",
+    "recordings": "Recordings",
+    "robot": "Your robot",
+    "plan": "Devices",
+    "training": "Training",
+}
+
 
 def add_laboratory(app: typer.Typer) -> None:
     """Adds the laboratory's commands."""
-    for name in ("experiments", "recordings", "training", "plan", "robot"):
-        app.add_typer(import_module(f"specvla_ros.lab.cli.{name}").app)
+    for name, panel in _PANELS.items():
+        added = import_module(f"specvla_ros.lab.cli.{name}").app
+        for each in (*added.registered_commands, *added.registered_groups):
+            each.rich_help_panel = panel
+        app.add_typer(added)
 
 
 def find_policy(given: Path | None) -> tuple[Path, Path | None]:

@@ -202,6 +202,16 @@ def test_the_version_is_shown() -> None:
     assert specvla("--version").stdout == f"specvla {__version__}\n"
 
 
+def test_without_arguments_the_first_steps_are_shown_and_each_is_a_command() -> None:
+    shown = CliRunner().invoke(app, []).output
+    steps = re.findall(
+        r"^ +specvla (\S+).*  \S", shown.partition("Start here:")[2].partition("Options")[0], re.MULTILINE
+    )
+    assert len(steps) == 5 and set(steps) <= set(COMMANDS)
+    panels = re.findall(r"─ ([A-Z][\w ]+) ─", shown)
+    assert panels == ["Options", "Run a policy", "Simulation", "Recordings", "Your robot", "Devices", "Training"]
+
+
 def test_no_word_of_the_help_is_taken_for_markup() -> None:
     for name, command in COMMANDS.items():
         texts = [command.help, *(each.help for each in command.params if isinstance(each, TyperOption))]
