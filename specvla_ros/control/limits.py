@@ -204,10 +204,15 @@ class JointLimits(Joints):
             raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
         self.require_positions(what_for)
         self._require_one_each(what_for, ("max_speed", "max_acceleration"), one_for_all=True)
-        if min(self.max_speed) <= 0 or min(self.max_acceleration) <= 0:
+        if min(self.max_speed) <= 0:
             raise UserError(
-                f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults; a URDF in "
-                "joints.model with <limit velocity> for every joint gives the speeds"
+                f"{what_for} needs joints.max_speed, which has no default; a URDF in joints.model with <limit "
+                "velocity> for every joint gives it"
+            )
+        if min(self.max_acceleration) <= 0:
+            raise UserError(
+                f"{what_for} needs joints.max_acceleration, which no robot description contains: take it from the "
+                "arm's data sheet or MoveIt's joint_limits.yaml"
             )
 
 

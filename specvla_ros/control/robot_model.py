@@ -70,6 +70,8 @@ def load_robot_model(path: Path) -> RobotModel:
         import mujoco
     except ModuleNotFoundError as error:
         raise missing_package(error, "requirements/robot-joints.txt") from None
+    if not path.is_file():
+        raise UserError(f"joints.model: there is no file {path.absolute()}; give the absolute path of an MJCF or URDF")
     try:
         text = path.read_bytes()
         tree = _parsed(path, text)

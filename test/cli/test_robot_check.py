@@ -74,6 +74,26 @@ def test_an_arm_whose_joints_are_commanded_is_checked_to_the_corners_of_its_work
     assert "note  order      set joints.controller to the controller's node" in output
 
 
+def test_what_a_newcomer_gets_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by engineers who wrote a file for their arm from the how-to alone."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    values = {**joint_output(tmp_path, PANDA), "joints.controller": "/position_controller/commands"}
+    _, output = check(tmp_path, {**values, "tool_pose_source": "tf", "tool_frame": "hand_tcp"})
+    assert "controller's node, not its topic: did you mean /position_controller?" in output
+    assert "tool_frame hand_tcp and joints.tool tool0 have different names" in output
+    assert "apt install ros-$ROS_DISTRO-tf2-ros" in output
+    _, output = check(tmp_path, {**values, "joints.max_acceleration": [5.0]})
+    assert "panda_joint5 brakes from 2.61 rad/s with 5 rad/s²" in output
+    _, output = check(tmp_path, {**values, "joints.model": "robot.urdf"})
+    assert f"there is no file {Path('robot.urdf').absolute()}; give the absolute path" in output
+    del values["joints.max_acceleration"]
+    _, output = check(tmp_path, values)
+    assert (
+        "needs joints.max_acceleration, which no robot description contains" in output
+        and "joints.max_speed" not in output
+    )
+
+
 def test_the_first_motions_are_a_tenth_as_fast_and_can_be_taken_as_they_are_printed(tmp_path: Path) -> None:
     code, output = check(tmp_path, GOOD)
     assert code == 0

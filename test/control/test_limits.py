@@ -103,8 +103,8 @@ def test_one_number_stands_for_all_joints() -> None:
         ({"position_min": (-1.0,)}, "joints.position_min: 2 numbers, one for each of joints.names; got 1"),
         ({"max_speed": (1.0, 1.0, 1.0)}, "joints.max_speed: 2 numbers, one for each of joints.names, or one for all"),
         ({"position_max": (2.0, -1.0)}, "smaller than joints.position_max"),
-        ({"max_speed": (1.0, 0.0)}, "joints.max_speed and joints.max_acceleration"),
-        ({"max_acceleration": (0.0, 1.0)}, "joints.max_speed and joints.max_acceleration"),
+        ({"max_speed": (1.0, 0.0)}, "needs joints.max_speed, which has no default"),
+        ({"max_acceleration": (0.0, 1.0)}, "needs joints.max_acceleration, which no robot description"),
     ],
 )
 def test_what_joints_lack_is_told(change: dict, words: str) -> None:

@@ -117,7 +117,7 @@ def test_a_limit_that_neither_file_has_is_asked_for_with_both_ways(tmp_path: Pat
     with pytest.raises(UserError, match=r"'joint2' of .* has no range; give joints\.position_min and"):
         completed(settings)
     given = replace(settings, position_min=(-3.0,) * 6, position_max=(3.0,) * 6)
-    with pytest.raises(UserError, match=r"needs joints\.max_speed .*<limit velocity>"):
+    with pytest.raises(UserError, match=r"needs joints\.max_speed.*<limit velocity>"):
         completed(given).require("output: position_array")
     with pytest.raises(UserError, match=r"joints\.max_speed must be set.*<limit velocity>"):
         load_joint_model(given)

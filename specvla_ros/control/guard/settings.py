@@ -150,10 +150,24 @@ class GuardSettings:
         _ = self.state_rules
         if self.ramp_s > self.stop_time_s + 1e-9:
             raise UserError(
-                f"a stop from full speed within {'joints' if self.kind.of_joints else 'limits'}.* takes "
-                f"{self.ramp_s:.3f} s, including two output periods, but stop_time_s promises "
-                f"{self.stop_time_s:g} s; raise the acceleration there or stop_time_s, or lower the speed"
+                f"a stop takes {self.ramp_s:.3f} s, with two output periods, but stop_time_s promises "
+                f"{self.stop_time_s:g} s: {self._slowest_stop}; raise the acceleration or stop_time_s, or lower the "
+                "speed"
             )
+
+    @property
+    def _slowest_stop(self) -> str:
+        """The speed and acceleration that `ramp_s` comes from."""
+        if self.kind.of_joints:
+            joints = self.joints
+            worst = int((joints.speeds / joints.accelerations).argmax())
+            speed, acceleration = joints.speeds[worst], joints.accelerations[worst]
+            return f"{joints.names[worst]} brakes from {speed:.3g} rad/s with {acceleration:.3g} rad/s²"
+        limits = self.limits
+        return (
+            f"limits.* brake from {limits.linear_speed:g} m/s with {limits.linear_acceleration:g} m/s² and from "
+            f"{limits.angular_speed:g} rad/s with {limits.angular_acceleration:g} rad/s²"
+        )
 
 
 @dataclass(frozen=True)

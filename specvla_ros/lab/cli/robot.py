@@ -260,6 +260,12 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
             "set joints.controller to the controller's node: the driver then checks the joints' order before it sends "
             "anything; otherwise a wrong order shows only when the first command moves the wrong joints",
         )
+    if driver.joints.controller.endswith("/commands"):
+        node = driver.joints.controller.removesuffix("/commands")
+        report.note("order", f"joints.controller is the controller's node, not its topic: did you mean {node}?")
+    if driver.tool.pose_source == "tf" and driver.joints.tool not in ("", driver.tool.frame):
+        names = f"tool_frame {driver.tool.frame} and joints.tool {driver.joints.tool}"
+        report.note("tool_pose", f"{names} have different names: both must be the same point with the same axes")
     needed = [("tool_pose", "tf", "tf2_ros")] if driver.tool.pose_source == "tf" else []
     if guard.guard.gripper.output == "action":
         needed.append(("gripper", "gripper.output: action", "control_msgs"))
@@ -268,7 +274,8 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
     for name, what, package in needed:
         if importlib.util.find_spec(package) is None:
             missing = f"needs the package {package}, which is not installed on this computer"
-            report.note(name, f"{what} {missing}: driver and guard do not start without it")
+            apt = f"apt install ros-$ROS_DISTRO-{package.replace('_', '-')}"
+            report.note(name, f"{what} {missing}: driver and guard do not start without it ({apt})")
 
 
 def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str) -> None:
@@ -286,7 +293,7 @@ def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardPar
                 f"command_timeout_s {settings.command_timeout_s:g} is less than two periods of rate_hz "
                 f"{driver.rate_hz:g}: the guard would stop between two commands; increase either"
             )
-        well(f"publish ~/enable at {2 / settings.enable_timeout_s:.3g} Hz or more")
+        well(f"publish /guard/enable at {2 / settings.enable_timeout_s:.3g} Hz or more")
     if profile:
         with report.part("profile") as well:
             age_s = _max_image_age_s(profile)
