@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -237,7 +238,7 @@ class PackedDecoder(nn.Module):
         cos, sin = self.rotation(layout.positions)
         x, *features = embeddings.split(self.config.hidden_size, dim=1)
         x = x if self.turn is None else x @ self.turn
-        for i, layer in enumerate(self.layers[:layers]):
+        for i, layer in enumerate(islice(self.layers, layers)):
             x = layer(x, cos, sin, layout, keys[i], values[i])
             if i < len(features):
                 x = x + features[i]
