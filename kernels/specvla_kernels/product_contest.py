@@ -15,7 +15,9 @@ from torch import Tensor
 
 FEW_ROWS = 64  # of a forward of trees; more rows are bound by arithmetic, where the libraries' products are faster
 _ROUNDS = 7
-_CACHE_BYTES = 256 << 20  # larger than any device's L2 cache, in which a forward finds none of its weights
+# Memory that empties the L2 cache, in which a forward finds none of its weights: several times the cache, and enough to
+# keep the device busy until the timed call is launched. An Orin's 4 MB do not take what the weights have left of it.
+_CACHES, _MIN_COLD_BYTES, _MAX_COLD_BYTES = 4, 16 << 20, 256 << 20
 _Key = tuple[object, ...]
 
 _faster: dict[_Key, bool] = {}  # by device, dtype, rows, weight's shape and kind
@@ -58,7 +60,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Median seconds of a call, with a cold cache as in a forward; waits for the device."""
     call()  # compiles, and allocates workspaces
     # Emptying the cache also keeps the device busy until the call has been launched.
-    cold = torch.empty(_CACHE_BYTES, dtype=torch.int8, device=device)
+    cold = torch.empty(cold_bytes(device), dtype=torch.int8, device=device)
     times = []
     for _ in range(_ROUNDS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -69,3 +71,9 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
         times.append((start, stop))
     torch.cuda.synchronize(device)
     return median(start.elapsed_time(stop) for start, stop in times)
+
+
+def cold_bytes(device: torch.device) -> int:
+    """Bytes to overwrite so that a GPU's L2 cache holds nothing of a forward."""
+    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _MAX_COLD_BYTES)
+    return max(_MIN_COLD_BYTES, min(_CACHES * int(cache), _MAX_COLD_BYTES))

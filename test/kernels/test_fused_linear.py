@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layer with what stands around it, in one launch: against the reference in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,3 +102,16 @@ def test_the_faster_of_the_two_is_taken_and_remembered(monkeypatch: pytest.Monke
     assert not decide("residual", x.expand(30, 3, 8).flatten(0, 1)), "many rows are bound by arithmetic"
     assert not decide("residual", x.float()), "float32 has no tensor cores that are exact"
     assert not decide("gate", x.half()), "rows times the norm's weight may overflow"
+
+
+@pytest.mark.parametrize(
+    ("cache_mb", "cold_mb"),
+    [(4, 16), (32, 128), (50, 200), (96, 256), (None, 256)],
+    ids=["orin", "thor", "h100", "rtx5090", "?"],
+)
+def test_the_cache_is_emptied_by_as_much_memory_as_it_needs(
+    cache_mb: int | None, cold_mb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace() if cache_mb is None else SimpleNamespace(L2_cache_size=cache_mb << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert product_contest.cold_bytes(torch.device("cuda:0")) == cold_mb << 20
