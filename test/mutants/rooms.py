@@ -44,7 +44,7 @@ NEAR = {
     f"{ENGINE}outcome.py": _of("engine", "ensemble", "engine"),
     f"{ENGINE}verifier.py": _of("engine", "speculation", "changing_rules"),
     f"{ENGINE}scheduler.py": _of("engine", "pipelining", "streams", "engine"),
-    f"{ENGINE}cuda_graphs.py": (*_of("engine", "captured_decoding"), *_of("kernels", "static_forward")),
+    f"{ENGINE}cuda_graphs.py": _of("engine", "captured_decoding"),
     f"{ENGINE}pace.py": _of("engine", "pace"),
     ENGINE: _of("engine", "engine", "staleness", "pipelining", "buckets"),
     f"{SPECULATION}drafters/chains.py": _of("speculation", "self_drafter", "model_drafter"),
