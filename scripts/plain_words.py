@@ -36,7 +36,7 @@ WORDS = {
     r"(to be had|cannot be had|can be had)": "available",
     r"is to be (known|reached|done|seen|found|had)": "say who does it, or what it is",
     r"in (its|their) own time": "within the time limit",
-    r"(won|win|wins|won) back": "recover the cost of",
+    r"(won|win|wins) back": "recover the cost of",
     r"as it comes": "eagerly",
     r"signs? of life": "heartbeat",
     r"hand on the switch": "dead-man's switch",

@@ -5,6 +5,7 @@ A compiler may miscompile a kernel for one architecture alone. Captured forwards
 the same kernels, so only the references can show it.
 """
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,8 @@ from specvla_ros.engine.batch import Segment, pack
 from specvla_ros.engine.cuda_graphs import ForwardSizes, check_segments
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.target import Decoder
+
+_log = logging.getLogger(__name__)
 
 _NODES = 16
 _TOKENS = 40
@@ -41,6 +44,8 @@ def kernel_fault(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> str:
             found = _first_layer(decoder, segments, cache)
             check_rows(found, expected, what=f"the first layer on {len(expected)} rows")
         _check_acceptance(decoder.device)
+    except torch.OutOfMemoryError:  # a RuntimeError too, which says nothing of the kernels
+        _log.warning("the kernels were not compared with their references: no memory is left for it")
     except RuntimeError as error:
         return f"a kernel differs from its reference: {(str(error).splitlines() or [''])[0]}"
     return ""

@@ -58,6 +58,20 @@ def test_a_kernel_that_differs_from_its_reference_is_found(broken: str, monkeypa
     assert ("first layer" in found) == (broken not in ("", "greedy_choice", "accept_within"))
 
 
+def test_a_full_card_says_nothing_of_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernel_check, "has_kernels", kernels_wanted)
+    monkeypatch.setattr(kernel_check, "_first_layer", full)
+    decoder = random_decoder(SHAPE)
+    cache = new_cache(decoder, slots=2, slot_rows=48)
+    assert kernel_fault(decoder, cache, ForwardSizes(slots=2, nodes=8, prompts=(20,))) == ""
+    assert "not compared with their references" in caplog.text
+
+
 def test_without_kernels_there_is_nothing_to_check() -> None:
     decoder = random_decoder(SHAPE)
     cache = new_cache(decoder, slots=2, slot_rows=48)

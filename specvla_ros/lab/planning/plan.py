@@ -20,7 +20,6 @@ from specvla_ros.lab.planning.limits import (
     MODES,
     NODES,
     AcceptanceLengths,
-    Mode,
     ModeLimit,
     chunk_rows,
     loop_on,
@@ -153,10 +152,18 @@ def best_fixed(
     return Profile(settings, filled, limit, reasons)
 
 
-def _format_reason(mode: Mode, model: cost.ModelCost, device: Device, lengths: AcceptanceLengths) -> str:
-    """The age of the images acted on with each weight format that the device computes."""
+def _format_reason(
+    limit: ModeLimit, weights: WeightFormat, model: cost.ModelCost, device: Device, lengths: AcceptanceLengths
+) -> str:
+    """The age of the images acted on with each weight format that the device computes; `limit`: with `weights`."""
+
+    def age_s(other: WeightFormat) -> float:
+        if other is weights:
+            return limit.derated_image_age_s
+        return loop_on(limit.mode, model, device, other, lengths, device.efficiency).image_age_s
+
     formats = [each for each in _FORMATS if device.computes(cost.arithmetic_of(each))]
-    ages = [loop_on(mode, model, device, each, lengths, device.efficiency).image_age_s for each in formats]
+    ages = [age_s(each) for each in formats]
     shown = ", ".join(f"{each.value} {_milliseconds(age_s)}" for each, age_s in zip(formats, ages, strict=True))
     return f"{shown} (derated); `specvla simulate --quantization` and `specvla compare` show what rounding changes"
 
@@ -290,7 +297,7 @@ def make_plan(
     ridge = cost.ridge_rows(model, device, weights)
     limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in modes)
     profile = choose(model, device, weights, limits, lengths)
-    formats = {"model.quantization": _format_reason(profile.limit.mode, model, device, lengths)}
+    formats = {"model.quantization": _format_reason(profile.limit, weights, model, device, lengths)}
     return Plan(
         checkpoint="OpenVLA-7B" if checkpoint is None else str(checkpoint),
         weights=weights,
