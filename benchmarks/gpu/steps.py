@@ -55,7 +55,8 @@ REFUSED = 3  # exit code: the figures would be those of the references
 CHUNK = 35  # tokens of five actions
 _GEMM_ROWS = (1, 8, 16, 64, 128, 192, 256, 320, 384)
 _TESTS = {
-    "captured": ("engine/test_captured_decoding.py", "engine/test_captured_vision.py"),
+    "captured": ("engine/test_captured_decoding.py", "engine/test_captured_vision.py",
+                 "engine/test_captured_families.py", "engine/test_current_device.py", "engine/test_kernel_check.py"),
     "kernels": ("kernels",),
     "engine": ("engine/test_packed_forward.py", "engine/test_speculation.py", "engine/test_pipelining.py",
                "engine/test_verification_kernels.py"),

@@ -25,10 +25,10 @@ from specvla_ros import Action, Engine, EngineSettings, Observation
 from specvla_ros.cli.terminal import progress_bar
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.lab.training.train_draft import DraftTraining, DraftValidation, collect_features, train_draft
 from specvla_ros.lab.training.trainer import Progress
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import DraftSettings
 

@@ -36,14 +36,13 @@ from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.lab.training.batched_forward import decoder_hidden, image_embeddings
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.lab.training.trainer import write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
-from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 
 LONGEST_TEXT = 64  # tokens

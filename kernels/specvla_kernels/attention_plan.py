@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specvla_kernels.device import power_of_two, to_device
+from specvla_kernels.device import multiprocessors, power_of_two, to_device
 
 _SMALLEST_TILE, _LARGEST_TILE = 16, 64  # rows of an MMA; the most that keep a head of 128 in registers
 _KEYS_PER_SPLIT = 64  # one block of keys: fewer would leave programs idle
@@ -124,9 +124,7 @@ def _tile_rows(spans: Sequence[Span], nodes: int) -> list[tuple[int, ...]]:
 
 
 def _programs_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROGRAMS_PER_PROCESSOR * multiprocessors(device) if device.type == "cuda" else 1
 
 
 def attend_chain(q: Tensor, k_cache: Tensor, v_cache: Tensor, chain: Chain) -> Tensor:

@@ -24,6 +24,9 @@ LEAST_TRITON = (3, 2)  # the first whose `jit` accepts the kernels' options
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernels hold no float64 arithmetic
 
 
+Tile = tuple[int, int, int, int]
+
+
 class _Annotations:
     """Enough of Triton's language to read a kernel's signature."""
 
@@ -177,6 +180,23 @@ def _trial_fault(device: torch.device, dtype: torch.dtype) -> str:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the calling thread's current device, where Triton launches kernels wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_available() else nullcontext()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Number of a GPU's multiprocessors; 1 for other devices."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def widest(tiles: Sequence[Tile], row_tiles: int, width: int, device: torch.device) -> Tile:
+    """The widest tile of a product that leaves no multiprocessor idle; the narrowest if all do.
+
+    Args:
+        tiles: the narrowest first, each by columns, depth, stages and warps.
+        row_tiles: number of tiles over the rows.
+        width: columns of the result.
+    """
+    busy = [tile for tile in tiles if row_tiles * -(-width // tile[0]) >= multiprocessors(device)]
+    return busy[-1] if busy else tiles[0]
 
 
 def device_fault(device: torch.device) -> str:

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.models.observation import Observation
 
 # Stand for what Python's json does not write; replaced in the text.

@@ -96,6 +96,7 @@ def test_no_kernel_runs_on_a_device_whose_kernels_are_wrong(monkeypatch: pytest.
     try:
         assert device.why_no_kernels(gpu, torch.bfloat16) == "a kernel differs"
         assert device.operators_on(gpu, torch.float32) == "PyTorch references: a kernel differs"
-        assert device.why_no_kernels(other, torch.bfloat16) != "a kernel differs"
+        if torch.cuda.device_count() != 1:  # a GPU that is not there cannot be asked beside one that is
+            assert device.why_no_kernels(other, torch.bfloat16) != "a kernel differs"
     finally:
         device.why_no_kernels.cache_clear()

@@ -32,10 +32,9 @@ from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.training.artifacts import save_draft_head, save_weights
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.models.checkpoint import DTYPES, load_target
-from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.settings import DRAFT_FOLDER, DraftSettings, adjusted

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from torch import Tensor
 with suppress(ImportError):
     import triton  # the operators take it where somebody has imported it
 
-from specvla_kernels import attention_plan
+from specvla_kernels import attention_plan, fused_linear, rounded_linear
 from specvla_kernels.accept_tree import accept_tree_triton
 from specvla_kernels.accept_within import Within, accept_within_triton
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
-from specvla_kernels.device import HAS_TRITON, try_product
+from specvla_kernels.device import HAS_TRITON, Tile, try_product
 from specvla_kernels.draft_rows import DraftSlots, beam_rows_triton, chain_rows_triton
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree_triton
 from specvla_kernels.finish_tree import finish_tree_triton
@@ -115,6 +115,17 @@ def _pointwise(shape: _Shape) -> None:
     rmsnorm_triton(x, RowNorm(x[0], 1e-6))
     rmsnorm_residual_triton(x, x, RowNorm(x[0], 1e-6))
     gated_unit_triton(torch.empty(300, 2 * shape.intermediate, dtype=shape.dtype, device=_META))
+
+
+def _with_every_tile(launch: Callable[..., None], *arguments: Any) -> None:
+    """A product's tile depends on the GPU's number of multiprocessors, of which a device by name has none."""
+    for place in range(3):
+
+        def chosen(tiles: Sequence[Tile], *_: object, place: int = place) -> Tile:
+            return tiles[min(place, len(tiles) - 1)]
+
+        with patch.object(fused_linear, "widest", chosen), patch.object(rounded_linear, "widest", chosen):
+            launch(*arguments)
 
 
 def _layer_products(shape: _Shape, n_rows: int) -> None:
@@ -245,8 +256,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "accept_tree, 16 nodes": partial(_accept, 16, 7),
     "accept_tree, 64 nodes": partial(_accept, 64, 7),
     "accept_tree, a chain of 64": partial(_accept, 64, 63),
-    "vision bf16": partial(_vision, torch.bfloat16),
-    "vision fp16": partial(_vision, torch.float16),
+    "vision bf16": partial(_with_every_tile, _vision, torch.bfloat16),
+    "vision fp16": partial(_with_every_tile, _vision, torch.float16),
 }
 for _name, _shape in _SHAPES.items():
     LAUNCHES[f"rope_write_kv, {_name}"] = partial(_rope, _shape)
@@ -258,11 +269,13 @@ for _name, _shape in _SHAPES.items():
     LAUNCHES[f"norm and gate, {_name}"] = partial(_pointwise, _shape)
     if _shape.dtype.itemsize == 2:
         for _rows in (1, 32, 64):
-            LAUNCHES[f"products of {_rows} rows, {_name}"] = partial(_layer_products, _shape, _rows)
+            LAUNCHES[f"products of {_rows} rows, {_name}"] = partial(_with_every_tile, _layer_products, _shape, _rows)
         for _format in LARGEST:
             for _rows in (1, 32, 64, 300):
                 _kind = str(_format).removeprefix("torch.")
-                LAUNCHES[f"{_kind}, {_rows} rows, {_name}"] = partial(_rounded, _shape, _format, _rows)
+                LAUNCHES[f"{_kind}, {_rows} rows, {_name}"] = partial(
+                    _with_every_tile, _rounded, _shape, _format, _rows
+                )
     LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)
     LAUNCHES[f"commit_kv, {_name}, text"] = partial(_commit, _shape, 64)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES, poisoned_empty
 from support.nightly import examples
 
-from specvla_kernels import product_contest
+from specvla_kernels import device, product_contest
 from specvla_kernels.fused_linear import fused_linear_reference, fused_linear_triton
 from specvla_kernels.gated_unit import GATES
 from specvla_kernels.product_contest import is_fused, timing
@@ -30,6 +30,7 @@ pytest.importorskip("triton")
     activation=st.sampled_from(["", "gelu", *GATES]),
     scale=st.booleans(),
     residual=st.booleans(),
+    processors=st.sampled_from([1, 1000]),
     seed=st.integers(0, 1000),
 )
 def test_the_kernel_is_the_reference(
@@ -42,6 +43,7 @@ def test_the_kernel_is_the_reference(
     activation: str,
     scale: bool,
     residual: bool,
+    processors: int,
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -60,6 +62,7 @@ def test_the_kernel_is_the_reference(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "new_empty", poisoned_empty)
+        patch.setattr(device, "multiprocessors", lambda _: processors)
         row_norm = None if norm is None else RowNorm(norm_weight, 1e-6, norm)
         out = fused_linear_triton(x, weight, norm=row_norm, activation=activation, **around)
 

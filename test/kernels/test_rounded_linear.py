@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES
 from support.nightly import examples
 
+from specvla_kernels import device
+from specvla_kernels.device import widest
 from specvla_kernels.gated_unit import GATES
 from specvla_kernels.rmsnorm_residual import RowNorm
 from specvla_kernels.rounded_linear import (
@@ -73,10 +75,18 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
     to=st.sampled_from(FORMATS),
     bias=st.booleans(),
     residual=st.booleans(),
+    processors=st.sampled_from([1, 4, 1000]),
     seed=st.integers(0, 1000),
 )
 def test_the_product_is_the_reference(
-    n_rows: int, shape: tuple[int, int], dtype: torch.dtype, to: torch.dtype, bias: bool, residual: bool, seed: int
+    n_rows: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    to: torch.dtype,
+    bias: bool,
+    residual: bool,
+    processors: int,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     out_features, in_features = shape
@@ -92,6 +102,7 @@ def test_the_product_is_the_reference(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
+        patch.setattr(device, "multiprocessors", lambda _: processors)
         found = rounded_linear_triton(x, weight, dtype, **around)
     wide = {name: None if part is None else part.double() for name, part in around.items()}
     x, weight = (Rounded(each.values, each.steps.double()) for each in (x, weight))
@@ -102,6 +113,18 @@ def test_the_product_is_the_reference(
         rows, columns = (Rounded(each.values.double().abs(), each.steps) for each in (x, weight))
         within["atol"] += float(rounded_linear_reference(rows, columns, torch.float64).max()) * 2**-13
     torch.testing.assert_close(found.double(), expected, **within)
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "width", "columns"),
+    [(1, 22016, 128), (1, 12288, 64), (1, 4096, 32), (2, 4096, 32), (3, 4096, 64), (5, 4096, 128), (1, 8, 32)],
+)
+def test_the_widest_tile_is_chosen_that_leaves_no_multiprocessor_idle(
+    row_tiles: int, width: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "multiprocessors", lambda _: 132)
+    tiles = [(columns, 128, 4, 4) for columns in (32, 64, 128)]
+    assert widest(tiles, row_tiles, width, DEVICE)[0] == columns
 
 
 @pytest.mark.parametrize("to", FORMATS)

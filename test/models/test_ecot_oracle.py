@@ -19,9 +19,8 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 

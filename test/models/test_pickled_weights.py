@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from support.checkpoints import write_checkpoint
 
 from specvla_ros import UserError
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import require_openvla
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import BinsCodec
-from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 
 
 def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.training.draft_features import require_openvla
+from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 

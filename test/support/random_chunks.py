@@ -15,13 +15,12 @@ from support.random_fast import AnyFast
 from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer, save_weights
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import CODEC_FOLDER
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.families.openvla.config import read_config
-from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 
 
 class AnyDigits(DigitsCodec):

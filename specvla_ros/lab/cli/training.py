@@ -108,10 +108,10 @@ def train_draft(
     check_accelerate()
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation
     from specvla_ros.lab.training import train_draft as training
-    from specvla_ros.lab.training.draft_features import require_openvla
     from specvla_ros.models.checkpoint import load_target, model_type_of
     from specvla_ros.models.config import check_directory
     from specvla_ros.models.families.openvla.config import OPENVLA_TYPES
+    from specvla_ros.models.families.openvla.target import require_openvla
 
     check_directory(chosen.checkpoint)
     if model_type_of(chosen.checkpoint) not in OPENVLA_TYPES:
@@ -184,9 +184,9 @@ def fleet_draft(
     check_accelerate()
     from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.training import fleet_draft as fleet
-    from specvla_ros.lab.training.draft_features import require_openvla
     from specvla_ros.lab.training.train_draft import DraftValidation
     from specvla_ros.lab.training.trainer import Progress
+    from specvla_ros.models.families.openvla.target import require_openvla
     from specvla_ros.speculation.settings import Tolerance
 
     tolerances = tuple(map(Tolerance.parse, tolerance or ()))

@@ -25,10 +25,9 @@ from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.plans import Spread
 from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.models.target import Target
 
 SHARD_SAMPLES = 256
 MIN_FRAMES = SHARD_SAMPLES + 1  # one shard to train on and one to validate with
@@ -190,13 +189,6 @@ def make_shard(job: ShardJob) -> int:
     policy = _target(asked.policy, asked.model)
     frames = frames_in(policy, asked.bags, asked.topics)
     return _fill_shard(job.path, policy, islice(frames, job.skip, job.skip + job.frames), asked.max_text)
-
-
-def require_openvla(target: Target) -> OpenVLATarget:
-    """Returns the target, or raises UserError if it is not of OpenVLA's family; for code that supports no other."""
-    if not isinstance(target, OpenVLATarget):
-        raise UserError(f"{target.directory} is not an OpenVLA checkpoint; training supports no other family")
-    return target
 
 
 @lru_cache(maxsize=1)

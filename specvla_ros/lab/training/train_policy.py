@@ -22,7 +22,6 @@ from specvla_ros.lab.plans import PolicyTraining
 from specvla_ros.lab.training import dataset
 from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer, save_weights
 from specvla_ros.lab.training.batched_forward import action_logits
-from specvla_ros.lab.training.draft_features import require_openvla
 from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
@@ -31,7 +30,7 @@ from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
 from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.openvla.config import read_config
-from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import ONLY_CAMERA
 
 # Blur of the true bin: neighbouring bins are similar actions, which plain cross-entropy must learn bin by bin.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.report import STEPS
 from specvla_ros.models.settings import QUANTIZATIONS
 
@@ -43,6 +44,34 @@ with gpu_dry_run.device():
 state = {"options": {"device": "cuda", "sizes": "tiny", "dry_run": True}, "steps": steps}
 (out / "report.json").write_text(json.dumps(state))
 (out / "report.html").write_text(page.page(state))
+"""
+# On a machine that has what the how-to installs, and nothing else that this one has.
+IMPORTS = """
+import importlib, re, sys
+from importlib import metadata
+
+installed, kept = metadata.packages_distributions(), set()
+left = ["torch", "triton", "numpy", "pillow", "pyyaml", "rich", "safetensors", "tokenizers", "typer",
+        "transformers", "accelerate", "pytest", "pytest-xdist", "hypothesis"]
+while left:
+    if (name := left.pop().lower()) not in kept:
+        kept.add(name)
+        try:
+            left += [re.match(r"[\\w.-]+", each)[0] for each in metadata.requires(name) or [] if "extra ==" not in each]
+        except metadata.PackageNotFoundError:
+            continue
+missing = {module for module, names in installed.items() if not {name.lower() for name in names} & kept} | {"rclpy"}
+missing -= {"specvla_ros", "specvla_kernels"}
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in missing:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+assert {"zstandard", "mujoco", "rclpy"} <= missing, sorted(missing)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 """
 # What needs numbers, a compiler for the device, or packages that need not be there.
 LEFT_OUT = {
@@ -178,3 +207,17 @@ def _left_out(found: Any, name: str = "step") -> Iterator[tuple[str, str]]:
             yield key, value
         else:
             yield from _left_out(value, key)
+
+
+def test_tests_and_soak_import_only_what_the_how_to_installs() -> None:
+    """A module that cannot be imported on a GPU machine is a test that does not run there."""
+    files = [file for paths in gpu_steps._TESTS.values() for path in paths for file in _files(ROOT / "test" / path)]
+    modules = [".".join(file.relative_to(ROOT / "test").with_suffix("").parts) for file in files]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "test")))
+    command = [sys.executable, "-c", IMPORTS, *modules, "faults.soak"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=BARE | {"PYTHONPATH": path})
+    assert len(modules) > 25 and not done.returncode, done.stderr
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("test_*.py")) if path.is_dir() else [path]

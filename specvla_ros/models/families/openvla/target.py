@@ -25,7 +25,7 @@ from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, r
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import check_quantization
 from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle, refuse_options
-from specvla_ros.models.target import TARGETS
+from specvla_ros.models.target import TARGETS, Target
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
 
@@ -167,3 +167,10 @@ class OpenVLATarget(VisionLanguageTarget):
             "image_resize_strategy": self.image_processor.strategy,
             "center_crop": str(self.image_processor.center_crop).lower(),
         }
+
+
+def require_openvla(target: Target) -> OpenVLATarget:
+    """Returns the target, or raises UserError if it is not of OpenVLA's family; for code that supports no other."""
+    if not isinstance(target, OpenVLATarget):
+        raise UserError(f"{target.directory} is not an OpenVLA checkpoint; training supports no other family")
+    return target
