@@ -48,18 +48,27 @@ def randomize(keys: Tensor, values: Tensor) -> None:
         store.normal_(generator=generator)
 
 
-def check_rows(found: Tensor, expected: Tensor, *, what: str, dtype: torch.dtype | None = None) -> None:
-    """Compares results [n, size] row by row; waits for the device.
-
-    Raises RuntimeError, naming the work, if they are not finite or differ by more than rounding. `dtype` is that of the
-    work; None: that of `expected`.
-    """
-    tolerance = _TOLERANCES.get(dtype or expected.dtype, _EXACT)
+def row_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Differences of results [n, size] by row, relative to the row's length, float64 [n]; waits for the device."""
     expected = expected.double()
-    off = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
-    worst = float(off.max()) if bool(off.isfinite().all()) else torch.nan
-    if not worst <= tolerance:
+    return (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+
+
+def fits(errors: Tensor, dtype: torch.dtype) -> bool:
+    """True if no row of a work in this dtype differs by more than rounding."""
+    return bool((errors <= _TOLERANCES.get(dtype, _EXACT)).all())
+
+
+def check_errors(errors: Tensor, dtype: torch.dtype, *, what: str) -> None:
+    """Raises RuntimeError, naming the work, if rows are not finite or differ by more than rounding."""
+    if not fits(errors, dtype):
+        worst = float(errors.max()) if bool(errors.isfinite().all()) else torch.nan
         raise RuntimeError(f"{what} is off by {worst:.2g} of a row's length")
+
+
+def check_rows(found: Tensor, expected: Tensor, *, what: str, dtype: torch.dtype | None = None) -> None:
+    """`check_errors` of results [n, size]. `dtype` is that of the work; None: that of `expected`."""
+    check_errors(row_errors(found, expected), dtype or expected.dtype, what=what)
 
 
 Result = TypeVar("Result")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,6 +239,27 @@ def test_what_cannot_be_captured_runs_as_it_comes(
     }
     assert counts[of] < whole[of] and all(counts[kind] == n for kind, n in whole.items() if kind is not of)
     assert driven(engine) == eagerly_decoded
+
+
+@pytest.mark.parametrize(("flips", "eager"), [(0, False), (1, False), (3, False), (1 << 20, True)])
+def test_a_near_tie_that_rounding_decides_otherwise_is_no_fault(
+    flips: int, eager: bool, policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft of other shapes holds other nodes then; a fault differs from every draw of rows."""
+    grow, drawn = EagleDrafter._grow, list[int]()
+
+    def grown(drafter: EagleDrafter, *arguments: Any) -> Any:
+        trees = grow(drafter, *arguments)
+        drawn.append(len(drawn))
+        return trees._replace(log_probs=trees.log_probs * 1.3) if len(drawn) <= flips else trees
+
+    monkeypatch.setattr(EagleDrafter, "_grow", grown)
+    capture_with(monkeypatch)
+    engine = Engine(policy, SPECPIPE)
+    engine.warm_up()
+    status = str(engine.describe()["cuda_graphs"])
+    assert ("is off by 0.23 of a row's length" in status) == eager
+    assert eager or status == all_captured(engine)
 
 
 def test_one_size_that_comes_out_wrong_runs_as_it_comes(policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch) -> None:

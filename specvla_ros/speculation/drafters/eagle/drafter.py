@@ -13,7 +13,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specvla_kernels.device import copy_together, to_device
 from specvla_kernels.finish_tree import GrownTrees
-from specvla_kernels.graph_capture import Capture, Captures, check_rows, padded_rows, paddings, randomize
+from specvla_kernels.graph_capture import (
+    Capture,
+    Captures,
+    check_errors,
+    check_rows,
+    fits,
+    padded_rows,
+    paddings,
+    randomize,
+    row_errors,
+)
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
@@ -29,6 +39,7 @@ from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
 MAX_ROWS = 8  # per request in a captured draft, as many as an OpenVLA action commits; earlier rows go to StaticKeep
+_DRAWS = 4  # of rows to check a captured draft with
 _UNLIKELY = -50.0  # instead of -inf, so that differences are finite
 
 
@@ -123,14 +134,24 @@ class EagleDrafter(Drafter):
         self._captured, self._kept = {}, {}
 
     def _check(self, static: "StaticDraft", requests: int, depth: int) -> None:
-        """Compares a captured draft with the same work run eagerly, and with a draft of other shapes."""
-        inputs = check_inputs(self._decoder, requests, depth, prefix_len=max(1, self.committed_rows // 2))
+        """Compares a captured draft with the same work run eagerly, and with a draft of other shapes.
+
+        Other shapes round differently, which may decide a near tie otherwise and change a tree. Trees that differ are
+        drafted again from other rows; a fault shows every time.
+        """
         nodes = [self._settings.nodes] * requests
-        expected = self._grow(inputs, inputs, nodes, depth)
-        found = static(inputs, nodes)
         what = f"a captured draft of {requests} trees with {depth} levels"
-        check_trees(found, static.again(), dtype=torch.float32, what=what)
-        check_trees(found, expected, dtype=self._decoder.dtype, what=what)
+        errors: list[Tensor] = []
+        for draw in range(_DRAWS):
+            inputs = check_inputs(self._decoder, requests, depth, draw, prefix_len=max(1, self.committed_rows // 2))
+            expected = self._grow(inputs, inputs, nodes, depth)
+            found = static(inputs, nodes)
+            check_errors(tree_errors(found, static.again(), what=what), torch.float32, what=what)
+            errors.append(tree_errors(found, expected, what=what))
+            least = torch.stack(errors).amin(dim=0)
+            if fits(least, self._decoder.dtype):
+                return
+        check_errors(least, self._decoder.dtype, what=what)
 
     def _checked_keep(self, static: "StaticKeep", rows: int) -> "StaticKeep":
         """Compares the keys and values written by the capture with those of the same work run eagerly."""
@@ -297,9 +318,9 @@ class StaticKeep:
         return self._hidden
 
 
-def check_inputs(decoder: PackedDecoder, requests: int, depth: int, *, prefix_len: int) -> list[DraftInput]:
+def check_inputs(decoder: PackedDecoder, requests: int, depth: int, draw: int, *, prefix_len: int) -> list[DraftInput]:
     """Requests in the first slots with random rows of different counts, each with a lower depth than the previous."""
-    generator = torch.Generator().manual_seed(requests)
+    generator = torch.Generator().manual_seed(_DRAWS * requests + draw)
     config, device = decoder.config, decoder.device
     states = torch.randn(requests * MAX_ROWS, config.hidden_size, generator=generator).to(device, decoder.dtype)
     inputs = []
@@ -314,14 +335,13 @@ def check_inputs(decoder: PackedDecoder, requests: int, depth: int, *, prefix_le
     return inputs
 
 
-def check_trees(found: GrownTrees, expected: GrownTrees, *, what: str, dtype: torch.dtype) -> None:
-    """Compares roots and the sorted log-probabilities of trees, which ignores the choice between equal nodes.
+def tree_errors(found: GrownTrees, expected: GrownTrees, *, what: str) -> Tensor:
+    """`row_errors` of the trees' sorted log-probabilities, which ignore the choice between equal nodes.
 
-    Raises RuntimeError if they differ by more than rounding, or nothing was drafted.
+    Raises RuntimeError if roots differ or nothing was drafted.
     """
     if not bool((expected.log_probs[:, 1:] > -torch.inf).any(dim=1).all()):
         raise RuntimeError(f"{what} has no drafts")
     if not found.numbers[0, :, 0].equal(expected.numbers[0, :, 0]):
         raise RuntimeError(f"{what} has other roots")
-    ours, others = (each.log_probs.clamp(min=_UNLIKELY).sort(dim=1).values for each in (found, expected))
-    check_rows(ours, others, what=what, dtype=dtype)
+    return row_errors(*(each.log_probs.clamp(min=_UNLIKELY).sort(dim=1).values for each in (found, expected)))
