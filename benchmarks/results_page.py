@@ -96,7 +96,7 @@ def safety_page() -> str:
 
 def readme() -> str:
     """The README with the figures of its headline."""
-    names = ("age", "formats_cpu", "gpu_h100")
+    names = ("age", "formats_cpu", "gpu_h200")
     results = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     text = _README_TEMPLATE.read_text(encoding="utf-8").strip("\n").format_map(_readme_fields(results))
     return _HEADLINE.sub(lambda _: text, README.read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def _readme_fields(results: Mapping[str, Result]) -> dict[str, Any]:
         },
         "gpu": {
             name: {"hz": f"{row['action_rate_hz']:.0f}"}
-            for name, row in results["gpu_h100"]["steps"]["modes"]["found"].items()
+            for name, row in results["gpu_h200"]["steps"]["modes"]["found"].items()
         },
     }
 

@@ -152,7 +152,7 @@ def tests(job: Job) -> None:
     if util.find_spec("pytest") is None or util.find_spec("hypothesis") is None:
         job.put("skipped", "pytest and hypothesis are missing: pip install pytest pytest-xdist hypothesis")
         return
-    workers = ["-n", "8"] if util.find_spec("xdist") and not job.short else []
+    workers = ["-n", str(max(2, (os.cpu_count() or 2) - 2))] if util.find_spec("xdist") and not job.short else []
     for group, paths in (_FEW_TESTS if job.short else _TESTS).items():
         if job.lacks(group):
             job.put(group, _tested([str(ROOT / "test" / path) for path in paths], workers))
