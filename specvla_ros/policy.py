@@ -24,7 +24,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
-from specvla_ros.models.weights import Progress
+from specvla_ros.models.weights import Progress, no_progress
 from specvla_ros.policy_parameters import model_settings, read_policy_file
 
 Image = Any  # any input of `as_pixels`
@@ -45,10 +45,10 @@ class Policy:
     Raises UserError if the settings do not fit the target or the device's memory.
     """
 
-    def __init__(self, target: Target, settings: EngineSettings) -> None:
+    def __init__(self, target: Target, settings: EngineSettings, progress: Progress = no_progress) -> None:
         self.engine = Engine(target, settings)
         with self._own_precision():
-            self.engine.warm_up()
+            self.engine.warm_up(progress)
         self._stream: Stream | None = None
         self._stamp_ns = 0
         self._turn = threading.Lock()
@@ -60,13 +60,13 @@ class Policy:
         mode: str = "",
         tolerance: str = "",
         params_file: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Progress = no_progress,
         **parameters: Any,
     ) -> "Policy":
         """Loads a checkpoint in Hugging Face format; raises UserError with a remedy for a wrong argument.
 
         Args:
-            mode: `ar`, `spec`, `pipeline` or `specpipe`; empty: the mode in `params_file`, or `ar`.
+            mode: `ar`, `spec`, `pipeline`, `specpipe` or `auto`; empty: the mode in `params_file`, or `ar`.
             tolerance: maximum deviation of an accepted token from the target's own choice, such as `5mm,3deg` or
                 `5bins`; empty: none.
             params_file: a ROS 2 parameter file of the policy node, with loading and decoding parameters.
@@ -78,7 +78,7 @@ class Policy:
         file = Path(params_file) if params_file else None
         settings = engine_settings_from(mode=mode, tolerance=tolerance, params_file=file, **parameters)
         loading = model_settings(read_policy_file(file) if file else {}, model)
-        return Policy(load_target(directory, progress=progress, **vars(loading)), settings)
+        return Policy(load_target(directory, progress=progress, **vars(loading)), settings, progress)
 
     @property
     def action_names(self) -> tuple[str, ...]:

@@ -82,16 +82,22 @@ class Capture(Protocol):
 
 
 class Captures:
-    """An engine's captured work, and its eager work by reason."""
+    """An engine's captured work, and its eager work by reason.
 
-    def __init__(self, capture: Capture) -> None:
+    Args:
+        on_attempt: called with each piece of work before it is captured.
+    """
+
+    def __init__(self, capture: Capture, on_attempt: Callable[[str], None] = lambda _: None) -> None:
         self.capture = capture
+        self._on_attempt = on_attempt
         self.count = 0
         self.failed: dict[str, list[str]] = {}
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
         """One capture and its comparison; a failure is recorded, and the others continue."""
+        self._on_attempt(what)
         with self.group(what):
             yield
             self.count += 1

@@ -120,9 +120,13 @@ def serve(
     listening = _listen(host, port)
     port = listening.getsockname()[1]
     with progress("loading the policy") as advance:
-        target = chosen.load(lambda what, fraction: advance(round(100 * fraction), 100, what))
-    engine = Engine(target, replace(chosen.engine, streams=robots))
-    engine.warm_up()
+
+        def shown(what: str, fraction: float) -> None:
+            advance(round(100 * fraction), 100, what)
+
+        target = chosen.load(shown)
+        engine = Engine(target, replace(chosen.engine, streams=robots))
+        engine.warm_up(shown)
     limit = round(max_message_mb * 1e6)
     settings = ServeSettings(
         sessions=robots, token=token, budget_s=budget, max_message_bytes=limit, max_rate_hz=max_rate, idle_s=idle

@@ -3,6 +3,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +26,7 @@ from specvla_ros.engine.verifier import Commit, Verifier
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
+from specvla_ros.models.weights import Progress, no_progress
 from specvla_ros.speculation.drafters.registry import DraftContext, DraftPrompt, make_drafters
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
@@ -62,6 +64,7 @@ class Engine:
         mailbox: the newest observation of each robot.
         last_work: the work of the last tick.
         takes_partial: whether `tick` also returns the first actions of answers still being decoded; False by default.
+        warm_up_s: seconds of the last warm-up; 0 before it.
         tick_time: maps a tick's work and measured seconds to the seconds that mode auto uses; emulation replaces it.
     """
 
@@ -71,6 +74,7 @@ class Engine:
         self.target = target
         self.mailbox = Mailbox(now_ns)
         self.last_work = TickWork()
+        self.warm_up_s = 0.0
         self.takes_partial = False
         self.tick_time: Callable[[TickWork, float], float] = lambda _, measured_s: measured_s
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pictures")
@@ -214,11 +218,14 @@ class Engine:
         return before.flush(DropReason.MODE_CHANGED)
 
     @_on_its_device
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress = no_progress) -> None:
         """Decodes one black image and captures CUDA graphs, so that the first real image needs no preparation.
 
-        Raises UserError with the reason if the policy fails on it.
+        `progress` gets each step; its fraction is that of loading, which is done. Raises UserError with the reason if
+        the policy fails on the image.
         """
+        started = time.perf_counter()
+        progress("warming up: decoding a black test image", 1.0)
         with self.mailbox.without_clock():
             outcome = self.act(self.target.blank_observation())
         self.close("")
@@ -227,10 +234,14 @@ class Engine:
                 f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}{_remedy(outcome)}"
             )
         decoder = self.target.decoder
+        progress("warming up: comparing kernels with their references", 1.0)
         if fault := kernel_fault(decoder, self.cache, self.runner.forwards.sizes):
             distrust_kernels(decoder.device, fault)
-        self.runner.graphs.warm_up()
+        self.runner.graphs.warm_up(progress)
+        progress("warming up: timing ticks", 1.0)
         self.measure_ticks()
+        self.warm_up_s = time.perf_counter() - started
+        _log.info("warmed up in %.1f s", self.warm_up_s)
 
     def measure_ticks(self) -> None:
         """In mode auto, measures every kind of tick that a pace may need, on black images whose answers are discarded.

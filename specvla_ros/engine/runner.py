@@ -5,6 +5,7 @@ Sizes captured as CUDA graphs are replayed, all others run eagerly; callers do n
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,11 +24,13 @@ from specvla_ros.engine.cuda_graphs import (
     check_forward,
     check_segments,
     logits_memory,
+    memory_warning,
 )
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
+from specvla_ros.models.weights import Progress, no_progress
 
 _log = logging.getLogger(__name__)
 
@@ -96,11 +99,11 @@ class Graphs:
         self.warm = False
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress = no_progress) -> None:
         """Captures every part and compares it with the same work run eagerly.
 
         No request may be in flight, since every slot is overwritten. A part that cannot be captured or differs is
-        logged, reported in `status` and run eagerly; the others stay captured.
+        logged, reported in `status` and run eagerly; the others stay captured. `progress` gets each captured work.
         """
         self.warm = True
         for each in self._parts:
@@ -113,13 +116,23 @@ class Graphs:
             return
         if capture is None:
             return
-        captures = Captures(capture)
+        captures = Captures(
+            capture, lambda what: progress(f"warming up: {captures.count} CUDA graphs captured, now {what}", 1.0)
+        )
         for each in self._parts:
             with captures.group(type(each).__name__.lower()):
                 each.capture(captures)
         self.status = captures.summary()
         if captures.failed:
             _log.warning("decoding partly without CUDA graphs, so launches may limit the speed: %s", self.status)
+
+
+def _free_bytes(decoder: Decoder) -> float:
+    """GPU memory that captures may take: free memory, and that which torch holds but does not use."""
+    if decoder.device.type != "cuda" or not torch.cuda.is_available():
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(decoder.device)
+    return free + torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
 
 
 class Forwards:
@@ -143,6 +156,8 @@ class Forwards:
         """See Capturable: captures a forward of every size. Overwrites every slot."""
         randomize(self._cache.keys, self._cache.values)
         self.sizes = self.sizes.measured_on(self._decoder)
+        if warning := memory_warning(self._decoder.config, self.sizes, self._decoder.dtype, _free_bytes(self._decoder)):
+            _log.warning(warning)
         logits = logits_memory(self._decoder, self.sizes)
         for bucket in reversed(self.sizes.buckets()):  # largest first, so that the others reuse its memory pool
             with captures.attempt(f"forwards of {bucket.rows} rows"):

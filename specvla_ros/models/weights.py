@@ -25,6 +25,11 @@ from specvla_ros.settings.json_file import shown
 _log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
+
+def no_progress(what: str, fraction: float) -> None:
+    """Shows nothing."""
+
+
 # File names in transformers' order of preference: the first that exists is read, all others are ignored.
 _INDEX = ".index.json"
 _CHOICE = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every forward that settings can lead to has a bucket that is captured, not much larger than itself."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from support.nightly import examples
 from specvla_kernels.graph_capture import padded_rows
 from specvla_ros.engine import cuda_graphs as buckets
 from specvla_ros.engine.batch import ScheduledRequest
-from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes
+from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, memory_warning
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.settings import DraftSettings
 
@@ -38,6 +40,15 @@ def shares(length: int, chunk_rows: int) -> list[int]:
         rows.append(ScheduledRequest.next_share(request).prompt_rows)
         request.prefix_len += rows[-1]
     return rows
+
+
+def test_a_gpu_too_full_for_captures_is_reported_before_they_fail() -> None:
+    known = sizes(EngineSettings("specpipe", draft=DraftSettings(nodes=16)))
+    warning = partial(memory_warning, DecoderShape(vocab_size=32064), known, torch.bfloat16)
+    assert warning(8 << 30) == warning(float("inf")) == ""
+    text = warning(100 << 20)
+    assert re.match(r"the GPU has 100 MiB free, but CUDA graphs take about [1-9]\d\d MiB: without them", text), text
+    assert "decode.max_in_flight" in text and "model.quantization" in text
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -134,6 +134,23 @@ def test_captured_forwards_give_the_same_tokens(
     assert driven(engine) == expected
 
 
+def test_a_warm_up_shows_each_step_and_is_timed(policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_with(monkeypatch)
+    engine, steps = Engine(policy, SPECPIPE), list[str]()
+    engine.warm_up(lambda what, fraction: steps.append(what))
+    captured = [step for step in steps if "CUDA graphs captured" in step]
+    assert f"{len(captured)} captured" == engine.describe()["cuda_graphs"]
+    assert captured[0].startswith("warming up: 0 CUDA graphs captured, now ")
+    number = re.fullmatch(r"warming up: (\d+) CUDA graphs captured, now .+", captured[-1])
+    assert number and int(number[1]) == len(captured) - 1
+    assert [steps[0], steps[1], steps[-1]] == [
+        "warming up: decoding a black test image",
+        "warming up: comparing kernels with their references",
+        "warming up: timing ticks",
+    ]
+    assert 0.0 < engine.warm_up_s < 600.0
+
+
 def test_a_switch_captures_again(policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch) -> None:
     capture_with(monkeypatch)
     cold = Engine(policy, PLAIN)

@@ -130,8 +130,7 @@ class InferenceThread(EngineThread):
 
     def _load_warm(self, load: Callable[[Progress], Engine]) -> Engine:
         engine = load(self._report)
-        self._report("warming up", 1.0)
-        engine.warm_up()
+        engine.warm_up(self._report)
         self._description = _description(engine)
         return engine
 
@@ -158,7 +157,8 @@ def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progres
 
 
 def _description(engine: Engine) -> dict[str, str]:
-    return {key: str(value) for key, value in engine.describe().items()}
+    described = engine.describe() | {"warm_up_s": f"{engine.warm_up_s:.1f}"}
+    return {key: str(value) for key, value in described.items()}
 
 
 def _free_gpu_memory() -> None:

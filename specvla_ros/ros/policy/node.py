@@ -223,7 +223,8 @@ class PolicyNode(ManagedNode):
         self.get_logger().error(f"the inference thread continued after a fault:\n{trace}", throttle_duration_sec=5.0)
 
     def _on_progress(self, what: str, fraction: float) -> None:
-        self._model_status = make_status(DiagnosticStatus.WARN, f"loading: {what} ({fraction:.0%})")
+        text = f"loading: {what} ({fraction:.0%})" if fraction < 1.0 else what
+        self._model_status = make_status(DiagnosticStatus.WARN, text)
 
     def _statuses(self) -> dict[str, DiagnosticStatus]:
         own = self._own.statuses() if self._own is not None else {}

@@ -23,6 +23,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.called: list[str] = []
+        self.warm_up_s = 0.5
         self.threads: set[str] = set()
         self.mailbox = Mailbox(None)
         self.decoded: list[Observation] = []
@@ -35,7 +36,7 @@ class ScriptedEngine:
         self.called.append(name)
         self.threads.add(threading.current_thread().name)
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Callable[[str, float], None]) -> None:
         self._note("warm_up")
 
     def describe(self) -> dict[str, object]:
@@ -122,9 +123,9 @@ def tick_held_up(
 def test_only_the_thread_itself_touches_the_engine() -> None:
     engine, checked = ScriptedEngine(), threading.Event()
     with running(engine) as thread:
-        assert thread.wait_loaded() == {"acceptance": "strict"}
+        assert thread.wait_loaded() == {"acceptance": "strict", "warm_up_s": "0.5"}
         thread.set_acceptance("near")
-        assert thread.switch("nearer") == {"acceptance": "nearer"}
+        assert thread.switch("nearer") == {"acceptance": "nearer", "warm_up_s": "0.5"}
         thread.call(lambda engine: engine.set_max_image_age(1.0))
         thread.begin_epoch(1)
         thread.submit(frame(epoch=1))
@@ -182,7 +183,7 @@ def test_a_refused_change_is_told_to_who_asked() -> None:
 
 def test_no_change_while_the_policy_loads() -> None:
     engine, loading = ScriptedEngine(), threading.Event()
-    engine.warm_up = lambda: loading.wait(PATIENCE_S)  # type: ignore[method-assign, assignment]
+    engine.warm_up = lambda _: loading.wait(PATIENCE_S)  # type: ignore[method-assign, assignment]
     with running(engine) as thread:
         with pytest.raises(UserError, match="still being loaded"):
             thread.set_acceptance("near")
@@ -214,7 +215,7 @@ def test_a_change_that_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
         thread.wait_loaded()
         for _ in range(100):  # a busy machine may not begin within the limit
             try:
-                assert thread.switch("near") == {"acceptance": "near"}
+                assert thread.switch("near") == {"acceptance": "near", "warm_up_s": "0.5"}
                 break
             except UserError:
                 assert not began.is_set()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rclpy
-from diagnostic_msgs.msg import DiagnosticArray
+from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
 from PIL import Image as PilImage
 from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
 from rclpy.parameter import Parameter
@@ -219,8 +219,13 @@ def test_other_callbacks_are_served_while_the_policy_loads(checkpoint: Path, mon
     with robot(checkpoint, diagnostics_period_s=0.1) as r:
         r.until(lambda: r.user.count_publishers("/diagnostics"))
         r.start()
-        seen = [status.message for array in r.diagnostics for status in array.status if status.name == "policy: model"]
-        assert any("reading shard" in message for message in seen), seen
+
+        def of_model() -> list[DiagnosticStatus]:
+            return [each for array in r.diagnostics for each in array.status if each.name == "policy: model"]
+
+        r.until(lambda: "warm_up_s" in {each.key for each in of_model()[-1].values})
+        assert any("loading: reading shard (" in each.message for each in of_model())
+        assert float({each.key: each.value for each in of_model()[-1].values}["warm_up_s"]) > 0.0
 
 
 def test_dynamic_parameters_change_within_bounds_and_others_not_at_all(checkpoint: Path) -> None:
