@@ -15,6 +15,10 @@ from specvla_kernels.layout import PackedLayout
 # spill registers on sm_87 and sm_120; 16 rows and 64 keys hide more of a decode step's reads. The queries and two
 # stages of keys and values fit the 99 KiB of sm_120 in every dtype; float32 with a head of 128 spills and is slow.
 _STEPS = {16: (64, 16 << 10), 32: (64, 16 << 10), 64: (32, 8 << 10)}
+# The result of a larger tile, 64 rows with a head of 256 (Gemma), fills the registers of 4 warps: on sm_120 they spill
+# where shares of keys are merged. It has 8 warps. 32 rows in float32 spill there with 64 keys.
+_LARGEST_RESULT = 64 * 128
+_FEWER_KEYS = (32, 16 << 10)
 
 
 def packed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PackedLayout) -> Tensor:
@@ -71,14 +75,16 @@ def packed_attention_triton(
         arrivals = plan.arrivals
         partial = q.new_empty(n_tiles, kv_heads, splits, plan.block_m, block_d, dtype=torch.float32)
         sums = q.new_empty(n_tiles, kv_heads, splits, plan.block_m, dtype=torch.float32)
-    most_keys, most_bytes = _STEPS[plan.block_m]
-    block_n = max(16, min(most_keys, most_bytes // (block_d * q.element_size())))
+    is_wide = plan.block_m * block_d > _LARGEST_RESULT
+    has_fewer_keys = is_wide or (plan.block_m == 32 and q.itemsize == 4)
+    most_keys, most_bytes = _FEWER_KEYS if has_fewer_keys else _STEPS[plan.block_m]
+    block_n = max(16, min(most_keys, most_bytes // (block_d * q.itemsize)))
     _packed_attention[(n_tiles, kv_heads, splits)](
         q, k_cache, v_cache, ancestors, plan.tiles, out, partial, sums, arrivals, math.log2(math.e) / math.sqrt(dim),
         q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_M=plan.block_m, BLOCK_D=block_d, BLOCK_N=block_n,
         SPLIT=splits > 1, WIDEN=q.device.type == "cpu",
-        num_warps=4, num_stages=2,
+        num_warps=8 if is_wide else 4, num_stages=2,
     )  # fmt: skip
     return out
 

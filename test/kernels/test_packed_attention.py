@@ -67,7 +67,7 @@ def plan_of(spans: Sequence[Span], *, group: int, kv_heads: int, programs: int) 
     parts=segments(),
     kv_heads=st.sampled_from([1, 2, 3]),
     group=st.sampled_from([1, 3, 4, 8]),
-    head_dim=st.sampled_from([32, 64, 80, 128]),
+    head_dim=st.sampled_from([32, 64, 80, 128, 256]),
     dtype=st.sampled_from(DTYPES),
     programs=st.sampled_from([1, 16, 100]),
     surplus=st.integers(0, 2),
