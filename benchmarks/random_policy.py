@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.decoder_shapes import DECODERS
+from specvla_ros.lab.planning.cost import OPENVLA_7B
 from specvla_ros.lab.training.artifacts import save_draft_head
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.statistics import ActionStatistics
@@ -36,8 +38,6 @@ _SHARPNESS = 64.0
 PICTURE = np.random.default_rng(1).integers(0, 256, (480, 640, 3), dtype=np.uint8)  # as large as a camera's
 PICTURES = "every frame is an image of 640 x 480, resized and normalised in parallel with ticks; latency includes it"
 NO_PICTURES = "vision is excluded, and so are the images"
-_DINO = VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, True, 224)
-_SIGLIP = VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, False, 224)
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ SIZES = {
             VisionTowerConfig(96, 4, 3, 358, 14, False, 0, False, 224),
         ),
     ),
-    "1b": Size(DecoderShape(2048, 5632, 22, 32, 4, 64, vocab_size=32064), (_DINO, _SIGLIP)),
-    "7b": Size(DecoderShape(vocab_size=32064), (_DINO, _SIGLIP)),
-}
+    "1b": Size(DecoderShape(2048, 5632, 22, 32, 4, 64, vocab_size=32064), OPENVLA_7B.towers),
+    "7b": Size(DECODERS["openvla-7b"], OPENVLA_7B.towers),
+} | {name: Size(decoder, OPENVLA_7B.towers) for name, decoder in DECODERS.items() if name != "openvla-7b"}
 
 
 def random_decoder(
@@ -152,7 +152,7 @@ def random_policy(
     model = _around(decoder, size, vision)
     save_draft_head(directory / DRAFT_FOLDER, random_draft_head(decoder))
     generator = torch.Generator(device).manual_seed(1)
-    shape = (prompt_rows, size.llama.hidden_size)
+    shape = (prompt_rows, size.llama.input_size)
     return RandomPolicy(
         directory=directory,
         model=model,

@@ -15,6 +15,7 @@ from typing import Any
 
 import typer
 
+from benchmarks.decoder_shapes import DECODERS
 from benchmarks.harness import Out, finish, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.lab.planning.cost import (
@@ -28,7 +29,7 @@ from specvla_ros.lab.planning.cost import (
     vision_part,
 )
 from specvla_ros.lab.planning.device import Device, known_devices, read_device
-from specvla_ros.models.config import DecoderShape, VisionTowerConfig
+from specvla_ros.models.config import VisionTowerConfig
 from specvla_ros.models.settings import WeightFormat
 
 _TABLE = Path(__file__).with_name("published.json")
@@ -98,37 +99,17 @@ def published() -> tuple[Figure, ...]:
     return tuple(Figure(**row) for row in json.loads(_TABLE.read_text(encoding="utf-8")))
 
 
-def _gemma(width: int, mlp: int) -> DecoderShape:
-    """18 layers of Gemma 2B's shape (openpi, models/gemma.py), with 2048 rows of its output head."""
-    return DecoderShape(
-        vocab_size=2048,
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=18,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        head_dim=256,
-    )
-
-
+# Gemma 2B and its action expert, 300M, with 2048 rows of the output head (openpi, models/gemma.py).
+_GEMMA_2B = replace(DECODERS["pi0-fast"], vocab_size=2048)
+_GEMMA_300M = replace(_GEMMA_2B, hidden_size=1024, intermediate_size=4096)
 _SIGLIP = VisionTowerConfig(1152, 28, 16, 4304, 14, False, 0, layer_scale=False, image_size=224)  # all but the 28th
-_GEMMA = model_cost(replace(OPENVLA_7B, towers=(_SIGLIP,), llama=_gemma(2048, 16384)))
-_EXPERT = replace(model_cost(replace(OPENVLA_7B, llama=_gemma(1024, 4096))), head_values=0)
-_QWEN = DecoderShape(
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    tie_word_embeddings=True,
-)
+_GEMMA = model_cost(replace(OPENVLA_7B, towers=(_SIGLIP,), llama=_GEMMA_2B))
+_EXPERT = replace(model_cost(replace(OPENVLA_7B, llama=_GEMMA_300M)), head_values=0)
 _MODELS: dict[str, ModelCost] = {
     "openvla-7b": model_cost(OPENVLA_7B),
-    "llama-2-7b": model_cost(replace(OPENVLA_7B, llama=DecoderShape(vocab_size=32000))),
-    "chameleon-7b": model_cost(replace(OPENVLA_7B, llama=DecoderShape(vocab_size=65536))),  # of Llama 2's shape
-    "qwen3-vl-2b": model_cost(replace(OPENVLA_7B, llama=_QWEN)),
+    "llama-2-7b": model_cost(replace(OPENVLA_7B, llama=replace(OPENVLA_7B.llama, vocab_size=32000))),
+    "chameleon-7b": model_cost(replace(OPENVLA_7B, llama=replace(OPENVLA_7B.llama, vocab_size=65536))),
+    "qwen3-vl-2b": model_cost(replace(OPENVLA_7B, llama=DECODERS["qwen3-vl-2b"])),
     "pi0-fast": _GEMMA,
     "pi0": _GEMMA,
 }

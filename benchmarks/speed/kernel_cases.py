@@ -119,7 +119,7 @@ def filled_cache(decoder: PackedDecoder) -> KVCache:
 
 def batches(decoder: PackedDecoder) -> list[Batch]:
     """Returns the batches: a prompt, plain decode steps, a large tree, and a prompt together with small trees."""
-    prompt = torch.randn(PROMPT, decoder.config.hidden_size, device=decoder.device, dtype=decoder.dtype)
+    prompt = torch.randn(PROMPT, decoder.config.input_size, device=decoder.device, dtype=decoder.dtype)
     whole = Segment(0, 0, prompt)
     small = [_tree(decoder, slot, TREE) for slot in range(1, TREES + 1)]
     segments = {

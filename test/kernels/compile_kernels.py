@@ -24,6 +24,7 @@ from torch import Tensor
 with suppress(ImportError):
     import triton  # the operators take it where somebody has imported it
 
+from benchmarks.decoder_shapes import DECODERS
 from specvla_kernels import attention_plan, fused_linear, rounded_linear
 from specvla_kernels.accept_tree import accept_tree_triton
 from specvla_kernels.accept_within import Within, accept_within_triton
@@ -48,6 +49,8 @@ from specvla_kernels.rounded_linear import (
     round_rows_triton,
     rounded_linear_triton,
 )
+from specvla_ros.lab.planning.cost import OPENVLA_7B
+from specvla_ros.models.config import DecoderShape
 
 _META = torch.device("meta")
 _SLOT_ROWS = 320  # a prompt of 290, an answer and 16 nodes
@@ -55,28 +58,35 @@ _SLOT_ROWS = 320  # a prompt of 290, an answer and 16 nodes
 
 @dataclass(frozen=True)
 class _Shape:
-    """What of a decoder decides its kernels."""
+    """A decoder in the dtype in which it runs; empty tensors of its shapes."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    decoder: DecoderShape
     dtype: torch.dtype
-    hidden: int = 4096
-    intermediate: int = 11008
 
-    def rows(self, n_rows: int, heads: int) -> Tensor:
-        return torch.empty(n_rows, heads, self.head_dim, dtype=self.dtype, device=_META)
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=_META)
+
+    def rows(self, n_rows: int) -> Tensor:
+        return self.empty(n_rows, self.decoder.hidden_size)
+
+    def queries(self, n_rows: int) -> Tensor:
+        return self.empty(n_rows, self.decoder.num_attention_heads, self.decoder.head_dim)
 
     def cache(self) -> Tensor:
-        return torch.empty(4, _SLOT_ROWS, self.kv_heads, self.head_dim, dtype=self.dtype, device=_META)
+        return self.empty(4, _SLOT_ROWS, self.decoder.num_key_value_heads, self.decoder.head_dim)
+
+    def norm(self) -> RowNorm:
+        return RowNorm(self.rows(1)[0], 1e-6, self.decoder.variant.unit_offset_norms)
+
+    def widths(self) -> tuple[int, int]:
+        """Of the queries alone, and with the keys and values."""
+        queries = self.decoder.num_attention_heads * self.decoder.head_dim
+        return queries, queries + 2 * self.decoder.num_key_value_heads * self.decoder.head_dim
 
 
-_SHAPES = {
-    "openvla bf16": _Shape(32, 32, 128, torch.bfloat16),
-    "openvla fp16": _Shape(32, 32, 128, torch.float16),
-    "gqa-8 bf16": _Shape(32, 4, 128, torch.bfloat16),
-    "nano bf16": _Shape(6, 6, 32, torch.bfloat16, 192, 480),
-    "nano fp32": _Shape(6, 6, 32, torch.float32, 192, 480),
+_SHAPES = {f"{name} bf16": _Shape(decoder, torch.bfloat16) for name, decoder in DECODERS.items()} | {
+    "openvla-7b fp16": _Shape(DECODERS["openvla-7b"], torch.float16),
+    "nano fp32": _Shape(DECODERS["nano"], torch.float32),
 }
 
 
@@ -85,36 +95,35 @@ def _whole(*shape: int) -> Tensor:
 
 
 def _rope(shape: _Shape) -> None:
-    n_rows = 300
-    qkv = shape.rows(n_rows, shape.heads + 2 * shape.kv_heads)
-    q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-    angles = torch.empty(n_rows, shape.head_dim // 2, device=_META)
+    n_rows, decoder = 300, shape.decoder
+    kv_heads = decoder.num_key_value_heads
+    qkv = shape.empty(n_rows, decoder.num_attention_heads + 2 * kv_heads, decoder.head_dim)
+    q, k, v = qkv.split((decoder.num_attention_heads, kv_heads, kv_heads), dim=1)
+    angles = torch.empty(n_rows, decoder.head_dim // 2, device=_META)
     rope_write_kv_triton(q, k, v, angles, angles, _whole(n_rows), shape.cache(), shape.cache())
 
 
-def _attention(shape: _Shape, length: int, programs: int) -> None:
-    spans = (Span(0, 0, length, 1, True),)
+def _attention(shape: _Shape, rows: int, programs: int) -> None:
+    """Of a tree that fills a tile of so many rows, on a device that runs so many programs at a time."""
+    kv_heads = shape.decoder.num_key_value_heads
+    group = shape.decoder.num_attention_heads // kv_heads
+    nodes = rows // group
+    spans = (Span(0, 0, nodes, 1, True),)
     with patch.object(attention_plan, "_programs_of", lambda _: programs):
-        plan = attention_plan.plan_attention(
-            spans,
-            group=shape.heads // shape.kv_heads,
-            kv_heads=shape.kv_heads,
-            slot_rows=_SLOT_ROWS,
-            device=_META,
-        )
-    packed_attention_triton(shape.rows(length, shape.heads), shape.cache(), shape.cache(), _whole(length), plan)
+        plan = attention_plan.plan_attention(spans, group=group, kv_heads=kv_heads, slot_rows=_SLOT_ROWS, device=_META)
+    packed_attention_triton(shape.queries(nodes), shape.cache(), shape.cache(), _whole(nodes), plan)
 
 
 def _commit(shape: _Shape, places: int) -> None:
-    caches = torch.empty(2, 32, *shape.cache().shape, dtype=shape.dtype, device=_META)
+    caches = shape.empty(2, 32, *shape.cache().shape)
     commit_kv_triton(caches[0], caches[1], _whole(4), _whole(4), _whole(4, places))
 
 
 def _pointwise(shape: _Shape) -> None:
-    x = torch.empty(300, shape.hidden, dtype=shape.dtype, device=_META)
-    rmsnorm_triton(x, RowNorm(x[0], 1e-6))
-    rmsnorm_residual_triton(x, x, RowNorm(x[0], 1e-6))
-    gated_unit_triton(torch.empty(300, 2 * shape.intermediate, dtype=shape.dtype, device=_META))
+    x, norm = shape.rows(300), shape.norm()
+    rmsnorm_triton(x, norm)
+    rmsnorm_residual_triton(x, x, norm)
+    gated_unit_triton(shape.empty(300, 2 * shape.decoder.intermediate_size), shape.decoder.variant.gate)
 
 
 def _with_every_tile(launch: Callable[..., None], *arguments: Any) -> None:
@@ -130,47 +139,47 @@ def _with_every_tile(launch: Callable[..., None], *arguments: Any) -> None:
 
 def _layer_products(shape: _Shape, n_rows: int) -> None:
     """Of a layer with few rows: with the norm in front, behind the attention, and the MLP's two."""
-    x = torch.empty(n_rows, shape.hidden, dtype=shape.dtype, device=_META)
-    norm = RowNorm(x[0], 1e-6)
-    qkv_rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    qkv, out = (torch.empty(rows, shape.hidden, dtype=shape.dtype, device=_META) for rows in (qkv_rows, shape.hidden))
-    fused_linear_triton(x, qkv, norm=norm)
-    fused_linear_triton(x, qkv, norm=norm, bias=qkv[:, 0].contiguous())
-    fused_linear_triton(x, out, residual=x)
-    gate_up = torch.empty(2 * shape.intermediate, shape.hidden, dtype=shape.dtype, device=_META)
-    gated = fused_linear_triton(x, gate_up, norm=norm, activation="silu")
-    fused_linear_triton(x, gate_up, norm=RowNorm(x[0], 1e-6, unit_offset=True), activation="gelu_tanh")
-    down = torch.empty(shape.hidden, shape.intermediate, dtype=shape.dtype, device=_META)
-    fused_linear_triton(gated, down, residual=x)
+    x, norm, decoder = shape.rows(n_rows), shape.norm(), shape.decoder
+    hidden, width = decoder.hidden_size, decoder.intermediate_size
+    of_queries, of_all = shape.widths()
+    bias = shape.empty(of_all) if decoder.variant.qkv_bias else None
+    fused_linear_triton(x, shape.empty(of_all, hidden), norm=norm, bias=bias)
+    fused_linear_triton(shape.empty(n_rows, of_queries), shape.empty(hidden, of_queries), residual=x)
+    gated = fused_linear_triton(x, shape.empty(2 * width, hidden), norm=norm, activation=decoder.variant.gate)
+    fused_linear_triton(gated, shape.empty(hidden, width), residual=x)
 
 
 def _vision(dtype: torch.dtype) -> None:
-    """DINOv2's block with prefix tokens and LayerScale, and SigLIP's patches of 1152 columns."""
+    """The patches and blocks of OpenVLA's towers: with prefix tokens and LayerScale, and without."""
     empty = partial(torch.empty, dtype=dtype, device=_META)
-    for dim, hidden, rows in ((1024, 4096, 261), (1152, 4304, 256)):
-        x, column, widened = empty(rows, dim), empty(dim), empty(hidden)
-        patch_embedding_triton(empty(3, 224, 224), empty(dim, 3, 14, 14), column, empty(256, dim))
-        layernorm_residual_triton(x, x, column if rows == 261 else None, column, column, 1e-6)
-        gelu = fused_linear_triton(x, empty(hidden, dim), bias=widened, activation="gelu")
-        scale = column if rows == 261 else None
-        fused_linear_triton(gelu, empty(dim, hidden), bias=column, scale=scale, residual=x)
+    for tower in OPENVLA_7B.towers:
+        dim, side, patch = tower.embed_dim, tower.image_size, tower.patch_size
+        x = empty(tower.patches + tower.register_tokens + int(tower.class_token), dim)
+        column, scale = empty(dim), empty(dim) if tower.layer_scale else None
+        patch_embedding_triton(empty(3, side, side), empty(dim, 3, patch, patch), column, empty(tower.patches, dim))
+        layernorm_residual_triton(x, x, scale, column, column, 1e-6)
+        gelu = fused_linear_triton(x, empty(tower.mlp_dim, dim), bias=empty(tower.mlp_dim), activation="gelu")
+        fused_linear_triton(gelu, empty(dim, tower.mlp_dim), bias=column, scale=scale, residual=x)
 
 
 def _rounded(shape: _Shape, dtype: torch.dtype, n_rows: int) -> None:
-    """A layer's rounding and two of its products: behind the norm, and of the gated rows behind the residual."""
-    x = torch.empty(n_rows, shape.hidden, dtype=shape.dtype, device=_META)
+    """A layer's roundings and its four products in 8 bits."""
+    x, decoder = shape.rows(n_rows), shape.decoder
+    hidden, width = decoder.hidden_size, decoder.intermediate_size
+    of_queries, of_all = shape.widths()
 
     def weight(out_features: int, in_features: int) -> Rounded:
         steps = torch.empty(out_features, device=_META)
         return Rounded(torch.empty(out_features, in_features, dtype=dtype, device=_META), steps)
 
-    round_rows_triton(x, dtype)
-    normed = round_rows_triton(x, dtype, norm=RowNorm(x[0], 1e-6))
-    gate_up = rounded_linear_triton(normed, weight(2 * shape.intermediate, shape.hidden), shape.dtype)
-    rounded_linear_triton(normed, weight(4608, shape.hidden), shape.dtype, bias=torch.empty(4608, device=_META))
-    round_rows_triton(gate_up, dtype, gate="gelu_tanh")
-    gated_rows = round_rows_triton(gate_up, dtype, gate="silu")
-    rounded_linear_triton(gated_rows, weight(shape.hidden, shape.intermediate), shape.dtype, residual=x)
+    normed = round_rows_triton(x, dtype, norm=shape.norm())
+    bias = shape.empty(of_all) if decoder.variant.qkv_bias else None
+    rounded_linear_triton(normed, weight(of_all, hidden), shape.dtype, bias=bias)
+    attended = round_rows_triton(shape.empty(n_rows, of_queries), dtype)
+    rounded_linear_triton(attended, weight(hidden, of_queries), shape.dtype, residual=x)
+    gate_up = rounded_linear_triton(normed, weight(2 * width, hidden), shape.dtype)
+    gated = round_rows_triton(gate_up, dtype, gate=decoder.variant.gate)
+    rounded_linear_triton(gated, weight(hidden, width), shape.dtype, residual=x)
 
 
 def _accept(n: int, depth: int, *, loose: bool = False) -> None:
@@ -218,12 +227,13 @@ def _expand(k: int, *, window: bool = False, chosen: bool = False, rows: bool = 
 
 def _draft_rows(shape: _Shape) -> None:
     """The committed rows, and the second beam after them."""
-    angles, tiles = torch.empty(512, shape.head_dim // 2, device=_META), _whole(4, 6).to(torch.int32)
-    states = torch.empty(4, 8, shape.hidden, dtype=shape.dtype, device=_META)
+    hidden = shape.decoder.hidden_size
+    angles, tiles = torch.empty(512, shape.decoder.head_dim // 2, device=_META), _whole(4, 6).to(torch.int32)
+    states = shape.empty(4, 8, hidden)
     where = DraftSlots(_whole(4), _whole(4), _whole(4), _whole(4), _SLOT_ROWS, angles, angles, states[0], 1.0)
     chain_rows_triton(where, states, states, tiles)
     beam = Beam(_whole(4, 8), _whole(4, 8), angles[:4, :8], _whole(4, 8), _whole(4, 16))
-    before = torch.empty(4, 8, 2 * shape.hidden, dtype=shape.dtype, device=_META)
+    before = shape.empty(4, 8, 2 * hidden)
     beam_rows_triton(where, beam, states, before, tiles)
 
 
@@ -261,32 +271,34 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 }
 for _name, _shape in _SHAPES.items():
     LAUNCHES[f"rope_write_kv, {_name}"] = partial(_rope, _shape)
-    LAUNCHES[f"packed_attention, {_name}, prefill"] = partial(_attention, _shape, 290, 1)
-    LAUNCHES[f"packed_attention, {_name}, 16 nodes"] = partial(_attention, _shape, 16, 264)
-    LAUNCHES[f"packed_attention, {_name}, one node"] = partial(_attention, _shape, 1, 264)
-    LAUNCHES[f"packed_attention, {_name}, 16 nodes, few processors"] = partial(_attention, _shape, 16, 1)
+    for _rows in (16, 32, 64):
+        LAUNCHES[f"packed_attention, {_name}, {_rows} rows"] = partial(_attention, _shape, _rows, 1)
+        LAUNCHES[f"packed_attention, {_name}, {_rows} rows, split"] = partial(_attention, _shape, _rows, 264)
     LAUNCHES[f"draft_rows, {_name}"] = partial(_draft_rows, _shape)
     LAUNCHES[f"norm and gate, {_name}"] = partial(_pointwise, _shape)
     if _shape.dtype.itemsize == 2:
-        for _rows in (1, 32, 64):
+        for _rows in (1, 32, 64):  # of which a tile has 16, 32 and 64, as it has of a prompt
             LAUNCHES[f"products of {_rows} rows, {_name}"] = partial(_with_every_tile, _layer_products, _shape, _rows)
-        for _format in LARGEST:
-            for _rows in (1, 32, 64, 300):
+            for _format in LARGEST:
                 _kind = str(_format).removeprefix("torch.")
-                LAUNCHES[f"{_kind}, {_rows} rows, {_name}"] = partial(
-                    _with_every_tile, _rounded, _shape, _format, _rows
-                )
+                _launch = partial(_with_every_tile, _rounded, _shape, _format, _rows)
+                LAUNCHES[f"{_kind}, {_rows} rows, {_name}"] = _launch
     LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)
     LAUNCHES[f"commit_kv, {_name}, text"] = partial(_commit, _shape, 64)
 
 
+_LONGEST = max(map(len, LAUNCHES)) + 2
 # Compute capability: a name, and shared memory per block in bytes (CUDA C++ programming guide, technical specifications
 # per compute capability).
-DEVICES = {87: ("AGX Orin", 163 << 10), 90: ("H100, H200", 227 << 10), 120: ("RTX 5090", 99 << 10)}
-_LEAST_TRITON = {120: (3, 3)}  # whose assembler knows the device; others: any that the operators take
-# Of a program's registers some may be stored before a loop and loaded behind it, once each; Triton 3.6 has two to four
+DEVICES = {
+    87: ("AGX Orin", 163 << 10),
+    90: ("H100, H200", 227 << 10),
+    110: ("Jetson Thor", 227 << 10),  # also CUTLASS, SMEM_CAPACITY_MAP
+    120: ("RTX 5090", 99 << 10),
+}
+# Of a program's registers some may be stored before a loop and loaded behind it, once each; Triton 3.7 has two to six
 # of them in attention. In a loop they would be moved for every tile of keys.
-_MOST_PARKED = 16
+_MOST_PARKED = 32
 
 
 @dataclass(frozen=True)
@@ -336,7 +348,7 @@ class Compiled:
 
     def __str__(self) -> str:
         """A row of the table."""
-        place = f"{self.launch:<44}{self.kernel.lstrip('_'):<18}sm_{self.capability:<5}"
+        place = f"{self.launch:<{_LONGEST}}{self.kernel.lstrip('_'):<18}sm_{self.capability:<5}"
         usage = f"{self.usage.registers:>10}{self.usage.spilled:>9}{self.usage.shared:>8}"
         return f"{place}{usage}  {self.usage.fault(self.capability)}".rstrip()
 
@@ -388,7 +400,8 @@ def compile_launch(name: str, capability: int) -> list[Compiled]:
     """Compiles the kernels of one of `LAUNCHES` for one device, with the arguments that the launch gives them."""
     with _compiling_for(capability) as kernels:
         LAUNCHES[name]()
-    return [Compiled(name, kernel.metadata.name, kernel.hash, capability, _usage(kernel)) for kernel in kernels]
+    distinct = {kernel.hash: kernel for kernel in kernels}.values()
+    return [Compiled(name, kernel.metadata.name, kernel.hash, capability, _usage(kernel)) for kernel in distinct]
 
 
 _usages: dict[str, Usage] = {}  # by the kernel's hash
@@ -409,21 +422,40 @@ def _usage(kernel: Any) -> Usage:
 
 def _told(tool: str, *arguments: str) -> str:
     """By a program of CUDA's that Triton brings."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _tool(name: str) -> Path:
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
 def spills_in_loop(listing: str) -> bool:
-    """Whether local memory is touched between a label and a branch back to it.
+    """Whether an instruction that touches local memory can be reached from itself.
+
+    A branch backwards alone is no loop: waits stand behind the program's end and jump back into it.
 
     Args:
         listing: of the machine's instructions, as nvdisasm writes it.
     """
     lines = listing.splitlines()
     labels = {line.strip()[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\s*\.L\w+:", line)}
-    branches = [(at, re.search(r"\bBRA\b.*?(\.L\w+)", line)) for at, line in enumerate(lines)]
-    loops = [range(labels[to[1]], at) for at, to in branches if to and labels.get(to[1], at) < at]
-    return any(at in loop for at, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line) for loop in loops)
+
+    def following(at: int) -> list[int]:
+        target = re.search(r"\b(?:BRA|CALL)\b.*?(\.L\w+)", lines[at])
+        places = [labels[target[1]]] if target and target[1] in labels else []
+        ends = re.search(r"\*/\s+(EXIT|RET|BRA\s+`)", lines[at])  # without a predicate
+        return places if ends or at + 1 == len(lines) else [*places, at + 1]
+
+    def reaches_itself(at: int) -> bool:
+        seen, waiting = set[int](), following(at)
+        while waiting:
+            place = waiting.pop()
+            if place not in seen:
+                seen.add(place)
+                waiting += following(place)
+        return at in seen
+
+    return any(reaches_itself(at) for at, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -436,7 +468,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "TRITON_INTERPRET" in os.environ:
         sys.exit("compile: unset TRITON_INTERPRET, an interpreted kernel cannot be compiled")
     print(f"Triton {triton.__version__}")
-    print(f"{'launch':<44}{'kernel':<18}{'device':<8}{'registers':>10}{'spilled':>9}{'shared':>8}")
+    print(f"{'launch':<{_LONGEST}}{'kernel':<18}{'device':<8}{'registers':>10}{'spilled':>9}{'shared':>8}")
     chosen = [
         (name, capability)
         for capability in _known_devices()
@@ -459,10 +491,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _known_devices() -> Iterator[int]:
     for capability in DEVICES:
-        if _LEAST_TRITON.get(capability, (0,)) > tuple(map(int, triton.__version__.split(".")[:2])):
-            print(f"sm_{capability} is left out: Triton {triton.__version__} does not know it")
-        else:
+        assembler = "ptxas-blackwell" if capability >= 100 and _tool("ptxas-blackwell").exists() else "ptxas"
+        if f"'sm_{capability}'" in _told(assembler, "--help"):
             yield capability
+        else:
+            print(f"sm_{capability} is left out: the {assembler} of Triton {triton.__version__} does not know it")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from specvla_ros.settings.json_file import Fields, shown
 MODEL_TYPE = "pi0_fast"
 _CAMERA = "observation.images."
 _STATE, _ACTION = "observation.state", "action"
-_GEMMA = replace(
+GEMMA_2B = replace(
     DECODERS["gemma"],
     hidden_size=2048,
     intermediate_size=16384,
@@ -30,7 +30,7 @@ _GEMMA = replace(
     head_dim=256,
     vocab_size=257152,
 )
-_VARIANTS = {"gemma_2b": _GEMMA, "gemma_300m": replace(_GEMMA, hidden_size=1024, intermediate_size=4096)}
+_VARIANTS = {"gemma_2b": GEMMA_2B, "gemma_300m": replace(GEMMA_2B, hidden_size=1024, intermediate_size=4096)}
 # SigLIP-So400m/14, as in PaliGemma.
 _VISION: Mapping[str, Any] = {
     "hidden_size": 1152,
