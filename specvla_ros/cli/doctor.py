@@ -85,7 +85,8 @@ def _attempt(name: str, look: Callable[[], str | Check], fix: str, *, state: str
 def _python() -> Check:
     version = sys.version.split()[0]
     good = (3, 10) <= sys.version_info[:2] <= (3, 13)
-    return Check("python", "ok" if good else "missing", version, "" if good else "use Python 3.10 to 3.13")
+    fix = "apt install python3.12 python3.12-venv, then make PYTHON=python3.12 …; 3.10 to 3.13 are supported"
+    return Check("python", "ok" if good else "missing", version, "" if good else fix)
 
 
 def _package(name: str, fix: str, *, absent: str = "missing") -> Check:
@@ -117,6 +118,8 @@ def _image_converter() -> Check:
 
 
 def _torch() -> list[Check]:
+    install = "pip install torch==2.13.0; on a Jetson use NVIDIA's wheel for your JetPack"
+
     def gpu() -> str | Check:
         import torch
 
@@ -125,16 +128,16 @@ def _torch() -> list[Check]:
                 "GPU",
                 "note",
                 "none",
-                "without a CUDA GPU policies run on the CPU in float32, where drafting rarely pays off",
+                "policies run on the CPU in float32, where drafting rarely pays off. If there is a GPU: nvidia-smi "
+                f"must list it, and torch must be a CUDA build: {install}",
             )
         properties = torch.cuda.get_device_properties(0)
         memory = properties.total_memory / 2**30
         capability = f"sm_{properties.major}{properties.minor}"
         return f"{properties.name}, {memory:.0f} GiB, {capability}, CUDA {torch.version.cuda}"
 
-    fix = "pip install torch==2.13.0; on a Jetson use NVIDIA's wheel for your JetPack"
-    found = _attempt("torch", lambda: str(import_module("torch").__version__), fix)
-    return [found, _attempt("GPU", gpu, fix, state="note")] if found.state == "ok" else [found]
+    found = _attempt("torch", lambda: str(import_module("torch").__version__), install)
+    return [found, _attempt("GPU", gpu, install, state="note")] if found.state == "ok" else [found]
 
 
 def _kernels() -> list[Check]:
@@ -172,7 +175,10 @@ def _kernels() -> list[Check]:
         return noted("kernels", why, "PyTorch references" if why else "by Triton", why)
 
     looks = {"triton": triton, "triton's compiler": build} | ({"kernels": trial} if on_gpu else {})
-    return [_attempt(name, look, f"it comes with torch for CUDA{slow}", state="note") for name, look in looks.items()]
+    return [
+        _attempt(name, look, f"pip install triton==3.7.1, the version of torch 2.13{slow}", state="note")
+        for name, look in looks.items()
+    ]
 
 
 def _opengl() -> str:
@@ -201,11 +207,18 @@ def _ros() -> list[Check]:
     found = _attempt("rclpy", rclpy, sourced)
     if found.state != "ok":
         return [found]
-    install = "install ros-<distro>-rmw-fastrtps-cpp, and set AMENT_PREFIX_PATH to its location"
+    install = "apt install ros-<distro>-rmw-fastrtps-cpp, then source /opt/ros/<distro>/setup.bash"
     build = "colcon build and source install/setup.bash, or make build; not in the pip wheel"
     path, transports = shutil.which("ros2"), os.environ.get("FASTDDS_BUILTIN_TRANSPORTS", "")
-    no_tools = Check("ros2 tools", "note", "no ros2 on the PATH", "wheels have no ros2 command; an apt ROS 2 does")
-    lost = "if raw images over 0.5 MB get lost: FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA for every process"
+    no_tools = Check(
+        "ros2 tools",
+        "note",
+        "no ros2 on the PATH",
+        "apt install ros-<distro>-ros-base; the wheels have no ros2 command",
+    )
+    lost = (
+        "if raw images over 0.5 MB get lost: export FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA before starting each process"
+    )
     return [
         found,
         _attempt("RMW", rmw, install),
@@ -217,12 +230,12 @@ def _ros() -> list[Check]:
 
 def _receive_buffer() -> Check:
     path = "/proc/sys/net/core/rmem_max"
+    fix = "for raw images from another machine: sudo sysctl -w net.core.rmem_max=8388608"
     try:
         with open(path, encoding="ascii") as file:
             size = int(file.read())
     except (OSError, ValueError):
-        return Check("UDP buffer", "note", f"{path} cannot be read")
+        return Check("UDP buffer", "note", f"{path} cannot be read", fix)
     if size >= 2**21:
         return Check("UDP buffer", "ok", f"{size} bytes")
-    fix = "for raw images from another machine: sysctl -w net.core.rmem_max=8388608"
     return Check("UDP buffer", "note", f"{size} bytes", fix)

@@ -183,6 +183,24 @@ def test_doctor_names_what_is_missing_and_the_fix(monkeypatch: pytest.MonkeyPatc
         assert fix in checks[name].fix
 
 
+def test_doctor_says_what_to_type_for_each_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specvla_ros.cli import doctor
+
+    def absent(name: str) -> str:
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    def broken(name: str) -> None:
+        raise ImportError(f"no module {name}")
+
+    monkeypatch.setattr(doctor.metadata, "version", absent)
+    monkeypatch.setattr(doctor, "import_module", broken)
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 9))
+    typed = re.compile(r"(pip|apt|apt-get) install |source |make |sysctl -w |export |nvidia-smi")
+    found = [check for check in doctor.examine() if check.state != "ok"]
+    assert {"python", "torch", "ruckig", "mujoco", "raw images", "rclpy"} <= {check.name for check in found}
+    assert [check for check in found if not typed.search(check.fix)] == []
+
+
 @pytest.mark.parametrize("command", ["predict", "replay", "demo", "doctor"])
 def test_every_command_has_help(command: str) -> None:
     done = specvla(command, "--help")
