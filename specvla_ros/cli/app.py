@@ -110,9 +110,9 @@ def serve(
 
     if (certificate is None) != (key is None):
         raise UserError("TLS needs both: --certificate FILE and --key FILE")
-    for path in (certificate, key, token_file):
+    for option, path in (("--certificate", certificate), ("--key", key), ("--token-file", token_file)):
         if path is not None and not path.is_file():
-            raise UserError(f"{path} does not exist")
+            raise UserError(f"{option} {path} does not exist")
     token = token_file.read_text(encoding="utf-8").strip() if token_file else os.environ.get(TOKEN_VARIABLE, "")
     if token_file is not None and not token:
         raise UserError(f"{token_file} is empty: write a token into it, for example from `openssl rand -hex 32`")

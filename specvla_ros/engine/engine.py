@@ -396,7 +396,9 @@ class Engine:
         if target.action_head:
             settings.check_action_head()
         if settings.spreads[0] > 1 and not target.causal_prompt:
-            raise UserError("this policy's prompt attends bidirectionally and cannot be split: set prefill_chunks to 1")
+            raise UserError(
+                "this policy's prompt attends bidirectionally and cannot be split: set decode.prefill_chunks to 1"
+            )
         codec = target.codec.with_text(settings.max_reasoning_tokens)
         rule = make_rule(settings.acceptance, target)
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))

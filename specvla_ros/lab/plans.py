@@ -79,7 +79,7 @@ class Criterion:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not 0 < value < 1:
-                raise UserError(f"{name} is {value:g}, but it must be between 0 and 1")
+                raise UserError(f"--{name} must be between 0 and 1, got {value:g}")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class PolicyTraining:
     def __post_init__(self) -> None:
         check_settings(self, ("steps", "batch_size", "validate_every", "horizon"))
         if self.codec not in CODEC_CHOICES:
-            raise UserError(f"codec '{self.codec}' cannot be trained; choose one of {', '.join(CODEC_CHOICES)}")
+            raise UserError(f"--codec '{self.codec}' cannot be trained; choose one of {', '.join(CODEC_CHOICES)}")
 
 
 @dataclass(frozen=True)

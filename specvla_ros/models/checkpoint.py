@@ -134,13 +134,16 @@ def _check_build(device: torch.device) -> None:
     try:
         torch.zeros(1, device=device).add_(1.0).tolist()
     except torch.OutOfMemoryError:
-        raise UserError(f"{device} has no memory left: stop other processes on it (nvidia-smi lists them)") from None
+        raise UserError(
+            f"{device} has no memory left: stop other processes on it (nvidia-smi lists them), or set device to cpu"
+        ) from None
     except RuntimeError as error:
         major, minor = torch.cuda.get_device_capability(device)
         built = ", ".join(torch.cuda.get_arch_list())
         raise UserError(
             f"torch {torch.__version__} does not run on {torch.cuda.get_device_name(device)}, which is sm_{major}"
-            f"{minor} ({str(error).strip().splitlines()[0]}); it was built for {built}: install a build for this GPU"
+            f"{minor} ({str(error).strip().splitlines()[0]}); it was built for {built}: install a build for "
+            "this GPU, or set device to cpu"
         ) from None
 
 

@@ -158,7 +158,7 @@ def check_memory(model: Any, device: torch.device, quantization: str) -> None:
         hint = f"model.quantization {' or '.join(fitting)}, " if fitting else ""
         raise UserError(
             f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
-            f"GiB free: stop other processes on it, choose bfloat16, {hint}or another device"
+            f"GiB free: stop other processes on it, choose dtype bfloat16, {hint}or another device"
         )
 
 
@@ -196,7 +196,9 @@ def _by_torchao(matrix: nn.Linear) -> nn.Linear:
     try:
         from torchao import quantization as torchao
     except ImportError as error:
-        raise UserError(f"torchao cannot be imported ({error}): {_INSTALL}") from None
+        raise UserError(
+            f"model.quantization 'int4' needs torchao, which cannot be imported ({error}): {_INSTALL}"
+        ) from None
     try:
         # The tile format of torch's own kernel. HQQ finds scales that lose less than those of minimum and maximum.
         config = torchao.Int4WeightOnlyConfig(
@@ -210,7 +212,10 @@ def _by_torchao(matrix: nn.Linear) -> nn.Linear:
     shape = list(matrix.weight.shape)
     torchao.quantize_(matrix, config)
     if type(matrix.weight) is nn.Parameter:  # torchao silently leaves what does not fit unchanged
-        raise UserError(f"a matrix of shape {shape} cannot be quantised as 'int4': choose another format, or none")
+        raise UserError(
+            f"a matrix of shape {shape} cannot be quantised as 'int4': set model.quantization to another format, or "
+            "none"
+        )
     matrix.__class__ = _TorchaoLinear
     return matrix
 

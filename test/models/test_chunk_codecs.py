@@ -156,7 +156,7 @@ def test_steps_of_a_coefficient_move_each_action_within_the_tolerance() -> None:
         np.testing.assert_allclose(moved[:, :3], steps[:, 0].sum() * per_step)
         assert (moved[:, 6] == 1).all() and (moved[:, 3:6] == 0).all()
     assert arm.bound([0] * 14).max() == 0, "a switch that may not be off is not"
-    with pytest.raises(UserError, match=r"a tolerance below 0\.0141 \(m or rad\) is smaller .* of x: raise it"):
+    with pytest.raises(UserError, match=r"a tolerance below 0\.0141 \(m or rad\) is smaller .* of x: raise acceptance"):
         arm.bins_within(metres=0.01, radians=0.0, gripper_bins=0)
     still = replace(arm, statistics=replace(ARM, high=np.array([-0.1] + [0.1] * 6)))
     assert still.bins_within(metres=0.05, radians=0.0, gripper_bins=0)[0] == 0

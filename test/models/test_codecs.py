@@ -118,9 +118,9 @@ def test_tolerances_are_whole_bins_of_each_dimension() -> None:
     assert found == (2, 2, 0, 1, 1, 1, 4), "a bin is 2 mm and 0.01 rad; z never moves"
     assert tolerance_in_bins(ARM, 100, metres=9.0, radians=0.0, gripper_bins=0) == (99, 99, 0, 0, 0, 0, 0)
     assert tolerance_in_bins(ARM, 100, metres=0.002, radians=0.0, gripper_bins=0)[0] == 1
-    with pytest.raises(UserError, match=r"of 0\.001 m is smaller than one bin of x: set it to 0\.00200?1? m"):
+    with pytest.raises(UserError, match=r"tolerance_m 0\.001 m is smaller than one bin of x: set it to 0\.00200?1? m"):
         tolerance_in_bins(ARM, 100, metres=0.001, radians=0.0, gripper_bins=0)
-    with pytest.raises(UserError, match=r"of 0\.001 rad is smaller than one bin of roll: set it to 0\.01"):
+    with pytest.raises(UserError, match=r"tolerance_rad 0\.001 rad is smaller than one bin of roll: set it to 0\.01"):
         tolerance_in_bins(ARM, 100, metres=0.0, radians=0.001, gripper_bins=0)
     with pytest.raises(UserError, match="3 dimensions without units"):
         tolerance_in_bins(STATISTICS, 100, metres=0.1, radians=0.1, gripper_bins=0)

@@ -71,7 +71,7 @@ class MessageTypes:
             return
         definition = self._learned.get(msgtype)
         if definition is None:
-            raise UserError(f"message type {msgtype} is unknown, and the bag holds no definition of it")
+            raise UserError(f"message type {msgtype} is unknown, and the bag holds no definition of it; record as MCAP")
         try:
             if definition.format is MessageDefinitionFormat.IDL:
                 types = get_types_from_idl(definition.data)

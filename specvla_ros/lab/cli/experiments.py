@@ -363,9 +363,9 @@ def qualify(
 
     devices = emulate or []
     if bins and len(devices) > 1:
-        raise UserError("give several devices or several tolerances, not both: candidates need an order of safety")
+        raise UserError("give several --emulate or several --bins, not both: candidates need an order of safety")
     if len(set(devices)) < len(devices) or (bins and sorted(set(bins)) != bins):
-        raise UserError("give each device once, and tolerances in increasing order")
+        raise UserError("give each --emulate device once, and --bins in increasing order")
     base = options.simulation(chosen, world, robot=robot)
     if bins:
         candidates = run.tolerance_candidates(base, devices[0] if devices else "", bins)

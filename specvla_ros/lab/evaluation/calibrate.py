@@ -198,7 +198,7 @@ def _relaxed_trials(
         else:
             trials.append(_trials(spec, plan.nodes, tolerance))
     if refused and not trials:
-        raise UserError("no tolerance fits this checkpoint: " + "; ".join(refused.values()))
+        raise UserError("no --tolerance fits this checkpoint: " + "; ".join(refused.values()))
     return trials, refused
 
 

@@ -133,7 +133,9 @@ def certify(
     Raises UserError if a bag cannot be read or the settings do not fit the policy.
     """
     if len({bag.name for bag in bags}) < len(bags):
-        raise UserError("the bags must have different names, by which the certificate identifies them")
+        raise UserError(
+            "two bags have the same name, by which the certificate identifies them: rename one of the bag directories"
+        )
     comparison, total, of_bags = Comparison(policy), Finding(), {}
     digest = hashlib.sha256()
     asked = replace(settings, max_image_age_s=0.0, in_order=True)

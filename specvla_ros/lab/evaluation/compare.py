@@ -146,7 +146,9 @@ def time_settings(
     `on_frame` is called each time all settings have answered a frame.
     """
     if not frames:
-        raise UserError("no frames to try the settings on")
+        raise UserError(
+            "no frames to try the settings on: give --frames 1 or more, and bags that hold images with an instruction"
+        )
     engines = {name: Engine(policy, each) for name, each in settings.items()}
     runs = {name: FrameRun() for name in settings}
     for engine in engines.values():

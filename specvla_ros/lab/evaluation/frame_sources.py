@@ -54,14 +54,17 @@ def frame_source(
     """
     if data is None:
         if topics != DEFAULT_TOPICS:
-            raise UserError("topics, state names and instructions apply to bags only: omit them with --data sim")
+            raise UserError(
+                "--image-topic, --camera, --state-topic, --state-names and --instruction apply to bags only: omit "
+                "them with --data sim"
+            )
         source = simulation_source(policy, FRAME_FIRST_SEED + seed, world=world, tasks=tasks, engine=engine)
     else:
         check_senses(policy, topics.cameras, topics.state_topic)
         source = frames_in(policy, shuffled(find_bags(data).bags, seed), topics)
     first = next(source, None)
     if first is None:
-        raise UserError("the data contain no image with an instruction, so there is nothing to decode")
+        raise UserError("--data contains no image with an instruction; give the robot's task with --instruction 'TEXT'")
     return chain([first], source)
 
 
@@ -152,8 +155,8 @@ def collect_answers(
     """
     if policy.codec.horizon < 2:
         raise UserError(
-            "looking up earlier answers needs a policy that answers with several actions; this one gives a single "
-            "action: set draft.temporal instead"
+            f"{policy.directory} answers with a single action, but draft.chunk_shift looks up answers with several: "
+            "set draft.temporal instead"
         )
     engine = Engine(policy, lossless(policy, EngineSettings()))
     found = CollectedAnswers()
@@ -168,5 +171,8 @@ def collect_answers(
             found.answers[outcome.tokens] = None
         on_frame(found.frames)
     if not found.answers:
-        raise UserError(f"the policy answered none of {found.frames} images with actions: {dict(found.dropped)}")
+        raise UserError(
+            f"the policy answered none of the {found.frames} images of --data with an action: {dict(found.dropped)}; "
+            "give images of its own robot and tasks"
+        )
     return found

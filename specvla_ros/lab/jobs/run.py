@@ -116,7 +116,9 @@ class _Crew:
         host = self._pool.start_host(shared.make)
         self._free[host] = [*range(shared.among)]
         if not _lives(host):
-            raise UserError("the process that loads the workers' shared model died; out of memory?")
+            raise UserError(
+                "the process that loads the workers' shared model died; out of memory? Run it with fewer --workers"
+            )
         return host, self._free[host].pop()
 
 

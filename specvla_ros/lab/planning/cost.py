@@ -373,6 +373,6 @@ def stage_times(device: Device) -> StageTimes:
     if needed_gb > device.memory_gb:
         raise UserError(
             f"{device.name} has {device.memory_gb:g} GB of memory, but OpenVLA-7B takes {needed_gb:.1f} GB in "
-            f"{device.dtype}: it cannot be emulated"
+            f"{device.dtype}: choose a device with more memory"
         )
     return StageTimes(device, model)

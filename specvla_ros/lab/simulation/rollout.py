@@ -143,7 +143,7 @@ class Rollout:
             decode = engine.decode if isinstance(engine, HostedEngine) else partial(self._decode, engine)
             self._step = partial(self._lockstep, decode)
         elif isinstance(engine, HostedEngine):
-            raise UserError("a shared engine only supports the lockstep clock: in real time each robot needs its own")
+            raise UserError("--per-engine needs --clock lockstep: in real time each robot needs its own engine")
         else:
             self._step = partial(self._realtime, engine)
             engine.tick_time, engine.takes_partial = tick_time, True

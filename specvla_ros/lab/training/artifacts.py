@@ -66,12 +66,12 @@ def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, voc
     """
     found = [to_coefficients(chunk, scale) for chunk in chunks]
     if not found:
-        raise UserError("a FAST tokenizer needs chunks of actions to fit, but there are none")
+        raise UserError("no chunks of actions to fit a FAST tokenizer on: give longer episodes, or a smaller --horizon")
     low, high = min(int(each.min()) for each in found), max(int(each.max()) for each in found)
     if high - low >= vocab_size:
         raise UserError(
-            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can represent: use more "
-            "ids or a smaller scale"
+            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can represent: use a "
+            "larger vocab_size or a smaller scale"
         )
 
     def texts() -> Iterator[str]:

@@ -149,7 +149,10 @@ def _fill(
             if on_progress is not None:
                 on_progress(episode + 1, len(bags))
     if not actions:
-        raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
+        raise UserError(
+            f"the {len(bags)} bags hold no image with an instruction and a recorded action; name the topics of images "
+            "and actions with --image-topic and --action-topic"
+        )
     raw = cache / "images.raw"
     # Adds NumPy's header to the pixels, so that they can be mapped.
     shape = (len(actions), 1 + len(topics.cameras), size, size, 3)

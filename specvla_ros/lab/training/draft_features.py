@@ -219,7 +219,8 @@ def _fill_shard(
         _write(path, samples)
     elif taken == SHARD_SAMPLES:
         raise UserError(
-            f"the target answered none of {taken} images in a row with an action: do they show its robot and its tasks?"
+            f"the target answered none of {taken} images in a row with an action: give --data that shows its robot "
+            "and tasks"
         )
     return taken
 

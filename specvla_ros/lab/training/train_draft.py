@@ -130,7 +130,10 @@ def train_draft(
     from accelerate import Accelerator
 
     if len(shards) < 2:
-        raise UserError("the features fill one shard only: too few to train on and to validate with; give more frames")
+        raise UserError(
+            "the features fill one shard only: too few to train on and to validate with; give more --frames, or more "
+            "bags"
+        )
     accelerator = Accelerator()
     task = _DraftTask(accelerator, policy, shards, out, training)
     described = asdict(training) | {"samples": task.samples, "target": str(policy.directory.resolve())}

@@ -110,7 +110,7 @@ def train_policy(
     if demonstrations.validation.all() or not demonstrations.validation.any():
         raise UserError(
             f"{len(demonstrations.images)} steps in {episodes} episodes are too few to train on and to "
-            "validate with: at least 20 episodes are needed; `specvla collect` records more"
+            "validate with: at least 20 episodes are needed; `specvla collect --episodes N` records more"
         )
     settings = json.loads(json.dumps(asdict(training)))  # in the form in which they are read back
     described = settings | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
@@ -137,7 +137,9 @@ def _choose_sensors(out: Path, data: dataset.DemonstrationSet, topics: TopicChoi
     fields = read_checkpoint_json(out / "config.json")
     cameras = [*dict.fromkeys((ONLY_CAMERA, *topics.cameras))]
     if len(cameras) != data.images.shape[1]:
-        raise UserError(f"{ONLY_CAMERA} is the first camera's name; give the further camera another one")
+        raise UserError(
+            f"--camera {ONLY_CAMERA}=…: this is the first camera's name; give the further camera another one"
+        )
     changed = fields.raw | {"cameras": cameras, "state_dims": data.states.shape[1]}
     if data.state_names:
         changed["state_names"] = list(data.state_names)

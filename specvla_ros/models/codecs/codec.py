@@ -260,11 +260,14 @@ class ChunkCodec:
         return self.statistics.normalise(actions)
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        raise UserError(f"{self.WRITES} have no tolerance in metres and radians: leave it out, for strict acceptance")
+        raise UserError(
+            f"{self.WRITES} have no tolerance in metres and radians: leave acceptance.tolerance_m and tolerance_rad "
+            "at 0"
+        )
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
         if any(bins):
-            raise UserError(f"{self.WRITES} have no bins: leave acceptance.bins at 0, for strict acceptance")
+            raise UserError(f"{self.WRITES} have no bins: leave acceptance.bins at 0")
         return ()
 
     def bound(self, bins: Sequence[int]) -> np.ndarray:

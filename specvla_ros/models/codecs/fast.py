@@ -127,7 +127,7 @@ class FastCodec(WrittenChunkCodec):
             least = each.max(axis=1).min() * self._half_range[dim]
             raise UserError(
                 f"a tolerance below {least:.3g} (m or rad) is smaller than one step of any FAST coefficient of "
-                f"{self.names[dim]}: raise it, or set it to 0 for strict"
+                f"{self.names[dim]}: raise acceptance.tolerance_m or tolerance_rad, or set it to 0 for strict"
             )
         return steps
 

@@ -130,7 +130,7 @@ def tolerance_in_bins(
         if whole < 1:
             least = _rounded_up(width)
             raise UserError(
-                f"a tolerance of {tolerance:g} {unit} is smaller than one bin of {name}: "
+                f"acceptance.tolerance_{unit} {tolerance:g} {unit} is smaller than one bin of {name}: "
                 f"set it to {least:g} {unit} or more, or to 0 for strict"
             )
         bins.append(min(values - 1, whole))

@@ -140,9 +140,9 @@ def test_the_nano_policy_on_a_device_that_is_far_too_slow(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--emulate", "orin", "--emulate", "l4", "--bins", "3"], "several devices or several tolerances"),
-        (["--bins", "9", "--bins", "3"], "tolerances in increasing order"),
-        (["--emulate", "orin", "--emulate", "orin"], "each device once"),
+        (["--emulate", "orin", "--emulate", "l4", "--bins", "3"], "several --emulate or several --bins"),
+        (["--bins", "9", "--bins", "3"], "--bins in increasing order"),
+        (["--emulate", "orin", "--emulate", "orin"], "each --emulate device once"),
         (["--emulate", "toaster"], "--emulate 'toaster' is neither an existing file nor one of"),
         (["--task", "dance"], "dance"),
     ],

@@ -331,5 +331,5 @@ def test_a_policy_of_chunks_is_trained_and_answers_with_them(bags, tmp_path, cod
 
 
 def test_other_codecs_are_refused():
-    with pytest.raises(UserError, match="codec 'words' cannot be trained; choose one of bins, digits, fast"):
+    with pytest.raises(UserError, match="--codec 'words' cannot be trained; choose one of bins, digits, fast"):
         training(codec="words")

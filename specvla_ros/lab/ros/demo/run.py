@@ -149,7 +149,7 @@ def _senses(policy: Path, config: OpenVLAConfig) -> Remaps:
     further = config.cameras[1:]
     if len(further) > len(_FURTHER):
         robot = 1 + len(_FURTHER)
-        raise UserError(f"{policy} needs images of {len(config.cameras)} cameras, but this robot has {robot}")
+        raise UserError(f"--policy {policy} needs images of {len(config.cameras)} cameras, but this robot has {robot}")
     remaps = list(_CAMERA)
     for name, topic in zip(further, _FURTHER, strict=False):
         remaps += image_remappings(f"{name}/image", topic)

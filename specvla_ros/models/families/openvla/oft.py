@@ -62,10 +62,10 @@ class HeadCodec(ChunkCodec):
         return ""
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
-        raise UserError("this policy's actions come from a head, not from tokens")
+        raise UserError("actions of OpenVLA-OFT come from a head, not from tokens")
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        raise UserError("this policy's actions come from a head, not from tokens")
+        raise UserError("actions of OpenVLA-OFT come from a head, not from tokens")
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
         return len(draft)

@@ -120,7 +120,7 @@ def read_config(directory: Path) -> Pi0FastConfig:
         cameras=cameras,
         image_size=(height, width),
         state=state,
-        actions=_statistics(actions),
+        actions=_statistics(actions, after[_UNNORMALISER].path),
         chunk=raw.whole("chunk_size", minimum=1, maximum=1 << 10),
         prompt_tokens=before[_TOKENIZER].inner("config").whole("max_length", minimum=1, maximum=1 << 14),
         answer_tokens=raw.whole("max_decoding_steps", 256, minimum=1, maximum=1 << 14),
@@ -202,13 +202,13 @@ def _normalisation(step: Fields, kind: str, feature: str, dims: int) -> Normalis
     return Normalisation(mode, first, second)
 
 
-def _statistics(actions: Normalisation) -> ActionStatistics:
+def _statistics(actions: Normalisation, path: Path) -> ActionStatistics:
     """The same un-normalisation for a codec: the values that -1 and 1 map to."""
     first, second = actions.first.astype(np.float64), actions.second.astype(np.float64)
     if actions.mode == "MEAN_STD":
         first, second = first - second, first + second
     if (first > second).any():
-        raise UserError("an action statistic has its minimum above its maximum; copy the file again")
+        raise UserError(f"{path}: its state_file has an action whose minimum exceeds its maximum; copy the file again")
     return ActionStatistics("", first, second, np.full(len(first), actions.mode != "IDENTITY"))
 
 

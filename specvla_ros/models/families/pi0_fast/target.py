@@ -46,7 +46,9 @@ class PaliGemma(nn.Module):
         try:
             self.tower: nn.Module = SiglipVisionModel(SiglipVisionConfig(**config.vision))
         except Exception as error:  # its checks raise several exceptions, none of its own
-            raise UserError(f"transformers cannot build this checkpoint's vision tower ({error})") from None
+            raise UserError(
+                f"transformers cannot build the vision tower that config.json describes ({error})"
+            ) from None
         self.projector = nn.Linear(config.vision["hidden_size"], config.decoder.hidden_size)
         self.decoder = PackedDecoder(config.decoder)
         self._pictures = (cameras, 3, *config.image_size)

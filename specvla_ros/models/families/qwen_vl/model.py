@@ -171,7 +171,9 @@ def _fill_buffers(tower: nn.Module, config: QwenVLConfig) -> None:
     try:
         whole = dict(type(tower)._from_config(shallow).named_buffers())  # type: ignore[attr-defined]
     except Exception as error:
-        raise UserError(f"transformers cannot build this checkpoint's vision tower ({error})") from None
+        raise UserError(
+            f"transformers cannot build the vision tower of config.json's vision_config ({error})"
+        ) from None
     for name, empty in list(tower.named_buffers()):
         parent, _, own = name.rpartition(".")
         # Float32 for any dtype of the weights, as in transformers.

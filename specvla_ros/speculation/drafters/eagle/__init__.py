@@ -38,7 +38,10 @@ def _head(context: DraftContext) -> Drafter | None:
     settings, codec = context.settings, context.codec
     decoder = cast("PackedDecoder", context.target.decoder)
     if decoder.config.deepstack:
-        raise UserError("draft heads do not support models with image features for their first layers yet")
+        raise UserError(
+            f"draft.head {directory} cannot draft for {context.target.directory}: draft heads do not support models "
+            "with image features in their first layers; leave draft.head empty, or use draft.model or draft.temporal"
+        )
     head = load_draft_head(directory, decoder)
     if 1 < head.parallel_depth < settings.depth:
         raise UserError(
