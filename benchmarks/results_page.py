@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/results.md from the template benchmarks/results.md.in and the JSON files in benchmarks/results.
+"""Writes docs/results.md, the pages and plots in docs/results and docs/images/results, from benchmarks/results.
 
-Also updates the generated parts of README.md and docs/explanation/safety.md.
+The words come from the templates in benchmarks/pages. Also updates the generated parts of README.md and
+docs/explanation/safety.md. Plots need matplotlib (requirements/docs.txt); without it they stay as they are.
 
 python -m benchmarks.results_page
-
-Template fields are Python's (`{tree_nodes}`, `{acceptance[name]}`), with additional formats: see `_Fields`. Text
-between `<!-- for NAME -->` and `<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a
-block NAME is a field of the result. The text is repeated for every entry of a list, or of an object, whose keys are
-then `{name}`, and omitted if a truth value is false. Tables repeat a row per entry and, where the columns depend on the
-result, a cell per column.
 """
 
 import hashlib
+import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
-from benchmarks import results_gpu
-from benchmarks.results_tables import VIEWS, Result, faults_by_kind, interval, points, rate, table
+from benchmarks.pages import decoding, faults, gpu, papers, robots, speed
+from benchmarks.pages.figures import figures
+from benchmarks.pages.headlines import headlines
+from benchmarks.pages.tables import Result, table
+from benchmarks.pages.template import Block, filled, read_template
 from specvla_ros.lab.planning.cost import stage_times
 from specvla_ros.lab.planning.device import read_device
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 SAFETY, README = ROOT / "docs" / "explanation" / "safety.md", ROOT / "README.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _HEADLINE = re.compile(r"(?<=<!-- headline -->\n).*?(?=\n<!-- end of headline -->)", re.DOTALL)
@@ -58,8 +55,21 @@ _EMULATED = (
     "robots_per_device",
     "first_actions",
 )  # benchmarks that depend on the devices' tables
-_TEMPLATE, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("results.md.in", "readme.md.in"))
-_VIEWS = {**VIEWS, "gpu": results_gpu.gpu}
+_TEMPLATES, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("pages", "readme.md.in"))
+PAGES = (
+    "what-it-buys",
+    "speculation",
+    "pipelining-and-age",
+    "gpu",
+    "cpu",
+    "robots-per-device",
+    "faults-and-attacks",
+    "papers",
+)
+_VIEWS = {
+    **{name: view for module in (speed, papers, decoding, robots, faults) for name, view in module.VIEWS.items()},
+    "gpu": gpu.gpu,
+}
 # The rows of the README's headline: label, device, weights, mode.
 _HEADLINE_ROWS = (
     ("Orin, plain decoding", "orin", "none", "ar"),
@@ -69,29 +79,53 @@ _HEADLINE_ROWS = (
     ("RTX 5090, specvla", "rtx5090", "none", "auto"),
 )
 _ANSWERS = {7: "OpenVLA", 34: "FAST", 43: "reasoning", 53: "digits, 2 actions", 216: "digits, 8 actions"}
-_TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
 
 def main() -> None:
-    """Writes the page and the generated parts of the other pages."""
-    PAGE.write_text(page(), encoding="utf-8")
+    """Writes the pages, their plots and the generated parts of the other pages."""
+    for path, text in pages().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     SAFETY.write_text(safety_page(), encoding="utf-8")
     README.write_text(readme(), encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("the plots were not drawn: pip install -r requirements/docs.txt")
+        return
+    for name, plot in figures(results()).items():
+        image(name).parent.mkdir(exist_ok=True)
+        image(name).write_text(plot.svg(), encoding="utf-8")
 
 
-def page() -> str:
-    """Returns the page for all JSON files."""
-    template, scope = _template(), dict[str, Any]()
-    for name in (block.name for block in template if isinstance(block, _Block)):
-        files = sorted({*RESULTS.glob(f"{name}.json"), *RESULTS.glob(f"{name}_*.json")})
-        scope[name] = [_scope(name, json.loads(file.read_text(encoding="utf-8")), file.name) for file in files]
-    return _text(template, scope)
+def image(page: str) -> Path:
+    """The plot of a page."""
+    return DOCS / "images" / "results" / f"{page}.svg"
+
+
+def results() -> dict[str, Result]:
+    """All results by the names of their files."""
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def pages() -> dict[Path, str]:
+    """Returns the text of every page for all JSON files."""
+    found = results()
+    heads = headlines(found)
+    scopes: dict[str, list[dict[str, Any]]] = {}
+    for file, result in found.items():
+        name = result["benchmark"]
+        scopes.setdefault(name, []).append(_scope(name, result, f"{file}.json"))
+    written = {name: filled(_template(name), {**scopes, "head": heads[name]}) for name in PAGES}
+    first = {name: text.split("\n\n")[1].replace("\n", " ") for name, text in written.items()}
+    return {
+        DOCS / "results.md": filled(_template("results"), {"first": first}),
+        **{DOCS / "results" / f"{name}.md": text for name, text in written.items()},
+    }
 
 
 def safety_page() -> str:
     """Returns the safety page with the fault table from the fault suite's result."""
     result = json.loads((RESULTS / "faults_sim.json").read_text(encoding="utf-8"))
-    return _TRIED.sub(faults_by_kind(result), SAFETY.read_text(encoding="utf-8"))
+    return _TRIED.sub(faults.faults_by_kind(result), SAFETY.read_text(encoding="utf-8"))
 
 
 def readme() -> str:
@@ -131,21 +165,36 @@ def _ages(rows: list[Result]) -> str:
 
 
 def section(result: Result) -> str:
-    """Returns the page's section for one result."""
+    """Returns the pages' sections for one result."""
     name = result["benchmark"]
-    block = next(node for node in _template() if not isinstance(node, str) and node.name == name)
-    return _text([block], {name: [_scope(name, result, "not written yet")]})
+    scope = {name: [_scope(name, result, "not written yet")]}
+    blocks = (node for page in PAGES for node in _template(page) if isinstance(node, Block) and node.name == name)
+    return "".join(filled([block], scope) for block in blocks)
+
+
+def _template(name: str) -> list[str | Block]:
+    return read_template(_TEMPLATES / f"{name}.md.in")
 
 
 def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
     """The fields that the template may use for a result."""
     on_gpu = "cuda" in result["command"]
     own: dict[str, Any] = {"file": file, "on_gpu": on_gpu, "on_cpu": not on_gpu}
-    if benchmark in _OF_NANO:
-        own["other_weights"] = result.get("policy_weights") != weights_digest(_NANO)
-    if benchmark in _EMULATED:
-        own["other_emulation"] = not _of_these_tables(result)
+    own["other_weights"] = benchmark in _OF_NANO and result.get("policy_weights") != weights_digest(_NANO)
+    own["other_emulation"] = benchmark in _EMULATED and not _of_these_tables(result)
+    own["origin"] = filled(_template("origin"), {**result, **own, **_origin(result)}).strip()
     return {**result, **own, **(_VIEWS[benchmark](result) if benchmark in _VIEWS else {})}
+
+
+def _origin(result: Result) -> dict[str, Any]:
+    """Machine, commit and software of a result; empty where an early result does not name them."""
+    commit, _, dirty = (result.get("git_revision") or "").partition("-")
+    return {
+        "dtype": result.get("dtype"),
+        "date": result.get("date"),
+        "commit": "-".join(each for each in (commit[:8], dirty) if each),
+        "software": ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items()),
+    }
 
 
 def _of_these_tables(result: Result) -> bool:
@@ -163,86 +212,6 @@ def _of_these_tables(result: Result) -> bool:
 def weights_digest(checkpoint: Path) -> str:
     """Returns the SHA-256 of a checkpoint's weights."""
     return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of the template between `for NAME` and `end`."""
-
-    name: str
-    nodes: "list[str | _Block]"
-
-
-def _template() -> list[str | _Block]:
-    text, start, parts = _TEMPLATE.read_text(encoding="utf-8"), 0, []
-    for tag in _TAG.finditer(text):
-        parts.append((text[start : tag.start()], tag["name"]))
-        start = tag.end()
-    return _nodes(iter([*parts, (text[start:], None)]))
-
-
-def _nodes(parts: Iterator[tuple[str, str | None]]) -> list[str | _Block]:
-    """Text and blocks up to the end of this one.
-
-    Args:
-        parts: the text before each tag and the tag's name; None for an end tag.
-    """
-    nodes: list[str | _Block] = []
-    for text, name in parts:
-        nodes.append(text)
-        if name is None:
-            break
-        nodes.append(_Block(name, _nodes(parts)))
-    return nodes
-
-
-class _Fields(Formatter):
-    """Python's formats and three more; None becomes an empty string.
-
-    A unit after a space scales the number (`{action_s:.1f ms}`), text after a second space is appended
-    (`{time_s:.1f 1 s}`), and a word formats other values (`{success:rate}`).
-    """
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if value is None:
-            return ""
-        if format_spec in _WORDS:
-            return _WORDS[format_spec](value)
-        form, _, rest = format_spec.partition(" ")
-        unit, _, text = rest.partition(" ")
-        return f"{format(value * _UNITS[unit] if unit else value, form)}{text and ' '}{text}"
-
-
-_UNITS = {"1": 1, "ms": 1e3, "us": 1e6, "mm": 1e3, "%": 100, "M": 1e-6, "MiB": 2**-20}
-_WORDS: dict[str, Callable[[Any], str]] = {
-    "rate": rate,
-    "points": points,
-    "interval": interval,
-    "yes": {True: "yes", False: "no"}.__getitem__,
-}
-_FIELDS = _Fields()
-
-
-def _text(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
-    """The nodes' text with their fields filled in; paragraphs are one empty line apart."""
-    return re.sub(r"\n{3,}", "\n\n", _filled(nodes, scope)).strip("\n") + "\n"
-
-
-def _filled(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
-    return "".join(
-        _FIELDS.vformat(node, (), scope)
-        if isinstance(node, str)
-        else "".join(_filled(node.nodes, inner) for inner in _inner_scopes(scope, node.name))
-        for node in nodes
-    )
-
-
-def _inner_scopes(scope: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """One scope per entry of a list or an object, or the outer scope if a truth value is true."""
-    found = scope[name]
-    if isinstance(found, dict):
-        found = [{"name": key, **entry} for key, entry in found.items()]
-    return [{**scope, **entry} for entry in found] if isinstance(found, list) else [scope] * bool(found)
 
 
 if __name__ == "__main__":

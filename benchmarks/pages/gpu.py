@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results page's section for a GPU report (benchmarks/gpu/report.py)."""
+"""The GPU page's section for a GPU report (benchmarks/gpu/report.py)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.pages.tables import Result, table
 from benchmarks.random_policy import PROMPT
-from benchmarks.results_tables import Result, table
 from specvla_ros.lab.planning.cost import OPENVLA_7B, Forward, forward_parts, model_cost
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.models.settings import WeightFormat
@@ -23,8 +23,11 @@ def gpu(result: Result) -> Result:
     """Returns the template's fields, mostly tables."""
     found = {name: step["found"] for name, step in result["steps"].items()}
     soak = found["soak"]["soak"]
+    modes = found["modes"]
     return {
-        "modes": _modes(found["modes"], "transformers, compiled"),
+        "hz": {name: row["action_rate_hz"] for name, row in modes.items()},
+        "age_ms": {name: 1e3 * row["image_age_s"] for name, row in modes.items() if "image_age_s" in row},
+        "modes": _modes(modes, "transformers, compiled"),
         "chunks": _modes(found["chunks"]),
         "auto": "auto" in found,
         **{

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields for the decoding modes: image age, closed loop, draft nodes."""
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.pages.tables import Result, interval, named, points, rate, table, views
+
+
+def _age(result: Result) -> Result:
+    """A table per weight format, the largest excess over the best fixed mode, and the number of significant cells."""
+    rows, modes = result["rows"], list(result["rows"][0]["modes"])
+    formats = dict.fromkeys(row["weights"] for row in rows)
+    beyond = [row for row in rows if row["over_best"]["low"] > 0]
+    return {
+        "formats": [
+            {"weights": name, "cells": _ages([row for row in rows if row["weights"] == name], modes)}
+            for name in formats
+        ],
+        "largest": max(row["over_best"]["share"] for row in rows),
+        "beyond": len(beyond),
+        "cells_in_all": len(rows),
+        "least": min(row["over_spec"]["share"] for row in rows),
+    }
+
+
+def _ages(rows: Sequence[Result], modes: Sequence[str]) -> str:
+    cells = [["device", "tokens", *(f"{mode}, s" for mode in modes), "auto, p95, s", "over the best", "over spec"]]
+    for row in rows:
+        found = row["modes"]
+        ages = [f"{found[mode]['age_s']:.3g}" for mode in modes]
+        compared = (row["over_best"], row["over_spec"])
+        over = [f"{each['share']:+.1%} ± {(each['high'] - each['low']) / 2:.1%}" for each in compared]
+        cells.append([row["device"], str(row["tokens"]), *ages, f"{found['auto']['p95_s']:.3g}", *over])
+    return table(cells)
+
+
+def _first_actions(result: Result) -> Result:
+    cells = [["device", "answers", "age", "ratio", "actions/s", "success", "points"]]
+    for row in result["rows"]:
+        success = row["success"]
+        compared = ["", ""] if row["answers"] == "whole" else [interval(row["age_ratio"]), points(success)]
+        shown = [f"{row['picture_age_s']:.2f} s", compared[0], f"{row['action_rate_hz']:.1f}", rate(success["second"])]
+        cells.append([row["device"], row["answers"], *shown, compared[1]])
+    return {"cells": table(cells), "starts": min(row["starts"] for row in result["rows"])}
+
+
+def _pipelining(result: Result) -> Result:
+    policies = list(result["policies"].values())
+    closed = [
+        {"tokens": policy["tokens"], "name": device["name"], "rows": _closed(device["closed_loop"])}
+        for policy in policies
+        if any(device["closed_loop"] for device in policy["devices"].values())
+        for device in policy["devices"].values()
+    ]
+    return {
+        "always_waiting": [_waiting(policy) for policy in policies],
+        "closed_loop": [{"starts": closed[0]["rows"][0]["success"]["episodes"], "tables": closed}] if closed else [],
+        "chunks": "nano" not in result["policies"],
+        "actions": "nano" in result["policies"],
+    }
+
+
+def _closed(modes: Mapping[str, Result]) -> list[Result]:
+    return [
+        {**row, "against_ar": None if row["mode"] == "ar" else row["against_ar"], "in_time_share": _in_time(row)}
+        for row in named(modes, "mode")
+    ]
+
+
+def _in_time(row: Result) -> float:
+    share: float = row["in_time"] / row["success"]["episodes"]
+    return share
+
+
+def _waiting(policy: Result) -> Result:
+    found = [device["frame_always_waiting"] for device in policy["devices"].values()]
+    modes = [{"mode": mode, "of": [rows[mode] for rows in found]} for mode in found[0]]
+    return {**policy, "tokens": f"{policy['tokens']:.0f}", "modes": modes}
+
+
+def _draft_nodes(result: Result) -> Result:
+    """Each policy's forwards by nodes, and its latency on each device relative to plain decoding."""
+    return {"policies": [_by_nodes(policy) for policy in result["policies"].values()]}
+
+
+def _by_nodes(policy: Result) -> Result:
+    plain_s, nodes = policy["plain"]["latency_s"], policy["nodes"]
+    best_s = {name: min(row["latency_s"][name] for row in nodes.values()) for name in plain_s}
+
+    def latency(name: str, own_s: float) -> Result:
+        text = f"{own_s * 1e3:.0f} ({plain_s[name] / own_s:.2f})"
+        return {"latency": f"**{text}**" if own_s == best_s[name] else text}
+
+    rows = named({"ar": policy["plain"], **nodes}, "nodes")
+    shown = [{**row, "of": [latency(*each) for each in row["latency_s"].items()]} for row in rows]
+    return {**policy, "tokens": f"{policy['plain']['forwards_per_action']:.0f}", "rows": shown}
+
+
+VIEWS = views(_age, _first_actions, _pipelining, _draft_nodes)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields for the speed benchmarks: shares, labels, columns."""
+
+from collections.abc import Callable
+
+from benchmarks.pages.tables import Result, named, newer_words, table, views
+
+
+def _tick_cost(result: Result) -> Result:
+    sizes, before = result["sizes"], (result.get("before") or {"sizes": {}})["sizes"]
+
+    def cell(size: str, kind: str, part: str, shown: Callable[[float], str]) -> str:
+        old = {newer_words(name): value for name, value in before.get(size, {}).get(kind, {}).items()}
+        label, now = newer_words(part), shown(sizes[size][kind][part])
+        return _from_to(shown(old[label]), now) if label in old else now
+
+    cells = [["", *sizes]]
+    for kind, name, shown in (
+        ("seconds", "{}", lambda seconds: f"{seconds * 1e3:.2f}"),
+        ("share_of_tick", "share of a tick: {}", lambda share: f"{share:.1%}"),
+    ):
+        parts = next(iter(sizes.values()))[kind]
+        cells += [
+            [name.format(newer_words(part)), *(cell(size, kind, part, shown) for size in sizes)] for part in parts
+        ]
+    return {"table": table(cells), "has_before": bool(before)}
+
+
+def _decode_modes(result: Result) -> Result:
+    def run(row: Result) -> Result:
+        """Marks a skipped row; only our rows count forwards."""
+        skipped = [row] if "skipped" in row else []
+        mine = row if "overtaken" in row else {**row, "forwards_per_action": None, "overtaken": None}
+        return {**mine, "ran": not skipped, "skipped": skipped}
+
+    def view(name: str, size: Result) -> Result:
+        formats = size.get("quantized") or {}
+        rows = [
+            {"format": format_, "layer_bytes": found.get("layer_bytes"), **run(row)}
+            for format_, found in formats.items()
+            for row in ([found] if "skipped" in found else named(found["modes"], "mode"))
+        ]
+        modes = [run(row) for row in named(size.get("modes", {}), "mode")]
+        return {"any_modes": bool(modes), "modes": modes, "any_formats": bool(rows), "formats": rows}
+
+    alone = not any("modes" in size for size in result["sizes"].values())
+    flags = {"no_vision": not result["vision"], "all_modes": not alone, "formats_alone": alone}
+    return {**flags, "of_sizes": ", ".join(result["sizes"]), **_by_size(result, view)}
+
+
+def _kernels(result: Result) -> Result:
+    def view(name: str, size: Result) -> Result:
+        return {f"{kind}s": [_of_kind(kind, size["rows"])] for kind in ("kernel", "stage")}
+
+    return {"launch_us": result["launch_s"] * 1e6, **_by_size(result, view)}
+
+
+def _of_kind(kind: str, rows: list[Result]) -> Result:
+    """The rows of a kind; contestants that never ran get no column."""
+    mine = [row for row in rows if row["kind"] == kind]
+    ran = dict.fromkeys(name for row in mine for name, found in row["contestants"].items() if "seconds" in found)
+    shown = [{**row, "of": [{"time": _share_of_bound(row["contestants"].get(name))} for name in ran]} for row in mine]
+    return {"kind": kind, "ran": [{"contestant": name} for name in ran], "rows": shown}
+
+
+def _share_of_bound(found: Result | None) -> str:
+    if found is None:
+        return ""
+    if "skipped" in found:
+        return str(found["skipped"])
+    share = f" ({found['share_of_bound']:.0%})" if "share_of_bound" in found else ""
+    return f"{found['seconds'] * 1e6:.1f}{share}"
+
+
+def _launches(result: Result) -> Result:
+    before, now = result["before"]["cases"], result["cases"]
+    ticks = [["", "launches", "after read-back", "copies", "read-backs"]]
+    for mode in now:
+        for kind, begins in (("a prompt starts", True), ("trees alone", False)):
+            old, new = ([each for each in cases[mode]["ticks"] if each["begins"] == begins] for cases in (before, now))
+            if old and new:
+                columns = ("launches", "behind", "copies", "read_backs")
+                most = [[max(int(tick[name]) for tick in found) for found in (old, new)] for name in columns]
+                ticks.append([f"{mode}, {kind}", *(_from_to(*pair) for pair in most)])
+    held, holds = (
+        {graph: count for case in cases.values() for graph, count in _graphs(case)} for cases in (before, now)
+    )
+    graphs = [["graph", "launches"], *([graph, _from_to(held.get(graph, 0), count)] for graph, count in holds.items())]
+    return {"ticks": table(ticks), "graphs": table(graphs)}
+
+
+def _graphs(case: Result) -> list[tuple[str, int]]:
+    """Launches of the largest graph of each kind: forwards by their operators' tiles, drafts by their depth."""
+    found: dict[str, int] = {}
+    for each in case["graphs"]:
+        kind = each["graph"].partition(", trees")[0]
+        if kind.startswith("forward"):
+            kind = "forward of 1 to 64 rows" if int(kind.split()[2]) <= 64 else "forward of more rows"
+        elif kind.startswith("draft keys"):
+            kind = "draft keys of a prompt"
+        elif "draft" in kind:
+            kind = f"{kind}, {each['graph'].rpartition(', ')[2]}"
+        found[kind] = max(found.get(kind, 0), each["launches"])
+    return list(found.items())
+
+
+def _from_to(before: int | str, now: int | str) -> str:
+    return f"{before} → **{now}**" if before != now else str(now)
+
+
+def _sensitivity(result: Result) -> Result:
+    return _by_size(result, lambda _, size: {"columns": [{"mode": mode} for mode in size["points"][0]["modes"]]})
+
+
+def _by_size(result: Result, view: Callable[[str, Result], Result]) -> Result:
+    """Adds the fields of `view` to each model size of a benchmark."""
+    return {"sizes": [{**size, "name": name, **view(name, size)} for name, size in result["sizes"].items()]}
+
+
+def _formats(result: Result) -> Result:
+    formats: dict[str, Result] = result["formats"]
+    plain = formats["none"]
+
+    def column(found: Result) -> Result:
+        said = found["agreement"]
+        return {
+            **found,
+            "against": None if found["name"] == "none" else found["against"],
+            "tokens_share": said["same_tokens"] / said["tokens"],
+            "answers_share": said["same_answers"] / said["answers"],
+        }
+
+    return {
+        "columns": [column(found) for found in named(formats, "name")],
+        "tasks": [
+            {"task": task, "of": [{"rate": found["tasks"][task]} for found in formats.values()]}
+            for task in plain["tasks"]
+        ],
+        "starts": plain["success"]["episodes"],
+    }
+
+
+VIEWS = views(_tick_cost, _decode_modes, _sensitivity, _kernels, _launches, _formats)
