@@ -24,12 +24,13 @@ CLIENTS := $(VENV)/.clients-installed
 ROBOTS := $(VENV)/.robots-installed
 COLCON := $(VENV)/.colcon-installed
 MUTANTS := $(VENV)/.mutants-installed
+DOCS := $(VENV)/.docs-installed
 OLDEST_TRITON := $(VENV)/oldest-triton
 GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all attacks faults mutants lint mypy format kernels colcon build doctor benchmark clean
+.PHONY: help demo test test-all attacks faults mutants lint mypy format docs kernels colcon build doctor benchmark clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -80,7 +81,11 @@ colcon: build $(COLCON)  ## Build the package in a colcon workspace: plain, link
 # One cache per set of flags: in a shared one, the two runs would discard each other's results.
 mypy: build $(TESTING)
 	@$(BIN)/mypy --cache-dir .mypy_cache/test --allow-untyped-defs --no-warn-unused-ignores test & tests=$$!; \
-	    $(BIN)/mypy && $(BIN)/mypy benchmarks scripts/count_structure.py scripts/call_walk.py scripts/colcon_build.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
+	    $(BIN)/mypy && $(BIN)/mypy benchmarks scripts/count_structure.py scripts/call_walk.py scripts/colcon_build.py scripts/site_links.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
+
+docs: $(DOCS)  ## Build the documentation site into build/site
+	@mkdir -p build && touch build/COLCON_IGNORE
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "open build/site/index.html"
 
 format: $(TESTING)  ## Format the code
 	@$(BIN)/ruff check --fix .
@@ -147,6 +152,10 @@ $(COLCON): requirements/colcon.txt | $(RUNTIME)
 
 $(MUTANTS): requirements/mutants.txt | $(RUNTIME)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/mutants.txt
+	@touch $@
+
+$(DOCS): requirements/docs.txt | $(VENV)/bin/python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/docs.txt
 	@touch $@
 
 # A separate environment, because the clients need another NumPy.

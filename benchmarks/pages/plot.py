@@ -13,7 +13,7 @@ _COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 _INCH, _LINE = 72.0, 15.0  # points
 _WIDTH, _ABOVE, _BELOW = 360.0, 22.0, 38.0  # points; on a phone the text is about 11 pixels high
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "specvla_ros",
     "font.size": 10.5,
