@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public Python API: load and run a policy without ROS."""
 
+import operator
 import queue
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ class Policy:
                 with underscores for dots (`draft_nodes=16`).
         """
         model = {field.name: parameters.pop(field.name) for field in fields(ModelSettings) if field.name in parameters}
+        if not isinstance(params_file, str | Path | None):
+            raise UserError(f"params_file must be a path, got {type(params_file).__name__}")
         file = Path(params_file) if params_file else None
         settings = engine_settings_from(mode=mode, tolerance=tolerance, params_file=file, **parameters)
         loading = model_settings(read_policy_file(file) if file else {}, model)
@@ -136,14 +139,32 @@ class Policy:
             raise UserError("a stream of this policy is open: close it first")
 
     def _observation(self, image: Images, instruction: str, state: Any, stamp_ns: int | None) -> Observation:
-        self._stamp_ns = max(time.time_ns(), self._stamp_ns + 1) if stamp_ns is None else stamp_ns
+        stamp_ns = max(time.time_ns(), self._stamp_ns + 1) if stamp_ns is None else _whole(stamp_ns)
         received_ns = time.monotonic_ns()
         several = isinstance(image, Mapping)
         images = {name: as_pixels(each) for name, each in image.items()} if several else as_pixels(image)
         if state is not None and not self.engine.target.state_dims:
             raise UserError("the policy reads no state of the robot: leave state out")
-        numbers = np.asarray(state) if isinstance(state, list | tuple) else state
-        return Observation(images, instruction, self._stamp_ns, received_ns=received_ns, state=numbers)
+        numbers = _numbers(state) if isinstance(state, list | tuple) else state
+        observation = Observation(images, instruction, stamp_ns, received_ns=received_ns, state=numbers)
+        self._stamp_ns = stamp_ns
+        return observation
+
+
+def _whole(stamp_ns: Any) -> int:
+    try:
+        if not isinstance(stamp_ns, bool):
+            return operator.index(stamp_ns)
+    except TypeError:
+        pass
+    raise UserError(f"stamp_ns must be a whole number of nanoseconds, got {stamp_ns!r}")
+
+
+def _numbers(state: Sequence[Any]) -> np.ndarray:
+    try:
+        return np.asarray(state)
+    except ValueError:
+        raise UserError("state must be a flat list of numbers, but its parts have different lengths") from None
 
 
 class Stream:

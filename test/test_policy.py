@@ -17,7 +17,7 @@ import specvla_ros
 from specvla_ros import Policy, UserError
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.models.observation import ONLY_CAMERA
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.policy import NoActionError
 
 ASKED = "put carrot on plate"
@@ -51,6 +51,42 @@ def test_an_action_is_shown_without_its_picture_and_a_state_that_nobody_reads_is
     assert "array([[[" not in repr(policy.act(pictures(1)[0], ASKED))
     with pytest.raises(UserError, match="reads no state of the robot: leave state out"):
         policy.act(pictures(1)[0], ASKED, state=[0.1, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("image", "given", "text"),
+    [
+        (None, {"stamp_ns": "1"}, "stamp_ns must be a whole number of nanoseconds, got '1'"),
+        (None, {"stamp_ns": float("inf")}, "stamp_ns must be a whole number of nanoseconds, got inf"),
+        (None, {"stamp_ns": True}, "stamp_ns must be a whole number of nanoseconds, got True"),
+        (None, {"stamp_ns": -5}, "greater than 0, got -5"),
+        (torch.zeros(8, 8, 3, dtype=torch.bfloat16), {}, r"uint8 \[height, width, 3\], got a tensor of torch.bfloat16"),
+        ({3: np.zeros((8, 8, 3), np.uint8)}, {}, "by camera name, a string, got 3"),
+    ],
+)
+def test_a_refused_call_leaves_the_policy_as_it_was(
+    directory: Path, image: Any, given: dict[str, Any], text: str
+) -> None:
+    policy, seen = Policy.load(directory, device="cpu"), pictures(1)[0]
+    expected = policy.act(seen, ASKED).tokens
+    with pytest.raises(UserError, match=text):
+        policy.act(seen if image is None else image, ASKED, **given)
+    assert policy.act(seen, ASKED).tokens == expected
+    assert policy.act(seen, ASKED, stamp_ns=np.int64(2**62)).tokens == expected
+
+
+def test_a_state_of_uneven_parts_and_a_file_that_is_no_path_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="params_file must be a path, got int"):
+        Policy.load(directory, device="cpu", params_file=5)  # type: ignore[arg-type]
+    policy = Policy.load(directory, device="cpu")
+    monkeypatch.setattr(type(policy.engine.target), "state_dims", 3)
+    with pytest.raises(UserError, match="parts have different lengths"):
+        policy.act(pictures(1)[0], ASKED, state=[[1.0], [1.0, 2.0]])
+    seen = Observation(pictures(1)[0], ASKED, 1, state=np.array([0.0, np.nan, 1.0]))
+    with pytest.raises(UserError, match=r"got shape \[3\], float64, of which nan is not finite"):
+        seen.state_of(3)
 
 
 def test_a_callers_autocast_changes_no_answer(directory: Path) -> None:

@@ -201,6 +201,8 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Decode the action for one image, or one image per camera."""
+    if not (instruction or prompt_ids):
+        instruction = chosen.in_file.get("instruction", "")
     if bool(instruction) == bool(prompt_ids):
         raise UserError("give either --instruction or --prompt-ids")
     import numpy as np

@@ -198,9 +198,12 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     from specvla_ros.cli.laboratory import find_policy
 
     plain = {name: _plain(value) for name, value in given.items()}
-    checkpoint, decoding = find_policy(plain["checkpoint"])
-    assigned, file = read_assignments(plain.get("param") or ()), plain.get("params_file") or decoding
+    file = plain.get("params_file")
     in_file = read_policy_file(file) if file is not None else {}
+    checkpoint, decoding = find_policy(_checkpoint_of(plain["checkpoint"], in_file, file))
+    if file is None and decoding is not None:
+        file, in_file = decoding, read_policy_file(decoding)
+    assigned = read_assignments(plain.get("param") or ())
     known = [ModelSettings(), EngineSettings(), *([ConventionSettings()] if publishes else [])]
     check_names(assigned, [name for settings in known for name in values_of(settings)])
     of_loading = {name: assigned.pop(name) for name in values_of(ModelSettings()) if name in assigned}
@@ -218,6 +221,16 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     conventions = {name: value for name, value in in_file.items() if publishes and name.startswith(prefix)}
     action = with_values(ConventionSettings(), conventions | of_actions)
     return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, in_file)
+
+
+def _checkpoint_of(given: Path | None, in_file: Mapping[str, Any], file: Path | None) -> Path | None:
+    """The checkpoint given as an option, else the parameter file's; None: neither names one."""
+    named = in_file.get("checkpoint")
+    if given is None or not named:
+        return Path(named) if named and given is None else given
+    if Path(named) != given:
+        typer.echo(f"checkpoint: --checkpoint {given} replaces {named} of {file}", err=True)
+    return given
 
 
 def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **given: Any) -> inspect.Parameter:

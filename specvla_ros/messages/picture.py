@@ -76,7 +76,10 @@ def as_pixels(given: Any) -> np.ndarray:
     if isinstance(given, PillowImage.Image):
         return rgb_from_pillow(given)
     if hasattr(given, "detach"):  # a tensor, recognised without importing torch
-        return np.asarray(given.detach().cpu())
+        try:
+            return np.asarray(given.detach().cpu())
+        except TypeError:
+            raise UserError(f"an image must be uint8 [height, width, 3], got a tensor of {given.dtype}") from None
     raise UserError(
         f"an image must be a uint8 array [height, width, 3], a Pillow image or a file's path, got "
         f"{type(given).__name__}"

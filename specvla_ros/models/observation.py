@@ -37,6 +37,9 @@ class Observation:
             object.__setattr__(self, "images", {ONLY_CAMERA: self.images})
         if not self.cameras:
             raise UserError("an observation needs at least one camera image")
+        for name in self.cameras:
+            if not isinstance(name, str):
+                raise UserError(f"images must be given by camera name, a string, got {name!r}")
         if not isinstance(self.instruction, str):
             raise UserError(f"an instruction must be a string, got {type(self.instruction).__name__}")
         for image in self.cameras.values():
@@ -86,6 +89,8 @@ class Observation:
             given = "got none" if state is None else f"got {type(state).__name__}"
             if isinstance(state, np.ndarray):
                 given = f"got shape {list(state.shape)}, {state.dtype}"
+                if state.dtype.kind == "f" and not np.isfinite(state).all():
+                    given += f", of which {state[~np.isfinite(state)][0]} is not finite"
             raise UserError(
                 f"the policy reads the robot's state, {dims} finite numbers in the units of its training data; {given}"
             )

@@ -13,10 +13,11 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, together
 from specvla_ros.settings.json_file import shown
 
 Settings = TypeVar("Settings")
@@ -205,8 +206,7 @@ def _walk(settings: Any, path: tuple[str, ...], outer: str, inner: str) -> Itera
 
 def check(settings: object) -> None:
     """Checks every parameter of a settings tree; called from `__post_init__`."""
-    for declared in walk(settings):
-        declared.check()
+    together(*(declared.check for declared in walk(settings)))
 
 
 def values_of(settings: object) -> dict[str, Any]:
@@ -231,17 +231,17 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
     float. Raises UserError for an unknown name, an invalid value, or values that do not fit together.
     """
     known = {declared.name: declared for declared in walk(settings)}
-    changes: dict[tuple[str, ...], Any] = {}
-    for name, value in {**preset_values(settings, values), **values}.items():
+
+    def change(name: str, value: Any) -> tuple[tuple[str, ...], Any]:
         if name not in known:
             raise UserError(f"there is no parameter '{name}'; {hint(name, known)}")
-        declared = known[name]
-        value = _converted(value, declared, is_list=declared.is_list)
-        problem = declared.problem(value)
-        if problem:
+        value = _converted(value, known[name], is_list=known[name].is_list)
+        if problem := known[name].problem(value):
             raise UserError(problem)
-        changes[declared.path] = value
-    return replaced(settings, changes)
+        return known[name].path, value
+
+    given = {**preset_values(settings, values), **values}
+    return replaced(settings, dict(together(*(partial(change, name, value) for name, value in given.items()))))
 
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:

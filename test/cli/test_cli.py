@@ -289,6 +289,12 @@ def test_a_parameter_file_says_how_to_load_as_it_says_to_the_node(image: Path, t
     file.write_text("policy: {ros__parameters: {center_crop: true, base_frame: base_link, instruction: ''}}")
     assert decoded(image, "--params-file", file)["tokens"] == cropped["tokens"]
     assert decoded(image, "--params-file", file, "-p", "center_crop:=false")["tokens"] != cropped["tokens"]
+    file.write_text("policy: {ros__parameters: {checkpoint: digits, instruction: lift the red cube}}")
+    named = specvla("predict", "--image", image, "--params-file", file, "--device", "cpu", "--json")
+    assert json.loads(named.stdout)["tokens"] == decoded(image, "--policy", "digits")["tokens"], named.stderr
+    both = specvla("predict", "--image", image, "--params-file", file, "--policy", "nano", "--device", "cpu", "--json")
+    assert json.loads(both.stdout)["tokens"] == decoded(image)["tokens"]
+    assert f"checkpoint: --checkpoint nano replaces digits of {file}" in both.stderr
     command = ("predict", "--image", image, "--instruction", "lift the red cube", "--params-file", file)
     for wrong, words in (
         ("unnorm_key: nonsense", "nonsense"),
@@ -622,3 +628,12 @@ def test_where_drafting_does_not_pay_is_said(checkpoint: Path, tmp_path: Path) -
         "1 pairs of the same frame; 0 have different tokens"
         in specvla("compare", tmp_path / "ar", tmp_path / "spec").stdout
     )
+    other = specvla(*base[:1], write_bag(tmp_path / "other", episode(2)), *base[2:], "--out", tmp_path / "of_other")
+    assert other.returncode == 0, other.stderr
+    refused(specvla("compare", tmp_path / "ar", tmp_path / "of_other"), "share no frame of the same bag")
+    refused(specvla("compare", tmp_path / "ar", tmp_path / "nowhere"), "nowhere is not a folder")
+    records = (tmp_path / "spec" / "frames.jsonl").read_text().splitlines(keepends=True)
+    later = json.loads(records[-1]) | {"frame": 7}
+    (tmp_path / "spec" / "frames.jsonl").write_text("".join([*records, json.dumps(later) + "\n"]))
+    left_out = specvla("compare", tmp_path / "ar", tmp_path / "spec").stdout
+    assert f"left out, since only one of the two holds the frame: 1 of {tmp_path / 'spec'}" in left_out

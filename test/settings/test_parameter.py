@@ -114,6 +114,13 @@ def test_what_a_user_gives_is_looked_at(name: str, value: Any, message: str) -> 
         with_values(Top(), {name: value})
 
 
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(
+        UserError, match=r"'rate' is 0\.1.*; and .*'accept\.rule' is 'any'.*; and there is no parameter"
+    ):
+        with_values(Top(), {"rate": 0.1, "accept.rule": "any", "accept.loose.windw": 3})
+
+
 def test_settings_of_a_group_are_checked_with_their_full_names() -> None:
     with pytest.raises(UserError, match=r"^accept\.loose_theta must be 0 to 10, got 11\.0$"):
         Accept(rules=Groups({"loose": Loose(11.0)}))

@@ -178,6 +178,9 @@ def compare(
     from specvla_ros.lab.evaluation.simulate import read_episodes
     from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
 
+    for directory in (first, second):
+        if not directory.is_dir():
+            raise UserError(f"{directory} is not a folder: give the --out of two simulations or of two replays")
     frames = [read_frames(directory) for directory in (first, second)]
     if all(frames):
         _compare_replays((first, second), frames, as_json)
@@ -211,6 +214,9 @@ def _compare_replays(names: Sequence[Path], frames: Sequence[Mapping[Any, "Frame
         typer.echo(json.dumps(asdict(found)))
         return
     typer.echo(f"{found.frames} pairs of the same frame; {found.differing} have different tokens")
+    if any(found.unpaired):
+        left_out = " and ".join(f"{n} of {name}" for n, name in zip(found.unpaired, names, strict=True) if n)
+        typer.echo(f"left out, since only one of the two holds the frame: {left_out}")
     alone = (found.only_first, found.only_second)
     for name, latency, forwards, only in zip(names, found.latency_ms, found.forwards_per_action, alone, strict=True):
         figures = f"p50 {latency:.1f} ms, {forwards:.2f} forwards per action"

@@ -88,8 +88,10 @@ Images = Annotated[BagOptions, Taken(fixed={"action_topic": ""})]
 
 
 def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
-    """The topics to read from bags; state options left at their defaults come from the policy's parameter file."""
+    """The topics to read from bags; instruction and state, where not given, come from the policy's parameter file."""
     topics, in_file, usual = of_bags.topics, chosen.in_file, BagOptions()
+    if not (of_bags.instruction or of_bags.instruction_topic):
+        topics = replace(topics, instruction=in_file.get("instruction") or None)
     names = in_file.get("state_names", ["all"])
     if not topics.state_names and names != ["all"]:
         topics = replace(topics, state_names=tuple(names))

@@ -173,7 +173,7 @@ def certify(
         raise UserError("no setting to compare with plain decoding: give one, such as --mode spec")
     bags, topics = bags_in(data), topics_of(chosen, of_bags)
     if given is not None:
-        if topics.instruction:
+        if of_bags.instruction:
             raise UserError("--verify uses the certificate's instruction: leave --instruction out")
         topics = replace(topics, instruction=given.content["instruction"] or None)
     policy = chosen.load()
@@ -190,7 +190,8 @@ def certify(
     )
     for what, reasons in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
         for reason, number in reasons.items():
-            typer.echo(f"no action by {what} for {number} images: {reason}")
+            detail = found.content["details"].get(reason)
+            typer.echo(f"no action by {what} for {number} images: {reason}{f' ({detail})' if detail else ''}")
     far = result["deviation"]
     if result["differing"] and far is not None:
         apart = f"{far['p95_mm']:.2f} mm and {far['p95_deg']:.2f} degrees (95th percentile)"
@@ -208,6 +209,8 @@ def certify(
         failures += certificate.differences(given, found)
         if not failures:
             typer.echo(f"{verify} holds")
+        for condition in certificate.other_conditions(given, found):
+            typer.echo(condition)
     for failure in failures:
         typer.echo(failure, err=True)
     if failures:

@@ -53,6 +53,8 @@ _COMPARED = {
     "bags": "the bags or their results",
     "result": "the result",
 }
+# The fields whose differences are named, but which another run need not reproduce.
+_NAMED = {"code": "the package's sources", "software": "the software", "hardware": "the hardware"}
 
 
 @dataclass
@@ -168,6 +170,7 @@ def certify(
         "tie": comparison.tie,
         "ties_looked_at": comparison.has_margins,
         "bags": of_bags,
+        "details": comparison.details,
         "result": vars(total) | {"deviation": comparison.deviation(), "differences": comparison.differences},
     }
     return Certificate(json.loads(json.dumps(content)))
@@ -177,6 +180,21 @@ def differences(given: Certificate, again: Certificate) -> tuple[str, ...]:
     """The differences found by another run with the same settings, in sentences."""
     found = (what for name, what in _COMPARED.items() if _exact(given.content[name]) != _exact(again.content[name]))
     return tuple(f"{what}: not as in the certificate" for what in found)
+
+
+def other_conditions(given: Certificate, again: Certificate) -> tuple[str, ...]:
+    """Under which other conditions than the certificate's the run was made, in sentences."""
+    found = []
+    for name, what in _NAMED.items():
+        before, now = given.content.get(name), again.content[name]
+        if isinstance(now, dict):
+            parts = [key for key in now if not isinstance(before, dict) or before.get(key) != now[key]]
+            changed = ", ".join(f"{key} {now[key]}, not {(before or {}).get(key)}" for key in parts)
+        else:
+            changed = "" if before == now else "other files"
+        if changed:
+            found.append(f"{what}: not as in the certificate: {changed}")
+    return tuple(found)
 
 
 def _exact(value: Any) -> Any:
@@ -194,6 +212,7 @@ class Comparison:
         self._plain: list[np.ndarray] = []
         self._own: list[np.ndarray] = []
         self.differences: list[dict[str, Any]] = []
+        self.details: dict[str, str] = {}  # the first detail of each reason for no action
         self.tie = _TIES[policy.decoder.dtype]
         self.has_margins = policy.causal_prompt and policy.generation == NO_RULES and policy.head is None
 
@@ -208,10 +227,12 @@ class Comparison:
         found.frames += 1
         if not isinstance(plain, Action):
             found.unanswered[plain.reason.value] += 1
+            self.details.setdefault(plain.reason.value, plain.detail)
             found.gained += isinstance(own, Action)
             return
         if not isinstance(own, Action):
             found.lost[own.reason.value] += 1
+            self.details.setdefault(own.reason.value, own.detail)
             return
         found.actions += 1
         tokens, others = ((*each.text_tokens, *each.tokens) for each in (plain, own))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`specvla replay` of many bags: one report, and one set of limits over all frames."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -242,10 +243,11 @@ def _summarise(
 
 
 def read_frames(out: Path) -> dict[tuple[str, int, int], FrameRecord]:
-    """The frames of a replay of one or many bags, by the bag's folder, index and time; empty if it is not a replay."""
+    """The frames of a replay of one or many bags, by the bag's content, index and time; empty if it is not a replay."""
     found = {}
     for path in (out / FRAMES_FILE, *sorted(out.glob(f"*/{FRAMES_FILE}"))):
-        folder = "" if path.parent == out else path.parent.name
+        told = RunDirectory(path.parent, _COMMAND).read_json(SETTINGS_FILE) or {}
+        bag = json.dumps(told.get("bag", {}).get("sha256"), sort_keys=True)
         for record in read_lines(path, lambda line: FrameRecord(**line)):
-            found[folder, record.frame, record.time_ns] = record
+            found[bag, record.frame, record.time_ns] = record
     return found

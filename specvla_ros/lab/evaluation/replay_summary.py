@@ -316,6 +316,7 @@ class ReplayComparison:
     latency_ms: tuple[float, float]  # medians, from the image's bytes to the action
     forwards_per_action: tuple[float, float]
     speed_up: float  # the first's mean latency over the second's; 0 if both answered no frame
+    unpaired: tuple[int, int]  # frames of each that the other does not hold
 
 
 def compare_frames(first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameRecord]) -> ReplayComparison:
@@ -337,4 +338,5 @@ def compare_frames(first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameR
         latency_ms=(float(medians[0]), float(medians[1])),
         forwards_per_action=(tallies[0].forwards_per_action, tallies[1].forwards_per_action),
         speed_up=float(means[0] / means[1]) if means[1] else 0.0,
+        unpaired=(len(first) - len(pairs), len(second) - len(pairs)),
     )

@@ -193,6 +193,14 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     assert "answers differ from plain decoding" in page
     content = json.loads(out.read_text())
     assert all(name in page for name in content["bags"])
+    assert "not as in the certificate" not in held.output
+    elsewhere = content | {"code": "0" * 64, "software": content["software"] | {"torch": "1.0"}, "hardware": {}}
+    out.write_text(json.dumps(elsewhere))
+    moved = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)
+    named = " ".join(moved.output.split())
+    assert moved.exit_code == 0 and "the package's sources: not as in the certificate: other files" in named
+    assert f"the software: not as in the certificate: torch {torch.__version__}, not 1.0" in named
+    assert "the hardware: not as in the certificate: cpu " in named
     content["result"]["digest"] = "0" * 64
     out.write_text(json.dumps(content))
     broken = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)
