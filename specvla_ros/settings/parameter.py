@@ -206,7 +206,8 @@ def _walk(settings: Any, path: tuple[str, ...], outer: str, inner: str) -> Itera
 
 def check(settings: object) -> None:
     """Checks every parameter of a settings tree; called from `__post_init__`."""
-    together(*(declared.check for declared in walk(settings)))
+    for declared in walk(settings):
+        declared.check()
 
 
 def values_of(settings: object) -> dict[str, Any]:

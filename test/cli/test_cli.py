@@ -373,7 +373,7 @@ def test_a_policy_is_asked_for_its_answers(tmp_path: Path) -> None:
     done = specvla(*command, "--frames", "3")
     assert done.returncode == 0, done.stderr
     assert f"to 3 images to {out}" in " ".join(done.stdout.split())
-    refused(specvla(*command[:2], "nano", *command[3:]), "gives a single action: set draft.temporal")
+    refused(specvla(*command[:2], "nano", *command[3:]), "answers with a single action, but draft.chunk_shift")
     refused(specvla(*command[:2], "wrist", *command[3:]), "give the topic of 'wrist': --camera wrist=TOPIC")
 
 

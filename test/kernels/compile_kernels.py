@@ -296,9 +296,9 @@ DEVICES = {
     110: ("Jetson Thor", 227 << 10),  # also CUTLASS, SMEM_CAPACITY_MAP
     120: ("RTX 5090", 99 << 10),
 }
-# Of a program's registers some may be stored before a loop and loaded behind it, once each; Triton 3.7 has two to six
-# of them in attention. In a loop they would be moved for every tile of keys.
-_MOST_PARKED = 32
+# Of a program's registers some may be stored before a loop and loaded behind it, once each: up to 8 in attention, and
+# 12 in a gated product of 64 rows by Triton 3.2. In a loop they would be moved for every tile.
+_MOST_PARKED = 64
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def test_a_fast_policy_of_other_dimensions_or_asked_for_what_it_has_not_is_refus
 
 
 def test_a_fit_without_actions_or_with_too_few_ids_says_so() -> None:
-    with pytest.raises(UserError, match="there are none"):
+    with pytest.raises(UserError, match="no chunks of actions to fit a FAST tokenizer on"):
         fit_fast_tokenizer([])
-    with pytest.raises(UserError, match="use more ids or a smaller scale"):
+    with pytest.raises(UserError, match="use a larger vocab_size or a smaller scale"):
         fit_fast_tokenizer([np.array([[-9.0], [9.0]])], scale=100.0, vocab_size=256)
