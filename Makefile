@@ -69,9 +69,10 @@ lint: build $(TESTING) mypy  ## Run ruff and mypy, and check licence headers and
 
 # The oldest Triton only for Orin, whose images ship it; other GPUs use torch's. Runs under nice, because continuous
 # integration compiles in parallel with the tests.
+# MODELS="--models openvla-7b nano" compiles these alone.
 kernels: build $(TESTING) $(OLDEST_TRITON)/.installed  ## Compile the GPU kernels with two Triton versions, without a GPU
-	@PYTHONPATH=test:$(OLDEST_TRITON) nice -n 19 $(BIN)/python -m kernels.compile_kernels --only sm_87 > build/oldest-triton.log 2>&1 & oldest=$$!; \
-	    PYTHONPATH=test nice -n 19 $(BIN)/python -m kernels.compile_kernels; newest=$$?; \
+	@PYTHONPATH=test:$(OLDEST_TRITON) nice -n 19 $(BIN)/python -m kernels.compile_kernels $(MODELS) --only sm_87 > build/oldest-triton.log 2>&1 & oldest=$$!; \
+	    PYTHONPATH=test nice -n 19 $(BIN)/python -m kernels.compile_kernels $(MODELS); newest=$$?; \
 	    wait $$oldest; oldest=$$?; cat build/oldest-triton.log; [ $$newest = 0 ] && [ $$oldest = 0 ]
 
 colcon: build $(COLCON)  ## Build the package in a colcon workspace: plain, linked, and the interfaces alone

@@ -462,7 +462,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints a table; 1 where a kernel does not fit its device."""
     parser = argparse.ArgumentParser(prog="make kernels", description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="words that a launch's name with its sm_ must hold")
-    words = parser.parse_args(arguments).only
+    parser.add_argument("--models", nargs="*", default=[*DECODERS], choices=[*DECODERS], help="all unless given")
+    given = parser.parse_args(arguments)
+    words, left_out = given.only, {*DECODERS} - {*given.models}
     if not HAS_TRITON:
         sys.exit("compile: Triton is not installed, see requirements/test.txt")
     if "TRITON_INTERPRET" in os.environ:
@@ -474,6 +476,7 @@ def main(arguments: list[str] | None = None) -> int:
         for capability in _known_devices()
         for name in LAUNCHES
         if all(word in f"{name} sm_{capability}" for word in words)
+        and not any(model in name for model in left_out)
         and ("float8" not in name or capability >= 89)  # Ada's
     ]
     made: list[Compiled] = []
