@@ -130,9 +130,7 @@ def safety_page() -> str:
 
 def readme() -> str:
     """The README with the figures of its headline."""
-    names = ("age", "formats_cpu", "gpu_h200")
-    results = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
-    text = _README_TEMPLATE.read_text(encoding="utf-8").strip("\n").format_map(_readme_fields(results))
+    text = _README_TEMPLATE.read_text(encoding="utf-8").strip("\n").format_map(_readme_fields(results()))
     return _HEADLINE.sub(lambda _: text, README.read_text(encoding="utf-8"))
 
 

@@ -61,7 +61,7 @@ class Policy:
         mode: str = "",
         tolerance: str = "",
         params_file: str | Path | None = None,
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
         **parameters: Any,
     ) -> "Policy":
         """Loads a checkpoint in Hugging Face format; raises UserError with a remedy for a wrong argument.
@@ -81,7 +81,7 @@ class Policy:
         file = Path(params_file) if params_file else None
         settings = engine_settings_from(mode=mode, tolerance=tolerance, params_file=file, **parameters)
         loading = model_settings(read_policy_file(file) if file else {}, model)
-        return Policy(load_target(directory, progress=progress, **vars(loading)), settings, progress)
+        return Policy(load_target(directory, progress=progress, **vars(loading)), settings, progress or no_progress)
 
     @property
     def action_names(self) -> tuple[str, ...]:

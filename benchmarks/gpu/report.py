@@ -150,7 +150,7 @@ class Report:
         return code or 0
 
     def _head(self) -> dict[str, Any]:
-        """The header that the results page shows for a report, see results_gpu.py."""
+        """The header that the results page shows for a report, see benchmarks/pages/gpu.py."""
         steps = self._state["steps"]
         found = steps.get("environment", {}).get("found", {}).get("environment", {})
         options = " ".join(f"--{name} {self._options[name]}" for name in ("device", "sizes"))

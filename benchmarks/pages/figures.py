@@ -8,12 +8,14 @@ from benchmarks.pages.tables import Result
 from specvla_ros.lab.evaluation.paired import wilson_interval
 
 Results = Mapping[str, Result]  # by the names of their files, without .json
+CLOSED_LOOPS = {"ar": "ar", "spec, strict": "spec", "specpipe, strict, 2 chunks": "specpipe"}
+"""The closed loops that a page shows, by name, and their modes."""
 _DEVICES = {"orin": "Orin", "thor": "Thor", "rtx5090": "RTX 5090", "h100": "H100"}
 
 
 def what_it_buys(results: Results) -> Plot:
     """Tasks within nominal time, by device and mode, of answers of 7 tokens and of long ones."""
-    series = {"ar": "plain (ar)", "spec, strict": "spec", "specpipe, strict, 2 chunks": "specpipe"}
+    series = CLOSED_LOOPS | {"ar": "plain (ar)"}
     panels = []
     for policy in results["pipelining_nano"]["policies"].values():
         rows = []

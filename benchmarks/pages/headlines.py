@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.pages.figures import CLOSED_LOOPS
 from benchmarks.pages.tables import Result
 
 _AGE_BUDGET_S = 1.0
@@ -25,10 +26,9 @@ def headlines(results: Mapping[str, Result]) -> dict[str, dict[str, Any]]:
 
 def _what_it_buys(policies: Result) -> dict[str, Any]:
     """Both policies' closed loops by device; the names of the modes without their settings."""
-    names = {"ar": "ar", "spec, strict": "spec", "specpipe, strict, 2 chunks": "specpipe"}
     found = {
         name: {
-            device: {short: each["closed_loop"][mode] for mode, short in names.items()}
+            device: {short: each["closed_loop"][mode] for mode, short in CLOSED_LOOPS.items()}
             for device, each in policy["devices"].items()
         }
         for name, policy in policies.items()

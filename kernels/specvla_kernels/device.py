@@ -195,7 +195,8 @@ def widest(tiles: Sequence[Tile], row_tiles: int, width: int, device: torch.devi
         row_tiles: number of tiles over the rows.
         width: columns of the result.
     """
-    busy = [tile for tile in tiles if row_tiles * -(-width // tile[0]) >= multiprocessors(device)]
+    least = multiprocessors(device)
+    busy = [tile for tile in tiles if row_tiles * -(-width // tile[0]) >= least]
     return busy[-1] if busy else tiles[0]
 
 

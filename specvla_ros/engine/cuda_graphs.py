@@ -20,7 +20,7 @@ from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
-from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.kv_cache import LESS_MEMORY, KVCache
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import Decoder, ForwardResult, Target
@@ -189,8 +189,7 @@ def memory_warning(config: DecoderShape, sizes: ForwardSizes, dtype: torch.dtype
         return ""
     return (
         f"the GPU has {free_bytes / 2**20:.0f} MiB free, but CUDA graphs take about {needed / 2**20:.0f} MiB: without "
-        "them a policy decodes several times slower. Lower decode.max_in_flight, decode.max_text_tokens or "
-        "draft.nodes, choose a smaller model.quantization, or stop other processes that use the GPU"
+        f"them a policy decodes several times slower. {LESS_MEMORY}"
     )
 
 

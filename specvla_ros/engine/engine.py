@@ -15,7 +15,7 @@ import torch
 from specvla_kernels.device import device_fault, distrust_kernels, on_device, operators_on
 from specvla_ros.engine.batch import Batch, TickWork
 from specvla_ros.engine.kernel_check import kernel_fault
-from specvla_ros.engine.kv_cache import allocate_cache
+from specvla_ros.engine.kv_cache import LESS_MEMORY, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, ChunkEnsemble, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import Chooser
@@ -437,9 +437,4 @@ class Engine:
 
 def _remedy(drop: Drop) -> str:
     """Advice for an out-of-memory fault of the first frame, else empty."""
-    if "out of memory" not in drop.detail:
-        return ""
-    return (
-        ". Lower decode.max_in_flight, decode.max_text_tokens or draft.nodes, choose a smaller model.quantization, or "
-        "stop other processes that use the GPU"
-    )
+    return f". {LESS_MEMORY}" if "out of memory" in drop.detail else ""

@@ -76,8 +76,8 @@ def test_interpreted_kernels_are_refused() -> None:
     ("spilled", "looped", "shared", "fault"),
     [
         (0, False, 99 << 10, ""),
-        (64, False, 0, ""),
-        (72, False, 0, "72 bytes spilled"),
+        (16, False, 0, ""),
+        (24, False, 0, "24 bytes spilled"),
         (8, True, 0, "8 bytes spilled in a loop"),
         (0, False, (99 << 10) + 1, "101377 bytes of shared memory, the device has 101376"),
     ],

@@ -246,8 +246,9 @@ def read_frames(out: Path) -> dict[tuple[str, int, int], FrameRecord]:
     """The frames of a replay of one or many bags, by the bag's content, index and time; empty if it is not a replay."""
     found = {}
     for path in (out / FRAMES_FILE, *sorted(out.glob(f"*/{FRAMES_FILE}"))):
-        told = RunDirectory(path.parent, _COMMAND).read_json(SETTINGS_FILE) or {}
-        bag = json.dumps(told.get("bag", {}).get("sha256"), sort_keys=True)
+        settings = RunDirectory(path.parent, _COMMAND).read_json(SETTINGS_FILE) or {}
+        files = settings.get("bag", {}).get("sha256")
+        bag = json.dumps(files, sort_keys=True) if files else path.parent.name
         for record in read_lines(path, lambda line: FrameRecord(**line)):
             found[bag, record.frame, record.time_ns] = record
     return found
