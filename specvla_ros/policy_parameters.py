@@ -3,16 +3,17 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from specvla_ros.control.convention import ConventionSettings
+from specvla_ros.control.convention import ConventionSettings, known_dataset
+from specvla_ros.control.joint_parts import TOLERANCE_S
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.errors import UserError
-from specvla_ros.messages.synchronizer import TOLERANCE_S
+from specvla_ros.errors import UserError, together
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import hint, parameter, section, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, names_for
@@ -31,6 +32,8 @@ _NEARLY = 0.8  # similarity above which a name counts as misspelt
 _OF_ROS, _OF_TOPICS = ("use_sim_time", "start_type_description_service"), "qos_overrides."  # parameters of every node
 _SHOWN = 8  # other nodes' names shown in the warning
 _LOG = logging.getLogger(__name__)
+Progress = Callable[[str, float], None]  # what is being done, and the share that is done
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -176,3 +179,52 @@ def model_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> Model
     """
     names = {declared.name for declared in walk(ModelSettings())}
     return replace(with_values(ModelSettings(), {n: value for n, value in values.items() if n in names}), **given)
+
+
+def load_complete(
+    load: Callable[[Progress], T],
+    progress: Progress,
+    checkpoint: Path,
+    model: ModelSettings,
+    action: ConventionSettings | None,
+) -> T:
+    """Loads a checkpoint that reads instructions and, with `action`, publishes actions.
+
+    Raises one UserError with everything that is missing, before weights are read.
+    """
+    missing = _lacking(checkpoint, model, action)
+
+    def begin(what: str, fraction: float) -> None:
+        if missing:
+            raise UserError(missing)
+        progress(what, fraction)
+
+    try:
+        loaded = load(begin)
+        begin("", 1.0)
+    except UserError as error:
+        raise UserError("; and ".join(dict.fromkeys(filter(None, (str(error), missing))))) from None
+    return loaded
+
+
+def _lacking(checkpoint: Path, model: ModelSettings, action: ConventionSettings | None) -> str:
+    """Describes what an OpenVLA checkpoint lacks; empty: nothing. Loading reports the faults of other families."""
+    from specvla_ros.models.families.openvla.config import read_config
+    from specvla_ros.models.tokenizer import require_tokenizer
+
+    try:
+        config = read_config(checkpoint)
+    except UserError:
+        return ""
+    hint = "it is needed to read instructions: copy it from the released checkpoint"
+    checks: list[Callable[[], Any]] = [partial(require_tokenizer, checkpoint, hint)]
+    if action is not None:
+        datasets = [model.unnorm_key] if model.unnorm_key else [*config.norm_stats]
+        dt_s = None if config.action_codec == "bins" else 1.0  # other codecs' files may give it
+        known = [key for key in datasets if known_dataset(key) is not None]
+        checks.append(partial(action.convention, (known or datasets or [""])[0], dt_s))
+    try:
+        together(*checks)
+    except UserError as error:
+        return str(error)
+    return ""

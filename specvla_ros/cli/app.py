@@ -124,7 +124,7 @@ def serve(
         def shown(what: str, fraction: float) -> None:
             advance(round(100 * fraction), 100, what)
 
-        target = chosen.load(shown)
+        target = chosen.load_with_text(shown)
         engine = Engine(target, replace(chosen.engine, streams=robots))
         engine.warm_up(shown)
     limit = round(max_message_mb * 1e6)

@@ -5,17 +5,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from specvla_ros.control.convention import ConventionSettings, known_dataset
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
-from specvla_ros.errors import UserError, together
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.policy_parameters import model_settings, read_policy_file
+from specvla_ros.policy_parameters import load_complete, model_settings, read_policy_file
 from specvla_ros.settings.parameter import Parameter, check_names, parameter_of, values_of, walk, with_values
 from specvla_ros.settings.profiles import read_assignments
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
@@ -44,43 +43,12 @@ class PolicyOptions:
         leave_a_core()
         return load_target(self.checkpoint, **vars(self.model), progress=progress)
 
-    def load_to_publish(self) -> "Target":
-        """Loads the checkpoint for text instructions and published actions.
-
-        Raises one UserError with everything that is missing, before weights are read.
-        """
-        missing = self._unsaid()
-
-        def begin(*_: object) -> None:
-            if missing:
-                raise UserError(missing)
-
-        try:
-            target = self.load(begin)
-            begin()
-        except UserError as error:
-            raise UserError("; and ".join(dict.fromkeys(filter(None, (str(error), missing))))) from None
-        return target
-
-    def _unsaid(self) -> str:
-        """Lists what an OpenVLA checkpoint lacks to read instructions and publish actions; empty: nothing."""
-        from specvla_ros.models.families.openvla.config import read_config
-        from specvla_ros.models.tokenizer import require_tokenizer
-
-        try:
-            config = read_config(self.checkpoint)
-        except UserError:  # another family, or an error that loading reports
-            return ""
-        datasets = [self.model.unnorm_key] if self.model.unnorm_key else [*config.norm_stats]
-        dt_s = None if config.action_codec == "bins" else 1.0  # other codecs' files may give it
-        known = [key for key in datasets if known_dataset(key) is not None]
-        convention = partial(self.action.convention, (known or datasets or [""])[0], dt_s)
-        hint = "it is needed to read instructions: copy it from the released checkpoint"
-        try:
-            together(partial(require_tokenizer, self.checkpoint, hint), convention)
-        except UserError as error:
-            return str(error)
-        return ""
+    def load_with_text(
+        self, progress: Callable[[str, float], None] = lambda *_: None, *, publishes: bool = False
+    ) -> "Target":
+        """Loads the checkpoint for text instructions and, with `publishes`, for published actions."""
+        action = self.action if publishes else None
+        return load_complete(self.load, progress, self.checkpoint, self.model, action)
 
 
 def takes_policy(

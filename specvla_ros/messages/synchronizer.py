@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 _NS = 1e-9
-TOLERANCE_S = 0.05  # default maximum difference between stamps
 _REMEMBERED = 64  # samples per sensor: half a second of a state at 125 Hz
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs for the tool's measured pose and the measured joints."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ from sensor_msgs.msg import JointState
 
 from specvla_ros.control.guard.cause import Refusal
 from specvla_ros.control.guard.tool_gates import pose_of
+from specvla_ros.control.joint_parts import JointParts
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
-from specvla_ros.messages.state_message import positions_by_name
 from specvla_ros.ros.motion_messages import tool_pose
 from specvla_ros.ros.qos import STATE
 
@@ -29,34 +28,30 @@ OnJoints = Callable[[float, Mapping[str, float]], None]
 class JointInput:
     """Measured joints, from `joint_states`: their stamp in seconds and their positions by name.
 
-    As in the guard, only `names` matter. A message that lacks one of them is from another part of the robot, such as
-    the gripper. That is not an error; `lacking` reports it until a complete message arrives.
+    As in the guard, only `names` matter, and parts of several publishers are merged, see JointParts. Messages of
+    another part of the robot, such as the gripper, are ignored. `lacking` says what a set lacks; empty: nothing.
     """
 
     def __init__(self, node: Node, names: Sequence[str], on_joints: OnJoints, on_bad: OnBad) -> None:
-        self._node, self._names, self._on_joints, self._on_bad = node, tuple(names), on_joints, on_bad
-        self.lacking = ""
+        self._node, self._parts, self._on_joints, self._on_bad = node, JointParts(names), on_joints, on_bad
         self._subscription = node.create_subscription(JointState, "joint_states", self._on_message, STATE)
+
+    @property
+    def lacking(self) -> str:
+        return f"joint_states: {self._parts.lacking}" if self._parts.lacking else ""
 
     def destroy(self) -> None:
         self._node.destroy_subscription(self._subscription)
 
     def _on_message(self, message: JointState) -> None:
-        missing = [name for name in self._names if name not in message.name]
-        if missing:
-            self.lacking = f"joint_states has no '{missing[0]}'; it has {', '.join(message.name)}"
-            return
-        self.lacking = ""
         try:
-            given = positions_by_name(message)
+            complete = self._parts.add(message.name, message.position, Time.from_msg(message.header.stamp).nanoseconds)
         except UserError as error:
             self._on_bad(f"joint_states: {error}")
             return
-        positions = {name: given[name] for name in self._names}
-        if not all(map(math.isfinite, positions.values())):
-            self._on_bad("joint_states has a position that is not finite")
-        else:
-            self._on_joints(Time.from_msg(message.header.stamp).nanoseconds * _NS, positions)
+        if complete:
+            stamp_ns, positions = self._parts.take()
+            self._on_joints(stamp_ns * _NS, positions)
 
 
 class PoseTopic:

@@ -138,6 +138,10 @@ def test_all_that_a_replay_lacks_is_said_at_once(tmp_path: Path) -> None:
         "missing; it is needed to read instructions",
     )
     assert not (tmp_path / "out").exists()
+    certify = ("certify", "--data", bag, *base[2:4], "--mode", "spec", "--out", tmp_path / "certificate.json")
+    for words in ("tiny_nomask (--unnorm-key NAME)", "tokenizer.json is missing; it is needed to read instructions"):
+        refused(specvla(*certify), words)
+        refused(specvla("serve", *base[2:4], "--port", "0"), words)
 
 
 def test_replay_of_many_bags_gives_one_report_and_one_exit_code(checkpoint: Path, tmp_path: Path) -> None:

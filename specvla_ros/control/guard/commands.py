@@ -71,14 +71,6 @@ class JointPositions:
     names: tuple[str, ...]  # joint names, possibly more than are commanded
     positions: np.ndarray  # float64 [joints]
 
-    def of(self, names: tuple[str, ...]) -> np.ndarray | None:
-        """Positions of these joints, float64 [names]; NaN if the counts differ, None if a name is missing."""
-        if not set(names) <= set(self.names):
-            return None
-        if len(self.positions) != len(self.names):
-            return np.full(len(names), np.nan)
-        return self.positions[[self.names.index(name) for name in names]]
-
 
 @dataclass(frozen=True)
 class Measured:

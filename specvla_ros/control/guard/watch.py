@@ -12,7 +12,9 @@ from specvla_ros.control.guard.gate import RETURN_M
 from specvla_ros.control.guard.robot_state import RobotStates
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.guard.tool_gates import pose_of, text
+from specvla_ros.control.joint_parts import JointParts
 from specvla_ros.control.pose import Pose
+from specvla_ros.errors import UserError
 
 MAX_FUTURE_S = 0.1  # max lead of a stamp over the node's clock
 _JUMP_S = 0.25  # max lead that the node's clock may gain on the steady clock at once
@@ -114,6 +116,7 @@ class Watch:
         self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
         self._enabled_s = -np.inf
         self._poses.clear()
+        self._parts = JointParts(self._settings.joints.names)
         self._positions: np.ndarray | None = None
 
     def hears(self, now: Instant) -> bool:
@@ -151,19 +154,16 @@ class Watch:
         return f"the measured pose moved {way_m:.3f} m and {turn_rad:.2f} rad within {passed_s:.3f} s"
 
     def joints(self, message: JointPositions, now: Instant) -> None:
-        """Takes measured joints; joints that are not commanded are ignored."""
-        positions = message.of(self._settings.joints.names)
-        if positions is None:  # from another part of the robot, if messages with these names also arrive
-            if self._joints.at_s == -np.inf:
-                lacking = next(name for name in self._settings.joints.names if name not in message.names)
-                self._joints.problem = f"no message has '{lacking}' yet; the last one has {', '.join(message.names)}"
-            return
-        if len(message.positions) != len(message.names):
-            self._joints.problem = f"the last one has {len(message.names)} names and {len(message.positions)} positions"
-        elif not np.isfinite(positions).all():
-            self._joints.problem = "it holds NaN or infinity"
-        elif self._newer(self._joints, message.stamp, now):
-            self._positions = positions
+        """Takes measured joints, merged by name; joints that are not commanded are ignored."""
+        try:
+            if self._parts.add(message.names, message.positions.tolist(), message.stamp.ns or 0):
+                stamp_ns, positions = self._parts.take()
+                if self._newer(self._joints, Stamp(stamp_ns), now):
+                    self._positions = np.array([*positions.values()])
+            elif self._joints.at_s == -np.inf:
+                self._joints.problem = self._parts.lacking
+        except UserError as error:
+            self._joints.problem = str(error)
 
     def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
         """Takes an action as the policy's heartbeat."""
@@ -247,7 +247,7 @@ class Watch:
             where = f"the tool is at {text(measured.tool.position)} m, outside the workspace"
             found.append(Refusal(Cause.OUTSIDE, f"{where}: move it back by hand"))
         if settings.kind.of_joints and measured.joints is None:
-            found.append(Refusal(Cause.STATE_MISSING, _silence("joint_states", self._joints, now)))
+            found.append(Refusal(Cause.STATE_MISSING, self._joint_silence(now)))
         if settings.require_enable and now.steady_s - self._enabled_s > settings.enable_timeout_s:
             said = self._enable_said or "~/enable is silent: the dead-man's switch is not held"
             found.append(Refusal(Cause.NOT_ENABLED, said))
@@ -259,6 +259,11 @@ class Watch:
         if self.sources_problem:
             found.append(Refusal(Cause.TWO_SOURCES, self.sources_problem))
         return found
+
+    def _joint_silence(self, now: Instant) -> str:
+        silence = _silence("joint_states", self._joints, now)
+        lacking = self._parts.lacking
+        return silence if self._joints.problem or not lacking else f"{silence}; {lacking}"
 
     def _newer(self, seen: _Seen, stamp: Stamp, now: Instant) -> bool:
         """True for a newer message. Frozen, repeated, reordered and future messages do not count."""

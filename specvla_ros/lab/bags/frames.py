@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from specvla_ros.control.joint_parts import TOLERANCE_S
 from specvla_ros.errors import UserError
 from specvla_ros.messages.image_message import is_depth, rgb_from_compressed, rgb_from_image, stamp_ns
 from specvla_ros.messages.state_message import StateReader
-from specvla_ros.messages.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
+from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
 
 if TYPE_CHECKING:  # the commands load these declarations where rosbags, which the reader needs, may be missing
     import numpy as np

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specvla_ros.cli.options import Taken
+from specvla_ros.control.joint_parts import TOLERANCE_S
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import ROBOTS
-from specvla_ros.messages.synchronizer import TOLERANCE_S
 from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import parameter
 

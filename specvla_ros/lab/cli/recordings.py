@@ -85,7 +85,7 @@ def replay(
     if spread != THIS_PROCESS:
         raise UserError("--workers, --per-engine and --ray need more than one bag")
     check_replay(bag[0], out, topics)
-    engine = Engine(chosen.load_to_publish(), chosen.engine)
+    engine = Engine(chosen.load_with_text(publishes=True), chosen.engine)
     engine.warm_up()
     summary = replay(
         engine,
@@ -176,7 +176,7 @@ def certify(
         if of_bags.instruction:
             raise UserError("--verify uses the certificate's instruction: leave --instruction out")
         topics = replace(topics, instruction=given.content["instruction"] or None)
-    policy = chosen.load()
+    policy = chosen.load_with_text()
     check_senses(policy, topics.cameras, topics.state_topic)
     settings = chosen.engine if given is None else certificate.settings_of(given)
     pictures = sum(count_frames(bag, topics.of(policy)) for bag in bags)

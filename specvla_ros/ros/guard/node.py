@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node `guard`: commands of the driver in, commands to the robot out, deny by default."""
 
+import math
 import sys
 import threading
 import time
@@ -23,12 +24,14 @@ from std_srvs.srv import Trigger
 
 from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant
+from specvla_ros.control.guard.commands import Instant, JointPositions
 from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.guard.settings import GuardParameters, Output
+from specvla_ros.control.joint_parts import JointParts
 from specvla_ros.control.pose import Pose
 from specvla_ros.control.robot_model import ToolKinematics, load_joint_model
+from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros import motion_messages as messages
 from specvla_ros.ros.guard.black_box import BlackBox
@@ -79,6 +82,7 @@ class GuardNode(Node):
             self._settings = self._chosen.guard.completed()
             self._kinematics = self._load_kinematics()
             self.guard = Guard(self._settings, self._kinematics)
+        self._parts = JointParts(self._settings.joints.names)
         self._lock = threading.Lock()
         self._senders = Senders()
         self._logged_s: dict[Cause, float] = {}
@@ -150,9 +154,8 @@ class GuardNode(Node):
         def on_joints(message: JointState, sent_ns: int | None, now: Instant) -> None:
             joints = messages.joint_positions(message)
             guard.joints(joints, now)
-            positions = joints.of(self._settings.joints.names)
-            if source.from_joints and positions is not None and self._kinematics is not None:
-                self._take_pose(self._kinematics.pose_at(positions), message.header.stamp)
+            if source.from_joints and self._kinematics is not None:
+                self._take_pose_of(joints, self._kinematics)
 
         def on_action(message: VlaAction, sent_ns: int | None, now: Instant) -> None:
             guard.action(messages.stamp_of(message.header), message.instruction, now)
@@ -201,6 +204,17 @@ class GuardNode(Node):
 
         source = PoseFromTf(self, self._settings.base_frame, self._chosen.tool.frame, on_pose, on_bad)
         self.create_timer(_LOOK_S, source.look, clock=STEADY)
+
+    def _take_pose_of(self, joints: JointPositions, kinematics: ToolKinematics) -> None:
+        """Takes the pose by forward kinematics of a complete set of joints; broken joints void the pose."""
+        try:
+            if not self._parts.add(joints.names, joints.positions.tolist(), joints.stamp.ns or 0):
+                return
+            stamp_ns, positions = self._parts.take()
+        except UserError:
+            stamp_ns, positions = joints.stamp.ns or 0, dict.fromkeys(self._parts.names, math.nan)
+        stamp = Time(nanoseconds=stamp_ns).to_msg()
+        self._take_pose(kinematics.pose_at(np.array([*positions.values()])), stamp)
 
     def _take_pose(self, pose: Pose, stamp: Any) -> None:
         """Takes a measured pose that no message carried; the black box records it as one on `tool_pose`."""

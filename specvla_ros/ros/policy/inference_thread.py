@@ -8,12 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # not the builtin before Python 3.11
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.policy_parameters import PolicyParameters
+from specvla_ros.policy_parameters import ONE_ROBOT, PolicyParameters, load_complete
 from specvla_ros.speculation.settings import AcceptanceSettings
 
 if TYPE_CHECKING:  # the engine imports torch, which a machine that only configures may lack
@@ -152,7 +153,11 @@ def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progres
     except ModuleNotFoundError as error:
         raise missing_package(error) from None
     leave_a_core()
-    policy = load_target(parameters.checkpoint, **vars(parameters.model), progress=progress)
+    # With several robots, each robot's own node checks the meaning of its actions.
+    action = parameters.robot.action if parameters.robots == ONE_ROBOT else None
+    checkpoint, model = Path(parameters.checkpoint), parameters.model
+    load = partial(load_target, checkpoint, **vars(model))
+    policy = load_complete(lambda shown: load(progress=shown), progress, checkpoint, model, action)
     return Engine(policy, parameters.decoding, now_ns=now_ns)
 
 

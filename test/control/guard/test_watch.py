@@ -84,7 +84,7 @@ def test_who_was_never_heard_is_told_from_who_fell_silent() -> None:
     assert "tool_pose: no message yet" in words and "joint_states: no message yet" in words
     watch.joints(JointPositions(stamped(0.0), ("finger", "left_shoulder"), np.zeros(2)), at(0.0))
     words = [refusal.detail for refusal in watch.problems(at(0.0))]
-    assert "joint_states: no message has 'shoulder' yet; the last one has finger, left_shoulder" in words
+    assert "joint_states: no message has 'shoulder'; they have finger, left_shoulder" in words
     silent = heard().command_silent(at(0.35))
     assert silent is not None and silent.detail == "command: nothing new for 0.350 s"
 
@@ -147,11 +147,37 @@ def test_joints_are_measured_in_the_order_of_the_parameters() -> None:
     assert measured is not None and measured.tolist() == [1.0, 2.0]
 
 
+def test_joints_of_two_publishers_are_merged_and_are_as_old_as_the_older_part() -> None:
+    watch, limit_s = Watch(settings("joint_trajectory")), settings("joint_trajectory").state_timeout_s
+
+    def part(name: str, position: float, at_s: float) -> None:
+        watch.joints(JointPositions(stamped(at_s), (name,), np.array([position])), at(at_s))
+
+    def measured(at_s: float) -> list[float] | None:
+        found = watch.measured(at(at_s)).joints
+        return None if found is None else found.tolist()
+
+    part("elbow", 2.0, 0.00)
+    assert measured(0.0) is None
+    part("shoulder", 1.0, 0.01)
+    assert measured(0.01) == [1.0, 2.0]
+    part("shoulder", 3.0, 0.02)
+    assert measured(0.02) == [1.0, 2.0], "the elbow's position has counted once"
+    part("elbow", 4.0, 0.03)
+    assert measured(0.03) == [3.0, 4.0]
+    for tick in range(40):  # one publisher falls silent
+        part("shoulder", 5.0, 0.04 + 0.01 * tick)
+    now_s = 0.03 + limit_s + 0.01
+    assert measured(now_s) is None
+    assert any("nothing new for" in each.detail and "'elbow'" in each.detail for each in watch.problems(at(now_s)))
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
         (JointPositions(stamped(0.01), JOINTS.names, np.array([0.0])), "2 names and 1 positions"),
-        (JointPositions(stamped(0.01), JOINTS.names, np.array([0.0, np.nan])), "NaN"),
+        (JointPositions(stamped(0.01), JOINTS.names, np.array([0.0, np.nan])), "elbow is nan"),
+        (JointPositions(stamped(0.01), (*JOINTS.names, "elbow"), np.zeros(3)), "a duplicate name: elbow"),
     ],
 )
 def test_joints_that_cannot_be_read_are_missing_at_once_and_until_the_next_ones(

@@ -150,7 +150,7 @@ def test_a_bag_without_what_shall_be_read_is_refused_by_name(bags, tmp_path):
     write_bags_of_all_sensors(tmp_path / "bags", bags=1)
     other = replace(BOTH, state_names=("lift",))
     with pytest.raises(
-        UserError, match=r"no image has all inputs: no 'state' sample.*it has no 'lift'.* it has reach, turn"
+        UserError, match=r"no image has all inputs: no 'state' sample.*no message has 'lift'; they have reach, turn"
     ):
         load_demonstrations(find_bags([tmp_path / "bags"]).bags, tmp_path / "cache", 28, other)
 

@@ -14,7 +14,9 @@ import pytest
 from rclpy.client import Client
 from rclpy.node import Node
 from rclpy.parameter import Parameter
+from rclpy.time import Time
 from sensor_msgs.msg import JointState
+from std_msgs.msg import Header
 from std_srvs.srv import SetBool
 from support.driving import LIMITS, MOVE, NAMES, START, arm
 
@@ -113,13 +115,37 @@ def test_another_parts_joint_states_are_no_error():
     bad: list[str] = []
     node: Any = SimpleNamespace(create_subscription=lambda *_: None)
     joints = JointInput(node, ("a", "b"), lambda _, positions: heard.append(positions), bad.append)
-    joints._on_message(JointState(name=["finger"], position=[0.04]))
-    assert joints.lacking == "joint_states has no 'a'; it has finger" and not heard and not bad
+    joints._on_message(JointState(name=["finger"], position=[]))
+    assert joints.lacking == "joint_states: no message has 'a'; they have finger" and not heard and not bad
     joints._on_message(JointState(name=["b", "finger", "a"], position=[2.0, math.nan, 1.0]))
     assert heard == [{"a": 1.0, "b": 2.0}] and not joints.lacking and not bad
     joints._on_message(JointState(name=["a", "b"], position=[1.0]))
     joints._on_message(JointState(name=["a", "b"], position=[1.0, math.nan]))
-    assert len(heard) == 1 and len(bad) == 2
+    joints._on_message(JointState(name=["a", "b", "b"], position=[1.0, 1.0, 1.0]))
+    assert len(heard) == 1 and [text.removeprefix("joint_states: it has ") for text in bad] == [
+        "2 names and 1 positions",
+        "a value that is not finite: b is nan",
+        "a duplicate name: b",
+    ]
+
+
+def test_an_arm_in_two_messages_is_measured_when_the_older_one_was():
+    heard: list[Any] = []
+    node: Any = SimpleNamespace(create_subscription=lambda *_: None)
+    joints = JointInput(node, ("a", "b"), lambda at_s, found: heard.append((round(at_s, 3), found)), pytest.fail)
+
+    def part(name: str, position: float, at_s: float) -> None:
+        stamp = Time(nanoseconds=round(at_s * 1e9)).to_msg()
+        joints._on_message(JointState(header=Header(stamp=stamp), name=[name], position=[position]))
+
+    part("a", 1.0, 0.00)
+    part("b", 2.0, 0.01)
+    part("a", 3.0, 0.02)  # waits for a new position of b
+    part("b", 4.0, 0.03)
+    part("a", 5.0, 0.04)
+    part("b", 6.0, 0.20)  # the position of a is too old
+    assert heard == [(0.0, {"a": 1.0, "b": 2.0}), (0.02, {"a": 3.0, "b": 4.0})]
+    assert joints.lacking == "joint_states: 'a' came 0.160 s before the last message, maximum 0.05 s"
 
 
 def test_a_dry_run_sends_nothing_and_needs_no_limits():

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from rclpy.parameter import Parameter
 from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import String
 from support.checkpoints import write_checkpoint
+from support.paths import ORACLES, needs
 from support.patience import wait_until
 from support.ros import LATCHED, Robot, rgb_image, robot, stamps
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
 from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
@@ -204,6 +207,18 @@ def test_each_of_two_policies_has_diagnostics_of_its_own() -> None:
         for side in ("left", "right")
         for task in ("model", "inputs", "inference")
     }
+
+
+@needs(ORACLES)
+def test_all_that_a_checkpoint_lacks_is_said_before_it_is_loaded() -> None:
+    lacking = PolicyParameters(checkpoint=str(ORACLES / "openvla_tiny_a" / "checkpoint"))
+    with pytest.raises(UserError) as refused:
+        node_module.load_engine(lacking, time.time_ns, lambda *_: None)
+    for words in ("tiny_nomask", "tokenizer.json is missing", "action.dt"):
+        assert words in str(refused.value)
+    with pytest.raises(UserError) as refused:  # with several robots, each says what its actions mean
+        node_module.load_engine(replace(lacking, robots=("left", "right")), time.time_ns, lambda *_: None)
+    assert "tokenizer.json is missing" in str(refused.value) and "action.dt" not in str(refused.value)
 
 
 def test_other_callbacks_are_served_while_the_policy_loads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
