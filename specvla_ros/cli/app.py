@@ -203,7 +203,7 @@ def predict(
     """Decode the action for one image, or one image per camera."""
     if not (instruction or prompt_ids):
         instruction = chosen.in_file.get("instruction", "")
-    if bool(instruction) == bool(prompt_ids):
+    if bool(instruction.strip()) == bool(prompt_ids):
         raise UserError("give either --instruction or --prompt-ids")
     import numpy as np
 
@@ -259,7 +259,8 @@ def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> No
     for name, column in zip(outcome.names, outcome.actions.T, strict=True):
         typer.echo(f"{name:>8} " + " ".join(f"{value:+.6f}" for value in column))
     typer.echo("  tokens " + " ".join(map(str, outcome.tokens)))
-    typer.echo(f"unnorm_key {policy.unnorm_key}; " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in seconds.items()))
+    key = f"unnorm_key {policy.unnorm_key}; " if policy.unnorm_key else ""
+    typer.echo(key + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in seconds.items()))
 
 
 def _numbers(text: str, kind: Callable[[str], _Number], words: str) -> tuple[_Number, ...]:

@@ -35,6 +35,7 @@ class PolicyOptions:
     engine: EngineSettings
     action: ConventionSettings
     in_file: Mapping[str, Any] = field(default_factory=dict)  # all values of its parameter file by name
+    decoding: frozenset[str] = frozenset()  # names of the parameters of `engine` that the user gave
 
     def load(self, progress: Callable[[str, float], None] | None = None) -> "Target":
         """Loads the checkpoint; leaves a core to other processes."""
@@ -169,9 +170,11 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     file = plain.get("params_file")
     in_file = read_policy_file(file) if file is not None else {}
     checkpoint, decoding = find_policy(_checkpoint_of(plain["checkpoint"], in_file, file))
+    assigned = read_assignments(plain.get("param") or ())
+    of_options = {"decode.mode": plain["mode"]} | dict.fromkeys(values_of(AcceptanceSettings()), plain.get("tolerance"))
+    typed = {*in_file, *assigned, *(name for name, value in of_options.items() if value)}
     if file is None and decoding is not None:
         file, in_file = decoding, read_policy_file(decoding)
-    assigned = read_assignments(plain.get("param") or ())
     known = [ModelSettings(), EngineSettings(), *([ConventionSettings()] if publishes else [])]
     check_names(assigned, [name for settings in known for name in values_of(settings)])
     of_loading = {name: assigned.pop(name) for name in values_of(ModelSettings()) if name in assigned}
@@ -188,7 +191,8 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
         )
     conventions = {name: value for name, value in in_file.items() if publishes and name.startswith(prefix)}
     action = with_values(ConventionSettings(), conventions | of_actions)
-    return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, in_file)
+    ours = frozenset(typed & {*values_of(engine)})
+    return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, in_file, ours)
 
 
 def _checkpoint_of(given: Path | None, in_file: Mapping[str, Any], file: Path | None) -> Path | None:

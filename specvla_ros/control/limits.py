@@ -3,11 +3,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from specvla_ros.control.pose import Pose
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, together
 from specvla_ros.settings.parameter import check, parameter
 
 _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") for axes in ("linear", "angular"))
@@ -43,14 +44,16 @@ class Limits:
 
     def __post_init__(self) -> None:
         check(self)
-        for name in ("workspace_min", "workspace_max"):
-            if len(getattr(self, name)) != 3:
-                raise UserError(f"limits.{name} must have 3 numbers, x y z in metres, got {len(getattr(self, name))}")
+        together(*(partial(self._check_corner, name) for name in ("workspace_min", "workspace_max")))
         if self._has_workspace and not (np.array(self.workspace_min) < np.array(self.workspace_max)).all():
             raise UserError(
                 f"limits.workspace_min {list(self.workspace_min)} must be smaller than limits.workspace_max "
                 f"{list(self.workspace_max)} in x, y and z"
             )
+
+    def _check_corner(self, name: str) -> None:
+        if len(getattr(self, name)) != 3:
+            raise UserError(f"limits.{name} must have 3 numbers, x y z in metres, got {len(getattr(self, name))}")
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -199,16 +202,21 @@ class JointLimits(Joints):
 
     def require(self, what_for: str) -> None:
         """Raises UserError for missing or invalid settings."""
-        count = len(self.names)
-        if not all(self.names) or len(set(self.names)) != count:
+        if not all(self.names) or len(set(self.names)) != len(self.names):
             raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
-        self.require_positions(what_for)
-        self._require_one_each(what_for, ("max_speed", "max_acceleration"), one_for_all=True)
+        checks = (self.require_positions, self._require_speed, self._require_acceleration)
+        together(*(partial(each, what_for) for each in checks))
+
+    def _require_speed(self, what_for: str) -> None:
+        self._require_one_each(what_for, ("max_speed",), one_for_all=True)
         if min(self.max_speed) <= 0:
             raise UserError(
                 f"{what_for} needs joints.max_speed, which has no default; a URDF in joints.model with <limit "
                 "velocity> for every joint gives it"
             )
+
+    def _require_acceleration(self, what_for: str) -> None:
+        self._require_one_each(what_for, ("max_acceleration",), one_for_all=True)
         if min(self.max_acceleration) <= 0:
             raise UserError(
                 f"{what_for} needs joints.max_acceleration, which no robot description contains: take it from the "

@@ -153,9 +153,13 @@ def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
     `NAME_image`, below `image` or `images`, or after `observation/`. The first camera may be called `image`.
     """
     given = {_plain(name): value for name, value in _flat(message).items()}
-    instruction = given.pop("prompt", None) or given.pop("instruction", None)
-    if not isinstance(instruction, str):
+    texts = {name: given.pop(name) for name in ("prompt", "instruction") if given.get(name) is not None}
+    if not texts:
         raise UserError("the message has no instruction: give the task as 'prompt' or 'instruction'")
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise UserError(f"'{name}' must be text, got {type(text).__name__}")
+    instruction = next(filter(None, texts.values()), "")
     key = given.pop("unnorm_key", None)
     if key and policy.unnorm_key not in (key, f"{key}_no_noops"):
         raise UserError(

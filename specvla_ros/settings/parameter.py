@@ -277,5 +277,6 @@ def replaced(settings: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
     for path, value in changes.items():
         by_field.setdefault(path[0], {})[path[1:]] = value
     held = settings if isinstance(settings, Groups) else vars(settings)
-    made = {name: replaced(held[name], deeper) for name, deeper in by_field.items()}
+    sections = together(*(partial(replaced, held[name], deeper) for name, deeper in by_field.items()))
+    made = dict(zip(by_field, sections, strict=True))
     return Groups({**settings, **made}) if isinstance(settings, Groups) else replace(settings, **made)

@@ -90,6 +90,8 @@ def test_predict_refuses_what_it_cannot_use(checkpoint: Path, image: Path, tmp_p
     (tmp_path / "text.png").write_text("no picture")
     refused(specvla(*base, "--image", tmp_path / "text.png", *say), "cannot be read")
     refused(specvla(*base, "--image", image), "either --instruction or --prompt-ids")
+    blank = specvla("predict", "--policy", "nano", "--image", image, "--instruction", "  ")
+    refused(blank, "either --instruction or --prompt-ids")
     refused(specvla(*base, "--image", image, "--prompt-ids", "1,two"), "whole numbers")
     refused(specvla(*base, "--image", image, "--prompt-ids", "1,9999999"), "outside the vocabulary")
     refused(specvla(*base, "--image", image, *say, "--unnorm-key", "moon"), "it has: bridge_orig")

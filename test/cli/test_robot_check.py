@@ -119,6 +119,32 @@ def test_tf_is_told_where_its_package_is_missing(tmp_path: Path, monkeypatch: py
         assert code == 0 and ("tf needs the package tf2_ros" in output) is not there
 
 
+def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+    values = {**GOOD, "rate_hz": 1e5, "limits.linear_speed": -0.25, "limits.workspace_min": [0.0, 0.0]}
+    code, output = check(tmp_path, values)
+    assert code == 1
+    for line in wrong(output):
+        for words in ("'rate_hz' is 100000.0", "'limits.linear_speed' is -0.25"):
+            assert words in line
+    assert "note  model      not checked, nor what follows, until the parameters above are right" in output
+    arm = {**GOOD, "output": "joint_trajectory", "joints.names": ["a", "b"], "joints.max_speed": [1.0, 2.0, 3.0]}
+    code, output = check(tmp_path, {**arm, "limits.angular_jerk": 0.0, "gripper.output": "array"})
+    (guard,) = (line for line in wrong(output) if line.startswith("wrong guard"))
+    for words in (
+        "set limits.angular_jerk; and",
+        "needs joints.position_min: 2 numbers",
+        "needs joints.max_speed: 2 numbers, one for each of joints.names, or one for all; got 3",
+        "needs joints.max_acceleration, which no robot description contains",
+        "gripper.output: array needs gripper.open_value",
+    ):
+        assert words in guard
+    sections = {**GOOD, "limits.workspace_min": [0.0, 0.0], "joints.names": ["a"], "joints.model_names": ["a", "b"]}
+    code, output = check(tmp_path, sections)
+    assert len(wrong(output)) == 2
+    for line in wrong(output):
+        assert "limits.workspace_min must have 3" in line and "joints.model_names has 2" in line
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -144,8 +144,9 @@ def test_without_the_decoder_of_its_pictures_it_is_refused(plain: Path, monkeypa
         load_target(plain, device="cpu", cameras=("image",))
 
 
-def test_it_is_not_cut_and_nothing_can_draft(plain: Path) -> None:
+def test_it_is_not_cut_and_nothing_can_draft(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = load_target(plain, device="cpu", cameras=("image",))
+    assert "has no proprio_projector--*.pt: the policy reads no state of the robot" in caplog.text
     with pytest.raises(UserError, match="this policy's prompt attends bidirectionally"):
         Engine(target, EngineSettings("pipeline", prefill_chunks=2))
     with pytest.raises(UserError, match=r"draft\.self_tokens omits image rows"):

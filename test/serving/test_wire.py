@@ -156,7 +156,8 @@ def test_each_camera_gets_its_own_picture_and_the_state_its_numbers() -> None:
 def test_what_is_missing_or_of_another_kind_is_named() -> None:
     whole: dict[str, Any] = {"prompt": "lift", "image": PICTURE, "state": [1.0]}
     for given, of, why in (
-        (whole | {"prompt": 3}, policy(), "give the task as 'prompt' or 'instruction'"),
+        (whole | {"prompt": 3}, policy(), "'prompt' must be text, got int"),
+        (whole | {"instruction": ["lift"]}, policy(), "'instruction' must be text, got list"),
         ({"image": PICTURE}, policy(), "give the task as 'prompt' or 'instruction'"),
         (
             whole,

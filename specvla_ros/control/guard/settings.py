@@ -3,12 +3,13 @@
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.limits import NO_NAMES, JointLimits, Limits, ToolSource
 from specvla_ros.control.robot_model import completed
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, together
 from specvla_ros.settings.parameter import check, parameter, section
 
 
@@ -143,11 +144,9 @@ class GuardSettings:
         if self.kind is Output.NONE:
             kinds = ", ".join(each.value for each in Output if each is not Output.NONE)
             raise UserError(f"parameter 'output' is not set; set it to what the driver sends: {kinds}")
-        self.limits.require(f"output: {self.output}")
-        if self.kind.of_joints:
-            self.joints.require(f"output: {self.output}")
-        self.gripper.require()
-        _ = self.state_rules
+        what_for = f"output: {self.output}"
+        joints = [partial(self.joints.require, what_for)] if self.kind.of_joints else []
+        together(partial(self.limits.require, what_for), *joints, self.gripper.require, lambda: self.state_rules)
         if self.ramp_s > self.stop_time_s + 1e-9:
             raise UserError(
                 f"a stop takes {self.ramp_s:.3f} s, with two output periods, but stop_time_s promises "

@@ -36,8 +36,10 @@ def find_bags(given: Sequence[Path]) -> FoundBags:
             raise UserError(f"bag {path} does not exist; give bags or folders of bags (`specvla collect --out`)")
         found = [path] if path.is_file() else list(_bags_in(path, left_out))
         if not found:
+            hidden = [file.name for file in sorted(path.glob(".*")) if file.suffix in BAG_SUFFIXES]
+            skipped = f" that are not hidden, as {hidden[0]} is" if hidden else ""
             raise UserError(
-                f"no bags in {path}: neither it nor a directory in it holds .mcap or .db3 files; "
+                f"no bags in {path}: neither it nor a directory in it holds .mcap or .db3 files{skipped}; "
                 f"`specvla collect --out {path}` records some"
             )
         for bag in found:

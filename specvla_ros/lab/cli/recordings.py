@@ -176,6 +176,7 @@ def certify(
         if of_bags.instruction:
             raise UserError("--verify uses the certificate's instruction: leave --instruction out")
         topics = replace(topics, instruction=given.content["instruction"] or None)
+        certificate.refuse_others(given, chosen.engine, chosen.decoding)
     policy = chosen.load_with_text()
     check_senses(policy, topics.cameras, topics.state_topic)
     settings = chosen.engine if given is None else certificate.settings_of(given)

@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,7 +15,7 @@ import typer
 import yaml
 
 from specvla_ros.cli.terminal import print_table
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, together
 from specvla_ros.settings.parameter import hint, walk, with_values
 from specvla_ros.settings.profiles import Value, merge_parameters
 
@@ -45,7 +46,9 @@ def check(
     """Check a robot's parameter file as driver and guard read it, without motion. Exit code 1: errors were found."""
     report = Report()
     driver, guard = _read(report, file, urdf)
-    if driver is not None:
+    if driver is None:
+        report.note("model", "not checked, nor what follows, until the parameters above are right")
+    else:
         _check_model(report, driver)
     if driver is not None and guard is not None:
         _check_together(report, driver, guard)
@@ -136,8 +139,7 @@ def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParamet
     driver, guard = None, None
     with report.part("driver") as well:
         driver = _settings(DriverParameters(), given["driver"], urdf)
-        driver.check_complete()
-        driver.gripper.require()
+        together(driver.check_complete, driver.gripper.require)
         well(f"output {driver.output} in {driver.base_frame}, gripper {driver.gripper.output}")
     if driver is not None and driver.output == DRY_RUN:
         report.note("guard", "output: none is a dry run: nothing is sent, and no guard is started")
@@ -145,8 +147,7 @@ def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParamet
     with report.part("guard") as well:
         guard = _settings(GuardParameters(), given["guard"], urdf)
         guard = replace(guard, guard=guard.guard.completed())
-        guard.guard.require()
-        guard.tool.require(guard.guard.joints)
+        together(guard.guard.require, partial(guard.tool.require, guard.guard.joints))
         stops = f"a stop takes {guard.guard.ramp_s:.3f} s of the {guard.guard.stop_time_s:g} s promised"
         well(f"output {guard.guard.output}; {stops}")
     return driver, guard
@@ -161,9 +162,8 @@ def _settings(defaults: Settings, given: Mapping[str, Value], urdf: Path | None)
     """The settings as a node reads them: ROS does not accept 1 for 1.0."""
     declared = {each.name: each for each in walk(defaults)}
     values = {name: _as_ros(value) for name, value in given.items() if name in declared}
-    for name, value in values.items():
-        if problem := declared[name].problem(value):
-            raise UserError(problem)
+    if problems := [problem for name, value in values.items() if (problem := declared[name].problem(value))]:
+        raise UserError("; and ".join(problems))
     return with_values(defaults, values | ({"joints.model": str(urdf)} if urdf is not None else {}))
 
 

@@ -8,7 +8,7 @@ settings must give identical tokens; for relaxed ones the file states how far th
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,18 @@ def read_certificate(path: Path) -> Certificate:
 def settings_of(certificate: Certificate) -> EngineSettings:
     """The certified settings; raises UserError if the certificate names unknown ones."""
     return with_values(EngineSettings(), dict(certificate.content["settings"]))
+
+
+def refuse_others(certificate: Certificate, settings: EngineSettings, names: Iterable[str]) -> None:
+    """Raises UserError where a value of `names`, which the user gave, is not the certified one."""
+    ours, certified = values_of(settings), values_of(settings_of(certificate))
+    others = [name for name in sorted(names) if ours[name] != certified[name]]
+    if others:
+        words = "; ".join(f"{name} {ours[name]}, certified {certified[name]}" for name in others)
+        raise UserError(
+            f"--verify checks the certificate's setting, but the options or the parameter file give another: {words}; "
+            "leave them out, or certify that setting"
+        )
 
 
 def certify(

@@ -2,10 +2,12 @@
 """The parameters of the driver."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from specvla_ros.control.follower import Compensation
 from specvla_ros.control.gripper import GripperSettings
 from specvla_ros.control.limits import Joints, Limits, ToolSource
+from specvla_ros.errors import together
 from specvla_ros.ros.driver.outputs import ROBOT_OUTPUTS
 from specvla_ros.settings.parameter import check, parameter, section
 
@@ -84,6 +86,5 @@ class DriverParameters:
 
     def check_complete(self) -> None:
         """Raises UserError if a parameter is missing that must be set before a robot moves."""
-        if self.output != DRY_RUN:
-            self.limits.require(f"output: {self.output}")
-        self.tool.require(self.joints)
+        limits = [] if self.output == DRY_RUN else [partial(self.limits.require, f"output: {self.output}")]
+        together(*limits, partial(self.tool.require, self.joints))

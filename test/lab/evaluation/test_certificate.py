@@ -214,6 +214,12 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     other = json.loads(out.read_text())
     assert other["instruction"] == "turn the lever" and other["result"]["digest"] != content["result"]["digest"]
     assert CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False).exit_code == 0
+    same = CliRunner().invoke(app, [*given, "--mode", "spec", "--verify", str(out)], catch_exceptions=False)
+    assert same.exit_code == 0
+    values = ("--mode", "pipeline", "--tolerance", "2mm", "-p", "draft.nodes:=3")
+    another = str(CliRunner().invoke(app, [*given, *values, "--verify", str(out)]).exception)
+    assert "decode.mode pipeline, certified spec" in another and "draft.nodes 3, certified" in another
+    assert "acceptance.tolerance_m 0.002, certified 0.0" in another
     both = CliRunner().invoke(app, [*given, "--verify", str(out), "--instruction", "lift"])
     assert "leave --instruction out" in str(both.exception)
     assert "give one, such as --mode spec" in str(CliRunner().invoke(app, given).exception)

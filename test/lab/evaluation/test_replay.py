@@ -77,7 +77,7 @@ def test_a_viewer_that_is_not_there_costs_no_results(run: Run, capsys: pytest.Ca
     pytest.importorskip("rerun", reason="pip install -r requirements/rerun.txt")
     summary, *_ = run(bags.episode(1), shown=RerunSettings(viewer="rerun+http://127.0.0.1:9/proxy"))
     assert summary.actions == 1 and not summary.failures
-    assert "not all of the run is shown" in capsys.readouterr().err
+    assert "the Rerun output is incomplete" in capsys.readouterr().err
 
 
 def test_a_replay_gives_what_the_engine_gives(policy: OpenVLATarget, run: Run) -> None:

@@ -6,6 +6,7 @@ prismatic/models/action_heads.py and projectors.py, prismatic/vla/constants.py; 
 every row of the sequence attends to every other.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -36,6 +37,7 @@ _CAMERAS = (ONLY_CAMERA, "wrist", "wrist_2")
 _STOP_ID = 2  # </s>, after the placeholders
 _JPEG_QUALITY = 95
 _EPS = 1e-8
+_log = logging.getLogger(__name__)
 # From prismatic/vla/constants.py, by a word in the dataset's name: actions per chunk, and the statistics for bounds.
 _CONSTANTS = {"libero": (8, ("q01", "q99")), "aloha": (25, ("min", "max")), "bridge": (5, ("q01", "q99"))}
 _OF_HEAD = {"norm_in": "layer_norm1", "fc_in": "fc1", "norm_out": "layer_norm2", "fc_out": "fc2"}
@@ -203,6 +205,13 @@ def read_oft(directory: Path, config: OpenVLAConfig, unnorm_key: str, cameras: t
     actions = _bounds(directory, config, name, "action", bounds_of)
     hidden = config.llama.hidden_size
     proprio = None
+    if projector is None and "proprio" in config.norm_stats[name]:
+        _log.warning(
+            "%s has no proprio_projector--*.pt: the policy reads no state of the robot; if it was trained with the "
+            "state, copy that file of the step of %s next to it",
+            directory,
+            head_file.name,
+        )
     if projector is not None:
         proprio = ProprioProjector(_bounds(directory, config, name, "proprio", bounds_of), hidden)
         _fill(proprio, projector, {})
