@@ -5,15 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1c2128; }
-h1 { font-size: 1.6rem; } h2 { margin-top: 2.2rem; border-bottom: 1px solid #d0d7de; padding-bottom: .2rem; }
-table { border-collapse: collapse; margin: .8rem 0; } th, td { padding: .25rem .7rem; text-align: right; }
-th { background: #f2f4f7; font-weight: 600; } td:first-child, th:first-child, td:has(.bar) { text-align: left; }
-tr { border-bottom: 1px solid #e6e9ed; }
-.bar { display: inline-block; height: .7rem; background: #3b82c4; vertical-align: middle; }
-.bad { color: #b42318; font-weight: 600; } .warn { background: #fff4d6; padding: .6rem .9rem; }
-"""
+from specvla_ros.lab.evaluation.page import answer, context_rows, html, notice, table
+
 Rows = Sequence[Sequence[str]]
 
 
@@ -22,57 +15,63 @@ def page(state: Mapping[str, Any]) -> str:
     options, steps = state["options"], state["steps"]
     found = {name: entry["found"] for name, entry in steps.items()}
     where = found.get("environment", {}).get("environment", {}).get("hardware", options["device"])
-    parts = [f"<h1>specvla_ros on {escape(str(where))}, {escape(options['sizes'])} shapes</h1>"]
+    parts = [_answer(steps)]
     if options.get("dry_run"):
-        parts.append('<p class="warn">A dry run without a device: the figures are meaningless.</p>')
+        parts.append(notice("A dry run without a device: the figures are meaningless."))
     elif options["device"] == "cpu":
-        parts.append('<p class="warn">On a CPU, on references: this only shows that the report works.</p>')
-    parts.append(_table(["step", "state", "seconds", ""], [_step(name, entry) for name, entry in steps.items()]))
+        parts.append(notice("On a CPU, on references: this only shows that the report works."))
+    parts.append(table(["step", "state", "seconds", ""], [_step(name, entry) for name, entry in steps.items()]))
     for name, (title, view) in _VIEWS.items():
         if found.get(name):
             parts += [f"<h2>{escape(title)}</h2>", view(found[name])]
-    body = "\n".join(parts)
-    return f"<!doctype html><html lang=en><meta charset=utf-8><title>GPU report</title><style>{_STYLE}</style>{body}"
+    return html(f"specvla_ros on {where}, {options['sizes']} shapes", parts)
+
+
+def _answer(steps: Mapping[str, Mapping[str, Any]]) -> str:
+    missing = [name for name, entry in steps.items() if entry.get("state") != "done"]
+    done = f"{len(steps) - len(missing)} of {len(steps)} steps are done"
+    done += f", without {', '.join(missing)}" if missing else ""
+    kind = "failed" if missing else "passed"
+    rates = _rates(steps.get("modes", {}).get("found") or {})
+    if not rates:
+        return answer(kind, str(len(steps) - len(missing)), "steps done", f"{done}.")
+    best, plain = max(rates, key=rates.__getitem__), _plain(rates)
+    faster = f": {rates[best] / plain:.2f} times as many as plain decoding" if plain else ""
+    return answer(kind, f"{rates[best]:.1f}", f"actions per second with {best}{faster}", f"{done}.")
+
+
+def _rates(found: Mapping[str, Any]) -> dict[str, float]:
+    """Actions per second of each mode that was timed."""
+    return {name: row["action_rate_hz"] for name, row in found.items() if isinstance(row, dict) and "latency_s" in row}
+
+
+def _plain(rates: Mapping[str, float]) -> float | None:
+    return next((rates[name] for name in ("ar", "none, ar", "ar, eager") if name in rates), None)
 
 
 def _step(name: str, entry: Mapping[str, Any]) -> list[str]:
-    state = entry.get("state", "")
-    shown = escape(state) if state == "done" else f'<span class="bad">{escape(state)}</span>'
-    return [escape(name), shown, f"{entry['seconds']:.0f}", escape(" ".join(entry.get("reason", [])))[:200]]
-
-
-def _table(head: Sequence[str], rows: Rows) -> str:
-    """An HTML table; cells are HTML."""
-    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
-    return (
-        f"<table><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"
-        f"{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-    )
-
-
-def _bar(value: float, most: float) -> str:
-    return f'<span class="bar" style="width:{9 * value / most if most else 0:.2f}rem"></span>'
+    return [name, entry.get("state", ""), f"{entry['seconds']:.0f}", " ".join(entry.get("reason", []))[:200]]
 
 
 def _environment(found: Mapping[str, Any]) -> str:
-    def flat(values: Mapping[str, Any]) -> list[list[str]]:
-        rows = []
-        for name, value in values.items():
-            rows += flat(value) if isinstance(value, Mapping) else [[escape(str(name)), escape(str(value))]]
-        return rows
+    return table(["", ""], context_rows(found["environment"]))
 
-    return _table(["", ""], flat(found["environment"]))
+
+_MODES_HEAD = (
+    *("", "actions/s", "× ar", "× transformers", "latency, ms", "p95", "image age, ms"),
+    *("forwards", "same tokens", "GiB", "graphs"),
+)
 
 
 def _modes(found: Mapping[str, Any]) -> str:
-    rates = {name: row["action_rate_hz"] for name, row in found.items() if isinstance(row, dict) and "latency_s" in row}
-    most, other = max(rates.values(), default=0.0), rates.get("transformers")
-    plain = next((rates[name] for name in ("ar", "none, ar", "ar, eager") if name in rates), None)
+    rates = _rates(found)
+    other, plain = rates.get("transformers"), _plain(rates)
     rows = []
     for name, row in found.items():
         if name not in rates:
             said = row.get("skipped") if isinstance(row, dict) else row
-            rows.append([escape(name), "", escape(str(said or f"{row['layer_bytes'] / 2**30:.2f} GiB of layers"))])
+            said = str(said or f"{row['layer_bytes'] / 2**30:.2f} GiB of layers")
+            rows.append([name, said, *[""] * (len(_MODES_HEAD) - 2)])
             continue
         latency = row["latency_s"]
         ratios = [f"{rates[name] / base:.2f}" if base else "" for base in (plain, other)]
@@ -80,33 +79,18 @@ def _modes(found: Mapping[str, Any]) -> str:
         same = {True: "yes", False: "no"}.get(row.get("same_tokens"), "")
         rows.append(
             [
-                escape(name),
+                name,
                 f"{rates[name]:.2f}",
-                _bar(rates[name], most),
                 *ratios,
                 *(f"{latency[key] * 1e3:.1f}" for key in ("mean", "p95")),
                 f"{row['image_age_s'] * 1e3:.1f}" if "image_age_s" in row else "",
                 f"{row['forwards_per_action']:.2f}" if "forwards_per_action" in row else "",
                 same,
                 memory,
-                escape(str(row.get("cuda_graphs", ""))),
+                str(row.get("cuda_graphs", "")),
             ]
         )
-    head = [
-        "",
-        "actions/s",
-        "",
-        "× ar",
-        "× transformers",
-        "latency, ms",
-        "p95",
-        "image age, ms",
-        "forwards",
-        "same tokens",
-        "GiB",
-        "graphs",
-    ]
-    return _table(head, rows)
+    return table(_MODES_HEAD, rows)
 
 
 def _ticks(found: Mapping[str, Any]) -> str:
@@ -115,9 +99,9 @@ def _ticks(found: Mapping[str, Any]) -> str:
     for name, row in found.items():
         times = [row["tick_s"], *(row["stages_s"][stage] for stage in stages), row["host_gap_s"]]
         gap = f"{row['host_gap_s'] / row['tick_s']:.0%}" if row["tick_s"] else ""
-        rows.append([escape(name), *(f"{seconds * 1e3:.3f}" for seconds in times), gap])
+        rows.append([name, *(f"{seconds * 1e3:.3f}" for seconds in times), gap])
     text = "<p>Mean milliseconds per tick; the gap is the device's time between the stages.</p>"
-    return text + _table(["", "tick", *stages, "gap", "share"], rows)
+    return text + table(["", "tick", *stages, "gap", "share"], rows)
 
 
 def _gemm(found: Mapping[str, Any]) -> str:
@@ -125,23 +109,23 @@ def _gemm(found: Mapping[str, Any]) -> str:
     rows = []
     for row in found.values():
         cells = [_microseconds(row["seconds"].get(kind, "")) for kind in kinds]
-        shape = f"{escape(row['matrix'])} {row['shape'][0]} × {row['shape'][1]}"
+        shape = f"{row['matrix']} {row['shape'][0]} × {row['shape'][1]}"
         rows.append([shape, str(row["rows"]), *cells])
-    return "<p>Microseconds.</p>" + _table(["matrix", "rows", *kinds], rows)
+    return "<p>Microseconds.</p>" + table(["matrix", "rows", *kinds], rows)
 
 
 def _microseconds(found: Any) -> str:
-    return escape(str(found))[:60] if isinstance(found, str) else f"{found * 1e6:.1f}"
+    return str(found)[:60] if isinstance(found, str) else f"{found * 1e6:.1f}"
 
 
 def _attention(found: Mapping[str, Any]) -> str:
     kinds = list(dict.fromkeys(kind for row in found.values() for kind in row["seconds"]))
     rows = [
-        [escape(name), str(row["rows"]), *(_microseconds(row["seconds"].get(kind, "")) for kind in kinds),
+        [name, str(row["rows"]), *(_microseconds(row["seconds"].get(kind, "")) for kind in kinds),
          f"{max(row['largest_difference'].values(), default=0.0):.2g}"]
         for name, row in found.items()
     ]  # fmt: skip
-    return "<p>Microseconds, one layer.</p>" + _table(["batch", "rows", *kinds, "largest difference"], rows)
+    return "<p>Microseconds, one layer.</p>" + table(["batch", "rows", *kinds, "largest difference"], rows)
 
 
 def _operators(found: Mapping[str, Any]) -> str:
@@ -152,10 +136,10 @@ def _operators(found: Mapping[str, Any]) -> str:
         for kind, entry in row["contestants"].items():
             share = f"{entry['share_of_bound']:.0%}" if "share_of_bound" in entry else ""
             seconds = _microseconds(entry.get("seconds", entry.get("skipped", "")))
-            bound = f"{row['bound_s'] * 1e6:.1f} ({escape(row['bound_by'])})"
-            rows.append([escape(row["name"]), escape(row["batch"]), escape(kind), seconds, bound, share])
+            bound = f"{row['bound_s'] * 1e6:.1f} ({row['bound_by']})"
+            rows.append([row["name"], row["batch"], kind, seconds, bound, share])
     head = ["", "batch", "by", "µs", "bound, µs", "share of it"]
-    return f"<p>Measured limits: {escape(text)}.</p>" + _table(head, rows)
+    return f"<p>Measured limits: {escape(text)}.</p>" + table(head, rows)
 
 
 def _tests(found: Mapping[str, Any]) -> str:
@@ -164,14 +148,13 @@ def _tests(found: Mapping[str, Any]) -> str:
     rows, failures = [], []
     for name, row in found.items():
         if "error" in row:
-            rows.append([escape(name), "", "", "", f'<span class="bad">{escape(row["error"][-300:])}</span>'])
+            rows.append([name, "", "", "", row["error"][-300:]])
             continue
         bad = row["failures"] + row["errors"]
-        shown = f'<span class="bad">{bad}</span>' if bad else "0"
-        rows.append([escape(name), str(row["tests"]), shown, str(row["skipped"]), f"{row['seconds']:.0f}"])
-        failures += [[escape(test), escape(message)] for test, message in row["failed"].items()]
-    table = _table(["", "tests", "failed", "skipped", "seconds"], rows)
-    return table + (_table(["failed", ""], failures) if failures else "")
+        rows.append([name, str(row["tests"]), str(bad), str(row["skipped"]), f"{row['seconds']:.0f}"])
+        failures += [[test, message] for test, message in row["failed"].items()]
+    suites = table(["", "tests", "failed", "skipped", "seconds"], rows)
+    return suites + (table(["failed", ""], failures) if failures else "")
 
 
 def _soak(found: Mapping[str, Any]) -> str:
@@ -180,12 +163,12 @@ def _soak(found: Mapping[str, Any]) -> str:
     keys = ("submitted", "actions", "switches", "different_actions", "drops", "cuda_graphs", "failures")
     rows = [
         [
-            escape(name),
-            *(escape(f"{value:.3g}" if isinstance(value := phase[key], float) else str(value)) for key in keys),
+            name,
+            *(f"{value:.3g}" if isinstance(value := phase[key], float) else str(value) for key in keys),
         ]
         for name, phase in found["soak"]["phases"].items()
     ]
-    return f"<p>{'Passed' if found['soak']['passed'] else 'Failed'}.</p>" + _table(["", *keys], rows)
+    return f"<p>{'Passed' if found['soak']['passed'] else 'Failed'}.</p>" + table(["", *keys], rows)
 
 
 _VIEWS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {

@@ -286,13 +286,11 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 def _write_report(path: Path, calibration: Calibration) -> None:
     chosen = calibration.chosen
     success = f", success difference {chosen.pairs} points" if chosen.pairs else ""
-    verdict = (
-        f"Chosen: {chosen.trial.name}, {chosen.speed_up:.2f} times as fast as plain decoding{success}. "
-        "It is saved in profile.yaml."
-    )
+    off = f"{chosen.deviation.p95_mm:.2g} mm from plain decoding's actions at the 95th percentile"
+    answer = f"Chosen: {chosen.trial.name}, {off}{success}. It is saved in profile.yaml."
     parts = [
+        page.answer("passed", f"{chosen.speed_up:.2f} ×", "as fast as plain decoding", answer),
         page.emulation(calibration.context.get("emulate")),
-        page.verdict("passed", verdict),
         "<h2>Settings tried</h2>",
         page.plot(_plot(calibration), 380),
         page.table(CALIBRATION_HEAD, [calibration_row(each, calibration) for each in calibration.candidates]),

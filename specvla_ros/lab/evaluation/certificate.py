@@ -302,14 +302,14 @@ _FOUND = ("bags", "result", "settings")
 
 def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str]) -> None:
     result = content["result"]
-    verdict = (
-        f"{result['differing']} of {result['actions']} answers differ from plain decoding in "
-        f"{content['policy']['dtype']}, {result['ties']} of them first at a near tie, over {result['tokens']} tokens. "
-        f"The setting is {'strict' if content['strict'] else 'relaxed: its answers may differ'}."
-    )
     kind = "failed" if failures else "passed" if content["strict"] else ""
+    setting = "strict: its answers must be the same" if content["strict"] else "relaxed: its answers may differ"
+    text = f"The setting is {setting}. {result['tokens']} tokens were compared in {content['policy']['dtype']}"
+    if result["differing"]:
+        text += f"; different answers that begin at a near tie: {result['ties']} of {result['differing']}"
+    of = f"of {result['actions']} answers differ from plain decoding"
     rows = [_row(name, each) for name, each in (*content["bags"].items(), ("all", result))]
-    parts = [page.verdict(kind, " ".join((verdict, *(f"{each}." for each in failures))))]
+    parts = [page.answer(kind, str(result["differing"]), of, f"{text}.", failures)]
     parts += ["<h2>Bags</h2>", page.table(_HEAD, rows)]
     for title, counts in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
         if counts:

@@ -298,7 +298,9 @@ def _write_sweep_report(path: Path, rows: Sequence[SweepRow]) -> None:
         by_length, by_place = tally.by_length(), tally.by_place()
         shares.append((name, *(f"{by_length.get(length, 0):.0%}" for length in lengths)))
         means.append((name, *(f"{by_place[each]:.2f}" if each in by_place else "" for each in positions)))
+    fastest = max(rows, key=lambda row: row.speed_up)
     parts = [
+        _sweep_answer(rows, fastest),
         "<h2>Success, forwards and speed</h2>",
         page.table(
             ("", "success", "difference", "forwards per action", "τ", "ms", "speed-up"),
@@ -314,6 +316,17 @@ def _write_sweep_report(path: Path, rows: Sequence[SweepRow]) -> None:
         page.provenance(rows[0].summary.context),
     ]
     page.write_page(path, f"{len(rows)} settings on the same {rows[0].summary.success.n} episodes", parts)
+
+
+def _sweep_answer(rows: Sequence[SweepRow], fastest: SweepRow) -> str:
+    first, name = rows[0], fastest.setting.name
+    text = (
+        f"{name} is the fastest of {len(rows)} settings. Its success is {fastest.summary.success}, that of "
+        f"{first.setting.name} {first.summary.success}: a paired difference of {fastest.against_first} points."
+    )
+    if fastest is first:
+        text = f"None of {len(rows)} settings is faster than {name}, whose success is {first.summary.success}."
+    return page.answer("", f"{fastest.speed_up:.2f} ×", f"as fast as {first.setting.name}", text)
 
 
 def _sweep_row(row: SweepRow, *, first: bool) -> tuple[str, ...]:

@@ -227,8 +227,14 @@ def _write_report(path: Path, judgements: Sequence[Judgement], context: Mapping[
     tried = [each for each in judgements if each.pairs]
     qualified = boldest(judgements)
     ended = next((each for each in judgements if each.verdict in (Verdict.REFUSED, Verdict.UNDECIDED)), None)
-    verdict = f"{qualified or 'None'} qualifies." + (f" {ended}." if ended is not None else "")
-    parts = [page.verdict("passed" if qualified else "failed", verdict)]
+    number, of = "0", f"of {len(judgements)} candidates qualify"
+    if qualified:
+        best = next(each for each in judgements if each.name == qualified)
+        number, of = f"{100 * best.differences.mean():+.1f} points", f"of success, {qualified} against {REFERENCE}"
+    reasons = (f"{ended}.",) if ended is not None else ()
+    parts = [
+        page.answer("passed" if qualified else "failed", number, of, f"{qualified or 'None'} qualifies.", reasons),
+    ]
     parts += ["<h2>Candidates, the safest first</h2>", page.table(_HEAD, map(_row, judgements))]
     if tried:
         wanted = tried[0].criterion

@@ -27,23 +27,13 @@ from specvla_ros.lab.evaluation.replay_summary import (
     ReplaySummary,
 )
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE
-from specvla_ros.lab.plans import Thresholds
 
-_UNITS = {"x": "m", "y": "m", "z": "m", "roll": "rad", "pitch": "rad", "yaw": "rad"}
 _STAGE_COLOURS = dict(zip(STAGES, (page.GREY, page.AMBER, page.BLUE, page.GREEN), strict=True))
 _PLOT_COLUMNS = 2
 _MAX_PICTURES = 300
 _PICTURE_SIZE = (240, 240)  # pixels, maximum
 
 # The slider, the image, the numbers and the line in the plots show the same frame.
-_SCRUBBER_STYLE = """
-<style>
-.scrubber { display: grid; grid-template-columns: 260px minmax(0, 1fr); gap: 1rem; }
-.scrubber > div:first-child { position: sticky; top: 0; align-self: start; background: #fff; z-index: 1; }
-.scrubber img, .scrubber input { display: block; width: 100%; } .scrubber img { min-height: 4rem; background: #eceef0; }
-@media (max-width: 760px) { .scrubber { grid-template-columns: minmax(0, 1fr); } .scrubber img { width: 160px; } }
-</style>
-"""
 _SCRUBBER = """
 <script>
 {
@@ -69,14 +59,12 @@ _SCRUBBER = """
         cell(row, typeof value === "number" ? value.toFixed(4) : "");
       }
     });
-    if (!plot) return;
-    Plotly.relayout(plot, { shapes: names.map((_, dimension) => {
-      const axis = dimension ? dimension + 1 : "";
-      return { type: "line", xref: "x" + axis, yref: `y${axis} domain`, x0: frame.time, x1: frame.time, y0: 0, y1: 1,
-        line: { color: "#1b1f24", width: 1, dash: "dot" } };
-    }) });
+    if (plot) cursor(plot, frame.time);
   };
   slider.addEventListener("input", () => show(Number(slider.value)));
+  slider.closest(".scrubber").addEventListener("step", (event) => {
+    show(Math.min(Math.max(Number(slider.value) + event.detail, 0), frames.length - 1));
+  });
   if (plot) for (const event of ["plotly_hover", "plotly_click"]) plot.on(event, (data) => {
     const distance = (frame) => Math.abs(frame.time - data.points[0].x);
     const nearest = frames.reduce((best, frame, index) => distance(frame) < distance(frames[best]) ? index : best, 0);
@@ -115,8 +103,8 @@ def _jpeg(image: np.ndarray) -> str:
 def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColumns, pictures: Pictures) -> None:
     """Writes the page of one bag."""
     parts = [
+        _answer(summary, summary.failures, "The whole bag was replayed"),
         _checkpoint(summary),
-        _verdict(summary.failures, summary.thresholds, "The whole bag was replayed"),
         page.busy(summary.context.get("busy")),
         "<h2>Frames</h2>",
         page.table(("", "frames"), _frame_rows(summary)),
@@ -138,11 +126,16 @@ def _checkpoint(summary: ReplaySummary) -> str:
     return f"<p class=note>{escape(summary.context['policy']['checkpoint'])}, {escape(summary.context['date'])}</p>"
 
 
-def _verdict(failures: Sequence[str], thresholds: Thresholds, whole: str) -> str:
+def _answer(summary: ReplaySummary, failures: Sequence[str], whole: str) -> str:
+    answered = f"{summary.actions} of {summary.frames} frames got an action"
+    number, of = str(summary.actions), f"actions from {summary.frames} frames"
+    if summary.latency_s:
+        number, of = f"{summary.latency_s['total']['p95'] * 1e3:.0f} ms", "from image to action, 95th percentile"
     if failures:
-        return page.verdict("failed", "The replay failed:", failures)
-    limited = any(limit is not None for limit in vars(thresholds).values())
-    return page.verdict("passed", f"{whole}; {'all limits kept' if limited else 'no limits were set'}.")
+        return page.answer("failed", number, of, f"{answered}. The replay failed:", failures)
+    limited = any(limit is not None for limit in vars(summary.thresholds).values())
+    kept = "all limits kept" if limited else "no limits were set"
+    return page.answer("passed", number, of, f"{whole}; {kept}. {answered}.")
 
 
 def _frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
@@ -172,7 +165,7 @@ def _comparison(summary: ReplaySummary) -> str:
     if not summary.compared:
         return "<p>The bag has no recorded action of the policy's length to compare with.</p>"
     rows = [
-        (name, _UNITS.get(name, ""), f"{error:.5f}", page.cell(summary.mean_bin_distance.get(name), ".1f"))
+        (name, page.UNITS.get(name, ""), f"{error:.5f}", page.cell(summary.mean_bin_distance.get(name), ".1f"))
         for name, error in summary.mean_abs_error.items()
     ]
     note = f"Means over {summary.compared} actions. A dimension has 256 bins over its range."
@@ -186,9 +179,12 @@ def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
     # Text from a bag must not end the script element.
     frames, names = (json.dumps(each).replace("<", "\\u003c") for each in (pictures.shown, columns.names))
     shown = len(pictures.shown)
-    note = f"Images of {shown} of {columns.frames} frames. Move the slider, or the pointer over the plots."
+    note = (
+        f"Images of {shown} of {columns.frames} frames. Press ← or → (with Shift: ten frames), move the slider, or the "
+        "pointer over the plots."
+    )
     return (
-        f"{_SCRUBBER_STYLE}<p class=note>{note}</p><div class=scrubber><div><img id=image alt='camera image'>"
+        f"<p class=note>{note}</p><div class=scrubber><div><img id=image alt='camera image'>"
         f"<input id=slider type=range min=0 max={shown - 1} value=0 aria-label=frame><p id=caption></p>"
         f"<table id=numbers data-names='{escape(names)}'><thead><tr><th><th>decoded<th>recorded</thead><tbody></tbody>"
         f"</table></div><div>{drawn}</div></div><script id=frames type='application/json'>{frames}</script>{_SCRUBBER}"
@@ -228,7 +224,7 @@ def _action_plot(columns: ReplayColumns) -> str:
     if columns.compared.any():
         series.append(("recorded", page.RED, np.array(columns.recorded)))
     rows = -(-len(columns.names) // _PLOT_COLUMNS)
-    titles = [f"{name} [{_UNITS[name]}]" if name in _UNITS else name for name in columns.names]
+    titles = [f"{name} [{page.UNITS[name]}]" if name in page.UNITS else name for name in columns.names]
     drawn = page.subplots(rows, _PLOT_COLUMNS, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.07)
     mode = "lines+markers" if len(columns.frame) < 200 else "lines"  # a single point is invisible as a line
     for dimension in range(len(columns.names)):
@@ -258,8 +254,8 @@ def write_bags_report(path: Path, summary: BagsSummary) -> None:
     """Writes the page of many bags."""
     total = summary.total
     parts = [
+        _answer(total, summary.failures, f"All {len(summary.rows)} bags were replayed completely"),
         _checkpoint(total),
-        _verdict(summary.failures, total.thresholds, f"All {len(summary.rows)} bags were replayed completely"),
         "<h2>Bags</h2>",
         page.table(BAGS_HEAD, [bag_cells(row) for row in summary.rows]),
         _links(path.parent, summary),

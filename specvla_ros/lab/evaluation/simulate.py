@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.run_directory import (
@@ -87,7 +88,10 @@ def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
         def add_picture() -> None:
             film.add(robot.look(), f"{robot.instruction}  [{how}]" + ("  done" if robot.succeeded() else ""))
 
-        return rollout(add_picture).run(job.task, job.seed)
+        def add_action(action: Action) -> None:
+            film.act(action.names, action.values)
+
+        return rollout(add_picture, on_act=add_action).run(job.task, job.seed)
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 """Statistics, films and report of simulated episodes."""
 
 import base64
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -127,11 +128,13 @@ _EMBEDDED_BYTES = 4 << 20  # maximum size of embedded films, so that browsers ca
 
 
 class Film:
-    """Writes an MP4 file (H.264) for browsers; the file is complete once closed."""
+    """Writes an MP4 file (H.264) for browsers, and next to it the actions as JSON; complete once closed."""
 
     def __init__(self, path: Path, rate_hz: float) -> None:
         self._container = av.open(str(path), "w")
-        self._rate = Fraction(rate_hz).limit_denominator(1000)
+        self._rate, self._path = Fraction(rate_hz).limit_denominator(1000), path
+        self._frames, self._names = 0, list[str]()
+        self._acted: list[tuple[float, list[float]]] = []
         self._stream: av.VideoStream | None = None
 
     def add(self, image: np.ndarray, caption: str = "") -> None:
@@ -147,11 +150,19 @@ class Film:
             self._stream.width, self._stream.height = framed.size
             self._stream.pix_fmt = "yuv420p"
         self._container.mux(self._stream.encode(av.VideoFrame.from_image(framed)))
+        self._frames += 1
+
+    def act(self, names: Sequence[str], values: Sequence[float] | np.ndarray) -> None:
+        """Adds the action that the robot takes now, after the last image."""
+        self._names = list(names)
+        self._acted.append((float(self._frames / self._rate), [float(value) for value in values]))
 
     def close(self) -> None:
         if self._stream is not None:
             self._container.mux(self._stream.encode())
         self._container.close()
+        acted = {"frame_s": float(1 / self._rate), "names": self._names, "acted": self._acted}
+        self._path.with_suffix(".json").write_text(json.dumps(acted), encoding="utf-8")
 
 
 def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[Path]) -> None:
@@ -160,9 +171,10 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
     listened = f"; the object moved was the named one in {summary.listened}" if summary.listened else ""
     success = f"Success {summary.success} over {summary.success.n} episodes, with the 95 % Wilson interval{listened}."
     parts = [
+        page.answer("", f"{100 * summary.success.value:.0f} %", f"of {summary.success.n} episodes succeeded", success),
         page.emulation(summary.context.get("emulation")),
         page.busy(summary.context.get("busy")),
-        page.verdict("", success),
+        _films(path, films),
         "<h2>Tasks</h2>",
         page.table(
             ("task", "instruction", "success", "episodes", "moved named object", "steps", "time s", "roughness"),
@@ -174,7 +186,6 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
         _latency(summary),
         _refused(summary.context.get("refused"), summary.context.get("refused_in_motion", {})),
         page.decoding(summary.decode),
-        _films(path, films),
         page.recording(summary.context.get("recording")),
         page.provenance(summary.context),
     ]
@@ -265,18 +276,43 @@ def _refused(refused: Mapping[str, Mapping[str, int]] | None, moving: Mapping[st
     return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + page.table(head, rows)
 
 
+_FILMS = (
+    "The actions beside each film are in the policy's units. Press ← or → to step the film under the pointer (with "
+    "Shift: ten frames), or click on an action."
+)
+
+
 def _films(path: Path, films: Sequence[Path]) -> str:
     if not films:
         return ""
-    parts, room = [], _EMBEDDED_BYTES
+    parts, room = [f"<h2>Films</h2><p class=note>{_FILMS}</p>"], _EMBEDDED_BYTES
     for film in films:
+        sidecar = film.with_suffix(".json")
+        if not sidecar.exists():
+            continue  # its episode was interrupted
+        acted = json.loads(sidecar.read_text(encoding="utf-8"))
         size = film.stat().st_size
         source = escape(str(film.relative_to(path.parent)))
         if size <= room:
             room -= size
             source = "data:video/mp4;base64," + base64.b64encode(film.read_bytes()).decode()
         parts.append(
-            f"<figure><video controls muted loop src='{source}'></video><figcaption>{escape(film.stem)}</figcaption>"
-            "</figure>"
+            f"<div class='scrubber film' data-frame='{acted['frame_s']}'><figure><video controls muted loop "
+            f"playsinline src='{source}'></video><figcaption>{escape(film.stem)}</figcaption></figure>"
+            f"{_action_plot(acted) if acted['acted'] else ''}</div>"
         )
-    return "<h2>Films</h2>" + "".join(parts)
+    return "".join(parts)
+
+
+def _action_plot(acted: Mapping[str, Any]) -> str:
+    """The actions over the film's time: one plot per unit."""
+    names, times_s, values = acted["names"], *zip(*acted["acted"], strict=True)
+    units = list(dict.fromkeys(page.UNITS.get(name, "") for name in names))
+    drawn = page.subplots(len(units), 1, shared_xaxes=True, vertical_spacing=0.06)
+    for name, column in zip(names, zip(*values, strict=True), strict=True):
+        row = units.index(page.UNITS.get(name, "")) + 1
+        drawn.add_scatter(x=times_s, y=column, name=name, mode="lines", line=dict(shape="hv"), row=row, col=1)
+    for row, unit in enumerate(units):
+        drawn.update_yaxes(title_text=unit, exponentformat="power", row=row + 1)
+    drawn.update_xaxes(title_text="film time [s]", row=len(units))
+    return page.plot(drawn, 150 + 80 * len(units), legend=dict(orientation="h", y=-0.22, yanchor="top", x=0))

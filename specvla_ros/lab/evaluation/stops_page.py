@@ -20,7 +20,6 @@ TABLE_HEAD = (
     *("output", "cause", "speed %", "reach %", "n"),
     *("time median s", "time worst s", "distance median mm", "distance worst mm"),
 )
-_COLOURS = (page.BLUE, page.RED, page.GREEN, page.AMBER, page.GREY, page.INK)
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,15 @@ def write_stops(out: Path, stops: Stops, table: StopTable) -> None:
 
 
 def _write_page(path: Path, stops: Stops, table: StopTable) -> None:
-    left_out = f"; {len(stops.left_out)} files contain none" if stops.left_out else ""
+    left_out = f"; files without one: {len(stops.left_out)}" if stops.left_out else ""
+    number, of, slowest = "0", "stops of a moving robot", ""
+    if stops.measured:
+        number, of = f"{max(stop.way_m for stop in stops.measured) * 1e3:.1f} mm", "is the longest stopping distance"
+        slowest = f"The longest stopping time is {max(stop.time_s for stop in stops.measured):.3f} s. "
+    counted = f"{slowest}{len(stops.measured)} stops of a moving robot{left_out}."
     parts = [
-        page.verdict("", f"{len(stops.measured)} stops of a moving robot{left_out}. {table.caption}"),
+        page.answer("", number, of, counted),
+        f"<p class=note>{escape(table.caption)}</p>",
         f"<p class=note>{escape(_HOW)}</p>",
         page.table(TABLE_HEAD, [row.cells for row in table.rows]),
     ]
@@ -134,7 +139,7 @@ def _ways(measured: Sequence[Stop]) -> str:
     for number, cause in enumerate(sorted({stop.cause for stop in measured})):
         of_cause = [stop for stop in measured if stop.cause == cause]
         speeds, ways = [stop.speed_m_s * 1e3 for stop in of_cause], [stop.way_m * 1e3 for stop in of_cause]
-        marker = {"color": _COLOURS[number % len(_COLOURS)], "size": 8}
+        marker = {"color": page.COLOURS[number % len(page.COLOURS)], "size": 8}
         files = [Path(stop.file).name for stop in of_cause]
         drawn.add_scatter(x=speeds, y=ways, mode="markers", name=cause, marker=marker, text=files)
     return page.plot(drawn, 420)

@@ -120,6 +120,7 @@ class Rollout:
     Args:
         on_step: called after each `control_dt` of the world, to record a video.
         on_look: called with each observation given to the engine.
+        on_act: called with each action that the robot takes.
         time_limit: multiple of the task's time after which an episode fails.
     """
 
@@ -131,6 +132,7 @@ class Rollout:
         tick_time: TickTime,
         on_step: Callable[[], None] = lambda: None,
         on_look: Callable[[Observation], None] = lambda _: None,
+        on_act: Callable[[Action], None] = lambda _: None,
         time_limit: float = 1.0,
     ) -> None:
         from specvla_ros.lab.jobs.hosted_engine import HostedEngine
@@ -151,6 +153,7 @@ class Rollout:
         self._tick_time = tick_time
         self._on_step = on_step
         self._on_look = on_look
+        self._on_act = on_act
         self._time_limit = time_limit
         self._per_action = round(robot.action_dt / robot.control_dt)
 
@@ -248,6 +251,7 @@ class Rollout:
             if seconds is None:
                 episode.acted_s.append(episode.thought_s)
             episode.act(outcome, episode.thought_s - looked_s if seconds is None else seconds)
+            self._on_act(outcome)
             self._robot.take(outcome.values, episode.passed * self._robot.control_dt - looked_s)
 
     def _advance(self, episode: _Episode, until: int) -> None:

@@ -19,7 +19,7 @@ from specvla_ros.lab.evaluation.calibrate import PROFILE_FILE, calibrate
 from specvla_ros.lab.evaluation.certificate import certify
 from specvla_ros.lab.evaluation.compare import FrameRun, time_settings
 from specvla_ros.lab.evaluation.frame_sources import frames_in, shuffled
-from specvla_ros.lab.evaluation.page import provenance, table, verdict, write_page
+from specvla_ros.lab.evaluation.page import answer, provenance, table, write_page
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, bag_hashes, checkpoint_hashes, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import THIS_PROCESS, FleetPlan, Spread
@@ -202,9 +202,11 @@ def _put(new: Path, place: Path) -> Path | None:
 
 def _write_report(path: Path, found: FleetDraft) -> None:
     where = f"; it is in {found.promoted}" if found.promoted else ""
-    taken = verdict("passed", f"The new head is accepted{where}.")
+    number, plain = (f"{found.runs[name].tally.forwards_per_action:.2f}" for name in (_NEW, _PLAIN))
+    of = f"forwards per action; plain decoding needs {plain}"
+    taken = answer("passed", number, of, f"The new head is accepted{where}.")
     if found.refusals:
-        taken = verdict("failed", "The new head is refused:", found.refusals)
+        taken = answer("failed", number, of, "The new head is refused:", found.refusals)
     how = f"{found.context['frames']} frames, the settings taking turns, strict acceptance"
     parts = [
         f"{taken}<h2>On bags that it was not trained on</h2>{table(RUNS_HEAD, found.rows())}",

@@ -157,7 +157,7 @@ def test_a_bag_that_cannot_be_read_is_named_and_fails_the_replay(
     assert counts(summary) == {"a": (3, 3), "c": (2, 2), "early": (2, 0)}
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert "b" in written["bags"] and written["bags"]["b"]["why"]
-    assert "The replay failed:<ul><li>b: " in (tmp_path / "out" / "report.html").read_text()
+    assert "The replay failed:</p><ul><li>b: " in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_limits_are_over_the_frames_of_all_bags(settings: ReplaySettings, folder: Path, tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ def test_results_are_complete(policy, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<b>Emulation</b> of NVIDIA RTX 5090" in page and "data:video/mp4" in page
     assert "age of the image acted on [ms]" not in page, "in lockstep the world waits"
-    films = sorted((tmp_path / "out" / "films").iterdir())
+    films = sorted((tmp_path / "out" / "films").glob("*.mp4"))
+    acted = json.loads(films[0].with_suffix(".json").read_text())
+    assert acted["names"][-1] == "gripper" and {len(values) for _, values in acted["acted"]} == {7}
     assert [film.name for film in films] == ["lift_red-5.mp4", "put_red-5.mp4"]
     with av.open(str(films[0])) as film:
         assert sum(1 for _ in film.decode(video=0)) == TASKS[0].max_steps * 4 * SHORT

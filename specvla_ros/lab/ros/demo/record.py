@@ -74,6 +74,8 @@ class DemoRecord:
             return  # the robot follows the first message of an answer
         self.recent.append((_stamp_s(action), thinking_s(action)))
         self._actions.append(action)
+        if self._film is not None:
+            self._film.act(action.names, first_values(action))
 
     def on_stats(self, stats: DecodeStats) -> None:
         self.stats = stats
