@@ -43,7 +43,9 @@ def test_bags_are_written_with_the_messages_own_definitions(name: str) -> None:
 def test_every_script_is_installed() -> None:
     match = re.search(r"foreach\(script ([^)]*)\)", (ROOT / "CMakeLists.txt").read_text())
     assert match is not None
-    assert {*match[1].split()} == {path.name for path in (ROOT / "scripts").iterdir() if not path.suffix}
+    assert {*match[1].split()} == {
+        path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix
+    }
 
 
 def test_every_ros_package_that_is_imported_is_a_dependency() -> None:
