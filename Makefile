@@ -62,10 +62,11 @@ mutants: build $(TESTING) $(MUTANTS)  ## Run mutation tests of the package (hour
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m mutants.mutants $(if $(SAMPLE),--sample $(SAMPLE)) \
 	    $(if $(ONLY),--only $(ONLY)) --out benchmarks/results/mutants$(if $(ONLY),_$(notdir $(ONLY:/=))).json
 
-lint: build $(TESTING) mypy  ## Run ruff and mypy, and check licence headers and words
+lint: build $(TESTING) mypy  ## Run ruff and mypy, and check licence headers, spelling and prose
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python scripts/spdx.py --check
+	@$(BIN)/codespell
 	@$(BIN)/python scripts/plain_words.py
 
 # The oldest Triton only for Orin, whose images ship it; other GPUs use torch's. Runs under nice, because continuous

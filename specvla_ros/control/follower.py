@@ -41,7 +41,7 @@ class Compensation(str, Enum):
 
 
 class RefusalReason(str, Enum):
-    """Why an action is not followed."""
+    """Reason not to follow an action."""
 
     NOT_FINITE = "not_finite"
     WRONG_SHAPE = "wrong_shape"

@@ -103,7 +103,7 @@ def _parsed(path: Path, text: bytes) -> ElementTree.Element | None:
     is_xacro = b"<xacro:" in text if tree is None else any("xacro}" in str(each.tag) for each in tree.iter())
     if is_xacro or path.suffix == ".xacro":
         urdf = f"{path.name.partition('.')[0]}{'' if path.suffix == '.xacro' else '_plain'}.urdf"
-        raise UserError(f"robot model {path} is xacro: run `ros2 run xacro xacro {path} > {urdf}` and use that file")
+        raise UserError(f"robot model {path} is xacro: run `xacro {path} > {urdf}` and use that file")
     return tree
 
 
@@ -270,7 +270,7 @@ class ToolKinematics:
         return self.pose_at(self._in_range(positions))
 
     def mismatch(self, positions: Mapping[str, float], tool: Pose) -> str:
-        """How the tool's pose at joint positions differs from a measured one; empty if within sensor accuracy.
+        """Describes how far the tool's pose at joint positions is from a measured one; empty if within sensor accuracy.
 
         The model's tool must be the measured point: otherwise every target is off by the distance between them.
         """

@@ -28,7 +28,7 @@ MAX_STREAMS = 256
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine decodes. Raises UserError if a value is out of range."""
+    """Settings of decoding and scheduling. Raises UserError if a value is out of range."""
 
     ROS_PREFIX: ClassVar[str] = "decode."
 

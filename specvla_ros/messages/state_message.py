@@ -34,7 +34,7 @@ class StateReader:
 
     @property
     def lacking(self) -> str:
-        """Why the last message did not complete a state; empty: it did."""
+        """Reason why the last message did not complete a state; empty if it did."""
         return f"{self._parts.lacking}: see state_names" if self._parts.lacking else ""
 
     def read(self, message: Any, stamp_ns: int) -> np.ndarray | None:

@@ -70,7 +70,7 @@ class LoraFactors:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """A LoRA adapter."""
+    """Low-rank changes to a base model's weights, as PEFT saves them."""
 
     path: Path  # file of its weights
     factors: Mapping[str, LoraFactors]  # by the weight's name, see `bare_name`

@@ -169,7 +169,7 @@ class ManagedNode(LifecycleNode):
         """Applies new parameter values, or refuses all of them with UserError; see `_follow_changes`."""
 
     def _follow_changes(self, kind: type) -> None:
-        """From now on checks each new parameter value against `kind` and passes it to `_change`."""
+        """Subscribes to parameter changes: checks each new value against `kind` and passes it to `_change`."""
 
         def on_set(parameters: list[Any]) -> SetParametersResult:
             changed = {parameter.name: parameter.value for parameter in parameters}

@@ -181,7 +181,7 @@ class JointGate(SmoothGate[np.ndarray]):
         return self._slow_enough(sent, brakes, np.where(leaves[:, None], brakes, velocity))
 
     def _slow_enough(self, sent: np.ndarray, brakes: np.ndarray, velocity: np.ndarray) -> np.ndarray:
-        """As close to `velocity` as the tool's speed limit allows; any value between `brakes` and it is reachable."""
+        """The velocity closest to `velocity` within the tool's speed limit; any from `brakes` to it is reachable."""
         if self._kinematics is None:
             return velocity
         moves = self._kinematics.tool_moves(sent)[:3]

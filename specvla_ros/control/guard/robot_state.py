@@ -42,7 +42,7 @@ class StateRule:
         return cls(found["topic"], found["type"], found["field"], values)
 
     def problem(self, message: Any) -> str:
-        """Why the rule forbids motion, in words; empty: it does not."""
+        """Returns the reason why the rule forbids motion, in words; empty if it does not."""
         try:
             value = _text(self._value(message))
         except LookupError as error:

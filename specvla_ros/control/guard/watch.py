@@ -56,7 +56,7 @@ class ClockWatch:
         return f"the clock jumped ahead by {went_s - real_s:.3f} s" if went_s - real_s > _JUMP_S else ""
 
     def still_s(self, now: Instant) -> float:
-        """How long the node's clock has stood still."""
+        """Seconds for which the node's clock has stood still."""
         return now.steady_s - self._advanced.steady_s if self._advanced is not None else 0.0
 
 
@@ -81,7 +81,7 @@ class Confirmation:
         self._followed = instruction
 
     def problem(self) -> str:
-        """Why motion is not confirmed; empty: it is."""
+        """Returns the reason why motion is not confirmed; empty if it is."""
         if not self._confirmed:
             return f"'{(self._followed or self._asked)[:80]}' is not confirmed on ~/confirm"
         if self._asked and self._asked != self._confirmed:

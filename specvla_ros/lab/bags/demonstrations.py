@@ -50,7 +50,7 @@ class Hindsight:
 
 @dataclass(frozen=True)
 class DemonstrationRecord:
-    """One demonstration."""
+    """Images, actions and instruction of one successful episode."""
 
     images: Sequence[np.ndarray]  # RGB, uint8 [height, width, 3]
     actions: Sequence[np.ndarray]  # one per image, float64 [7]: metres and radians over 0.2 s, gripper 1 open

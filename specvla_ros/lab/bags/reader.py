@@ -56,7 +56,7 @@ class Topic:
 
 @dataclass(frozen=True)
 class BagMessage:
-    """One message."""
+    """A recorded message, deserialised on demand."""
 
     topic: str
     msgtype: str
@@ -89,7 +89,7 @@ class Bag:
 
     @property
     def damage(self) -> str:
-        """Why parts of the bag could not be read, or empty. Some damage is only found at the end of reading."""
+        """Reason why parts of the bag could not be read, or empty. Some damage is only found at the end of reading."""
         return "; ".join(storage.damage for storage in self._storages if storage.damage)
 
     def warn_of_damage(self) -> None:

@@ -206,7 +206,7 @@ class _PolicyInTurn:
         self._turn_ends, self._policy_acts = 0, False
 
     def act(self, action: np.ndarray, *, lies: bool, robot: TableRobot, passed: int) -> tuple[np.ndarray, int]:
-        """Same as `_Disturbed.act`; `passed`: steps of the episode so far."""
+        """Does the same as `_Disturbed.act`; `passed`: steps of the episode so far."""
         if passed >= self._turn_ends:
             self._turn_ends = passed + int(self._rng.integers(*_TURN_STEPS))
             self._policy_acts = bool(self._rng.random() < _POLICY_SHARE)

@@ -48,7 +48,7 @@ def tick_time(device: str = "") -> TickTime:
 
 
 class Clock(str, Enum):
-    """How world time passes while the policy decodes."""
+    """Passage of world time while the policy decodes."""
 
     LOCKSTEP = "lockstep"  # the world stands still
     REALTIME = "realtime"  # the world keeps moving

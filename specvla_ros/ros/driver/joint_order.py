@@ -44,7 +44,10 @@ class JointOrder:
         self._looks = 0
 
     def look(self, *, heard: bool) -> None:
-        """To be called periodically. `heard`: commands have a subscriber, and the guard, if any, sent its state."""
+        """Compares the joint order with the controller's, once it answers; called periodically.
+
+        `heard`: commands have a subscriber, and the guard, if any, sent its state.
+        """
         self._looks = self._looks + 1 if heard else 0
         if self._client is None:
             return

@@ -49,7 +49,7 @@ class GripperGoals:
         self._sent: float | None = None
 
     def forget(self) -> None:
-        """To be called when motion ends: the gripper may be moved by hand, so the same position is then a new goal."""
+        """Forgets the last goal when motion ends; moved by hand, the gripper may need it again."""
         self._sent = None
 
     def send(self, position: float) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftModelSettings:
-    """Settings of the draft model."""
+    """Checkpoint and number of tokens of a smaller policy that drafts."""
 
     directory: str = parameter(
         "",

@@ -16,7 +16,7 @@ _LONGEST = 3
 
 @dataclass(frozen=True)
 class PromptLookupSettings:
-    """Settings of prompt lookup."""
+    """Length of the drafts that are copied from prompt and answer."""
 
     tokens: int = parameter(
         0,
