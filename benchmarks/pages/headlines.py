@@ -90,7 +90,7 @@ def _cpu(results: Mapping[str, Result]) -> dict[str, Any]:
 
 
 def _robots(result: Result) -> dict[str, Any]:
-    """How many robots a device serves with images that are young enough, by the way that they share it."""
+    """Number of robots that a device serves with images that are young enough, by the way that they share it."""
 
     def most(device: str, way: str) -> int:
         rows = result["devices"][device]["rows"][f"spec, {way}"]

@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 
 @dataclass(frozen=True)
 class Check:
-    """One finding."""
+    """Result of one check."""
 
     name: str
     state: str  # `ok`, `missing` (required, and does not work) or `note` (optional)

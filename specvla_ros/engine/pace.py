@@ -124,7 +124,7 @@ class Answers:
 
 
 def expected_left(forwards: Sequence[int], done: int) -> float:
-    """Mean number of forwards left after `done`, over the answers that took more; 1 if none did."""
+    """Mean number of forwards left after `done` forwards, over the answers that took more than that; 1 if none did."""
     more = [each - done for each in forwards if each > done]
     return fmean(more) if more else 1.0
 

@@ -346,7 +346,7 @@ class SmoothGate(Gate, Generic[Place]):
         return [Refusal(Cause.NOT_FOLLOWING, detail)]
 
     def _brake_lost_time(self, dt_s: float) -> float:
-        """Time to move for. A late tick must not catch up in one message, since the robot waited meanwhile."""
+        """Duration of the next step: a late tick must not catch up in one message, since the robot waited meanwhile."""
         lost_s = dt_s - self._longest_s
         if lost_s > 0:
             self._lost_s += lost_s

@@ -159,7 +159,7 @@ class Guard:
         self._watch.robot.take(rule, message)
 
     def robot_gone(self, topics: frozenset[str]) -> None:
-        """Takes the topics of the robot's state that have no publisher."""
+        """Voids the robot's states on topics that no longer have a publisher."""
         self._watch.robot.gone(topics)
 
     def press_stop(self, who: str, now: Instant) -> None:

@@ -81,7 +81,7 @@ class RobotStates:
         self._problems[rule] = rule.problem(message)
 
     def gone(self, topics: frozenset[str]) -> None:
-        """Takes topics without a publisher: states received on them no longer count."""
+        """Voids the states received on topics that no longer have a publisher."""
         self._gone = topics
         for rule in self._problems:
             if rule.topic in topics:

@@ -96,7 +96,9 @@ class GuardSettings:
         NO_NAMES,
         "Required robot states, each 'TOPIC PACKAGE/msg/TYPE FIELD=VALUE|VALUE'; any other value latches a stop.",
     )
-    override: bool = parameter(False, "Also take commands on override/…; while they arrive, they replace the driver's.")
+    override: bool = parameter(
+        False, "Also accept commands on override/…; while they arrive, they replace the driver's."
+    )
     speed_scale: float = parameter(
         1.0, "Initial fraction of the speed limits; ~/speed_scale changes it.", minimum=0.0, maximum=1.0
     )

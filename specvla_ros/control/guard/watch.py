@@ -169,7 +169,7 @@ class Watch:
         """Takes an action as the policy's heartbeat."""
         age_s = (now.clock_ns - (stamp.ns or 0)) * 1e-9
         if age_s > self._settings.max_action_age_s:
-            self._action.problem = f"the last one's image was {age_s:.3f} s old"
+            self._action.problem = f"the last action's image was {age_s:.3f} s old"
         elif self._newer(self._action, stamp, now):
             self.confirmation.follow(instruction)
 

@@ -58,7 +58,7 @@ class Candidate:
     refusals: tuple[str, ...] = ()  # the broken limits, in words
 
     def judged(self, limits: Limits, fastest_exact: "Candidate") -> "Candidate":
-        """A copy with the limits that it breaks on the frames; exact settings break none."""
+        """Returns a copy that lists the limits broken on the frames; exact settings break none."""
         if self.trial.tolerance is None:
             return self
         found = self.deviation
@@ -74,7 +74,7 @@ class Candidate:
         return replace(self, refusals=tuple(reasons))
 
     def with_success(self, pairs: PairedComparison, limits: Limits) -> "Candidate":
-        """A copy with its success and, if broken, the limit on it."""
+        """Returns a copy with the success rate and, if it is broken, the limit on it."""
         _, low, _ = pairs.points
         reasons = self.refusals
         if low < -limits.loss_points:

@@ -94,7 +94,7 @@ class Certificate:
         alone, different = sum(result["lost"].values()) + result["gained"], result["differing"] - result["ties"]
         failures = []
         if not result["actions"]:
-            failures.append("no image was answered with an action")
+            failures.append("the policy answered no image with an action")
         if alone:
             failures.append(f"{alone} images were answered by only one of the two")
         if self.content["strict"] and different > 0:

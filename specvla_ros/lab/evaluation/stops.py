@@ -98,8 +98,8 @@ def find_black_boxes(given: Sequence[str]) -> list[Path]:
         files = [file for match in matches for file in (sorted(match.rglob("*.mcap")) if match.is_dir() else [match])]
         if not files:
             raise UserError(
-                f"{each} matches no .mcap file; give files of the guard's black box, or its folder: black_box_dir, "
-                "by default ~/.ros/black_box"
+                f"no .mcap file matches {each}; give files of the guard's black box, or their folder (black_box_dir, "
+                "by default ~/.ros/black_box)"
             )
         found |= dict.fromkeys(files)
     return list(found)

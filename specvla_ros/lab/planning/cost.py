@@ -241,7 +241,7 @@ def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, pre
 
 
 def draft_prompt_part(model: ModelCost, dtype_bytes: int) -> Part:
-    """The draft head over one prompt."""
+    """Cost of the draft head over one prompt."""
     rows = model.prompt_rows
     values = model.draft_values + 2 * rows * model.draft_kv_values
     return Part("draft prompt", float(values * dtype_bytes), 2.0 * model.draft_values * rows, rows, layers=1)

@@ -174,7 +174,7 @@ def run_loop(
 
 @dataclass(frozen=True)
 class DrivenLoop:
-    """The scheduler's run."""
+    """Record of a run of the scheduler, without times."""
 
     ticks: list[Tick]
     warm_ticks: int  # number of first ticks whose actions are not counted

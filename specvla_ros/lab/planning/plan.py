@@ -358,7 +358,7 @@ def _forwards(model: cost.ModelCost, device: Device, weights: WeightFormat) -> M
 
 
 def note(device: Device) -> str:
-    """Says that the numbers are computed, not measured."""
+    """The notice that the numbers are computed, not measured."""
     if device.kind == "measured":
         return f"Limits from rates measured on {device.name}: computed, no policy ran; a real engine is slower."
     return f"Limits from assumed figures of {device.name}: nothing was measured, no such device was used."

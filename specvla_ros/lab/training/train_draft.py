@@ -230,7 +230,7 @@ class _DraftLoss(nn.Module):
 
 
 def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_head: Tensor) -> Tensor:
-    """1.0 smooth-L1 of the features plus 0.1 cross-entropy with the target's distribution, means (Spec-VLA 5.1).
+    """Mean smooth-L1 of the features plus 0.1 times the mean cross-entropy with the target (Spec-VLA, section 5.1).
 
     `predicted` and `features` are the head's and the target's hidden states, [rows, hidden]; `probabilities` the
     target's distribution at each row, [rows, vocab]; `lm_head` its output head, [vocab, hidden].

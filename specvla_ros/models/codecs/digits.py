@@ -223,7 +223,7 @@ DIGIT_TOKENS = 11
 
 @CODECS.register("digits")
 def _digits(context: CodecContext) -> DigitsCodec:
-    """Makes the codec of this package's own format from `action_tokenizer/processor_config.json`."""
+    """Makes the codec of this package's format, which is described by `action_tokenizer/processor_config.json`."""
     path = context.directory / CODEC_FOLDER / CODEC_FILE
     fields = read_fields(path, missing="it must contain time_horizon and bins", hint="; copy it again")
     if context.vocab_size <= DIGIT_TOKENS:

@@ -129,7 +129,7 @@ class Ring:
             self._bytes -= len(self._messages.popleft()[2]) + HEAD.size
 
     def snapshot(self) -> list[tuple[int, int, bytes]]:
-        """Time in nanoseconds, channel and bytes of each message."""
+        """Copies the kept messages: time in nanoseconds, channel and bytes of each."""
         return list(self._messages)
 
 

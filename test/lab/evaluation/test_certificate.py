@@ -170,7 +170,7 @@ def test_what_plain_decoding_does_not_answer_the_setting_must_not_either(
     bag = bags.write_bag(tmp_path / "bag", bags.episode(FRAMES, instruction="x" * 4000))
     found = certify(policy, EngineSettings("spec", draft=DRAFTS), [bag], ALONE)
     assert found.content["result"]["unanswered"] == {"bad_instruction": FRAMES}
-    assert found.failures == ("no image was answered with an action",)
+    assert found.failures == ("the policy answered no image with an action",)
 
     def lenient(target: OpenVLATarget, settings: EngineSettings) -> Engine:
         return Engine(target, replace(settings, max_text_tokens=1024) if settings.drafts else settings)

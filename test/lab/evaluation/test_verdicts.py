@@ -144,7 +144,7 @@ def test_a_setting_fails_by_answers_of_one_alone_and_strictly_by_others() -> Non
         "5 images were answered by only one of the two",
     )
     assert Certificate(content(differing=3, ties=2)).failures == ("1 of 9 strict answers differ from plain decoding",)
-    assert Certificate(content(actions=0)).failures == ("no image was answered with an action",)
+    assert Certificate(content(actions=0)).failures == ("the policy answered no image with an action",)
 
 
 def test_another_run_must_find_all_but_the_last_places_of_the_logits() -> None:

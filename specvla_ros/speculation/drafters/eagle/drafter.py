@@ -225,7 +225,7 @@ def _before_newest(request: DraftInput, left: int) -> DraftInput:
 
 
 class StaticDraft:
-    """Captured feeding of some requests' newest committed rows to the head, and growth of their trees."""
+    """A CUDA graph that feeds the newest committed rows of some requests to the head, and grows their trees."""
 
     def __init__(self, grower: TreeGrower, *, requests: int, depth: int, capture: Capture) -> None:
         self._grower, self._depth = grower, depth
