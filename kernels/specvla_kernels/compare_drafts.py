@@ -46,7 +46,7 @@ class Trees:
 
     @property
     def wanted(self) -> Tensor:
-        """int64 [requests, n], the target's choice after each node's parent; NO_TOKEN at the root."""
+        """The target's choice after each node's parent, int64 [requests, n]; NO_TOKEN at the root."""
         return torch.where(self.parents < 0, NO_TOKEN, self.choices.gather(1, self.parents.clamp(min=0)))
 
 
@@ -108,9 +108,10 @@ class Comparison:
 
     @staticmethod
     def where_near(trees: Trees, wanted: Tensor, near: Tensor, apart: Tensor, dimensions: Tensor) -> "Comparison":
-        """Comparison of tokens other than bins, with distance `apart` where two are near, else 1 for a difference.
+        """Compares tokens that are not bins; all tensors are [requests, n].
 
-        `near` is True where a token may replace the wanted one, and is not read at the root. All are [requests, n].
+        `near` is True where a token may replace the wanted one: the distance is then `apart`. Elsewhere it is 0 for
+        equal tokens and 1 for different ones. The values at the root are not read.
         """
         drafted = trees.parents >= 0
         near = near & drafted

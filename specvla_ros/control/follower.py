@@ -41,7 +41,7 @@ class Compensation(str, Enum):
 
 
 class RefusalReason(str, Enum):
-    """Reason not to follow an action."""
+    """Reason why an action is refused."""
 
     NOT_FINITE = "not_finite"
     WRONG_SHAPE = "wrong_shape"

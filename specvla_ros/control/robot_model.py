@@ -28,7 +28,7 @@ AnyJoints = TypeVar("AnyJoints", bound=Joints)
 
 @dataclass(frozen=True)
 class RobotModel:
-    """A robot's kinematics, and URDF data that MuJoCo drops; joints have their names from the file."""
+    """A robot's kinematics, and the URDF data that MuJoCo drops. Joints keep their names from the file."""
 
     path: Path
     model: "mujoco.MjModel"

@@ -240,7 +240,7 @@ class ScheduledRequest:
 
     @property
     def hidden(self) -> Tensor:
-        """[rows, hidden], last hidden states of this share's rows; the tree's come last."""
+        """Last hidden states of this share's rows, [rows, hidden]; the tree's come last."""
         return self.states[self.rows.start : self.rows.stop]
 
     @property

@@ -37,7 +37,7 @@ _GRAPH_BYTES, _WORKSPACE_BYTES, _LOGIT_BYTES = 4 << 20, 64 << 20, 4
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A forward size."""
+    """Size to which a forward is padded."""
 
     rows: int  # rows of the forward, including padding
     longest: int  # max rows of a segment; determines the attention's tiles
@@ -194,7 +194,7 @@ def memory_warning(config: DecoderShape, sizes: ForwardSizes, dtype: torch.dtype
 
 
 def logits_memory(decoder: Decoder, sizes: ForwardSizes) -> Tensor:
-    """[n, vocab], logits memory shared by all forwards, since it grows with the vocabulary."""
+    """Memory for logits, [n, vocab], shared by all forwards because its size grows with the vocabulary."""
     hidden = torch.zeros(sizes.wanted, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
     return decoder.logits(hidden)
 

@@ -30,9 +30,10 @@ _TOKENS = 40
 
 @torch.inference_mode()
 def kernel_fault(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> str:
-    """Describes how the kernels differ from their references; empty if they do not, or if references run anyway.
+    """Compares the kernels with their references and describes the first difference; empty if there is none.
 
     Runs the first layer and the acceptance on random inputs, with trees and with a prompt. Overwrites the KV cache.
+    Where the references are in use, as on a CPU, nothing runs.
     """
     if not has_kernels(cache.keys):
         return ""

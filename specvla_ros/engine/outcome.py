@@ -127,7 +127,7 @@ class Action:
 
     @property
     def values(self) -> np.ndarray:
-        """float64 [dims], the first action."""
+        """The first action, float64 [dims]."""
         return self.actions[0]
 
 

@@ -13,7 +13,7 @@ from specvla_ros.engine.outcome import DecodeRecord
 
 @dataclass
 class DecodeTally:
-    """Counts over actions.
+    """Numbers of forwards and tokens, summed over actions.
 
     Attributes:
         forwards: packed forwards that carried the actions' rows, prefill included.

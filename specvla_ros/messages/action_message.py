@@ -29,7 +29,7 @@ class ActionMeaning:
     base_frame: str  # the header's frame_id
 
     def metric(self, action: Action) -> np.ndarray:
-        """float64 [horizon, dims]: translations in metres, rotations in radians, other values unchanged."""
+        """The action, float64 [horizon, dims]: translations in metres, rotations in radians, other values unchanged."""
         unit = dict.fromkeys(("x", "y", "z"), self.convention.translation_unit_m)
         unit |= dict.fromkeys(("roll", "pitch", "yaw"), self.convention.rotation_unit_rad)
         scaled: np.ndarray = action.actions * np.array([unit.get(name, 1.0) for name in action.names])

@@ -131,7 +131,7 @@ class PolicyFacts(Protocol):
 
     @property
     def state_dims(self) -> int:
-        """Number of robot state values that it reads."""
+        """Number of robot state values that the policy reads; 0: it reads none."""
 
     @property
     def state_names(self) -> tuple[str, ...]:

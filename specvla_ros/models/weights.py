@@ -27,7 +27,7 @@ Progress = Callable[[str, float], None]
 
 
 def no_progress(what: str, fraction: float) -> None:
-    """Shows nothing."""
+    """Ignores the progress of loading; the default."""
 
 
 # File names in transformers' order of preference: the first that exists is read, all others are ignored.

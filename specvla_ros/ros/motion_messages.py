@@ -42,7 +42,7 @@ def twist_message(velocity: np.ndarray, stamp_ns: int, frame_id: str) -> TwistSt
 
 
 def pose_message(pose: Pose, stamp_ns: int, frame_id: str) -> PoseStamped:
-    """A pose of the tool."""
+    """Message of a tool pose in the frame `frame_id`."""
     message = PoseStamped(header=_header(stamp_ns, frame_id))
     position, turn = message.pose.position, message.pose.orientation
     position.x, position.y, position.z = pose.position.tolist()
@@ -62,12 +62,12 @@ def trajectory_message(
 
 
 def array_message(positions: np.ndarray) -> Float64MultiArray:
-    """Commanded joint positions, float64 [joints]."""
+    """Message of commanded joint positions, float64 [joints]."""
     return Float64MultiArray(data=positions.tolist())
 
 
 def gripper_message(position: float, gripper: GripperLimits) -> Float64MultiArray | JointTrajectory:
-    """Commanded gripper position."""
+    """Message of a commanded gripper position, of the type that `gripper.output` requires."""
     if gripper.output == GripperOutput.TRAJECTORY.value:
         return _one_point((gripper.joint,), [position], TRAVEL_S)
     return Float64MultiArray(data=[position])

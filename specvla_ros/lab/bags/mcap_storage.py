@@ -339,7 +339,7 @@ def _decompressed(chunk: Chunk) -> bytes:
 
 
 def decompress_zstd(data: bytes, limit: int = MAX_BLOCK_BYTES) -> bytes:
-    """Decompresses Zstandard frames as far as they exist.
+    """Decompresses Zstandard frames; if the last one is truncated, returns what it holds.
 
     Raises ValueError, before allocating the memory, if they hold more than the limit; ZstdError if they are damaged.
     """

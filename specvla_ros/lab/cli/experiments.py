@@ -90,7 +90,7 @@ def demo(
 
 @dataclass(frozen=True)
 class Acting:
-    """Execution of an episode."""
+    """Options for the execution of an episode."""
 
     clock: str = parameter(
         "lockstep",

@@ -83,7 +83,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The content of the file."""
+    """A comparison of one setting with plain decoding, as the JSON file holds it."""
 
     content: Mapping[str, Any]
 

@@ -41,7 +41,7 @@ class TaskSummary:
 
 @dataclass(frozen=True)
 class SimulateSummary:
-    """All episodes."""
+    """Summary of all episodes of a simulation, by task and in total."""
 
     tasks: dict[str, TaskSummary]
     success: Rate

@@ -82,7 +82,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Stops:
-    """The results of all files."""
+    """The stops found in all black-box files."""
 
     measured: tuple[Stop, ...]
     left_out: tuple[LeftOut, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as actors of a Ray cluster."""
+"""Workers and their shared objects, each an actor of a Ray cluster."""
 
 import math
 import os

@@ -18,7 +18,7 @@ _REMEMBERED_S = 20.0
 
 
 class SimulatedRobot(Protocol):
-    """A robot in a world with a task. Used only by the thread that made it."""
+    """A robot in a simulated world with a task. Not thread-safe: only the thread that created it may use it."""
 
     control_dt: float  # world seconds that one `advance` takes
     action_dt: float  # duration of an action's displacements in seconds: the period of the training data

@@ -61,7 +61,7 @@ def _branch_layout(prefix: int, branches: int, width: int, device: torch.device)
 
 
 def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
-    """[batch, 3 * towers, size, size] to [batch, image_tokens, hidden]."""
+    """Maps pixels [batch, 3 * towers, size, size] to embeddings [batch, image_tokens, hidden]."""
     features = [tower(image) for tower, image in zip(model.towers, pixels.split(3, dim=1), strict=True)]
     return model.projector(torch.cat(features, dim=2))
 

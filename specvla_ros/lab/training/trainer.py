@@ -23,7 +23,7 @@ V_co = TypeVar("V_co", covariant=True)
 
 @dataclass(frozen=True)
 class Progress(Generic[V]):
-    """The state of a training."""
+    """Progress of a training run."""
 
     step: int  # optimiser steps done
     steps: int  # optimiser steps in all

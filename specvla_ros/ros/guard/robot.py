@@ -49,7 +49,7 @@ class GripperGoals:
         self._sent: float | None = None
 
     def forget(self) -> None:
-        """Forgets the last goal when motion ends; moved by hand, the gripper may need it again."""
+        """Allows the last goal to be sent again: after motion ends, the gripper may be moved by hand."""
         self._sent = None
 
     def send(self, position: float) -> None:

@@ -93,12 +93,12 @@ class NewRows:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """[rows, hidden], the target's last hidden states."""
+        """The target's last hidden states, [rows, hidden]."""
         return self._joined(self.known_hidden, self.nodes, self.states.__getitem__)
 
     @cached_property
     def following(self) -> Tensor:
-        """[rows, hidden], embedding of the token after each row."""
+        """Embedding of the token after each row, [rows, hidden]."""
         return self._joined(self.known_following, self.tokens, self.embed)
 
     def _joined(self, known: Tensor, numbers: tuple[int, ...], found: Callable[[Tensor], Tensor] | None) -> Tensor:

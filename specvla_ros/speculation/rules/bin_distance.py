@@ -39,7 +39,7 @@ class BinDistance:
 
     @cached_property
     def tolerances(self) -> Tensor:
-        """int64 [dimensions + 2]: each r, 0 for all beyond, -1 for tokens without a dimension, which never match."""
+        """Tolerances in bins, int64 [dimensions + 2]: r of each dimension, 0 beyond them, -1 (no match) without one."""
         import torch
 
         return torch.tensor((*self.bins, 0, -1), device=self.device)

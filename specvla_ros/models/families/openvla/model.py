@@ -194,7 +194,7 @@ class OpenVLA(nn.Module):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """[3 * towers, size, size]; empty for a model without towers."""
+        """Shape of the pixels of one observation, [3 * towers, size, size]; empty for a model without towers."""
         towers = self.config.towers
         return (3 * len(towers), towers[0].image_size, towers[0].image_size) if self.towers else ()
 

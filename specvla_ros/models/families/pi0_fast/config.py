@@ -63,7 +63,7 @@ _BOUNDS = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": 
 
 @dataclass(frozen=True)
 class Pi0FastConfig:
-    """Configuration of the whole policy."""
+    """Configuration of a pi0-FAST policy."""
 
     decoder: DecoderShape  # the language model
     vision: Mapping[str, Any]  # arguments of transformers' SiglipVisionConfig

@@ -56,7 +56,7 @@ class PaliGemma(nn.Module):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """[cameras, 3, height, width]."""
+        """Shape of the pixels of one observation, [cameras, 3, height, width]."""
         return self._pictures
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _codec(directory: Path, config: Pi0FastConfig, tokenizer: Tokenizer) -> Fast
 
 @dataclass(frozen=True)
 class Pi0FastTarget(VisionLanguageTarget):
-    """A checkpoint whose prompt is [images][text]<bos>, with full attention; LeRobot's padding is left out."""
+    """A checkpoint whose prompt is [images][text]<bos>, with full attention and without LeRobot's padding."""
 
     directory: Path
     model: PaliGemma

@@ -53,7 +53,7 @@ _FAMILIES = {"qwen2_5_vl": _TEXT, "qwen2_5_vl_text": _TEXT, "qwen3_vl_text": _TE
 
 @dataclass(frozen=True)
 class QwenVLConfig:
-    """Configuration of the whole model."""
+    """Configuration of a Qwen-VL model."""
 
     model_type: str  # of QWEN_VL_TYPES
     decoder: DecoderShape  # the language model

@@ -100,7 +100,7 @@ class TreeGrowth:
 
     @property
     def beam_tokens(self) -> Tensor:
-        """int64 [trees, beam]."""
+        """Tokens of the beam's nodes, int64 [trees, beam]; at first the roots."""
         return self._roots[:, None] if self.beam is None else self.beam.tokens
 
     def consider(self, candidates: Candidates, dtype: torch.dtype) -> None:
@@ -209,7 +209,7 @@ class TreeGrower:
         return replace(self.start(columns), roots=roots, spans=spans)
 
     def masks(self, depth: int) -> Tensor:
-        """[n, hidden], mask rows after the last committed one for a tree of this depth; none if not a parallel head."""
+        """Mask rows after the last committed one for a tree of this depth, [n, hidden]; none if not a parallel head."""
         return self.head.mask_rows[: depth - 1]
 
     def forward(self, fused: Tensor, layout: PackedLayout) -> Tensor:
@@ -237,7 +237,7 @@ class TreeGrower:
         self.head.keep(self.head.fuse(following, hidden), places[1], rotation, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
-        """[trees, 1 + masks, hidden], the head's states after each request's newest committed row and its masks.
+        """The head's states after each request's newest committed row and its masks, [trees, 1 + masks, hidden].
 
         `following` and `hidden` are [trees, n, hidden], as in EagleHead. Only the first `rows` of each request count;
         the others are computed into uncommitted rows of its slot. `start` must not have spans, which are for trees.
