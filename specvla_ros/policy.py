@@ -144,7 +144,7 @@ class Policy:
         several = isinstance(image, Mapping)
         images = {name: as_pixels(each) for name, each in image.items()} if several else as_pixels(image)
         if state is not None and not self.engine.target.state_dims:
-            raise UserError("the policy reads no state of the robot: leave state out")
+            raise UserError("the policy does not read the robot's state: omit state")
         numbers = _numbers(state) if isinstance(state, list | tuple) else state
         observation = Observation(images, instruction, stamp_ns, received_ns=received_ns, state=numbers)
         self._stamp_ns = stamp_ns

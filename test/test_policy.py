@@ -49,7 +49,7 @@ def test_every_mode_acts_as_the_plain_decoder(directory: Path, mode: str) -> Non
 def test_an_action_is_shown_without_its_picture_and_a_state_that_nobody_reads_is_refused(directory: Path) -> None:
     policy = Policy.load(directory, device="cpu")
     assert "array([[[" not in repr(policy.act(pictures(1)[0], ASKED))
-    with pytest.raises(UserError, match="reads no state of the robot: leave state out"):
+    with pytest.raises(UserError, match="does not read the robot's state: omit state"):
         policy.act(pictures(1)[0], ASKED, state=[0.1, 0.2])
 
 

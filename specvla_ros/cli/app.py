@@ -221,7 +221,7 @@ def predict(
             f"each, in this order: {', '.join(policy.cameras)}"
         )
     if robot is not None and not policy.state_dims:
-        raise UserError("the policy reads no state of the robot: leave --state out")
+        raise UserError("the policy does not read the robot's state: omit --state")
     images = dict(zip(policy.cameras, pictures, strict=True))
     asked = Observation(images, instruction, stamp_ns=1, prompt_ids=ids, state=robot)
     engine = Engine(policy, chosen.engine)

@@ -166,7 +166,8 @@ def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     path = next((directory / name for name in _FILES if (directory / name).exists()), None)
     if path is None:
         raise UserError(
-            f"{directory} has {ADAPTER_CONFIG}, but neither {' nor '.join(_FILES)}; copy it from the same source"
+            f"{directory} has {ADAPTER_CONFIG}, but neither {' nor '.join(_FILES)}; copy the adapter's weights "
+            "from the same source"
         )
     if path.suffix == ".bin":
         return path, tensors_in(read_pickled(path), path)

@@ -91,4 +91,4 @@ def refuse_options(directory: Path, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if value != getattr(usual, name):
             shown = next(each.name for each in walk(usual) if each.name.rpartition(".")[2] == name)
-            raise UserError(f"{directory}: this family of policies does not support {shown}; leave it out")
+            raise UserError(f"{directory}: this family of policies does not support {shown}; omit it")

@@ -324,7 +324,7 @@ def _check_tensors(
         if shape != list(tensors[name].shape):
             raise UserError(
                 f"{path}: tensor {name} has shape {shape}, but config.json implies {list(tensors[name].shape)}; "
-                "weights and config.json belong to different checkpoints"
+                "weights and config.json belong to different checkpoints; copy both from the same one"
             )
 
 

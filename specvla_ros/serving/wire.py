@@ -164,7 +164,7 @@ def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
     if key and policy.unnorm_key not in (key, f"{key}_no_noops"):
         raise UserError(
             f"the message asks for unnorm_key {shortened(str(key))}, but the policy was loaded with "
-            f"{policy.unnorm_key}: leave it out, or serve the checkpoint with --unnorm-key"
+            f"{policy.unnorm_key}: omit it, or serve the checkpoint with --unnorm-key"
         )
     images = {}
     for place, camera in enumerate(policy.cameras):

@@ -96,7 +96,7 @@ def test_predict_refuses_what_it_cannot_use(checkpoint: Path, image: Path, tmp_p
     refused(specvla(*base, "--image", image, "--prompt-ids", "1,9999999"), "outside the vocabulary")
     refused(specvla(*base, "--image", image, *say, "--unnorm-key", "moon"), "it has: bridge_orig")
     refused(specvla(*base, "--image", image, "--instruction", "x" * 10_240), "shorten it")
-    refused(specvla(*base, "--image", image, *say, "--state", "0.1"), "reads no state of the robot")
+    refused(specvla(*base, "--image", image, *say, "--state", "0.1"), "does not read the robot's state")
 
 
 def test_predict_with_quantised_weights(checkpoint: Path, image: Path) -> None:

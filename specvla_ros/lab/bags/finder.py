@@ -90,4 +90,4 @@ def _unread(bag: Path) -> list[str]:
     except UserError:
         return []  # opening the bag reports the error
     beside = [file for file in sorted(bag.iterdir()) if file.suffix in BAG_SUFFIXES and file not in read]
-    return [f"{each} (bag {bag.name} does not list it; give it by itself)" for each in beside + _holding_data(bag)]
+    return [f"{each} (bag {bag.name} does not list it; give it separately)" for each in beside + _holding_data(bag)]

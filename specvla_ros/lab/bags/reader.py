@@ -150,7 +150,9 @@ def _check_parts(path: Path, storages: list["Storage"]) -> None:
     """Raises UserError if files not listed by metadata.yaml overlap in time: they are not parts of one recording."""
     spans = sorted((each.start_ns, each.end_ns) for each in storages if any(c.msgcount for c in each.connections))
     if any(later[0] < earlier[1] - _MAX_OVERLAP_NS for earlier, later in pairwise(spans)):
-        raise UserError(f"the files of bag {path} overlap in time: they are several recordings; give each by itself")
+        raise UserError(
+            f"the files of bag {path} overlap in time: they are several recordings; give each one separately"
+        )
 
 
 def _single_file(path: Path) -> tuple[Path, ...]:

@@ -174,7 +174,7 @@ def certify(
     bags, topics = bags_in(data), topics_of(chosen, of_bags)
     if given is not None:
         if of_bags.instruction:
-            raise UserError("--verify uses the certificate's instruction: leave --instruction out")
+            raise UserError("--verify uses the certificate's instruction: omit --instruction")
         topics = replace(topics, instruction=given.content["instruction"] or None)
         certificate.refuse_others(given, chosen.engine, chosen.decoding)
     policy = chosen.load_with_text()

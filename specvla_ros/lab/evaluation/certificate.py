@@ -112,9 +112,9 @@ def read_certificate(path: Path) -> Certificate:
     try:
         content = load_json(path)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
+        raise UserError(f"{path} does not exist; give a file written by `specvla certify`") from None
     if not isinstance(content, dict) or content.get("certificate") != VERSION or not {*_COMPARED} <= content.keys():
-        raise UserError(f"{path} is not a certificate of this version ({VERSION})")
+        raise UserError(f"{path} is not a certificate of this version ({VERSION}); run `specvla certify` again")
     return Certificate(content)
 
 

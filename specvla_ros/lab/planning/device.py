@@ -175,7 +175,10 @@ def _efficiency(raw: Mapping[str, Any], path: Path) -> Efficiency:
         raise UserError(f"{path}: efficiency.compute_by_rows must be an object of shares by rows")
     by_rows = {int(rows): _share(share, f"compute_by_rows[{rows}]", path) for rows, share in shares.items()}
     if any(share * few > before * many for (few, before), (many, share) in pairwise(sorted(by_rows.items()))):
-        raise UserError(f"{path}: efficiency.compute_by_rows grows faster than the rows: more rows would be faster")
+        raise UserError(
+            f"{path}: efficiency.compute_by_rows grows faster than the number of rows, so that more rows would take "
+            "less time; measure the shares again, or lower those of more rows"
+        )
     layer_us = found["layer_us"]
     if not isinstance(layer_us, (int, float)) or not 0 <= layer_us < _MAX_LAYER_US:
         raise UserError(f"{path}: efficiency.layer_us must be between 0 and {_MAX_LAYER_US:g}, got {layer_us!r}")

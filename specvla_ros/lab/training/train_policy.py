@@ -173,7 +173,7 @@ def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> No
     taught = read_config(init).instructions
     strange = sorted(set(instructions) - set(taught)) if taught else []
     if strange:
-        raise UserError(f"{init} does not know '{strange[0]}'; it knows: {'; '.join(taught)}")
+        raise UserError(f"{init} was not trained on '{strange[0]}'; its instructions are: {'; '.join(taught)}")
     out.mkdir(parents=True, exist_ok=True)
     try:
         for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):

@@ -198,7 +198,7 @@ def check_dims(fields: Fields, statistics: ActionStatistics) -> None:
     if dims != len(statistics.low):
         raise UserError(
             f"{fields.path.parent} was fitted for {dims} dimensions, but the action statistics have "
-            f"{len(statistics.low)}: they belong to different policies"
+            f"{len(statistics.low)}: they belong to different policies; copy both from the same one"
         )
 
 

@@ -132,7 +132,7 @@ def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
     if vae.dims != len(statistics.low):
         raise UserError(
             f"{folders[0]} was trained for {vae.dims} dimensions, but the action statistics have "
-            f"{len(statistics.low)}: they belong to different policies"
+            f"{len(statistics.low)}: they belong to different policies; copy both from the same one"
         )
     return VqCodec(vae, statistics, tokens)
 

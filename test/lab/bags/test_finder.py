@@ -55,7 +55,7 @@ def test_parts_of_one_recording_are_one_bag_unless_they_were_recorded_at_once(tm
     with open_bag(tmp_path / "split") as bag:
         assert len(bag.files) == 2
     bags.write_mcap(tmp_path / "split" / "split_2.mcap", entries)
-    with pytest.raises(UserError, match="overlap in time: they are several recordings; give each by itself"):
+    with pytest.raises(UserError, match="overlap in time: they are several recordings; give each one separately"):
         open_bag(tmp_path / "split")
 
 
@@ -65,7 +65,7 @@ def test_what_a_bag_does_not_list_is_named(day: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert [bag.name for bag in bags_in([day])] == ["a", "b"]
     for name in ("a_1.mcap", "copied"):
-        assert f"left out: {day / 'a' / name} (bag a does not list it; give it by itself)" in caplog.text
+        assert f"left out: {day / 'a' / name} (bag a does not list it; give it separately)" in caplog.text
     with caplog.at_level(logging.WARNING):
         caplog.clear()
         bags_in([day / "a"])

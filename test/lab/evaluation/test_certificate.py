@@ -221,5 +221,5 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     assert "decode.mode pipeline, certified spec" in another and "draft.nodes 3, certified" in another
     assert "acceptance.tolerance_m 0.002, certified 0.0" in another
     both = CliRunner().invoke(app, [*given, "--verify", str(out), "--instruction", "lift"])
-    assert "leave --instruction out" in str(both.exception)
+    assert "omit --instruction" in str(both.exception)
     assert "give one, such as --mode spec" in str(CliRunner().invoke(app, given).exception)

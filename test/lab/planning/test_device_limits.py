@@ -84,7 +84,7 @@ def reached(**change: Any) -> dict[str, Any]:
         (reached(compute_by_rows={}), "shares by rows"),
         (reached(compute_by_rows={"many": 0.3}), "shares by rows"),
         (reached(compute_by_rows={"16": True}), r"compute_by_rows\[16\] must be above 0"),
-        (reached(compute_by_rows={"16": 0.1, "32": 0.3}), "more rows would be faster"),
+        (reached(compute_by_rows={"16": 0.1, "32": 0.3}), "more rows would take less time"),
         (reached(layer_us=-1), "layer_us must be between 0 and"),
     ],
 )

@@ -81,7 +81,7 @@ def test_trained_policy_is_a_checkpoint_that_follows_image_and_instruction(bags,
     assert recorded["seed"] == 0 and recorded["episodes"] == 20 and len(recorded["validation"]) == len(history)
     policy = load_openvla(tmp_path / "policy")
     assert policy.prompt.taught == (LEFT, RIGHT) and policy.unnorm_key == "d"
-    with pytest.raises(UserError, match="not trained on 'go up'; it knows: 'go left'; 'go right'"):
+    with pytest.raises(UserError, match="not trained on 'go up'; its instructions are: 'go left'; 'go right'"):
         policy.prompt.ids("go up")
     assert policy.prompt.ids("Go  LEFT.") == policy.prompt.ids("go left")
     assert history[-1].accuracy[6] > 0.95  # the gripper hangs on the instruction alone
@@ -218,7 +218,7 @@ def test_training_goes_on_from_another_checkpoint(bags, tmp_path):
     write_bags(tmp_path / "others", hindsight=False)
     config = tmp_path / "first" / "config.json"
     config.write_text(config.read_text().replace(LEFT, "go up"))
-    with pytest.raises(UserError, match=f"does not know '{LEFT}'; it knows: "):
+    with pytest.raises(UserError, match=f"was not trained on '{LEFT}'; its instructions are: "):
         train_policy([tmp_path / "others"], tmp_path / "third", again)
 
 

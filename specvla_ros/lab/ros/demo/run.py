@@ -247,7 +247,7 @@ def _unknown_instruction(line: str, taught: tuple[str, ...]) -> str:
     """A warning, or an empty string if the policy was trained on this, or does not list its instructions."""
     if not taught or normalise_instruction(line) in taught:
         return ""
-    return f"the policy was never trained on “{line}”; it knows: {'; '.join(taught)}"
+    return f"the policy was never trained on “{line}”; its instructions are: {'; '.join(taught)}"
 
 
 def _context(

@@ -55,7 +55,7 @@ class PromptTokenizer:
             if instruction not in self.taught:
                 more = len(self.taught) - _SHOWN_TAUGHT
                 raise UserError(
-                    f"the policy was not trained on '{shortened(instruction)}'; it knows: "
+                    f"the policy was not trained on '{shortened(instruction)}'; its instructions are: "
                     + "; ".join(f"'{shortened(each)}'" for each in self.taught[:_SHOWN_TAUGHT])
                     + (f"; and {more} more" if more > 0 else "")
                 )

@@ -67,7 +67,7 @@ def load_openvla(
         return oft.target(directory, load(), image_processor, prompts, cropped=center_crop)
     if cameras not in (ALL_CAMERAS, config.cameras):
         raise UserError(
-            f"{directory}: this policy needs exactly the cameras {', '.join(config.cameras)}; leave model.cameras out"
+            f"{directory}: this policy needs exactly the cameras {', '.join(config.cameras)}; omit model.cameras"
         )
     state = read_state_tokens(config, directory, unnorm_key)
     head_ids = _head_ids(codec, directory) if action_head else None

@@ -163,7 +163,10 @@ def _codec(directory: Path, config: Pi0FastConfig, tokenizer: Tokenizer) -> Fast
     fast = read_fast_tokenizer(config.action_tokenizer)
     first = config.decoder.vocab_size - 1 - config.skipped_ids
     if first < fast.vocab_size:
-        raise UserError(f"{config.action_tokenizer} has {fast.vocab_size} ids, but the policy has room for {first}")
+        raise UserError(
+            f"{config.action_tokenizer} has {fast.vocab_size} ids, but the policy has room for {first}: copy the FAST "
+            "tokenizer of the policy's training there, and config.json from the same checkpoint"
+        )
     return FastCodec(
         tokenizer=fast,
         statistics=config.actions,

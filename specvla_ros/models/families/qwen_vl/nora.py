@@ -119,7 +119,7 @@ def robot_action_codec(
     if first is None or context.tokenizer.token_to_id(last) != first + tokenizer.vocab_size - 1:
         raise UserError(
             f"{context.directory}: the FAST tokenizer has {tokenizer.vocab_size} ids, but the vocabulary is not "
-            f"consecutive from {_FIRST} to {last}: they belong to different policies"
+            f"consecutive from {_FIRST} to {last}: they belong to different policies; copy both from the same one"
         )
     config = read_checkpoint_json(found / "processor_config.json")
     check_dims(config, statistics)
