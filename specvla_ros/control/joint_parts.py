@@ -2,7 +2,7 @@
 """Joint positions by name, merged from the JointStates of several publishers, live or recorded."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from specvla_ros.errors import UserError
 
@@ -32,7 +32,12 @@ class JointParts:
         self.names, self._tolerance_ns = tuple(names), round(tolerance_s * 1e9)
         self._newest: dict[str, tuple[int, float]] = {}  # stamp and position by name
         self._heard: dict[str, None] = {}  # names of all messages, in their order
-        self.lacking = ""  # why the last message did not complete a set; empty: it did
+        self._broken = self._missing = ""
+
+    @property
+    def lacking(self) -> str:
+        """The reason why the joints' last message was refused or completed no set; empty: it did."""
+        return self._broken or self._missing
 
     def add(self, names: Sequence[str], positions: Sequence[float], stamp_ns: int) -> bool:
         """Takes a message; returns whether it completed a set. One without any of the joints may be broken.
@@ -42,16 +47,25 @@ class JointParts:
         """
         mine = {}
         if not set(self.names).isdisjoint(names):
-            given = positions_by_name(names, positions)
-            mine = {name: given[name] for name in self.names if name in given}
-        if broken := [name for name, value in mine.items() if not math.isfinite(value)]:
-            raise UserError(f"it has a value that is not finite: {broken[0]} is {mine[broken[0]]}")
+            try:
+                mine = self._finite(positions_by_name(names, positions))
+            except UserError as error:
+                self._broken = str(error)
+                raise
+            self._broken = ""
         self._newest |= {name: (stamp_ns, value) for name, value in mine.items()}
         self._heard |= dict.fromkeys(names if len(self._heard) < _MOST_HEARD else mine)
-        self.lacking = self._lacking(stamp_ns)
-        return bool(mine) and not self.lacking
+        self._missing = self._what_is_missing(stamp_ns)
+        return bool(mine) and not self._missing
 
-    def _lacking(self, stamp_ns: int) -> str:
+    def _finite(self, given: Mapping[str, float]) -> dict[str, float]:
+        """The positions of the joints; UserError if one is not finite."""
+        mine = {name: given[name] for name in self.names if name in given}
+        if broken := [name for name, value in mine.items() if not math.isfinite(value)]:
+            raise UserError(f"it has a value that is not finite: {broken[0]} is {mine[broken[0]]}")
+        return mine
+
+    def _what_is_missing(self, stamp_ns: int) -> str:
         for name in self.names:
             if name not in self._newest:
                 if name in self._heard:

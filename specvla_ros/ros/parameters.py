@@ -13,7 +13,7 @@ from rclpy.exceptions import ParameterException
 from rclpy.node import Node
 from rclpy.parameter import Parameter
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, together
 from specvla_ros.settings.parameter import Declared, hint, preset_values, values_of, walk, with_values
 
 Parameters = TypeVar("Parameters")
@@ -52,21 +52,23 @@ def declare_parameters(
             ROS; the node refuses changes in between with `refuse_fixed`.
         usual: values of parameters that are not given; None: the class's defaults.
 
-    Raises UserError for a value of the wrong type, out of range or not among the choices.
+    Raises one UserError for all values of the wrong type, out of range or not among the choices.
     """
     defaults = kind() if usual is None else usual
     overrides = {name: override.value for name, override in _overrides(node).items()}
     values = values_of(defaults) | preset_values(defaults, overrides)
-    for declared in walk(defaults):
-        try:
-            value = node.declare_parameter(declared.name, values[declared.name], _descriptor(declared, lifecycle)).value
-        except ParameterException as error:
-            given = _overrides(node).get(declared.name)
-            raise UserError(declared.problem(given.value) if given else str(error)) from None
-        problem = declared.problem(_hashable(value))
-        if problem:
-            raise UserError(problem)
+    together(*(partial(_declare, node, each, values[each.name], lifecycle) for each in walk(defaults)))
     _answer_unknown_types(node)
+
+
+def _declare(node: Node, declared: Declared, default: Any, lifecycle: bool) -> None:
+    try:
+        value = node.declare_parameter(declared.name, default, _descriptor(declared, lifecycle)).value
+    except ParameterException as error:
+        given = _overrides(node).get(declared.name)
+        raise UserError(declared.problem(given.value) if given else str(error)) from None
+    if problem := declared.problem(_hashable(value)):
+        raise UserError(problem)
 
 
 def check_values(kind: type[Parameters], changed: Mapping[str, Any]) -> None:

@@ -150,6 +150,15 @@ def test_a_wrong_value_stops_the_node(context: Context, given: dict, message: st
     made.destroy_node()
 
 
+def test_all_wrong_values_are_named_at_once(context: Context) -> None:
+    made = node(context, decode__mode="fast", draft__nodes=65, device=5)
+    with pytest.raises(UserError) as refused:
+        declare_parameters(made, PolicyParameters)
+    for words in ("'decode.mode' is 'fast', but it must be one of", "'draft.nodes' is 65, but", "'device' is 5, but"):
+        assert words in str(refused.value)
+    made.destroy_node()
+
+
 def test_a_parameter_that_is_none_gets_a_hint(context: Context) -> None:
     made = node(context, draft__node=8, elsewhere=1, **{"qos_overrides./imag.depth": 1, "later": 2})
     declare_parameters(made, PolicyParameters)

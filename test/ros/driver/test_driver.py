@@ -127,6 +127,8 @@ def test_another_parts_joint_states_are_no_error():
         "a value that is not finite: b is nan",
         "a duplicate name: b",
     ]
+    joints._on_message(JointState(name=["finger"], position=[0.0]))
+    assert joints.lacking == "joint_states: it has a duplicate name: b"
 
 
 def test_an_arm_in_two_messages_is_measured_when_the_older_one_was():
