@@ -214,7 +214,7 @@ def predict(
     pictures = [read_picture(path) for path in image]
     ids = _numbers(prompt_ids, int, "--prompt-ids must be whole numbers") if prompt_ids else None
     robot = np.array(_numbers(state, float, "--state must be numbers")) if state else None
-    policy = chosen.load()
+    policy = chosen.load_with_text() if ids is None else chosen.load()
     if len(pictures) != len(policy.cameras):
         raise UserError(
             f"got {len(pictures)} images, but the policy has {len(policy.cameras)} cameras: give --image once for "

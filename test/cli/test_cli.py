@@ -128,7 +128,7 @@ def test_replay_writes_its_results_and_keeps_limits(checkpoint: Path, tmp_path: 
 
 
 @needs(ORACLES)
-def test_all_that_a_replay_lacks_is_said_at_once(tmp_path: Path) -> None:
+def test_all_that_a_replay_lacks_is_said_at_once(image: Path, tmp_path: Path) -> None:
     """A checkpoint of two datasets that are not known here, without a tokenizer."""
     bag = write_bag(tmp_path / "bag", episode(2))
     base = ("replay", bag, "--checkpoint", ORACLES / "openvla_tiny_a" / "checkpoint", "--out", tmp_path / "out")
@@ -144,6 +144,7 @@ def test_all_that_a_replay_lacks_is_said_at_once(tmp_path: Path) -> None:
     for words in ("tiny_nomask (--unnorm-key NAME)", "tokenizer.json is missing; it is needed to read instructions"):
         refused(specvla(*certify), words)
         refused(specvla("serve", *base[2:4], "--port", "0"), words)
+        refused(specvla("predict", *base[2:4], "--image", image, "--instruction", "lift"), words)
 
 
 def test_replay_of_many_bags_gives_one_report_and_one_exit_code(checkpoint: Path, tmp_path: Path) -> None:

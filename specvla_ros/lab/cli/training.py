@@ -196,7 +196,7 @@ def fleet_draft(
         max_bytes=max_gb * 1e9,
         calibrate=CalibratePlan(tolerances, tuple(nodes or (chosen.engine.draft.nodes,))) if tolerances else None,
     )
-    policy = require_openvla(chosen.load())
+    policy = require_openvla(chosen.load_with_text())
     with progress_bar() as bar:
         asking = bar.add_task("asking the target", total=plan.frames)
         line = bar.add_task("training", total=None)
