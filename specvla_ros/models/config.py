@@ -114,7 +114,8 @@ def check_directory(directory: Path) -> None:
                 f"'{directory}' is not a directory; if it is a Hugging Face hub id, download it first: "
                 f"hf download {directory} --local-dir {directory.name}"
             )
-        raise UserError(f"checkpoint directory {directory} does not exist; give the folder that holds config.json")
+        wrong = "is a file" if directory.exists() else "does not exist"
+        raise UserError(f"checkpoint directory {directory} {wrong}; give the folder that holds config.json")
     if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
         raise UserError(
             f"{directory} contains an adapter ({ADAPTER_CONFIG}) without its base model: copy or link the base "

@@ -40,6 +40,8 @@ def edit_weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None
 
 def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
     refuse(tmp_path / "nowhere", r"nowhere does not exist; give the folder")
+    (tmp_path / "file").touch()
+    refuse(tmp_path / "file", r"file is a file; give the folder")
 
 
 @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])

@@ -31,9 +31,13 @@ def bundled_names() -> tuple[str, ...]:
 def find_policy(given: Path | None) -> tuple[Path, Path | None]:
     """Returns the checkpoint's directory, and a parameter file with its best decoding settings if it has one.
 
-    `given` is a directory or, if no such directory exists, the name of a bundled policy; None: nano.
+    `given` is a directory or, if no such directory exists, the name of a bundled policy; None: nano. Raises UserError
+    for a name that is neither; a path that does not exist is refused when it is loaded.
     """
     if given is not None and (given.exists() or str(given) not in bundled_names()):
+        if len(given.parts) == 1 and not given.exists():
+            names = ", ".join(bundled_names())
+            raise UserError(f"'{given}' is neither a folder nor one of the bundled policies: {names}")
         return given, None
     directory = bundled_policy(str(given or _NANO))
     decoding = directory / DECODING_FILE

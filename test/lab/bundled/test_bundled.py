@@ -37,8 +37,10 @@ def test_a_name_is_a_bundled_policys_where_no_directory_has_it(shipped: Path) ->
     assert find_policy(None) == (shipped / "nano", None)
     assert find_policy(Path("nano")) == (shipped / "nano", None)
     assert find_policy(Path("digits")) == (shipped / "digits", shipped / "digits" / DECODING_FILE)
-    for other in (Path("unfinished"), Path("some/digits"), Path("digits/nano"), shipped / "digits"):
+    for other in (Path("some/digits"), Path("digits/nano"), shipped / "digits"):
         assert find_policy(other) == (other, None)
+    with pytest.raises(UserError, match="is neither a folder nor one of the bundled policies: digits, nano"):
+        find_policy(Path("unfinished"))
     Path("digits").mkdir()
     assert find_policy(Path("digits")) == (Path("digits"), None)
 
