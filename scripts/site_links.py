@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MkDocs hook: the README is the site's first page, and files outside docs/ that pages link to become part of the site.
+"""MkDocs hook: the README is the first page, notebooks are pages, and files that pages link to are part of the site.
 
 Pages link to files of the repository so that the links work there too. On the site a Markdown file becomes a page
 under files/, any other file a text under files/, and a link to a folder becomes its words.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -19,7 +20,11 @@ _PROJECT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the files that pages link to, and those that these link to."""
+    """Adds notebooks as pages, the files that pages link to, and those that these link to."""
+    for book in (ROOT / "docs").rglob("*.ipynb"):
+        page = book.relative_to(ROOT / "docs").with_suffix(".md").as_posix()
+        files.append(File.generated(config, page, content=_markdown_of(book)))
+        files.remove(files.src_uris[book.relative_to(ROOT / "docs").as_posix()])
     pages = [*_PROJECT, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
     seen = set(pages)
     for path in pages[: len(_PROJECT)]:
@@ -52,7 +57,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _targets(page: str) -> Iterator[str]:
     """The files of the repository that a page links to."""
-    for _, _, link, _ in _LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+    path = ROOT / page
+    text = path.read_text(encoding="utf-8") if path.exists() else _markdown_of(path.with_suffix(".ipynb"))
+    for _, _, link, _ in _LINK.findall(text):
         target = _resolved(page, link)
         if target is not None and (ROOT / target).is_file():
             yield target
@@ -69,8 +76,19 @@ def _uri(path: str) -> str:
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        return path.removeprefix("docs/").replace(".ipynb", ".md")
     return f"files/{path}" if path.endswith(".md") else f"files/{path}.txt"
+
+
+def _markdown_of(notebook: Path) -> str:
+    """A notebook's cells and their printed outputs as Markdown."""
+    parts = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        printed = "".join(text for output in cell.get("outputs", []) for text in output["text"])
+        parts += [source] if cell["cell_type"] == "markdown" else [f"```python\n{source}\n```"]
+        parts += [f"```text\n{printed}```"] if printed else []
+    return "\n\n".join(parts) + "\n"
 
 
 def _origin(uri: str) -> str:

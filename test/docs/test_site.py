@@ -27,11 +27,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @SITE
 def test_every_page_is_on_the_site(site: Path) -> None:
-    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).with_suffix(".html") for path in (*docs.rglob("*.md"), *docs.rglob("*.ipynb"))}
     pages = {path.with_name("index.html") if path.stem == "README" else path for path in pages}
     assert {*pages, Path("index.html"), Path("files/CHANGELOG.html")} <= {
         path.relative_to(site) for path in site.rglob("*.html")
     }
+
+
+@SITE
+def test_a_notebook_is_a_page_with_its_code_and_what_it_prints(site: Path) -> None:
+    page = (site / "tutorial" / "policy-in-python.html").read_text(encoding="utf-8")
+    assert "the same tokens: True" in page
+    assert 'href="read-a-replay.html"' in page and 'href="../python.html#stream"' in page
 
 
 @SITE
