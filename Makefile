@@ -31,7 +31,7 @@ BROWSER := $(VENV)/browser
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all attacks faults mutants lint mypy format docs kernels browser pages colcon build doctor benchmark clean
+.PHONY: help demo test test-all attacks faults mutants lint mypy format docs docs-version kernels browser pages colcon build doctor benchmark clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -91,9 +91,13 @@ mypy: build $(TESTING)
 	@$(BIN)/mypy --cache-dir .mypy_cache/test --allow-untyped-defs --no-warn-unused-ignores test & tests=$$!; \
 	    $(BIN)/mypy && $(BIN)/mypy benchmarks scripts/count_structure.py scripts/call_walk.py scripts/colcon_build.py scripts/site_links.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
 
-docs: $(DOCS)  ## Build the documentation site into build/site
+docs: $(DOCS) $(RUNTIME)  ## Build the documentation site into build/site
 	@mkdir -p build && touch build/COLCON_IGNORE
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "open build/site/index.html"
+
+docs-version: $(DOCS) $(RUNTIME)  ## Commit the site of a version to the branch gh-pages: make docs-version VERSION=0.2
+	@NO_MKDOCS_2_WARNING=1 DOCS_VERSIONS=mike PATH=$(BIN):$$PATH $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	@DOCS_VERSIONS=mike PATH=$(BIN):$$PATH $(BIN)/mike set-default latest
 
 format: $(TESTING)  ## Format the code
 	@$(BIN)/ruff check --fix .

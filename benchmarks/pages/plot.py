@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, and a marker for each.
-_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 _INCH, _LINE = 72.0, 15.0  # points
 _WIDTH, _ABOVE, _BELOW = 360.0, 22.0, 38.0  # points; on a phone the text is about 11 pixels high
@@ -144,7 +144,7 @@ def _draw(panel: Panel, axes: Any) -> None:
             [y for y, _ in drawn],
             xerr=errors,
             fmt=_MARKERS[number],
-            color=_COLOURS[number],
+            color=COLOURS[number],
             markersize=4.5,
             elinewidth=1.3,
             label=name,

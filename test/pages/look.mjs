@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Opens pages in Chromium at a desktop's and a phone's size and prints what each shows, as JSON.
-// node look.mjs FOLDER_OF_NODE_MODULES FOLDER_FOR_SCREENSHOTS PAGE…
+// node look.mjs FOLDER_OF_NODE_MODULES FOLDER_FOR_SCREENSHOTS PAGE_OR_URL…
 import { createRequire } from "node:module";
 import { basename, dirname, join, resolve } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -21,8 +21,8 @@ const measure = (width) => {
     answer: document.querySelector(".answer .sentence")?.textContent ?? "",
     number: document.querySelector(".answer .figure")?.textContent ?? "",
     first_screen: shown(".answer .sentence") && shown(".answer .figure"),
-    plots: document.querySelectorAll(".plot").length,
-    drawn: document.querySelectorAll(".plot:has(svg.main-svg)").length,
+    plots: document.querySelectorAll(".plot, .results-plot").length,
+    drawn: document.querySelectorAll(":is(.plot, .results-plot):has(svg.main-svg)").length,
     films: [...document.querySelectorAll("video")].map((film) => film.videoWidth),
     plots_beside_films: document.querySelectorAll(".film .plot").length,
     slider: document.querySelector("#slider")?.value,
@@ -44,10 +44,10 @@ for (const path of pages) {
     page.on("pageerror", (error) => errors.push(String(error)));
     page.on("requestfailed", (request) => errors.push(`${request.url().slice(0, 80)}: ${request.failure()?.errorText}`));
     await page.setViewport(viewport);
-    await page.goto(pathToFileURL(resolve(path)), { waitUntil: "load" });
+    await page.goto(path.startsWith("http:") ? path : pathToFileURL(resolve(path)), { waitUntil: "load" });
     await page.waitForFunction(() => [...document.querySelectorAll("video")].every((film) => film.readyState >= 2 || film.error));
     const before = await page.evaluate(measure, viewport.width);
-    const name = `${basename(dirname(path))}-${size}`;
+    const name = `${basename(dirname(path))}-${basename(path, ".html")}-${size}`.replace("-report-", "-");
     await page.screenshot({ path: join(out, `${name}.png`) });
     for (let step = 0; step < 3; step++) await page.keyboard.press("ArrowRight");
     await new Promise((done) => setTimeout(done, 200));

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every report in a real browser, at a desktop's and a phone's size; needs `make browser` once."""
+"""Reports and documentation in a real browser, at a desktop's and a phone's size; needs `make browser` once."""
 
+import importlib.util
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +23,37 @@ pytestmark = pytest.mark.skipif(not (BROWSER / ".installed").exists(), reason="n
 Seen = dict[tuple[str, str], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What each page shows, by name and size."""
-    pages = write_all(tmp_path_factory.mktemp("pages"))
+def look(pages: Sequence[object]) -> list[dict[str, Any]]:
+    """What each page shows, at a desktop's and a phone's size."""
     SCREENS.mkdir(parents=True, exist_ok=True)
     command = ["node", str(Path(__file__).with_name("look.mjs")), str(BROWSER), str(SCREENS), *map(str, pages)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    found = {(Path(each["page"]).parent.name, each["size"]): each for each in json.loads(done.stdout)}
+    found: list[dict[str, Any]] = json.loads(done.stdout)
     assert len(found) == 2 * len(pages)
     return found
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What each report shows, by name and size."""
+    pages = write_all(tmp_path_factory.mktemp("pages"))
+    return {(Path(each["page"]).parent.name, each["size"]): each for each in look(pages)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="make docs installs what builds the site")
+def test_the_site_fits_the_screen_and_draws_its_plots(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        names = ("index", "results/cpu", "results/faults-and-attacks", "tutorial/read-a-replay", "reference/python-api")
+        found = look([f"http://127.0.0.1:{server.server_port}/{name}.html" for name in names])
+        server.shutdown()
+    for each in found:
+        assert not each["errors"] and not each["too_wide"], each
+        assert each["drawn"] == each["plots"] == ("/results/" in each["page"])
 
 
 def test_no_page_is_wider_than_the_screen_or_has_errors(seen: Seen) -> None:
