@@ -111,6 +111,7 @@ benchmark: build $(TESTING)  ## Time the plain decoder and transformers' generat
 
 # Generating the messages takes about 5 seconds, later runs less than one. Modules are linked, not copied.
 build: $(RUNTIME)
+	@[ -d build/$(ROS) ] || echo "building the messages (once, a minute or more)"
 	@mkdir -p build && touch build/COLCON_IGNORE
 	@$(RUN) cmake -S . -B build/$(ROS) -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
 	    -DPython3_EXECUTABLE="$(PREFIX)/bin/python" -DAMENT_CMAKE_SYMLINK_INSTALL=ON > build.log 2>&1 \

@@ -216,7 +216,7 @@ def _lacking(checkpoint: Path, model: ModelSettings, action: ConventionSettings 
         config = read_config(checkpoint)
     except UserError:
         return ""
-    hint = "it is needed to read instructions: copy it from the released checkpoint"
+    hint = "it is needed to read instructions: copy it from the model that was fine-tuned"
     checks: list[Callable[[], Any]] = [partial(require_tokenizer, checkpoint, hint)]
     if action is not None:
         datasets = [model.unnorm_key] if model.unnorm_key else [*config.norm_stats]

@@ -132,7 +132,7 @@ def serve(
         sessions=robots, token=token, budget_s=budget, max_message_bytes=limit, max_rate_hz=max_rate, idle_s=idle
     )
     if not token and host not in _LOOPBACK:
-        typer.echo(f"any client that reaches {host} can use the policy: set {TOKEN_VARIABLE} or --token-file", err=True)
+        typer.echo(f"any client on the network can use the policy: set {TOKEN_VARIABLE} or --token-file", err=True)
     letter = "s" if certificate is not None else ""
     typer.echo(
         f"serving {chosen.checkpoint.name} to up to {robots} robots: ws{letter}://{host}:{port} (openpi), "

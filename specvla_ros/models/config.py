@@ -119,7 +119,7 @@ def check_directory(directory: Path) -> None:
     if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
         raise UserError(
             f"{directory} contains an adapter ({ADAPTER_CONFIG}) without its base model: copy or link the base "
-            "model's files into it (cp -rs $PWD/BASE/. ADAPTER); the adapter is then merged while loading"
+            "model's files to it (cp -rs $PWD/BASE POLICY; cp ADAPTER/* POLICY/); the adapter is merged while loading"
         )
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
         try:

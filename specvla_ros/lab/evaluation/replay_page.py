@@ -286,7 +286,7 @@ def bag_cells(row: BagRow) -> tuple[str, ...]:
         *(f"{latency[each] * 1e3:.2f}" if latency else "" for each in ("p50", "p95")),
         f"{found.action_rate_hz:.2f}" if found.actions else "",
         f"{np.mean(bins):.1f}" if bins else "",
-        "passed" if row.passed else "failed",
+        "complete" if row.passed else "failed",
     )
 
 

@@ -212,6 +212,7 @@ class DriverNode(ManagedNode):
             self._refuse("unreadable", str(error))
         else:
             self._taken += 1
+            self._convention = action.convention
 
     def _on_guard(self, message: GuardState) -> None:
         self._guard_spoke = True
@@ -226,7 +227,7 @@ class DriverNode(ManagedNode):
         convention = action.convention
         if self._convention is not None and convention != self._convention:
             raise ValueError(
-                f"its convention is {_words(convention)}, but the first action since activation had "
+                f"its convention is {_words(convention)}, but the first that was followed since activation had "
                 f"{_words(self._convention)}; deactivate and activate the driver after a change of policy"
             )
         if message.header.frame_id != self._chosen.base_frame:
@@ -240,7 +241,6 @@ class DriverNode(ManagedNode):
                 "motion would count several times; set compensate to image_goal, or the policy's decode.mode to ar or "
                 "spec"
             )
-        self._convention = convention
         return action
 
     def _refuse(self, kind: str, detail: str) -> None:
@@ -348,7 +348,11 @@ class DriverNode(ManagedNode):
                 f"the policy's clock is {clocks.ahead_s:.3f} s ahead of this one: synchronise the machines, for "
                 "example with chrony"
             )
-        return DiagnosticStatus.OK, "following actions" if self._taken else "waiting for actions"
+        if self._taken:
+            return DiagnosticStatus.OK, "following actions"
+        if self._last_refusal:
+            return DiagnosticStatus.WARN, f"no action was followed yet; the last was refused: {self._last_refusal}"
+        return DiagnosticStatus.OK, "waiting for actions"
 
     def _now_s(self) -> float:
         return float(self.get_clock().now().nanoseconds * _NS)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import mujoco
 import numpy as np
 import pytest
+from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.client import Client
 from rclpy.node import Node
 from rclpy.parameter import Parameter
@@ -349,6 +350,20 @@ def test_it_can_be_configured_again():
             robot.until(lambda: robot.actions.get_subscription_count() == 0)
             assert robot.driver.trigger_cleanup().name == "SUCCESS"
         robot.until(lambda: robot.node.count_publishers("/driver/pose") == 0)
+
+
+def test_an_action_that_was_refused_decides_nothing():
+    """One of another robot's simulation, too old, with another convention."""
+    with arm(output="pose", diagnostics_period_s=0.1) as robot:
+        robot.start()
+        motion = lambda: robot.diagnostics[-1].status[0]  # noqa: E731
+        robot.act(age_s=60.0, rotation="rpy")
+        robot.until(lambda: robot.diagnostics and "no action was followed yet" in motion().message)
+        assert motion().level == DiagnosticStatus.WARN
+        robot.act()
+        robot.until(lambda: motion().message == "following actions")
+        robot.act(rotation="rpy")
+        robot.until(lambda: any("but the first that was followed" in each.value for each in motion().values))
 
 
 def test_a_policy_whose_clock_is_another_is_found_out():

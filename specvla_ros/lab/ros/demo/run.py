@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rclpy
+import rclpy.node
 from ament_index_python.packages import get_package_share_directory
 from rclpy.executors import ExternalShutdownException
 from rich.console import Console
@@ -42,6 +43,9 @@ _CONFIGURE_TIMEOUT_S = 120.0
 _DIAGNOSTICS_PERIOD_S = 0.25  # short enough for the live view and for the counts at the demo's end
 _SILENCE_S = 60.0  # maximum time without news of an episode
 _CLOCK = "realtime"
+_OWN_NODES = ("/driver", "/guard", "/policy", "/sim_robot")
+_DISCOVERY_S = 1.0  # until nodes that run already are seen
+_REMEMBERED_S = 25.0  # DDS lists a killed process's nodes for 20 s
 _PAUSE_S = 1.0  # between episodes: if a busy machine delivers old poses after the reset, the arm seems to jump
 _CAMERA = image_remappings("image", IMAGE_TOPIC)
 # Further cameras of a policy get the robot's in their order; the first is always the one above.
@@ -120,6 +124,11 @@ def run_demo(
     nodes_between = f"sim_robot ({robot.arm.name}) ⇄ ROS 2 topics ⇄ {between}an OpenVLA policy"
     console.print(f"[bold]specvla demo[/bold]: {nodes_between}, trained for this table")
     rclpy.init(args=[])
+    try:
+        refuse_others(console)
+    except UserError:
+        rclpy.try_shutdown()
+        raise
     operator, before = Operator(record, robot.commanded), CpuTimes.now()
     finished = False
     try:
@@ -142,6 +151,32 @@ def run_demo(
     summary = record.finish(_context(robot, parameters, operator, shown) | busy)
     _print_results(console, summary, operator, out, shown)
     return 0 if finished and summary.success.successes else 1
+
+
+def refuse_others(console: Console, patience_s: float = _REMEMBERED_S) -> None:
+    """Raises UserError if a policy, driver, guard or simulated robot runs already: the demo's topics would reach it."""
+    node = rclpy.create_node("demo_looks_around")
+    deadline_s, others = time.monotonic() + patience_s, ""
+    try:
+        time.sleep(_DISCOVERY_S)
+        while found := _running_nodes(node):
+            if time.monotonic() > deadline_s:
+                raise UserError(
+                    f"{found} already run in this ROS domain, and would receive the demo's images, instructions and "
+                    "enable signal: end them, or choose another domain, such as ROS_DOMAIN_ID=77"
+                )
+            if found != others:
+                console.print(f"waiting for {found} to end")
+            others = found
+            time.sleep(_DISCOVERY_S)
+    finally:
+        node.destroy_node()
+
+
+def _running_nodes(node: rclpy.node.Node) -> str:
+    """Names of running nodes whose topics are the demo's."""
+    found = {f"{space.rstrip('/')}/{name}" for name, space in node.get_node_names_and_namespaces()}
+    return ", ".join(name for name in _OWN_NODES if name in found)
 
 
 def _senses(policy: Path, config: OpenVLAConfig) -> Remaps:
