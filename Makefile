@@ -89,7 +89,7 @@ colcon: build $(COLCON)  ## Build the package in a colcon workspace: plain, link
 # One cache per set of flags: in a shared one, the two runs would discard each other's results.
 mypy: build $(TESTING)
 	@$(BIN)/mypy --cache-dir .mypy_cache/test --allow-untyped-defs --no-warn-unused-ignores test & tests=$$!; \
-	    $(BIN)/mypy && $(BIN)/mypy benchmarks scripts/count_structure.py scripts/call_walk.py scripts/colcon_build.py scripts/site_links.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
+	    $(BIN)/mypy && $(BIN)/mypy benchmarks scripts/count_structure.py scripts/call_walk.py scripts/colcon_build.py scripts/site_links.py scripts/site_plots.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
 
 docs: $(DOCS) $(RUNTIME)  ## Build the documentation site into build/site
 	@mkdir -p build && touch build/COLCON_IGNORE

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.policy_parameters import ONE_ROBOT, PolicyParameters, load_complete
+from specvla_ros.policy_parameters import ONE_ROBOT, PolicyParameters, Progress, load_complete
 from specvla_ros.speculation.settings import AcceptanceSettings
 
 if TYPE_CHECKING:  # the engine imports torch, which a machine that only configures may lack
     from specvla_ros.engine.engine import Engine
     from specvla_ros.engine.settings import EngineSettings
 
-Progress = Callable[[str, float], None]
 Answer = TypeVar("Answer")
 
 _ANSWER_TIMEOUT_S = 5.0  # longer than any tick

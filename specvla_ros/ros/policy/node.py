@@ -20,6 +20,7 @@ from specvla_ros.policy_parameters import (
     ONE_ROBOT,
     READ_IN_ACTIVATE,
     PolicyParameters,
+    Progress,
     RobotParameters,
     SharedParameters,
     check_robots,
@@ -27,7 +28,7 @@ from specvla_ros.policy_parameters import (
 from specvla_ros.ros.node import DiagnosticsPublisher, ManagedNode, make_status, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.policy.diagnostics import loaded_status, not_loaded_status
-from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
+from specvla_ros.ros.policy.inference_thread import InferenceThread, load_engine
 from specvla_ros.ros.policy.inputs import declared_overrides
 from specvla_ros.ros.policy.robot import LoadedPolicy, RobotPart
 from specvla_ros.settings.parameter import walk
