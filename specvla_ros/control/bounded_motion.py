@@ -11,13 +11,15 @@ acceleration differs from the vector's by up to half the square of its speed, wh
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 from ruckig import ControlInterface, InputParameter, Result, Ruckig, RuckigError, Synchronization, Trajectory
 
 from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
+from specvla_ros.control.pose import Place, Pose, rotation_matrix, rotation_vector
 
 _AXIS_SHARE = 3**-0.5
 _TOLERANCE_M = 1e-4
@@ -30,11 +32,11 @@ _NO_PACE = (math.inf, math.inf)
 
 
 @dataclass(frozen=True)
-class Target:
-    """Desired pose and velocity of a tool at one moment."""
+class Target(Generic[Place]):
+    """Desired pose and velocity of a tool, or of an arm's joints, at one moment."""
 
-    pose: Pose  # in the base frame
-    velocity: np.ndarray  # float64 [6], m/s and rad/s in the base frame
+    pose: Place  # a tool's in the base frame
+    velocity: np.ndarray  # float64 [6], m/s and rad/s in the base frame; or [n], of each joint
     passed_s: float = 0.0  # motion time since the previous target; 0: unknown
 
     @property
@@ -43,53 +45,57 @@ class Target:
 
 
 @dataclass(frozen=True)
-class _State:
-    """State of three axes, float64 [3] each."""
+class State:
+    """State of several axes, float64 [axes] each."""
 
     position: np.ndarray
     velocity: np.ndarray
     acceleration: np.ndarray
 
 
-_Legs = tuple[Trajectory, ...]  # consecutive; the last one ends at rest
+Legs = tuple[Trajectory, ...]  # consecutive; the last one ends at rest
 _Onward = tuple[Pose, float] | None  # the goal after the current one, and the seconds between them
 
 
-class _ThreeAxes:
-    """Trajectories of three axes, each within its limits."""
+class Axes:
+    """Trajectories of several axes, each within its limits.
 
-    def __init__(self, speed: float, acceleration: float, jerk: float) -> None:
-        self._ruckig = Ruckig(3)
-        self._speed = speed * _AXIS_SHARE
-        self._input = InputParameter(3)
-        self._input.max_acceleration = [acceleration * _AXIS_SHARE] * 3
-        self._input.max_jerk = [jerk * _AXIS_SHARE] * 3
-        self.rest_at(np.zeros(3))
+    Args:
+        speed, acceleration, jerk: float64 [axes], limits of each axis.
+        order: of the norm by which a pace holds: 2 for the length of a vector, infinite for the fastest of the axes.
+    """
+
+    def __init__(self, speed: np.ndarray, acceleration: np.ndarray, jerk: np.ndarray, order: float = 2) -> None:
+        self._count, self._speed, self._order = len(speed), speed, order
+        self._ruckig = Ruckig(self._count)
+        self._input = InputParameter(self._count)
+        self._input.max_acceleration, self._input.max_jerk = acceleration.tolist(), jerk.tolist()
+        self.rest_at(np.zeros(self._count))
 
     def rest_at(self, position: np.ndarray) -> None:
-        self._legs: _Legs = ()
+        self._legs: Legs = ()
         self._begun_s = 0.0
-        self._rest = _State(position, np.zeros(3), np.zeros(3))
+        self._rest = State(position, *np.zeros((2, self._count)))
 
-    def follow(self, now_s: float, legs: _Legs) -> None:
+    def follow(self, now_s: float, legs: Legs) -> None:
         self._legs, self._begun_s = legs, now_s
-        self._rest = _State(_end(legs[-1]).position, np.zeros(3), np.zeros(3))
+        self._rest = State(_end(legs[-1]).position, *np.zeros((2, self._count)))
 
-    def at(self, now_s: float) -> _State:
+    def at(self, now_s: float) -> State:
         elapsed_s = max(0.0, now_s - self._begun_s)
         for leg in self._legs:
             if elapsed_s < leg.duration:
-                return _State(*(np.array(part) for part in leg.at_time(elapsed_s)[:3]))
+                return State(*(np.array(part) for part in leg.at_time(elapsed_s)[:3]))
             elapsed_s -= leg.duration
         return self._rest
 
-    def to(self, goal: np.ndarray, start: _State, seconds: float, velocity: np.ndarray, speed: float) -> _Legs:
+    def to(self, goal: np.ndarray, start: State, seconds: float, velocity: np.ndarray, speed: float) -> Legs:
         """Legs to a goal in `seconds` or as soon as possible, then to rest beyond it; empty if there are none.
 
         `speed` is divided among the axes in proportion to their distances, with a minimum share for braking.
         """
         way = np.abs(goal - start.position)
-        shares = np.maximum(way / max(float(np.linalg.norm(way)), 1e-12), _LEAST_SHARE)
+        shares = np.maximum(way / max(float(np.linalg.norm(way, self._order)), 1e-12), _LEAST_SHARE)
         fastest = np.minimum(self._speed, np.maximum(speed * shares, self._speed * 1e-3))
         given = self._given(start, ControlInterface.Position)
         given.max_velocity = fastest.tolist()
@@ -102,19 +108,19 @@ class _ThreeAxes:
         brake = self.brake(_end(legs[0]))
         return (*legs, *brake) if brake else ()
 
-    def brake(self, start: _State) -> _Legs:
+    def brake(self, start: State) -> Legs:
         """Legs to rest as soon as possible, each axis independently; empty if there are none.
 
         An axis that waited for the slowest one would travel further than planned, possibly out of the workspace.
         """
         given = self._given(start, ControlInterface.Velocity)
         given.synchronization = Synchronization.No
-        given.max_velocity = [self._speed] * 3
-        given.target_velocity = [0.0] * 3
+        given.max_velocity = self._speed.tolist()
+        given.target_velocity = [0.0] * self._count
         given.minimum_duration = None
         return self._calculated()
 
-    def _given(self, start: _State, interface: ControlInterface) -> InputParameter:
+    def _given(self, start: State, interface: ControlInterface) -> InputParameter:
         given = self._input
         given.control_interface = interface
         given.synchronization = Synchronization.Time
@@ -123,8 +129,8 @@ class _ThreeAxes:
         given.current_acceleration = _without_dust(start.acceleration)
         return given
 
-    def _calculated(self) -> _Legs:
-        trajectory = Trajectory(3)
+    def _calculated(self) -> Legs:
+        trajectory = Trajectory(self._count)
         try:
             result = self._ruckig.calculate(self._input, trajectory)
         except RuckigError:  # rounding errors can make its solver fail
@@ -138,8 +144,8 @@ def _without_dust(values: np.ndarray) -> list[float]:
     return dusted
 
 
-def _end(leg: Trajectory) -> _State:
-    return _State(*(np.array(part) for part in leg.at_time(leg.duration)[:3]))
+def _end(leg: Trajectory) -> State:
+    return State(*(np.array(part) for part in leg.at_time(leg.duration)[:3]))
 
 
 class BoundedMotion:
@@ -151,8 +157,9 @@ class BoundedMotion:
     def __init__(self, limits: Limits) -> None:
         limits.require("motion")
         self._limits = limits
-        self._way = _ThreeAxes(limits.linear_speed, limits.linear_acceleration, limits.linear_jerk)
-        self._turn = _ThreeAxes(limits.angular_speed, limits.angular_acceleration, limits.angular_jerk)
+        linear = limits.linear_speed, limits.linear_acceleration, limits.linear_jerk
+        angular = limits.angular_speed, limits.angular_acceleration, limits.angular_jerk
+        self._way, self._turn = (Axes(*np.outer(sizes, np.full(3, _AXIS_SHARE))) for sizes in (linear, angular))
         self._turned_from = np.eye(3)
 
     def rest_at(self, pose: Pose) -> None:
@@ -161,7 +168,7 @@ class BoundedMotion:
         self._turned_from = pose.rotation.copy()
         self._turn.rest_at(np.zeros(3))
 
-    def at(self, now_s: float) -> Target:
+    def at(self, now_s: float) -> Target[Pose]:
         way, turn = self._way.at(now_s), self._turn.at(now_s)
         pose = Pose(way.position, rotation_matrix(turn.position) @ self._turned_from)
         return Target(pose, np.concatenate([way.velocity, _angular_velocity(turn.position, turn.velocity)]))
@@ -223,7 +230,7 @@ class BoundedMotion:
         present = self._turn.at(now_s)
         turned_from = rotation_matrix(present.position) @ self._turned_from
         velocity = _angular_velocity(present.position, present.velocity)
-        start = _State(np.zeros(3), velocity, present.acceleration)
+        start = State(np.zeros(3), velocity, present.acceleration)
         if goal is None:
             legs = self._turn.brake(start)
         else:
@@ -238,17 +245,17 @@ class BoundedMotion:
         self._turn.follow(now_s, legs)
         return True
 
-    def _stays(self, legs: _Legs, start: np.ndarray) -> bool:
+    def _stays(self, legs: Legs, start: np.ndarray) -> bool:
         """True if a motion stays in the workspace or, from a start outside, goes no further out."""
         # Sampled: ruckig's own extrema omit the phase in which a motion that starts too fast slows down.
-        places = np.array([leg.at_time(time_s)[0] for leg in legs for time_s in _samples(leg.duration)])
+        places = sampled(legs)
         low, high = places.min(axis=0), places.max(axis=0)
         allowed_low = np.minimum(self._limits.workspace_min, start) - _TOLERANCE_M
         allowed_high = np.maximum(self._limits.workspace_max, start) + _TOLERANCE_M
         return bool((low >= allowed_low).all() and (high <= allowed_high).all())
 
 
-def tracking_velocity(target: Target, measured: Pose, limits: Limits, speed_scale: float = 1.0) -> np.ndarray:
+def tracking_velocity(target: Target[Pose], measured: Pose, limits: Limits, speed_scale: float = 1.0) -> np.ndarray:
     """Velocity command that keeps a velocity-controlled robot at its target.
 
     A velocity interface responds late and inexactly (MoveIt Servo's filter makes a tool 4/7 as fast as commanded), so a
@@ -264,11 +271,38 @@ def tracking_velocity(target: Target, measured: Pose, limits: Limits, speed_scal
     return shortened(target.velocity + _TRACKING_GAIN * missing, *speeds)
 
 
+class TrackingVelocity:
+    """Velocities for a robot that takes no positions: the target's, corrected by the pose error, within the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.rest()
+
+    def rest(self) -> None:
+        self._velocity = np.zeros(6)  # sent last
+
+    def next(self, target: Target[Pose], measured: Pose | None, passed_s: float, speed_scale: float) -> np.ndarray:
+        """float64 [6], m/s and rad/s; with an unknown error (None) it slews to the uncorrected velocity."""
+        limits = self._limits
+        if measured is not None:
+            self._velocity = tracking_velocity(target, measured, limits, speed_scale)
+        else:
+            change = target.velocity - self._velocity
+            most = limits.linear_acceleration * passed_s, limits.angular_acceleration * passed_s
+            self._velocity = self._velocity + shortened(change, *most)
+        return self._velocity
+
+
 def shortened(vector: np.ndarray, linear: float, angular: float) -> np.ndarray:
     """Limits the lengths of a float64 [6] vector's translation and rotation; keeps their directions."""
     lengths = np.array([np.linalg.norm(vector[:3]), np.linalg.norm(vector[3:])])
     shares = np.minimum(1.0, np.array([linear, angular]) / np.maximum(lengths, 1e-12))
     return vector * shares.repeat(3)
+
+
+def sampled(legs: Sequence[Trajectory]) -> np.ndarray:
+    """Positions along a motion, float64 [samples, axes]."""
+    return np.array([leg.at_time(time_s)[0] for leg in legs for time_s in _samples(leg.duration)])
 
 
 def _samples(duration: float) -> np.ndarray:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conventions of action values: known ones by training dataset, overridden by the user's settings."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,23 +13,26 @@ from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
 
 _AUTO = "auto"
+NO_NAMES = ("",)
 
-# Columns of an action's values, in order; a robot without a gripper has the first six.
+# Columns of a tool action's values, in order; a robot without a gripper has the first six.
 ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+GRIPPER = ACTION_NAMES[-1]
 
 
 class Reference(str, Enum):
     """Reference of an action's pose."""
 
-    DELTA = "delta"  # relative to the tool's pose at the image's stamp
-    ABSOLUTE = "absolute"  # relative to the origin of the base frame
+    DELTA = "delta"  # relative to the tool's pose, or the joints' positions, at the image's stamp
+    ABSOLUTE = "absolute"  # relative to the origin of the base frame, or the joints' zeros
 
 
 class ActionFrame(str, Enum):
-    """Frame in which a displacement is given."""
+    """Frame in which a displacement is given; or joints, whose positions are given in place of a tool's pose."""
 
     BASE = "base"
     TOOL = "tool"
+    JOINTS = "joints"
 
 
 class Rotation(str, Enum):
@@ -35,6 +40,13 @@ class Rotation(str, Enum):
 
     ROTATION_VECTOR = "rotation_vector"  # axis times angle
     RPY = "rpy"  # roll, pitch, yaw about the fixed axes x, y, z, in this order: Rz(yaw) Ry(pitch) Rx(roll)
+
+
+class JointUnit(str, Enum):
+    """Unit of joint positions in the training data; published positions are in radians, or metres."""
+
+    RAD = "rad"  # or metres
+    DEG = "deg"  # as LeRobot's motors give them with use_degrees
 
 
 class GripperSign(str, Enum):
@@ -47,7 +59,11 @@ class GripperSign(str, Enum):
 
 @dataclass(frozen=True)
 class ActionConvention:
-    """Interpretation of an action's values."""
+    """Interpretation of an action's values.
+
+    The displacements of a chunk of tool actions add up. Those of joints all count from the joints' positions at the
+    image's stamp, as openpi's policies give them.
+    """
 
     dt_s: float  # duration of a displacement, and time between two actions of a chunk: the data's period
     reference: Reference = Reference.DELTA  # of the pose
@@ -55,7 +71,14 @@ class ActionConvention:
     rotation: Rotation = Rotation.ROTATION_VECTOR  # encoding of rotations
     gripper: GripperSign = GripperSign.OPEN_HIGH  # meaning of the last value
     translation_unit_m: float = 1.0  # metres per unit of x, y, z; published values are in metres
-    rotation_unit_rad: float = 1.0  # radians per unit of roll, pitch, yaw; published values are in radians
+    rotation_unit_rad: float = 1.0  # radians per unit of roll, pitch, yaw, or joints; published values are in radians
+    joints: tuple[str, ...] = ()  # names of the columns, in the policy's order; empty: ACTION_NAMES
+
+    def scales(self, names: Sequence[str]) -> np.ndarray:
+        """Metres or radians per unit of each column, float64 [columns]."""
+        unit = dict.fromkeys(ACTION_NAMES[:3], self.translation_unit_m)
+        unit |= dict.fromkeys((*ACTION_NAMES[3:6], *self.joints), self.rotation_unit_rad)
+        return np.array([1.0 if name == GRIPPER else unit.get(name, 1.0) for name in names])
 
 
 @dataclass(frozen=True)
@@ -63,9 +86,11 @@ class StampedAction:
     """An action or a chunk of actions, as received."""
 
     stamp_s: float  # stamp of the image, seconds on the robot's clock
-    values: np.ndarray  # float64 [horizon, 6 or 7]: translation in metres, rotation in radians, gripper
+    # float64 [horizon, 6 or 7]: translation in metres, rotation in radians, gripper; or [horizon, joints] by `names`
+    values: np.ndarray
     convention: ActionConvention  # interpretation of the values
     partial: bool = False  # true if a longer chunk with the same stamp and first rows follows
+    names: tuple[str, ...] = ACTION_NAMES  # of joint actions: the joints, and perhaps GRIPPER
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -87,12 +112,15 @@ class ConventionSettings:
     )
     reference: str = parameter(
         _AUTO,
-        "Reference of an action's pose: the tool's pose at the image's stamp (delta) or the base frame (absolute); "
-        "auto: as in the known dataset.",
+        "Reference of an action's pose: the pose of tool or joints at the image's stamp (delta), or the base frame or "
+        "the joints' zeros (absolute); auto: as in the known dataset.",
         choices=_choices(Reference),
     )
     frame: str = parameter(
-        _AUTO, "Frame in which a displacement is given; auto: as in the known dataset.", choices=_choices(ActionFrame)
+        _AUTO,
+        "Frame in which a displacement is given, or joints for positions of action.joints; auto: as in the known "
+        "dataset.",
+        choices=_choices(ActionFrame),
     )
     rotation: str = parameter(
         _AUTO,
@@ -120,15 +148,37 @@ class ConventionSettings:
         maximum=100.0,
     )
 
+    joints: tuple[str, ...] = parameter(
+        NO_NAMES,
+        "Names of the joints that an action positions, in the order of its values, as the driver's joints.names call "
+        "them; one called gripper opens and closes the gripper. Empty: actions are of the tool.",
+    )
+    joint_unit: str = parameter(
+        _AUTO,
+        "Unit of joint positions in the training data: rad (or metres) or deg. It must be given for joints.",
+        choices=_choices(JointUnit),
+    )
+
     def __post_init__(self) -> None:
         check(self)
+        twice = sorted({name for name in self.joints if self.joints.count(name) > 1})
+        if twice:
+            raise UserError(f"action.joints names {', '.join(twice)} more than once: give each joint once, in order")
 
-    def convention(self, unnorm_key: str, dt_s: float | None = None) -> ActionConvention:
-        """The action convention of a policy trained on a dataset; `dt_s`: the period given by its checkpoint.
+    def convention(
+        self, unnorm_key: str, dt_s: float | None = None, columns: Sequence[str] | None = None
+    ) -> ActionConvention:
+        """The action convention of a policy trained on a dataset.
+
+        Args:
+            dt_s: the period given by its checkpoint.
+            columns: the policy's own names of its action's values, which say how many there are.
 
         Raises:
             UserError: neither the settings nor a source give every value; names the parameters to set.
         """
+        if self.frame == ActionFrame.JOINTS.value or self.joints != NO_NAMES:
+            return self._of_joints(unnorm_key, dt_s, columns)
         dataset = known_dataset(unnorm_key)
         said: dict[str, Any] = {
             "dt_s": self.dt or dt_s,
@@ -140,23 +190,50 @@ class ConventionSettings:
             "rotation_unit_rad": self.rotation_unit,
         }
         found: dict[str, Any] = {name: value or getattr(dataset, name, None) for name, value in said.items()}
-        missing = [name for name, value in found.items() if value is None]
-        if missing:
-            raise UserError(
-                f"the action convention of dataset '{unnorm_key}' is unknown, and a wrong guess moves the robot "
-                f"wrongly; set {', '.join(_WHAT[name] for name in missing)}, each as -p action.dt:=0.2 or in a "
-                "parameter file; see docs/reference/conventions.md"
-            )
+        _require(found, unnorm_key)
         return ActionConvention(**found)
+
+    def _of_joints(self, unnorm_key: str, dt_s: float | None, columns: Sequence[str] | None) -> ActionConvention:
+        grips = GRIPPER in self.joints
+        found: dict[str, Any] = {
+            "dt_s": self.dt or dt_s,
+            "reference": _said(Reference, self.reference),
+            "frame": _said(ActionFrame, self.frame),
+            "gripper": _said(GripperSign, self.gripper) if grips else GripperSign.NONE,
+            "joints": self.joints if self.joints != NO_NAMES else None,
+            "joint_unit": _said(JointUnit, self.joint_unit),
+        }
+        _require(found, unnorm_key)
+        if found["frame"] is not ActionFrame.JOINTS:
+            raise UserError(f"action.frame is {self.frame}, but action.joints names joints: set action.frame to joints")
+        if columns is not None and len(columns) != len(self.joints):
+            raise UserError(
+                f"action.joints has {len(self.joints)} names, but the policy's actions have {len(columns)} values: "
+                "name each, in the order of the training data"
+            )
+        unit = found.pop("joint_unit")
+        return ActionConvention(rotation_unit_rad=math.pi / 180 if unit is JointUnit.DEG else 1.0, **found)
+
+
+def _require(found: Mapping[str, Any], unnorm_key: str) -> None:
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise UserError(
+            f"the action convention of dataset '{unnorm_key}' is unknown, and a wrong guess moves the robot "
+            f"wrongly; set {', '.join(_WHAT[name] for name in missing)}, each as -p action.dt:=0.2 or in a "
+            "parameter file; see docs/reference/conventions.md"
+        )
 
 
 _WHAT = {
     "dt_s": "action.dt (seconds from one action of the training data to the next)",
     "reference": "action.reference (delta or absolute)",
-    "frame": "action.frame (base or tool)",
+    "frame": "action.frame (base or tool; joints for joint positions)",
     "rotation": "action.rotation (rotation_vector or rpy)",
     "gripper": "action.gripper (open_high, close_high or none)",
     "translation_unit_m": "action.translation_unit (1.0 if x, y, z are metres)",
+    "joints": "action.joints (names of the joints, in the order of the action's values)",
+    "joint_unit": "action.joint_unit (rad or deg)",
     "rotation_unit_rad": "action.rotation_unit (1.0 if the rotation is in radians)",
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's control step. It starts at the measured tool pose and follows actions.
+"""The driver's control step. It starts at the measured pose of the tool, or of the joints, and follows actions.
 
 It comes to rest when poses stop arriving, when its own loop stalls, when the clock jumps, and while a guard blocks
 motion. It then starts again at the robot's measured pose.
@@ -9,22 +9,19 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol
 
 import numpy as np
 
-from specvla_ros.control.bounded_motion import Target, shortened, tracking_velocity
+from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.convention import StampedAction
 from specvla_ros.control.follower import MAX_ADVANCE_S, ActionFollower
-from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose import PoseHistory
+from specvla_ros.control.pose import Place, PoseHistory
 from specvla_ros.errors import UserError
 
 # Between two control steps, a clock that gains this much on the steady one, or goes back, has jumped.
 _JUMP_S = 0.25
 STALL_S = 0.5
-_OUTSIDE_M = 0.005
-_STILL_M = 0.0003  # sensor noise
-_NEAR_M, _NEAR_RAD = 0.003, 0.02
 _AWAY_S = 0.5
 _SAMPLES = 8  # for the clocks' offset, as in NTP's clock filter
 
@@ -33,7 +30,18 @@ class NotFollowingError(RuntimeError):
     """No action is followed at present; the message says why."""
 
 
-class Driver:
+class Tracking(Protocol[Place]):
+    """Velocities that keep a robot at its targets; see `bounded_motion.TrackingVelocity`."""
+
+    def rest(self) -> None:
+        """Starts at rest."""
+
+    def next(self, target: Target[Place], measured: Place | None, passed_s: float, speed_scale: float) -> np.ndarray:
+        """The velocity to send; `measured`: None if unknown."""
+        raise NotImplementedError
+
+
+class Driver(Generic[Place]):
     """Follows actions while poses are fresh and the clock is sound; otherwise it comes to rest.
 
     Times `now_s` are seconds on the robot's clock, which also stamps actions and poses.
@@ -41,7 +49,7 @@ class Driver:
     Args:
         follower: moves within the limits.
         history: measured poses, added by the caller; shared with the follower.
-        follows_velocity: whether the robot takes velocities, so that its pose must be measured continuously.
+        tracking: for a robot that takes velocities, so that its pose must be measured continuously; None: positions.
         pose_timeout_s: the tool comes to rest if the newest pose is older than this.
         start_output: called when motion starts; raises UserError if it cannot.
         say: called with each reason to come to rest, in words.
@@ -49,24 +57,21 @@ class Driver:
 
     def __init__(
         self,
-        follower: ActionFollower,
-        history: PoseHistory,
-        limits: Limits,
+        follower: ActionFollower[Place],
+        history: PoseHistory[Place],
         *,
-        follows_velocity: bool,
+        tracking: Tracking[Place] | None,
         pose_timeout_s: float,
         pose_source: str,
         start_output: Callable[[], None],
         say: Callable[[str], object],
     ) -> None:
-        self.follower, self._history, self._limits = follower, history, limits
-        self._follows_velocity = follows_velocity
+        self.follower, self._history, self._tracking = follower, history, tracking
         self._pose_timeout_s, self._pose_source = pose_timeout_s, pose_source
         self._start_output, self._say = start_output, say
         self._away_since_s = math.inf
         self._last_step: tuple[float, float] | None = None  # robot's clock, steady clock
-        self._velocity = np.zeros(6)  # sent last
-        self.target: Target
+        self.target: Target[Place]
         self.anchored = False  # motion has started at a measured pose
         self.holding = False  # a hold was requested
         self.guarded = False  # a guard reports that it blocks motion
@@ -85,7 +90,7 @@ class Driver:
         if self.guarded:
             raise NotFollowingError("the guard blocks motion")
         if not self.anchored:
-            raise NotFollowingError("no tool pose yet")
+            raise NotFollowingError(f"no {self.follower.space.what} yet")
         self.follower.take(action, now_s)
 
     def passing(self, passing: bool, now_s: float) -> None:
@@ -96,11 +101,12 @@ class Driver:
                 self.follower.hold(now_s)
         self.guarded = not passing
 
-    def step(self, now_s: float, steady_s: float) -> Target | None:
+    def step(self, now_s: float, steady_s: float) -> Target[Place] | None:
         """Runs one control step and returns the target to send; None: nothing yet."""
         passed_s = self._watch_clock(now_s, steady_s)
         if not self.anchored and not self._anchor(now_s):
-            self._velocity = np.zeros(6)
+            if self._tracking is not None:
+                self._tracking.rest()
             return None
         problem = self._input_problem(now_s)
         if problem and not self.problem:
@@ -109,57 +115,37 @@ class Driver:
         self.problem = problem
         self.target = self.follower.step(now_s, self.speed_scale)
         self._return_where_held(now_s)
-        if not self._follows_velocity:
+        if self._tracking is None:
             return self.target
-        self._velocity = self._velocity_to_send(min(passed_s, MAX_ADVANCE_S))
-        return replace(self.target, velocity=self._velocity)
-
-    def _velocity_to_send(self, passed_s: float) -> np.ndarray:
-        """The velocity with a pose error correction; if the error is unknown, slews to the uncorrected velocity."""
-        newest, limits = self._history.newest, self._limits
-        if not self.problem and not self.guarded and newest is not None:
-            return tracking_velocity(self.target, newest[1], limits, self.speed_scale)
-        change = self.target.velocity - self._velocity
-        return self._velocity + shortened(
-            change, limits.linear_acceleration * passed_s, limits.angular_acceleration * passed_s
-        )
+        newest = self._history.newest
+        measured = newest[1] if newest is not None and not self.problem and not self.guarded else None
+        velocity = self._tracking.next(self.target, measured, min(passed_s, MAX_ADVANCE_S), self.speed_scale)
+        return replace(self.target, velocity=velocity)
 
     def _return_where_held(self, now_s: float) -> None:
         """Moves the target to a robot held elsewhere, by the guard or by hand, so that it is not pulled back."""
         newest, follower = self._history.newest, self.follower
         if newest is None:
             return
-        if self.guarded:
-            way_m, turn_rad = self.target.pose.distance(newest[1])
-            # Outside the workspace the guard refuses targets further out than the tool.
-            sunk = self._limits.outside_m(self.target.pose.position) > 0
-            away = way_m > (_STILL_M if sunk else _NEAR_M) or turn_rad > _NEAR_RAD
-        else:
-            away = not follower.follows(self.target.pose, newest[1])
+        space, here = follower.space, self.target.pose
+        away = space.away(here, newest[1]) if self.guarded else not space.follows(here, newest[1])
         if self.target.moving or not away:
             self._away_since_s = math.inf
             return
         self._away_since_s = min(self._away_since_s, now_s)
         if newest[0] < self._away_since_s + (0.0 if self.guarded else _AWAY_S):
             return  # it may still have been moving when it was measured
-        if self._follows_velocity or (self.guarded and not self._start_problem()):
+        if self._tracking is not None or (self.guarded and not self._start_problem()):
             follower.rest_at(newest[1])  # a jump of the target does not reach the robot
         else:
             follower.return_to(newest[1], now_s)
 
     def _anchor(self, now_s: float) -> bool:
-        """Starts at the measured tool pose, once there is one."""
+        """Starts at the measured pose, once there is one."""
         newest = self._history.newest
         problem = self._input_problem(now_s)
         if newest is not None and not problem:
-            limits, position = self._limits, newest[1].position
-            if limits.outside_m(position) > _OUTSIDE_M:
-                problem = (
-                    f"the tool is at {position.round(3).tolist()}, outside the workspace {list(limits.workspace_min)} "
-                    f"to {list(limits.workspace_max)}; bring it inside by other means"
-                )
-            else:
-                problem = self._start_problem()
+            problem = self.follower.space.start_problem(newest[1]) or self._start_problem()
         self.problem = problem
         if problem or newest is None:
             return False
@@ -177,12 +163,12 @@ class Driver:
         return ""
 
     def _input_problem(self, now_s: float) -> str:
-        newest = self._history.newest
+        newest, what = self._history.newest, self.follower.space.what
         if newest is None:
-            return f"no tool pose received from {self._pose_source} yet"
+            return f"no {what} received from {self._pose_source} yet"
         age_s = now_s - newest[0]
         if age_s > self._pose_timeout_s:
-            return f"the newest tool pose is {age_s:.2f} s old, and the limit is {self._pose_timeout_s:g} s"
+            return f"the newest {what} is {age_s:.2f} s old, and the limit is {self._pose_timeout_s:g} s"
         if self.mismatch:
             return self.mismatch
         if self.action_publishers > 1:

@@ -60,7 +60,11 @@ class JointSolver(ToolKinematics):
             self._reach.rest()
         self._posture.set_target(q)
 
-    def follow(self, target: "Target") -> tuple[np.ndarray, np.ndarray]:
+    def place_of(self, positions: Mapping[str, float]) -> Pose:
+        """The tool's pose at measured joints; raises UserError if one is missing or outside its range."""
+        return self.pose_of(positions)
+
+    def follow(self, target: "Target[Pose]") -> tuple[np.ndarray, np.ndarray]:
         """Positions and velocities of the joints, float64 [n] each, one control step towards a target's pose.
 
         The step takes as long as the target's motion, not the loop's period: in a late loop the target has moved
@@ -99,7 +103,7 @@ class JointSolver(ToolKinematics):
             )
         return self.positions, velocities
 
-    def _aim(self, target: "Target", passed_s: float) -> Pose:
+    def _aim(self, target: "Target[Pose]", passed_s: float) -> Pose:
         """The tool's pose after a step. Errors are corrected gradually: otherwise the joints could not brake."""
         here, goes = self.pose_at(self.positions), target.velocity * passed_s
         return here.displaced(goes + _GAIN * passed_s * (here.way_to(target.pose) - goes))

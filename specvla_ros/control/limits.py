@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from specvla_ros.control.convention import NO_NAMES
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError, together
 from specvla_ros.settings.parameter import check, parameter
@@ -14,7 +15,6 @@ from specvla_ros.settings.parameter import check, parameter
 _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") for axes in ("linear", "angular"))
 _NO_CORNER = (0.0, 0.0, 0.0)
 _NO_NUMBERS = (0.0,)
-NO_NAMES = ("",)
 _RAMP_S = 0.04  # to a joint's max acceleration if its jerk is not given; as long as with a tool's limits
 
 

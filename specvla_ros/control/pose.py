@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool poses, rotation conversions, and a history of recent poses."""
+"""Tool poses, postures of the joints, rotation conversions, and a history of recent poses."""
 
 import math
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -37,6 +38,39 @@ class Pose:
     def toward(self, other: "Pose", share: float) -> "Pose":
         """Interpolates to another pose, linearly and by the shortest rotation; share 0 is this pose, 1 the other."""
         return self.displaced(share * self.way_to(other))
+
+
+@dataclass(frozen=True)
+class Posture:
+    """The positions of an arm's joints, in the order of the commands."""
+
+    positions: np.ndarray  # float64 [n], radians or metres
+
+    def distance(self, other: "Posture") -> tuple[float, float]:
+        """The largest distance of one joint, as the second number, as of a rotation; the first is 0."""
+        return 0.0, float(np.abs(other.positions - self.positions).max())
+
+    def toward(self, other: "Posture", share: float) -> "Posture":
+        """Interpolates to another posture; share 0 is this one, 1 the other."""
+        return Posture(self.positions + share * (other.positions - self.positions))
+
+
+_Same = TypeVar("_Same")
+
+
+class Located(Protocol):
+    """A `Pose` or a `Posture`, for histories and followers."""
+
+    def distance(self: _Same, other: _Same) -> tuple[float, float]:
+        """Distance to another one, in metres and radians."""
+        raise NotImplementedError
+
+    def toward(self: _Same, other: _Same, share: float) -> _Same:
+        """Interpolates to another one; share 0 is this one, 1 the other."""
+        raise NotImplementedError
+
+
+Place = TypeVar("Place", bound=Located)  # where a robot is, in the space of its actions
 
 
 def rotation_matrix(vector: np.ndarray) -> np.ndarray:
@@ -105,11 +139,11 @@ def quaternion(matrix: np.ndarray) -> Quaternion:
 
 
 class PoseUnknownError(LookupError):
-    """The tool's pose at that time is unknown."""
+    """The pose at that time is unknown."""
 
 
-class PoseHistory:
-    """Poses by stamp, interpolated in between: an action counts from the tool's pose in its image.
+class PoseHistory(Generic[Place]):
+    """Poses of the tool or of the joints by stamp, interpolated in between: an action counts from that in its image.
 
     Args:
         kept_s: length of the history.
@@ -118,10 +152,10 @@ class PoseHistory:
 
     def __init__(self, kept_s: float = 2.0, gap_s: float = 0.25) -> None:
         self._kept_s, self._gap_s = kept_s, gap_s
-        self._poses: deque[tuple[float, Pose]] = deque()
+        self._poses: deque[tuple[float, Place]] = deque()
 
     @property
-    def newest(self) -> tuple[float, Pose] | None:
+    def newest(self) -> tuple[float, Place] | None:
         """Stamp in seconds and pose of the newest entry; None if empty."""
         return self._poses[-1] if self._poses else None
 
@@ -129,7 +163,7 @@ class PoseHistory:
         """Drops all poses, as after a clock jump."""
         self._poses.clear()
 
-    def add(self, stamp_s: float, pose: Pose) -> bool:
+    def add(self, stamp_s: float, pose: Place) -> bool:
         """Adds a pose; returns False and ignores it if it is not newer than the last one."""
         if self._poses and stamp_s <= self._poses[-1][0]:
             return False
@@ -138,19 +172,19 @@ class PoseHistory:
             self._poses.popleft()
         return True
 
-    def at(self, stamp_s: float) -> Pose:
+    def at(self, stamp_s: float) -> Place:
         """The pose at a time, or PoseUnknownError; the newest pose stays valid for `gap_s`."""
         if not self._poses:
-            raise PoseUnknownError("no tool pose has been measured yet")
+            raise PoseUnknownError("no pose has been measured yet")
         first_s, last_s = self._poses[0][0], self._poses[-1][0]
         if stamp_s < first_s:
-            raise PoseUnknownError(f"the oldest known tool pose is {first_s - stamp_s:.3f} s newer")
+            raise PoseUnknownError(f"the oldest known pose is {first_s - stamp_s:.3f} s newer")
         if stamp_s >= last_s:
             if stamp_s - last_s > self._gap_s:
-                raise PoseUnknownError(f"the newest tool pose is {stamp_s - last_s:.3f} s older")
+                raise PoseUnknownError(f"the newest pose is {stamp_s - last_s:.3f} s older")
             return self._poses[-1][1]
         after = bisect_right(self._poses, stamp_s, key=lambda each: each[0])
         (earlier_s, earlier), (later_s, later) = self._poses[after - 1], self._poses[after]
         if later_s - earlier_s > self._gap_s:
-            raise PoseUnknownError(f"no tool pose was measured for {later_s - earlier_s:.3f} s around that time")
+            raise PoseUnknownError(f"no pose was measured for {later_s - earlier_s:.3f} s around that time")
         return earlier.toward(later, (stamp_s - earlier_s) / (later_s - earlier_s))

@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from specvla_ros.control.limits import NO_NAMES, Joints
+from specvla_ros.control.convention import NO_NAMES
+from specvla_ros.control.limits import Joints
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError, missing_package
 

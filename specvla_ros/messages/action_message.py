@@ -30,10 +30,12 @@ class ActionMeaning:
 
     def metric(self, action: Action) -> np.ndarray:
         """The action, float64 [horizon, dims]: translations in metres, rotations in radians, other values unchanged."""
-        unit = dict.fromkeys(("x", "y", "z"), self.convention.translation_unit_m)
-        unit |= dict.fromkeys(("roll", "pitch", "yaw"), self.convention.rotation_unit_rad)
-        scaled: np.ndarray = action.actions * np.array([unit.get(name, 1.0) for name in action.names])
+        scaled: np.ndarray = action.actions * self.convention.scales(self.names(action))
         return scaled
+
+    def names(self, action: Action) -> tuple[str, ...]:
+        """The names of the action's columns: the robot's joints, or the policy's own."""
+        return self.convention.joints or action.names
 
 
 def vla_action_fields(
@@ -46,7 +48,7 @@ def vla_action_fields(
         "epoch": action.observation.epoch,
         "instruction": action.observation.instruction,
         "mode": action.record.mode,
-        "names": list(action.names),
+        "names": list(meaning.names(action)),
         "values": meaning.metric(action).ravel().tolist(),
         "horizon": len(action.actions),
         "partial": action.partial,
@@ -81,10 +83,11 @@ def stamped_action(message: Any, stamp_s: float) -> StampedAction:
     horizon, columns = message.horizon, len(message.names)
     if not columns or horizon * columns != len(message.values):
         raise ValueError(f"it has {len(message.values)} values for {horizon} rows of {columns} names")
-    if tuple(message.names) != ACTION_NAMES[:columns]:
+    joints = convention.frame is ActionFrame.JOINTS
+    if not joints and tuple(message.names) != ACTION_NAMES[:columns]:
         raise ValueError(f"its columns are {', '.join(message.names)[:80]}, not {', '.join(ACTION_NAMES)}")
     values = np.array(message.values).reshape(horizon, columns)
-    return StampedAction(stamp_s, values, convention, partial=message.partial)
+    return StampedAction(stamp_s, values, convention, partial=message.partial, names=tuple(message.names))
 
 
 def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, int]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 
-from specvla_ros.control.bounded_motion import BoundedMotion
+from specvla_ros.control.action_space import ToolSpace
+from specvla_ros.control.bounded_motion import BoundedMotion, TrackingVelocity
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower
@@ -32,13 +33,14 @@ class Robot:
     """It is sent velocities, and goes at a part of them."""
 
     def __init__(self, follows_velocity=True):
-        self.history, self.now_s, self.pose = PoseHistory(), 100.0, Pose(np.zeros(3), np.eye(3))
-        follower = ActionFollower(BoundedMotion(LIMITS), Gripper(GripperSettings(open_value=0.08)), self.history)
+        self.history, self.now_s, self.pose = PoseHistory[Pose](), 100.0, Pose(np.zeros(3), np.eye(3))
+        follower = ActionFollower(
+            ToolSpace(LIMITS), BoundedMotion(LIMITS), Gripper(GripperSettings(open_value=0.08)), self.history
+        )
         self.driver = Driver(
             follower,
             self.history,
-            LIMITS,
-            follows_velocity=follows_velocity,
+            tracking=TrackingVelocity(LIMITS) if follows_velocity else None,
             pose_timeout_s=0.1,
             pose_source="here",
             start_output=lambda: None,
@@ -113,14 +115,15 @@ class Started:
     """A driver that begins at a measured pose and is stepped by hand, on two clocks."""
 
     def __init__(self, *, follows_velocity=False, at=(0.0, 0.0, 0.0), start_output=lambda: None):
-        self.history, self.now_s, self.steady_s = PoseHistory(), 100.0, 7.0
+        self.history, self.now_s, self.steady_s = PoseHistory[Pose](), 100.0, 7.0
         self.said: list[str] = []
-        self.follower = ActionFollower(BoundedMotion(LIMITS), Gripper(GripperSettings()), self.history)
+        self.follower = ActionFollower(
+            ToolSpace(LIMITS), BoundedMotion(LIMITS), Gripper(GripperSettings()), self.history
+        )
         self.driver = Driver(
             self.follower,
             self.history,
-            LIMITS,
-            follows_velocity=follows_velocity,
+            tracking=TrackingVelocity(LIMITS) if follows_velocity else None,
             pose_timeout_s=0.1,
             pose_source="here",
             start_output=start_output,

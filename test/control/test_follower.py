@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import examples
 
+from specvla_ros.control.action_space import ActionRefusedError, RefusalReason, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion
 from specvla_ros.control.convention import (
     ActionConvention,
@@ -19,7 +20,7 @@ from specvla_ros.control.convention import (
     Rotation,
     StampedAction,
 )
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, RefusalReason
+from specvla_ros.control.follower import ActionFollower, Compensation
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, PoseHistory, rotation_matrix, rotation_vector, rpy_matrix
@@ -45,10 +46,10 @@ class Arm:
     """A tool that is exactly where it is sent, on a clock that the test moves."""
 
     def __init__(self, compensation=Compensation.IMAGE_GOAL):
-        self.history, self.now_s = PoseHistory(), 100.0
+        self.history, self.now_s = PoseHistory[Pose](), 100.0
         motion = BoundedMotion(LIMITS)
         self.gripper = Gripper(GripperSettings(open_value=0.08, closed_value=0.0))
-        self.follower = ActionFollower(motion, self.gripper, self.history, compensation=compensation)
+        self.follower = ActionFollower(ToolSpace(LIMITS), motion, self.gripper, self.history, compensation=compensation)
         self.follower.rest_at(START)
         self.poses = {}
         self.run(0.1)
@@ -506,7 +507,7 @@ def test_a_control_loop_that_comes_late_does_not_leap():
 
 
 def test_poses_around_a_gap_say_nothing_of_it():
-    history = PoseHistory(kept_s=2.0, gap_s=0.25)
+    history = PoseHistory[Pose](kept_s=2.0, gap_s=0.25)
     with pytest.raises(LookupError):
         history.at(0.0)
     for stamp_s in (0.0, 0.1, 0.5):

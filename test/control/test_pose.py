@@ -122,7 +122,7 @@ def test_halfway_to_a_pose_is_half_the_way_and_half_the_turn():
 
 
 def history(*stamps_s, **settings):
-    made = PoseHistory(**settings)
+    made = PoseHistory[Pose](**settings)
     for stamp_s in stamps_s:
         assert made.add(stamp_s, Pose(np.full(3, stamp_s), np.eye(3)))
     return made
@@ -140,7 +140,7 @@ def test_a_pose_between_two_is_interpolated_and_the_newest_holds_for_a_gap():
 def test_a_history_takes_what_is_newer_and_tells_the_newest():
     poses = history()
     assert poses.newest is None
-    with pytest.raises(PoseUnknownError, match="no tool pose has been measured yet"):
+    with pytest.raises(PoseUnknownError, match="no pose has been measured yet"):
         poses.at(0.0)
     poses = history(0.0, 0.1)
     assert not poses.add(0.1, Pose(np.zeros(3), np.eye(3))) and not poses.add(0.05, Pose(np.zeros(3), np.eye(3)))

@@ -20,10 +20,11 @@ from faults.virtual_time import Message, VirtualTime
 from support.limited_arm import limit
 
 from benchmarks.results_page import ROOT
-from specvla_ros.control.bounded_motion import BoundedMotion, Target
+from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
+from specvla_ros.control.bounded_motion import BoundedMotion, Target, TrackingVelocity
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver, NotFollowingError
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError
+from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperLimits, GripperSettings
 from specvla_ros.control.guard.commands import (
     Command,
@@ -351,18 +352,19 @@ class Scene:
     def _begin_driver(self) -> None:
         self._made += 1
         self._driver_name = f"driver {self._made}"
-        self._history, self._joints = PoseHistory(), dict[str, float]()
+        self._history, self._joints = PoseHistory[Pose](), dict[str, float]()
         fingers = self.arm.gripper
         self._gripper = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
         self._gripped: tuple[float, float] | None = None
         bounds = self.settings.limits
         self._solver = JointSolver(self._joint_model(), CONTROL_DT_S)
-        follower = ActionFollower(BoundedMotion(bounds), self._gripper, self._history, max_step_rad=1.5)
+        follower = ActionFollower(
+            ToolSpace(bounds, max_step_rad=1.5), BoundedMotion(bounds), self._gripper, self._history
+        )
         self.driver = Driver(
             follower,
             self._history,
-            bounds,
-            follows_velocity=self.setup.output == "twist",
+            tracking=TrackingVelocity(bounds) if self.setup.output == "twist" else None,
             pose_timeout_s=POSE_TIMEOUT_S,
             pose_source="topic",
             start_output=lambda: self._solver.start(self._joints) if self.settings.kind.of_joints else None,

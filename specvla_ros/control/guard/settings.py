@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
+from specvla_ros.control.convention import NO_NAMES
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.robot_state import StateRule
-from specvla_ros.control.limits import NO_NAMES, JointLimits, Limits, ToolSource
+from specvla_ros.control.limits import JointLimits, Limits, ToolSource
 from specvla_ros.control.robot_model import completed
 from specvla_ros.errors import UserError, together
 from specvla_ros.settings.parameter import check, parameter, section

@@ -254,7 +254,7 @@ def replay(
         if chosen.note:
             tell(chosen.note)
         instruction = topics.instruction
-        convention = action.convention(policy.unnorm_key, policy.codec.dt_s)
+        convention = action.convention(policy.unnorm_key, policy.codec.dt_s, policy.codec.names)
         if instruction is not None:
             engine.check_instruction(instruction)
         engine.reset()

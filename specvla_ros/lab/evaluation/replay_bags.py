@@ -154,7 +154,8 @@ def replay_bag(job: BagJob, host: Host | None = None) -> str:
     engine = _engine(settings.policy, settings.model, settings.engine, topics.instruction, host)
     # Errors common to all bags are raised once.
     check_senses(engine.target, topics.cameras, topics.state_topic)
-    settings.action.convention(engine.target.unnorm_key, engine.target.codec.dt_s)
+    target = engine.target
+    settings.action.convention(target.unnorm_key, target.codec.dt_s, target.codec.names)
     try:
         summary = replay(
             engine,

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
 from specvla_ros.control.convention import ActionConvention, StampedAction
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError
+from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
@@ -23,7 +24,7 @@ from specvla_ros.control.inverse_kinematics import (
     trajectory_point,
 )
 from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose import PoseHistory
+from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_model
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Point, Twist
@@ -68,7 +69,7 @@ class DrivenRobot(TableRobot):
         self._follow = follow
         self._limits = simulation_limits(arm)
         self._solver = JointSolver(joint_model(self.world.model, arm), CONTROL_DT_S)
-        self._send: Callable[[Target], Any] = {
+        self._send: Callable[[Target[Pose]], Any] = {
             "pose": lambda target: (BASE_FRAME, target.pose),
             "twist": lambda target: Twist(self._now_s, BASE_FRAME, target.velocity[:3], target.velocity[3:]),
             "joint_trajectory": self._trajectory,
@@ -81,10 +82,12 @@ class DrivenRobot(TableRobot):
         self._commanded.reset()
         self._now_s = 0.0
         start = self.world.tool()
-        self._history = PoseHistory()
+        self._history = PoseHistory[Pose]()
         fingers = self._arm.gripper
         self._fingers = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
-        self._actions = ActionFollower(BoundedMotion(self._limits), self._fingers, self._history, max_age_s=20.0)
+        self._actions = ActionFollower(
+            ToolSpace(self._limits), BoundedMotion(self._limits), self._fingers, self._history, max_age_s=20.0
+        )
         self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, np.ones(6)), start
         self._history.add(0.0, start)
         self._actions.rest_at(start)
@@ -117,7 +120,7 @@ class DrivenRobot(TableRobot):
             self._commanded.advance(self._now_s)
             self._history.add(self._now_s, self.world.tool())
 
-    def _target(self) -> Target:
+    def _target(self) -> Target[Pose]:
         if self._follow is Follow.DRIVER:
             target = self._actions.step(self._now_s)
             if not self._by_velocity:
@@ -127,7 +130,7 @@ class DrivenRobot(TableRobot):
         self._sent = self._limits.clamped(self._sent.displaced(way))
         return Target(self._sent, way / CONTROL_DT_S)
 
-    def _trajectory(self, target: Target) -> JointTrajectory:
+    def _trajectory(self, target: Target[Pose]) -> JointTrajectory:
         nothing = np.zeros(0)
         point = Point(TRAJECTORY_AHEAD_S, trajectory_point(*self._solver.follow(target)), nothing, nothing)
         return JointTrajectory(0.0, self._arm.joints, (point,))

@@ -13,20 +13,22 @@ from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.time import Time
 from std_srvs.srv import SetBool
 
-from specvla_ros.control.bounded_motion import BoundedMotion
+from specvla_ros.control.action_space import ActionRefusedError, ActionSpace, Motion, ToolSpace
+from specvla_ros.control.bounded_motion import BoundedMotion, TrackingVelocity
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import ClockOffset, Driver, NotFollowingError
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation
+from specvla_ros.control.follower import ActionFollower, Compensation
 from specvla_ros.control.gripper import Gripper
 from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
-from specvla_ros.control.pose import Pose, PoseHistory
-from specvla_ros.control.robot_model import load_joint_model
+from specvla_ros.control.joint_space import JointKinematics, JointMotion, JointSpace
+from specvla_ros.control.pose import PoseHistory
+from specvla_ros.control.robot_model import JointModel, load_joint_model
 from specvla_ros.errors import UserError
 from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.driver.joint_order import JointOrder
 from specvla_ros.ros.driver.outputs import ROBOT_OUTPUTS, GripperCommands, OutputContext, RobotOutput
-from specvla_ros.ros.driver.parameters import DriverParameters
+from specvla_ros.ros.driver.parameters import JOINTS, DriverParameters
 from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, raise_priority, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
@@ -49,7 +51,7 @@ class DriverNode(ManagedNode):
         with parameters_declared(self, DriverParameters, lifecycle=True):
             self._chosen = DriverParameters()  # read when the node is configured
         self._output_context: OutputContext | None = None
-        self._driver: Driver | None = None
+        self._driver: Driver[Any] | None = None
         self._listening = ExitStack()  # ends the subscriptions and timers of `_start`
         self._holding = False
         self._reset()
@@ -58,11 +60,11 @@ class DriverNode(ManagedNode):
         self._diagnostics = DiagnosticsPublisher(self, self._chosen.diagnostics_period_s, self._statuses)
 
     def _reset(self) -> None:
-        self._history = PoseHistory()
+        self._history: PoseHistory[Any] = PoseHistory()
         self._joints: Mapping[str, float] = {}
         self._convention: ActionConvention | None = None
         self._refusals: Counter[str] = Counter()
-        self._stood_at: Pose | None = None
+        self._stood_at: Any = None
         self._scheduling = "ordinary"
         self._guard_spoke = False
         self._taken = 0
@@ -77,7 +79,7 @@ class DriverNode(ManagedNode):
         self._diagnostics.set_period(self._chosen.diagnostics_period_s)
         chosen = self._chosen
         model = load_joint_model(chosen.joints) if chosen.joints.model else None
-        self._solver = None if model is None else JointSolver(model, 1.0 / chosen.rate_hz)
+        self._model, self._solver = model, _joint_commands(chosen, model)
         names = () if model is None else model.joints
         self._output_context = OutputContext(self, chosen.base_frame, names, self._solver)
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
@@ -98,23 +100,20 @@ class DriverNode(ManagedNode):
         self._reset()
         chosen = self._chosen
         if not chosen.limits.missing:
-            follower = ActionFollower(
-                BoundedMotion(chosen.limits),
+            follower: ActionFollower[Any] = ActionFollower(
+                *_space_and_motion(chosen, self._model, self._solver),
                 self._gripper,
                 self._history,
                 compensation=Compensation(chosen.compensate),
                 max_age_s=chosen.max_action_age_s,
                 max_future_s=chosen.max_future_s,
-                max_step_m=chosen.max_step_m,
-                max_step_rad=chosen.max_step_rad,
             )
             self._driver = Driver(
                 follower,
                 self._history,
-                chosen.limits,
-                follows_velocity=self._output.follows_velocity,
+                tracking=TrackingVelocity(chosen.limits) if self._output.follows_velocity else None,
                 pose_timeout_s=chosen.tool_pose_timeout_s,
-                pose_source=chosen.tool.pose_source,
+                pose_source=chosen.pose_source,
                 start_output=self._start_output,
                 say=self.get_logger().error,
             )
@@ -131,9 +130,9 @@ class DriverNode(ManagedNode):
         self._joint_input = JointInput(self, names, self._on_joints, self._on_bad)
         self._listening.callback(self._joint_input.destroy)
         self._pose_source: PoseSource | None = None
-        if chosen.tool.pose_source == "topic":
+        if chosen.pose_source == "topic":
             self._pose_source = PoseTopic(self, chosen.base_frame, self._on_pose, self._on_bad)
-        elif chosen.tool.pose_source == "tf":
+        elif chosen.pose_source == "tf":
             self._pose_source = PoseFromTf(self, chosen.base_frame, chosen.tool.frame, self._on_pose, self._on_bad)
         if self._pose_source is not None:
             self._listening.callback(self._pose_source.destroy)
@@ -156,15 +155,15 @@ class DriverNode(ManagedNode):
 
     # Inputs
 
-    def _on_pose(self, stamp_s: float, pose: Pose) -> None:
+    def _on_pose(self, stamp_s: float, pose: Any) -> None:
         self._history.add(stamp_s, pose)
 
     def _on_joints(self, stamp_s: float, positions: Mapping[str, float]) -> None:
         self._joints = positions
-        if not self._chosen.tool.from_joints or self._solver is None:
+        if self._chosen.pose_source != "joint_states" or self._solver is None:
             return
         try:
-            pose = self._solver.pose_of(positions)
+            pose = self._solver.place_of(positions)
         except UserError as error:
             self._on_bad(str(error))
         else:
@@ -259,7 +258,7 @@ class DriverNode(ManagedNode):
         began = driver.anchored
         target = driver.step(now_s, time.monotonic())
         if driver.anchored and not began:
-            self.get_logger().info("the tool's pose is known: following actions")
+            self.get_logger().info(f"a {driver.follower.space.what} was measured: following actions")
         if target is None or self._order.step(driver, self._joints, time.monotonic()):
             return
         try:
@@ -356,6 +355,22 @@ class DriverNode(ManagedNode):
 
     def _now_s(self) -> float:
         return float(self.get_clock().now().nanoseconds * _NS)
+
+
+def _joint_commands(chosen: DriverParameters, model: JointModel | None) -> JointSolver | JointKinematics | None:
+    """Converts targets to joint commands: by inverse kinematics, unless they are the joints' own."""
+    if model is None:
+        return None
+    return JointKinematics(model) if chosen.action_space == JOINTS else JointSolver(model, 1.0 / chosen.rate_hz)
+
+
+def _space_and_motion(
+    chosen: DriverParameters, model: JointModel | None, arm: JointSolver | JointKinematics | None
+) -> tuple[ActionSpace[Any], Motion[Any]]:
+    """The space of the policy's actions, and bounded motion in it."""
+    if isinstance(arm, JointKinematics) and model is not None:
+        return JointSpace(arm, chosen.limits, chosen.max_step_rad), JointMotion(arm, model, chosen.limits)
+    return ToolSpace(chosen.limits, chosen.max_step_m, chosen.max_step_rad), BoundedMotion(chosen.limits)
 
 
 def _words(convention: ActionConvention) -> str:

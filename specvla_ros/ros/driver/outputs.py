@@ -19,6 +19,7 @@ from trajectory_msgs.msg import JointTrajectory
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.gripper import GripperOutput, GripperSettings
 from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.control.joint_space import JointKinematics
 from specvla_ros.errors import UserError
 from specvla_ros.ros.motion_messages import (
     GRIPPERS,
@@ -42,7 +43,8 @@ class OutputContext:
     node: LifecycleNode
     base_frame: str  # of the targets
     joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none given
-    solver: JointSolver | None = None  # inverse kinematics; None: no robot model given
+    # The joints of targets: by inverse kinematics, or the targets themselves; None: no robot model given.
+    solver: JointSolver | JointKinematics | None = None
     publishers: list[Any] = field(default_factory=list)
     ending: ExitStack = field(default_factory=ExitStack)  # further callbacks at the driver's cleanup
 
@@ -61,8 +63,16 @@ class OutputContext:
         """True if any command has a subscriber."""
         return any(publisher.get_subscription_count() for publisher in self.publishers)
 
-    def require_solver(self, output: str) -> JointSolver:
-        """Returns the inverse kinematics; raises UserError without a robot model."""
+    def require_tool(self, output: str) -> None:
+        """Raises UserError if targets are joints' and not the tool's."""
+        if isinstance(self.solver, JointKinematics):
+            raise UserError(
+                f"output: {output} commands the tool, but with action_space: joints the actions name joint positions; "
+                "set output to joint_trajectory or position_array"
+            )
+
+    def require_solver(self, output: str) -> JointSolver | JointKinematics:
+        """Returns what makes joint commands of targets; raises UserError without a robot model."""
         if self.solver is None:
             raise UserError(
                 f"output: {output} needs the robot's kinematics; set joints.model to its MJCF or URDF, joints.names, "
@@ -86,7 +96,7 @@ class RobotOutput(Protocol):
     def start(self, joint_positions: Mapping[str, float]) -> None:
         """Starts at the robot's present joints and sends nothing yet. Raises UserError if they are not known."""
 
-    def send(self, target: Target, now: Time) -> None:
+    def send(self, target: Target[Any], now: Time) -> None:
         """Sends the command of one control step, or raises UnreachableError."""
 
     def send_positions(self, positions: np.ndarray) -> None:
@@ -100,7 +110,7 @@ class DryRun(RobotOutput):
     def __init__(self, context: OutputContext) -> None:
         pass
 
-    def send(self, target: Target, now: Time) -> None:
+    def send(self, target: Target[Any], now: Time) -> None:
         pass
 
 
@@ -112,10 +122,11 @@ class PoseOutput(RobotOutput):
     """
 
     def __init__(self, context: OutputContext) -> None:
+        context.require_tool("pose")
         self._frame = context.base_frame
         self._publisher = context.create_publisher(PoseStamped, "~/pose")
 
-    def send(self, target: Target, now: Time) -> None:
+    def send(self, target: Target[Any], now: Time) -> None:
         self._publisher.publish(pose_message(target.pose, now.nanoseconds, self._frame))
 
 
@@ -131,10 +142,11 @@ class TwistOutput(RobotOutput):
     follows_velocity = True
 
     def __init__(self, context: OutputContext) -> None:
+        context.require_tool("twist")
         self._frame = context.base_frame
         self._publisher = context.create_publisher(TwistStamped, "~/twist")
 
-    def send(self, target: Target, now: Time) -> None:
+    def send(self, target: Target[Any], now: Time) -> None:
         self._publisher.publish(twist_message(target.velocity, now.nanoseconds, self._frame))
 
 
@@ -154,7 +166,7 @@ class JointTrajectoryOutput(RobotOutput):
     def start(self, joint_positions: Mapping[str, float]) -> None:
         self._solver.start(joint_positions)
 
-    def send(self, target: Target, now: Time) -> None:
+    def send(self, target: Target[Any], now: Time) -> None:
         self._publisher.publish(trajectory_message(self._joints, *self._solver.follow(target)))
 
 
@@ -174,7 +186,7 @@ class PositionArrayOutput(RobotOutput):
     def start(self, joint_positions: Mapping[str, float]) -> None:
         self._solver.start(joint_positions)
 
-    def send(self, target: Target, now: Time) -> None:
+    def send(self, target: Target[Any], now: Time) -> None:
         self.send_positions(self._solver.follow(target)[0])
 
     def send_positions(self, positions: np.ndarray) -> None:

@@ -7,11 +7,12 @@ from functools import partial
 from specvla_ros.control.follower import Compensation
 from specvla_ros.control.gripper import GripperSettings
 from specvla_ros.control.limits import Joints, Limits, ToolSource
-from specvla_ros.errors import together
+from specvla_ros.errors import UserError, together
 from specvla_ros.ros.driver.outputs import ROBOT_OUTPUTS
 from specvla_ros.settings.parameter import check, parameter, section
 
 DRY_RUN = "none"
+TOOL, JOINTS = "tool", "joints"
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,17 @@ class DriverParameters:
         choices=ROBOT_OUTPUTS.names,
         basic=True,
     )
+    action_space: str = parameter(
+        TOOL,
+        "What the policy's actions name: poses of the tool, or positions of the arm's joints; other ones are refused.",
+        choices=(TOOL, JOINTS),
+        basic=True,
+    )
     rate_hz: float = parameter(100.0, "Control steps per second.", unit="Hz", minimum=50.0, maximum=200.0)
     base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.", basic=True)
     tool: ToolSource = section(ToolSource)
     tool_pose_timeout_s: float = parameter(
-        0.25, "The tool comes to rest after this time without a measured pose.", unit="s", minimum=0.02, maximum=2.0
+        0.25, "The robot comes to rest after this time without a measured pose.", unit="s", minimum=0.02, maximum=2.0
     )
     compensate: str = parameter(
         Compensation.IMAGE_GOAL.value,
@@ -68,7 +75,11 @@ class DriverParameters:
         0.3, "Actions with a longer translation are refused.", unit="m", minimum=0.001, maximum=2.0
     )
     max_step_rad: float = parameter(
-        1.5, "Actions with a larger rotation are refused.", unit="rad", minimum=0.001, maximum=3.1416
+        1.5,
+        "Actions with a larger rotation are refused; of joints, those that move one further from row to row.",
+        unit="rad",
+        minimum=0.001,
+        maximum=3.1416,
     )
     realtime_priority: int = parameter(
         8,
@@ -86,5 +97,18 @@ class DriverParameters:
 
     def check_complete(self) -> None:
         """Raises UserError if a parameter is missing that must be set before a robot moves."""
+        arm = [self._require_arm] if self.action_space == JOINTS else []
         limits = [] if self.output == DRY_RUN else [partial(self.limits.require, f"output: {self.output}")]
-        together(*limits, partial(self.tool.require, self.joints))
+        together(*limits, *arm, partial(self.tool.require, self.joints))
+
+    def _require_arm(self) -> None:
+        if not self.joints.model:
+            raise UserError(
+                "action_space: joints needs the robot's kinematics; set joints.model to its MJCF or URDF, and "
+                "joints.names, joints.tool, joints.max_speed and joints.max_acceleration"
+            )
+
+    @property
+    def pose_source(self) -> str:
+        """Source of the measured poses: of the tool, or of the joints that the actions name."""
+        return "joint_states" if self.action_space == JOINTS else self.tool.pose_source

@@ -195,7 +195,7 @@ class RobotPart:
     def configure(self, policy: LoadedPolicy, chosen: RobotParameters) -> None:
         """Subscribes to instructions; raises UserError if the parameters do not fit the policy."""
         target = policy.target
-        convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s)
+        convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s, target.codec.names)
         self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
         self._policy = policy
         self._instruction = InstructionInput(self._node, chosen.instruction, self._on_new_instruction)

@@ -498,3 +498,58 @@ def test_nothing_is_tried_while_the_guard_lets_nothing_through_and_it_begins_ane
         passing.publish(GuardState(state=GuardState.PASSING, speed_scale=1.0))
         robot.until(lambda: not robot.driver._order.pending)
         assert not robot.driver._order.problem
+
+
+JOINT_ACTIONS = {
+    "action_space": "joints",
+    **JOINT_OUTPUT,
+    "joints__max_acceleration": [10.0],
+    "tool_pose_source": "topic",  # the driver follows measured joints, whatever tells the tool's pose
+}
+
+
+def joint_action(positions, **changes):
+    return {"values": positions, "names": JOINTS, "action_frame": "joints", "reference": "absolute", **changes}
+
+
+@pytest.mark.parametrize("output", ["joint_trajectory", "position_array"])
+@pytest.mark.parametrize("reference", ["absolute", "delta"])
+def test_actions_of_joints_take_the_joints_there(output, reference):
+    way = np.array((0.1, -0.05, 0.1, 0.05, 0.1, -0.1, 0.2))
+    goal = np.array([*HOME.values()]) + way
+    with arm(output=output, gripper__output="array", **JOINT_ACTIONS) as robot:
+        robot.joints = HOME
+        robot.start()
+        wanted = goal if reference == "absolute" else way
+        robot.act(**joint_action([*wanted, 1.0], names=[*JOINTS, "gripper"], reference=reference))
+        robot.rest()
+        assert robot.refused() == {}
+        np.testing.assert_allclose([*robot.joints.values()], goal, atol=1e-3)
+        assert robot.grippers[-1].data.tolist() == [0.04]
+
+
+def test_actions_of_joints_that_do_not_fit_the_arm_move_nothing():
+    with arm(output="position_array", **JOINT_ACTIONS) as robot:
+        robot.joints = HOME
+        robot.start()
+        robot.act(**joint_action(np.degrees([*HOME.values()])))
+        robot.act(**joint_action([*HOME.values()], names=[*JOINTS[:6], "wrist"]))
+        robot.act()
+        robot.spin(10)
+        assert robot.refused() == {"too_large": 1, "wrong_shape": 1, "wrong_space": 1}
+        assert "action_space to tool" in robot.driver._last_refusal
+        np.testing.assert_allclose([*robot.joints.values()], [*HOME.values()], atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"output": "twist"}, "set output to joint_trajectory or position_array"),
+        ({"joints__model": None}, "set joints.model to its MJCF or URDF"),
+        ({"joints__max_acceleration": [0.0]}, "joints.max_acceleration"),
+    ],
+)
+def test_a_driver_of_joints_says_before_motion_what_it_lacks(changed, words, capfd):
+    with arm(**{"output": "position_array", **JOINT_ACTIONS, **changed}) as robot:
+        assert robot.driver.trigger_configure().name == "FAILURE" or robot.driver.trigger_activate().name == "FAILURE"
+        assert words in capfd.readouterr().err

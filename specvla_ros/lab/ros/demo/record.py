@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
 
-from specvla_ros.control.follower import RefusalReason
+from specvla_ros.control.action_space import RefusalReason
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
@@ -158,6 +158,7 @@ _PRESSED = f"{_STOPPED}stop: "
 _DRIVER_WORDS = {
     RefusalReason.NOT_FINITE.value: "an action contained NaN or infinity",
     RefusalReason.WRONG_SHAPE.value: "an action's number of values did not match its convention",
+    RefusalReason.WRONG_SPACE.value: "an action named joints where the driver follows tool poses, or the other way",
     RefusalReason.TOO_OLD.value: "an action's image was too old: the policy or the machine is slow",
     RefusalReason.FROM_THE_FUTURE.value: "an action's image was stamped ahead of the clock",
     RefusalReason.NOT_NEWER.value: "an action was not newer than the last one",

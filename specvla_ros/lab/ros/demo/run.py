@@ -39,7 +39,7 @@ from specvla_ros.settings.profiles import merge_parameters
 
 PARAMETERS_FILE, ROBOT_FILE, BLACK_BOX = "parameters.yaml", "robot.yaml", "black_box"
 DRIVER_LOG, GUARD_LOG = "driver.log", "guard.log"
-_CONFIGURE_TIMEOUT_S = 120.0
+_CONFIGURE_TIMEOUT_S = 300.0
 _DIAGNOSTICS_PERIOD_S = 0.25  # short enough for the live view and for the counts at the demo's end
 _SILENCE_S = 60.0  # maximum time without news of an episode
 _CLOCK = "realtime"

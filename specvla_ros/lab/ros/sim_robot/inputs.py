@@ -15,6 +15,7 @@ from rclpy.node import Node
 from std_msgs.msg import Float64MultiArray, String
 from trajectory_msgs.msg import JointTrajectory as JointTrajectoryMessage
 
+from specvla_ros.control.convention import ActionFrame
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
@@ -137,6 +138,11 @@ class ActionInput:
                 return
             self._begun_ns = stamp if message.partial else 0
             check_relevance(stamp, message.instruction, expected)
+            if message.action_frame == ActionFrame.JOINTS.value:
+                raise ActionRefusedError(
+                    "its values are joint positions, but this arm takes displacements of its tool: start it with "
+                    "command:=joint_trajectory behind a driver with action_space: joints"
+                )
             values = robot_values(
                 message.values[: len(message.values) // max(1, message.horizon)],  # the first action of a chunk
                 message.action_dt,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from diagnostic_msgs.msg import DiagnosticStatus, KeyValue
 
-from specvla_ros.control.follower import RefusalReason
+from specvla_ros.control.action_space import RefusalReason
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.lab.ros.demo.record import Motion, in_words
 from specvla_ros.ros.driver import node as driver_node
