@@ -10,7 +10,7 @@ from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, 
 from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, SmoothGate, braked, stopping_way
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, leads_out, text, tool_bounds, within
-from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, kept_in, trajectory_point
 from specvla_ros.control.robot_model import ToolKinematics
 
 _MOVED = 0.005  # radians or metres, more than encoder noise
@@ -138,7 +138,7 @@ class JointGate(SmoothGate[np.ndarray]):
 
     def halt(self) -> None:
         if self._sent is not None and self._settings.kind is Output.JOINT_TRAJECTORY:
-            self._sent = trajectory_point(self._sent, self._velocity[:, 0])  # where the controller moved and holds
+            self._sent = trajectory_point(self._sent, self._told(self._sent))  # where the controller moved and holds
         super().halt()
 
     def _way(self, there: np.ndarray, here: np.ndarray) -> np.ndarray:
@@ -194,8 +194,11 @@ class JointGate(SmoothGate[np.ndarray]):
         share = (np.sqrt(along**2 + square * room) - along) / square if room > 0 else 0.0
         return brakes + share * (velocity - brakes)
 
+    def _told(self, sent: np.ndarray) -> np.ndarray:
+        return kept_in(np.stack([self._low, self._high], axis=1), sent, self._velocity[:, 0])
+
     def _message(self, sent: np.ndarray) -> SentJoints:
-        after_s, velocity = TRAJECTORY_AHEAD_S, self._velocity[:, 0]
+        after_s, velocity = TRAJECTORY_AHEAD_S, self._told(sent)
         if self._here is not None:  # a controller that starts at the measured joints must not catch up too fast
             way = np.abs(trajectory_point(sent, velocity) - self._here)
             after_s = max(after_s, float((way / self._bounds.speed).max()))

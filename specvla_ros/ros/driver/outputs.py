@@ -18,7 +18,7 @@ from trajectory_msgs.msg import JointTrajectory
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.gripper import GripperOutput, GripperSettings
-from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.control.inverse_kinematics import JointSolver, kept_in
 from specvla_ros.control.joint_space import JointKinematics
 from specvla_ros.errors import UserError
 from specvla_ros.ros.motion_messages import (
@@ -167,7 +167,9 @@ class JointTrajectoryOutput(RobotOutput):
         self._solver.start(joint_positions)
 
     def send(self, target: Target[Any], now: Time) -> None:
-        self._publisher.publish(trajectory_message(self._joints, *self._solver.follow(target)))
+        positions, velocities = self._solver.follow(target)
+        velocities = kept_in(self._solver.ranges, positions, velocities)
+        self._publisher.publish(trajectory_message(self._joints, positions, velocities))
 
 
 @ROBOT_OUTPUTS.register("position_array", order=40)

@@ -146,6 +146,21 @@ def test_a_trajectory_gives_measured_joints_the_time_that_their_speed_needs() ->
     assert far.after_s > 0.15
 
 
+def test_no_point_of_a_trajectory_lies_beyond_a_joints_range() -> None:
+    """Points lie ahead of a joint that still brakes before its end."""
+    each = rig("joint_trajectory")
+    each.until_passing()
+    push(each, FAST, 1.995 - each.joints[0], moving=np.ones(2, bool))
+    for _ in range(30):
+        each.advance(0.01)
+        there = np.array([[1.995, each.joints[1]]])
+        each.hear(command=JointCommand(Stamp(each.clock_ns), None, there, np.array([TRAJECTORY_AHEAD_S])))
+        each.tick()
+    sent = [each for _, each in each.sent if isinstance(each, SentJoints)]
+    points = [each.positions + TRAJECTORY_AHEAD_S * each.velocities for each in sent]
+    assert 1.96 < max(point[0] for point in points) <= JOINTS.position_max[0] + 1e-9
+
+
 def taken(*commands: JointCommand, joints: tuple[float, float] | None = (0.0, 0.0)) -> Refusal | None:
     """What a gate says of the last of some commands, each 0.01 s after the one before."""
     gate, refusal = JointGate(settings("joint_trajectory")), None

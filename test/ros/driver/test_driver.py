@@ -528,6 +528,18 @@ def test_actions_of_joints_take_the_joints_there(output, reference):
         assert robot.grippers[-1].data.tolist() == [0.04]
 
 
+def test_no_command_lies_beyond_a_range_that_the_parameters_give():
+    home = np.array([*HOME.values()])
+    ranges = {"joints__position_min": (home - 0.1).tolist(), "joints__position_max": (home + 0.1).tolist()}
+    with arm(output="joint_trajectory", **JOINT_ACTIONS, **ranges) as robot:
+        robot.joints = HOME
+        robot.start()
+        robot.act(**joint_action(home + 0.3))
+        robot.rest()
+        points = np.array([message.points[-1].positions for message in robot.trajectories])
+        np.testing.assert_allclose(points.max(axis=0), home + 0.1, atol=1e-9)
+
+
 def test_actions_of_joints_that_do_not_fit_the_arm_move_nothing():
     with arm(output="position_array", **JOINT_ACTIONS) as robot:
         robot.joints = HOME
