@@ -104,6 +104,10 @@ class ActionSpace(Protocol[Place]):
         """True if a robot that was stopped is not where its target is."""
         raise NotImplementedError
 
+    def motion(self, target: Target[Place], measured: Place) -> dict[str, str]:
+        """The speed and the distance from the target, by name, for diagnostics."""
+        raise NotImplementedError
+
     def start_problem(self, measured: Place) -> str:
         """Describes why no motion may start at a measured place; empty: it may."""
         raise NotImplementedError
@@ -167,6 +171,10 @@ class ToolSpace(ActionSpace[Pose]):
         # Outside the workspace the guard refuses targets further out than the tool.
         sunk = self.limits.outside_m(target.position) > 0
         return way_m > (_STILL_M if sunk else _NEAR_M) or turn_rad > _NEAR_RAD
+
+    def motion(self, target: Target[Pose], measured: Pose) -> dict[str, str]:
+        speed, away_m = float(np.linalg.norm(target.velocity[:3])), target.pose.distance(measured)[0]
+        return {"speed m/s": f"{speed:.3f}", "from target m": f"{away_m:.4f}"}
 
     def start_problem(self, measured: Pose) -> str:
         limits, position = self.limits, measured.position

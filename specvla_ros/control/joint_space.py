@@ -117,6 +117,10 @@ class JointSpace(ActionSpace[Posture]):
     def away(self, target: Posture, measured: Posture) -> bool:
         return target.distance(measured)[1] > _NEAR
 
+    def motion(self, target: Target[Posture], measured: Posture) -> dict[str, str]:
+        speed, away = float(np.abs(target.velocity).max()), target.pose.distance(measured)[1]
+        return {"fastest joint rad/s": f"{speed:.3f}", "from target rad": f"{away:.4f}"}
+
     def start_problem(self, measured: Posture) -> str:
         position, limits = self.arm.pose_at(measured.positions).position, self.limits
         if limits.outside_m(position) <= _OUTSIDE_M:

@@ -3,6 +3,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def run(*arguments: object) -> tuple[int, str]:
 
 def wrong(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("wrong")]
+
+
+def test_a_joint_that_turns_without_end_is_told_where_it_wraps(tmp_path: Path) -> None:
+    endless = [replace(PANDA[0], kind="continuous", low=None), *PANDA[1:]]
+    _, output = check(tmp_path, joint_output(tmp_path, endless))
+    assert "note  model      panda_joint1 turn without end" in output and "such as -3.1 and 3.1" in output
 
 
 @pytest.mark.parametrize("file", [*(CONFIG / "robots").glob("*.yaml")], ids=lambda file: file.name)

@@ -93,7 +93,7 @@ class Guard:
         """Refuses a command."""
         self.tally.add(refusal)
         self._gate.forget()
-        self._watch.refuse_command()
+        self._watch.refuse_command(refusal)
         self._fail(refusal, now)
 
     def gripper(self, command: GripperCommand, now: Instant) -> None:

@@ -184,9 +184,10 @@ class Watch:
             return False
         return self._newer(self._command, stamp, now)
 
-    def refuse_command(self) -> None:
+    def refuse_command(self, refusal: Refusal) -> None:
         """Voids the last command."""
         self._command.at_s = -np.inf
+        self._command.problem = f"the last one was refused ({refusal.cause.value}): {refusal.detail}"
 
     def enable(self, held: bool, now: Instant) -> None:
         self._enabled_s = now.steady_s if held else -np.inf
@@ -242,7 +243,7 @@ class Watch:
             found.append(Refusal(Cause.CLOCK, f"the clock has stood still for {still_s:.2f} s"))
         measured = self.measured(now)
         if measured.tool is None:
-            found.append(Refusal(Cause.STATE_MISSING, _silence("tool_pose", self._tool, now)))
+            found.append(Refusal(Cause.STATE_MISSING, _silence("tool pose", self._tool, now)))
         elif settings.limits.outside_m(measured.tool.position) > self._return_m:
             where = f"the tool is at {text(measured.tool.position)} m, outside the workspace"
             found.append(Refusal(Cause.OUTSIDE, f"{where}: move it back by hand"))

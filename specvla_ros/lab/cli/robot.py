@@ -189,6 +189,12 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
         well(f"{joints.model} has {', '.join(model.in_model)} and the {model.tool_kind} {model.tool}")
     if model is None:
         return
+    if endless := [name for name in model.in_model if not model.model.joint(name).limited[0]]:
+        report.note(
+            "model",
+            f"{', '.join(endless)} turn without end: if the arm's joint_states wrap from pi to -pi, the guard stops "
+            "there; give joints.position_min and joints.position_max, such as -3.1 and 3.1",
+        )
     if others := _others_on_the_way(model):
         with report.part("model"):
             raise UserError(

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.time import Time
 from std_srvs.srv import SetBool
@@ -39,6 +38,7 @@ _WATCH_S = 0.2
 _STANDS = 0.001  # max motion of a measured tool at rest within _WATCH_S, in metres and radians
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe", "auto")
 _LOG_PERIOD_S = 5.0
+_BAD_STATE = "bad_state"  # a refused measurement, counted beside the refused actions
 _TRIES_ORDER = "each joint is moved a little first, to check that joints.names is in the controller's order"
 _CLOCKS_APART_S = 0.02  # beyond the error; machines that are synchronised over a network differ by less
 
@@ -68,7 +68,7 @@ class DriverNode(ManagedNode):
         self._scheduling = "ordinary"
         self._guard_spoke = False
         self._taken = 0
-        self._last_refusal = ""
+        self._last_refusal = self._bad_state = ""
         self._clocks, self._action_age_s = ClockOffset(), 0.0
 
     # Transitions
@@ -170,8 +170,8 @@ class DriverNode(ManagedNode):
             self._on_pose(stamp_s, pose)
 
     def _on_bad(self, what: str) -> None:
-        self._refusals["bad_state"] += 1
-        self._last_refusal = what
+        self._refusals[_BAD_STATE] += 1
+        self._last_refusal = self._bad_state = what
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
 
     def _change(self, changed: Mapping[str, Any]) -> None:
@@ -304,7 +304,8 @@ class DriverNode(ManagedNode):
             "output": self._chosen.output,
             "scheduling": self._scheduling,
             "actions taken": self._taken,
-            "actions refused": sum(self._refusals.values()),
+            "actions refused": sum(self._refusals.values()) - self._refusals[_BAD_STATE],
+            "measurements refused": self._refusals[_BAD_STATE],
             "control loop stood still": driver.stalls if driver is not None else 0,
             "clock jumps": driver.clock_jumps if driver is not None else 0,
             **{f"refused: {kind}": count for kind, count in sorted(self._refusals.items())},
@@ -318,10 +319,9 @@ class DriverNode(ManagedNode):
             values["action age s"] = f"{self._action_age_s:.4f}"
             values["policy's clock ahead s"] = f"{clocks.ahead_s:.4f} +- {clocks.error_s:.4f}"
         if driver is not None and driver.anchored:
-            values["speed m/s"] = f"{np.linalg.norm(driver.target.velocity[:3]):.3f}"
             newest = self._history.newest
             if newest is not None:
-                values["from target m"] = f"{driver.target.pose.distance(newest[1])[0]:.4f}"
+                values |= driver.follower.space.motion(driver.target, newest[1])
         return {"motion": make_status(*self._summary(), values)}
 
     def _summary(self) -> tuple[bytes, str]:
@@ -330,7 +330,7 @@ class DriverNode(ManagedNode):
         driver = self._driver
         if driver is None:
             return DiagnosticStatus.OK, self._introduction()
-        lacking = "" if driver.anchored else self._joint_input.lacking
+        lacking = "" if driver.anchored else self._joint_input.lacking or self._bad_state
         if driver.problem:
             return DiagnosticStatus.ERROR, lacking or driver.problem
         if self._holding:
@@ -338,7 +338,8 @@ class DriverNode(ManagedNode):
         if driver.guarded:
             return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
         if not driver.anchored:
-            return DiagnosticStatus.WARN, "waiting for the tool's pose" + (f"; {lacking}" if lacking else "")
+            waits = f"waiting for a {driver.follower.space.what}"
+            return DiagnosticStatus.WARN, waits + (f"; {lacking}" if lacking else "")
         if self._order.pending:
             return DiagnosticStatus.WARN, _TRIES_ORDER
         clocks = self._clocks.best

@@ -273,7 +273,11 @@ class GuardNode(Node):
     def _on_clear_stop(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
         with self._lock:
             problem = self.guard.clear_stop(self._now())
-        response.success, response.message = not problem, problem or "cleared"
+        response.success, response.message = (
+            not problem,
+            problem
+            or "cleared: while all conditions hold, with the enable switch held, motion resumes in half a second",
+        )
         self.get_logger().warning(f"clear_stop refused: {problem}" if problem else "the stop was cleared")
         return response
 

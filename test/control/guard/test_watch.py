@@ -81,7 +81,7 @@ def test_joints_are_not_missed_where_the_tool_is_commanded(output: str) -> None:
 def test_who_was_never_heard_is_told_from_who_fell_silent() -> None:
     watch = Watch(settings("joint_trajectory"))
     words = [refusal.detail for refusal in watch.problems(at(0.0))]
-    assert "tool_pose: no message yet" in words and "joint_states: no message yet" in words
+    assert "tool pose: no message yet" in words and "joint_states: no message yet" in words
     watch.joints(JointPositions(stamped(0.0), ("finger", "left_shoulder"), np.zeros(2)), at(0.0))
     words = [refusal.detail for refusal in watch.problems(at(0.0))]
     assert "joint_states: no message has 'shoulder'; they have finger, left_shoulder" in words
@@ -109,8 +109,10 @@ def test_a_command_without_a_stamp_counts_when_it_comes() -> None:
 
 def test_a_command_that_is_refused_leaves_the_driver_silent() -> None:
     watch = heard()
-    watch.refuse_command()
-    assert watch.command_silent(at(0.0)) is not None
+    watch.refuse_command(Refusal(Cause.OUTSIDE, "it is beyond the range"))
+    silent = watch.command_silent(at(0.0))
+    assert silent is not None and "refused (outside): it is beyond the range" in silent.detail
+    assert watch.command(stamped(0.01), at(0.01)) and watch.command_silent(at(0.01)) is None
 
 
 def test_repeated_and_overtaken_messages_are_no_news() -> None:

@@ -508,7 +508,7 @@ def test_the_tool_is_measured_by_the_joints_where_nobody_tells_its_pose(tmp_path
         each.joint_state = lambda: each.header(JointState(name=["finger"], position=[0.0]))  # type: ignore[method-assign]
         each.until_stopped("state_missing")
         each.joint_state = lambda: turned(right(), float("nan"))  # type: ignore[method-assign]
-        each.until_stopped("tool_pose: it holds NaN")
+        each.until_stopped("tool pose: it holds NaN")
         each.joint_state = lambda: turned(right(), at["turn"])  # type: ignore[method-assign]
         each.until(lambda: each.guard.guard._watch.measured(each.guard._now()).tool is not None)
         at["turn"] = 0.45
