@@ -7,7 +7,7 @@ from typing import Any
 _SHOWN_CHARACTERS = 80
 # The optional extras of setup.cfg, with the import names of their packages.
 _EXTRAS = {
-    "lab": ("rosbags", "mujoco", "plotly", "av", "rich", "typer"),
+    "lab": ("rosbags", "mujoco", "plotly", "av", "pyarrow", "rich", "typer"),
     "serve": ("starlette", "uvicorn", "websockets", "msgpack"),
     "oft": ("simplejpeg",),
     "ray": ("ray",),

@@ -27,7 +27,7 @@ PARTIAL = ".partial"
 _START_NS = 1_700_000_000 * 10**9
 _JPEG_QUALITY = 95
 _FOREVER = QosTime(sec=2**31 - 1, nsec=2**32 - 1)
-_LATCHED = Qos(
+LATCHED = Qos(
     history=QosHistory.KEEP_LAST,
     depth=1,
     reliability=QosReliability.RELIABLE,
@@ -95,7 +95,7 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
             instructions[HINDSIGHT_INSTRUCTION_TOPIC.format(name)] = hindsight.instruction
             actions[HINDSIGHT_ACTION_TOPIC.format(name)] = hindsight.actions
         for topic, text in instructions.items():
-            write(channel(topic, "std_msgs/msg/String", [_LATCHED]), _START_NS, data=text)
+            write(channel(topic, "std_msgs/msg/String", [LATCHED]), _START_NS, data=text)
         channels = {topic: channel(topic, "std_msgs/msg/Float64MultiArray") for topic in actions}
         layout = store.types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
         new_time, new_header = store.types["builtin_interfaces/msg/Time"], store.types["std_msgs/msg/Header"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.lerobot_dataset import as_episode, is_dataset, open_dataset
 from specvla_ros.lab.bags.reader import BAG_SUFFIXES, bag_files, data_files, recordings
 
 _log = logging.getLogger(__name__)
@@ -18,23 +19,24 @@ _OF_DATABASES = (".db3-wal", ".db3-shm", ".db3-journal")  # sqlite's own files n
 class FoundBags:
     """Bags and other files in the given paths."""
 
-    bags: tuple[Path, ...]  # unique directories or files that `open_bag` reads
+    bags: tuple[Path, ...]  # unique paths that `open_bag` reads
     left_out: tuple[str, ...]  # paths that are not read, with the reason if they look like a recording
 
 
 def find_bags(given: Sequence[Path]) -> FoundBags:
     """Finds the bags given directly or in a given directory, in the order given and then by name.
 
-    A directory is one bag if its metadata.yaml lists data files, or if these are the parts of one recording (NAME_0,
-    NAME_1). If it holds several recordings, each file is a bag. Raises UserError if a path does not exist, or if a
-    directory holds no bag.
+    A LeRobot dataset yields a path for each of its episodes. A directory is one bag if its metadata.yaml lists data
+    files, or if these are the parts of one recording (NAME_0, NAME_1). If it holds several recordings, each file is a
+    bag. Raises UserError if a path does not exist, or if a directory holds no bag.
     """
     bags: dict[Path, Path] = {}
     left_out: list[str] = []
     for path in (each.expanduser() for each in given):
-        if not path.exists():
+        episode = as_episode(path) is not None
+        if not episode and not path.exists():
             raise UserError(f"bag {path} does not exist; give bags or folders of bags (`specvla collect --out`)")
-        found = [path] if path.is_file() else list(_bags_in(path, left_out))
+        found = [path] if episode or path.is_file() else list(_bags_in(path, left_out))
         if not found:
             hidden = [file.name for file in sorted(path.glob(".*")) if file.suffix in BAG_SUFFIXES]
             skipped = f" that are not hidden, as {hidden[0]} is" if hidden else ""
@@ -57,6 +59,9 @@ def bags_in(given: Sequence[Path]) -> tuple[Path, ...]:
 
 def _bags_in(directory: Path, left_out: list[str]) -> Iterator[Path]:
     """Yields a directory's bags and adds everything else to `left_out`."""
+    if is_dataset(directory):
+        yield from open_dataset(directory).episode_paths
+        return
     if _is_bag(directory):
         yield directory
         left_out += _unread(directory)
@@ -78,9 +83,9 @@ def _is_bag(directory: Path) -> bool:
 
 
 def _holding_data(directory: Path) -> list[Path]:
-    """Subdirectories that hold a bag or recordings."""
+    """Subdirectories that hold a bag, recordings, or a LeRobot dataset."""
     children = sorted(child for child in directory.iterdir() if child.is_dir() and not child.name.startswith("."))
-    return [child for child in children if (child / "metadata.yaml").exists() or data_files(child)]
+    return [child for child in children if (child / "metadata.yaml").exists() or data_files(child) or is_dataset(child)]
 
 
 def _unread(bag: Path) -> list[str]:

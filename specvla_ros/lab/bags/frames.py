@@ -125,13 +125,14 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
     index = 0
     newest: BagFrame | None = None
     refused = ""  # why the last message of the state was refused
+    before = ""  # the same of an earlier one, which the newest image may lack
     together = Synchronizer(topics.image.name, [*topics.sensors], topics.sync_tolerance_s)
     sensors = {topic.name: name for name, topic in topics.sensors.items()}
     for message in _in_causal_order(bag, topics):
         if message.topic == topics.image.name:
             if newest is not None:
-                yield _ended(newest, together.give_up(), refused)
-            newest = BagFrame(index, message, text, epoch)
+                yield _ended(newest, together.give_up(), refused or before)
+            newest, before = BagFrame(index, message, text, epoch), ""
             stamp = _stamp_ns(message) if sensors else 0  # only when needed: it deserialises the whole message
             newest = _ended(newest, together.add(message.topic, stamp, message), refused)
             index += 1
@@ -139,6 +140,7 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
             name, stamp = sensors[message.topic], _stamp_ns(message)
             sample: BagMessage | np.ndarray | None = message
             if name == STATE:
+                before = refused or before
                 try:
                     sample, refused = topics.states.read(message.message(), stamp), topics.states.lacking
                     stamp = topics.states.stamp_ns
@@ -146,7 +148,7 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
                     sample, refused = None, str(error)
             if sample is not None:
                 ended = together.add(name, stamp, sample)
-                newest = _ended(newest, ended, refused) if newest is not None else None
+                newest = _ended(newest, ended, refused or before) if newest is not None else None
         elif topics.instruction is not None and message.topic == topics.instruction.name:
             received = str(message.message().data)
             if received != text or not epoch:
@@ -154,7 +156,7 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
         elif newest is not None and newest.recorded is None:
             newest = replace(newest, recorded=tuple(float(value) for value in message.message().data))
     if newest is not None:
-        yield _ended(newest, together.give_up(), refused)
+        yield _ended(newest, together.give_up(), refused or before)
 
 
 def _ended(frame: BagFrame, ended: list[Matched | Unmatched], refused: str) -> BagFrame:

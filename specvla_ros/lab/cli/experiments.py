@@ -286,7 +286,9 @@ def calibrate(
     of_bags: options.Images,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Images to test: bags or directories of bags; or `sim`: the policy's episodes in --world."),
+        typer.Option(
+            help="Images to test: bags, folders of bags, LeRobot datasets; or `sim`: the policy's episodes in --world."
+        ),
     ] = None,
     tolerance: Annotated[
         list[str] | None,

@@ -38,10 +38,13 @@ Viewer = Annotated[
     str, typer.Option(help="Show the run live in Rerun: spawn opens a viewer; or the address of a running viewer.")
 ]
 BagsOrSim = Annotated[
-    list[str], typer.Option("--data", help="Bags or directories of bags; or `sim`: the policy's episodes at the table.")
+    list[str],
+    typer.Option(
+        "--data", help="Bags, directories of bags, or LeRobot datasets; or `sim`: the policy's episodes at the table."
+    ),
 ]
 MaxGb = Annotated[float, typer.Option(help="Disk space for features, in GB; they are removed at the end.")]
-Bags = Annotated[list[Path], typer.Option("--data", help="Bags, or directories of bags; repeatable.")]
+Bags = Annotated[list[Path], typer.Option("--data", help="Bags, directories of bags, or LeRobot datasets; repeatable.")]
 Results = Annotated[Path, typer.Option("--out", help="Directory of the results; an interrupted run resumes.")]
 
 

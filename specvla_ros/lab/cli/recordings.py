@@ -38,7 +38,8 @@ def replay(
     bag: Annotated[
         list[Path],
         typer.Argument(
-            help="ROS 2 bag: a directory, or an .mcap or .db3 file. Several, or folders of bags, get a joint report.",
+            help="ROS 2 bag: a directory, or an .mcap or .db3 file; or an episode of a LeRobot dataset, such as "
+            "DATASET/episode_000012. Several, folders of bags, or whole datasets get a joint report.",
             show_default=False,
         ),
     ],

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 import specvla_ros
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.reader import bag_files
 from specvla_ros.lab.files import replace_file
 from specvla_ros.lab.planning.measure import cpu_name
 from specvla_ros.settings.json_file import load_json
@@ -196,20 +198,33 @@ def _weight_hashes(folder: Path, without: Sequence[Path | None] = ()) -> dict[st
 
 
 def file_hashes(files: Sequence[Path], root: Path | None = None) -> dict[str, str]:
-    """SHA-256 of each file, by name, or by path relative to `root`."""
+    """SHA-256 of each file, by name, or by path relative to `root`; to their common folder if a name occurs twice."""
+    if root is None and len({file.name for file in files}) < len(files):
+        root = Path(os.path.commonpath(files))
     hashes = {}
     for file in files:
-        digest = hashlib.sha256()
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-        hashes[file.relative_to(root).as_posix() if root else file.name] = digest.hexdigest()
+        found = file.stat()
+        hashes[file.relative_to(root).as_posix() if root else file.name] = _sha256(
+            file, found.st_size, found.st_mtime_ns
+        )
     return hashes
 
 
+@lru_cache(maxsize=256)
+def _sha256(file: Path, *_: int) -> str:
+    """The hash of a file as it is now; the episodes of a dataset share files of hundreds of megabytes."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def bag_hashes(bag: Path) -> dict[str, str]:
-    """SHA-256 of a bag's files, by name; the bag is a folder or one file."""
-    return file_hashes([bag] if bag.is_file() else sorted(path for path in bag.iterdir() if path.is_file()))
+    """SHA-256 of a bag's files, by name; the bag is a folder, one file, or an episode of a dataset."""
+    if bag.is_dir():
+        return file_hashes(sorted(path for path in bag.iterdir() if path.is_file()))
+    return file_hashes(bag_files(bag))
 
 
 def git_revision(repository: Path) -> str | None:
