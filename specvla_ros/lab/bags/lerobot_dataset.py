@@ -77,12 +77,6 @@ class LeRobotDataset:
         """The paths by which commands name the episodes."""
         return tuple(self.path / _EPISODE.format(index) for index in self.episodes)
 
-    def files(self, index: int) -> tuple[Path, ...]:
-        """All files that an episode is read from."""
-        episode = self.episodes[index]
-        tasks = self.path / ("meta/tasks.jsonl" if self.version == "v2.1" else "meta/tasks.parquet")
-        return (self.path / INFO_FILE, tasks, episode.data, *(video.path for video in episode.videos.values()))
-
 
 def is_dataset(directory: Path) -> bool:
     """True for a directory with LeRobot's meta/info.json."""
@@ -106,6 +100,22 @@ def open_episode(path: Path) -> tuple[LeRobotDataset, Episode]:
         first, last = min(dataset.episodes), max(dataset.episodes)
         raise UserError(f"dataset {dataset.path} has no episode {index}; it has {first} to {last}")
     return dataset, dataset.episodes[index]
+
+
+def episode_files(path: Path) -> tuple[Path, ...]:
+    """All files that the episode at a path is read from."""
+    dataset, episode = open_episode(path)
+    tasks = dataset.path / ("meta/tasks.jsonl" if dataset.version == "v2.1" else "meta/tasks.parquet")
+    return (dataset.path / INFO_FILE, tasks, episode.data, *(video.path for video in episode.videos.values()))
+
+
+def refuse_dataset(path: Path) -> None:
+    """Raises UserError if a path that should be one recording is a whole dataset."""
+    if is_dataset(path):
+        episodes = open_dataset(path).episode_paths
+        raise UserError(
+            f"{path} is a LeRobot dataset with {len(episodes)} episodes: give one of them, such as {episodes[0]}"
+        )
 
 
 def open_dataset(directory: Path) -> LeRobotDataset:

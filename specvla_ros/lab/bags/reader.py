@@ -22,7 +22,7 @@ from rosbags.interfaces import Connection, ConnectionExtRosbag2, Qos, QosDurabil
 from rosbags.rosbag2 import Reader
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.lerobot_dataset import as_episode, is_dataset, open_dataset, open_episode
+from specvla_ros.lab.bags.lerobot_dataset import as_episode, episode_files, open_episode, refuse_dataset
 from specvla_ros.lab.bags.lerobot_episode import EpisodeStorage
 from specvla_ros.lab.bags.mcap_storage import MAX_BLOCK_BYTES, MCAP_MAGIC, McapStorage, StoredMessage, decompress_zstd
 from specvla_ros.lab.bags.message_types import MessageTypes
@@ -134,16 +134,15 @@ def open_bag(path: str | Path) -> Bag:
     path = Path(path).expanduser()
     if as_episode(path) is not None:
         dataset, episode = open_episode(path)
-        return Bag(path, dataset.files(episode.index), [EpisodeStorage(dataset, episode)], ExitStack())
+        return Bag(path, episode_files(path), [EpisodeStorage(dataset, episode)], ExitStack())
     if not path.exists():
         raise UserError(f"bag {path} does not exist; give a bag's directory, or an .mcap or .db3 file")
-    _refuse_dataset(path)
+    refuse_dataset(path)
     files, compression = _directory_files(path) if path.is_dir() else (_single_file(path), "")
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(TemporaryDirectory(prefix="specvla_bag_")))
-        storages: list[Storage] = [
-            opened.enter_context(closing(open_storage(file, scratch, compression))) for file in files
-        ]
+        storages: list[Storage] = []
+        storages += (opened.enter_context(closing(open_storage(file, scratch, compression))) for file in files)
         if not (path / "metadata.yaml").exists():
             _check_parts(path, storages)
         return Bag(path, files, storages, opened.pop_all())
@@ -152,17 +151,8 @@ def open_bag(path: str | Path) -> Bag:
 def bag_files(path: Path) -> tuple[Path, ...]:
     """The data files that `open_bag` reads; raises the same UserErrors."""
     if as_episode(path) is not None:
-        dataset, episode = open_episode(path)
-        return dataset.files(episode.index)
+        return episode_files(path)
     return _directory_files(path)[0] if path.is_dir() else _single_file(path)
-
-
-def _refuse_dataset(path: Path) -> None:
-    if is_dataset(path):
-        episodes = open_dataset(path).episode_paths
-        raise UserError(
-            f"{path} is a LeRobot dataset with {len(episodes)} episodes: give one of them, such as {episodes[0]}"
-        )
 
 
 def _check_parts(path: Path, storages: list["Storage"]) -> None:

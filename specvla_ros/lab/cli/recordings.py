@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that answer recorded images: `replay`, for one bag or many, and `certify`."""
+"""The commands that answer recorded images, `replay` and `certify`, and `export` of recordings to a dataset."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specvla_ros.cli.options import PolicyOptions, takes_policy
+from specvla_ros.cli.options import PolicyOptions, takes_plans, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.cli.options import (
     BagOptions,
     Bags,
@@ -147,6 +148,45 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
         typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
     if failures:
         raise typer.Exit(1)
+
+
+@app.command()
+@takes_plans
+def export(
+    bag: Annotated[list[Path], typer.Argument(help="Bags, or folders of bags.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory of the new dataset.")],
+    of_bags: BagOptions,
+    plan: ExportPlan,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Results of `specvla replay` of the same bags, for the features policy.action and policy.latency_s. "
+            "Default: the answers in the bags, if any."
+        ),
+    ] = None,
+) -> None:
+    """Write bags as a LeRobot dataset (v3.0): an episode per bag, a frame per image, never resampled.
+
+    Exit code 2 if the images are unevenly spaced, or the bags differ in cameras, state or actions.
+    """
+    from specvla_ros.lab.bags.finder import bags_in
+    from specvla_ros.lab.bags.lerobot_export import export as run
+    from specvla_ros.lab.evaluation.replay_bags import answer_bags
+
+    bags = bags_in(bag)
+    replayed = answer_bags(answers, bags) if answers is not None else None
+    with progress("exporting") as advance:
+        result = run(bags, out, plan, of_bags.topics, replayed, lambda done: advance(done, len(bags), "bags"))
+    typer.echo(
+        f"wrote {result.frames} frames of {result.episodes} episodes at {result.fps} fps to {out}; the images came at "
+        f"{result.rate_hz:.2f} Hz, a period differs by at most {result.jitter_s * 1e3:.1f} ms from 1 / fps"
+    )
+    if result.answered:
+        typer.echo(f"{result.answered} frames have an answer of the policy")
+    for reason, count in result.dropped.items():
+        typer.echo(f"no frame for {count} images: {reason}", err=True)
+    for note in result.notes:
+        typer.echo(note, err=True)
 
 
 @app.command()

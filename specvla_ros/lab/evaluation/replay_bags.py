@@ -17,7 +17,7 @@ from specvla_ros.errors import UserError, missing_package
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.lerobot_dataset import as_episode
 from specvla_ros.lab.bags.reader import BAG_SUFFIXES, open_bag
-from specvla_ros.lab.evaluation.replay import FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
+from specvla_ros.lab.evaluation.replay import BAG_DIRECTORY, FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
 from specvla_ros.lab.evaluation.replay_page import write_bags_report
 from specvla_ros.lab.evaluation.replay_summary import BagRow, BagsSummary, FrameRecord, ReplayColumns, summarise
 from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
@@ -255,4 +255,15 @@ def read_frames(out: Path) -> dict[tuple[str, int, int], FrameRecord]:
         bag = json.dumps(files, sort_keys=True) if files else path.parent.name
         for record in read_lines(path, lambda line: FrameRecord(**line)):
             found[bag, record.frame, record.time_ns] = record
+    return found
+
+
+def answer_bags(out: Path, bags: Sequence[Path]) -> dict[Path, Path]:
+    """The bags of actions that a replay of these bags wrote, by the replayed bag; UserError if one is missing."""
+    if (out / BAG_DIRECTORY).is_dir() and len(bags) == 1:
+        return {bags[0]: out / BAG_DIRECTORY}
+    found = {bag: out / name / BAG_DIRECTORY for name, bag in named_bags(bags).items()}
+    for bag, actions in found.items():
+        if not actions.is_dir():
+            raise UserError(f"{out} is not a replay of bag {bag}: it lacks {actions}")
     return found

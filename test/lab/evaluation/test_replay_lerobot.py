@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replay of a dataset's episode gives the answers that the same images give as a bag."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from pyarrow import parquet
 from support import bags
+from support.paths import BAGS, needs
 from support.replays import Run
 
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice, rgb_from_message
+from specvla_ros.lab.bags.lerobot_export import export
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import ACTION_TOPIC
-from specvla_ros.lab.evaluation.replay_bags import named_bags
+from specvla_ros.lab.evaluation.replay_bags import answer_bags, named_bags
 
+ANSWERS = ("frame", "time_ns", "stamp_ns", "instruction", "epoch", "tokens", "values", "recorded", "error")
 DATASETS = Path(__file__).parents[1] / "bags" / "lerobot"
 FRONT = TopicChoice("/front/image_raw")
 
@@ -47,11 +55,48 @@ def test_the_answers_to_an_episode_are_those_to_the_same_episode_as_mcap(
         with open_bag(out / "actions_bag") as bag:
             said = [message.message() for message in bag.messages([ACTION_TOPIC])]
         told = [(each.values.tobytes(), each.tokens.tobytes(), each.instruction, each.epoch) for each in said]
-        same = ("frame", "time_ns", "stamp_ns", "instruction", "epoch", "tokens", "values", "recorded", "error")
-        answers.append((told, [[frame[name] for name in same] for frame in frames]))
+        answers.append((told, [[frame[name] for name in ANSWERS] for frame in frames]))
     assert answers[0] == answers[1]
 
 
 def test_the_episodes_of_two_datasets_have_names_of_their_own() -> None:
     named = named_bags(find_bags([DATASETS / "v30", DATASETS / "v21"]).bags)
     assert [*named] == [f"{each}_episode_00000{i}" for each in ("v21", "v30") for i in (0, 1)]
+
+
+@needs(BAGS)
+def test_the_answers_to_an_exported_bag_are_those_to_the_bag(run: Run, tmp_path: Path) -> None:
+    bag = BAGS / "bridge_carrot_on_plate_00"
+    export([bag], tmp_path / "set", ExportPlan(images=True), TopicChoice())
+    _, (first, second) = zip(*(run(path)[:2] for path in (bag, tmp_path / "set" / "episode_000000")), strict=True)
+    assert [[frame[name] for name in ANSWERS[3:7]] for frame in first] == [
+        [frame[name] for name in ANSWERS[3:7]] for frame in second
+    ]
+    assert [frame["stamp_ns"] for frame in first] == [frame["stamp_ns"] for frame in second]
+
+
+def test_a_replays_answers_go_with_the_bag_and_are_its_actions_if_it_has_none(run: Run, tmp_path: Path) -> None:
+    bag = bags.write_bag(tmp_path / "bag", bags.episode(5, actions=False))
+    _, frames, out = run(bag)
+    result = export([bag], tmp_path / "set", ExportPlan(), TopicChoice(), answer_bags(out, [bag]))
+    assert (result.frames, result.answered) == (5, 5)
+    assert result.notes == ["no bag has recorded actions: the feature action holds the policy's answers"]
+    table = parquet.read_table(tmp_path / "set/data/chunk-000/file-000.parquet").to_pydict()
+    wanted = np.array([frame["values"] for frame in frames], dtype=np.float32).tolist()
+    assert table["policy.action"] == table["action"] == wanted
+    assert all(latency > 0 for latency in table["policy.latency_s"])
+    info = json.loads((tmp_path / "set/meta/info.json").read_text())
+    assert info["features"]["action"]["names"] == ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
+
+
+def test_frames_without_an_answer_have_none(run: Run, tmp_path: Path) -> None:
+    entries = bags.episode(5)
+    bag = bags.write_bag(tmp_path / "bag", entries)
+    answered = bags.write_bag(tmp_path / "part" / "bag", entries[:-4])
+    _, frames, out = run(answered)
+    result = export([bag], tmp_path / "set", ExportPlan(), TopicChoice(), answer_bags(out, [bag]))
+    assert (result.frames, result.answered) == (5, len(frames)) == (5, 3)
+    with open_bag(tmp_path / "set" / "episode_000000") as episode:
+        assert (episode.topic("/policy/action").count, episode.topic("/ground_truth/action").count) == (3, 5)
+    with pytest.raises(UserError, match="is not a replay of bag"):
+        answer_bags(tmp_path / "part", [bag])
