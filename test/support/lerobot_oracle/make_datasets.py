@@ -13,6 +13,7 @@ import shutil
 import sys
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,8 @@ def main() -> None:
         shutil.rmtree(root, ignore_errors=True)
         write(root)
     arrays, tasks = readings(root)
-    np.savez_compressed(out, tasks=np.array(tasks), **arrays)
+    content: dict[str, Any] = {"tasks": np.array(tasks), **arrays}
+    np.savez_compressed(out, **content)
     print(json.dumps({"lerobot": metadata.version("lerobot"), "codebase": CODEBASE_VERSION, "frames": len(tasks)}))
 
 

@@ -32,6 +32,7 @@ class VideoReader:
         self._frames = self.container.decode(self._stream)
 
     def seek(self, time_s: float, keyframes_only: bool = False) -> "VideoReader":
+        assert self._stream.time_base is not None
         at = int(time_s / self._stream.time_base)
         self.container.seek(at, backward=True, any_frame=not keyframes_only, stream=self._stream)
         self._frames = self.container.decode(self._stream)
@@ -42,13 +43,14 @@ class VideoReader:
 
     def __next__(self) -> dict[str, Any]:
         frame = next(self._frames)
+        assert frame.pts is not None and frame.time_base is not None
         pixels = torch.as_tensor(frame.to_rgb().to_ndarray()).permute(2, 0, 1)
         return {"data": pixels, "pts": float(frame.pts * frame.time_base)}
 
 
 def install() -> None:
     """Registers the stand-ins for the modules that are missing."""
-    made = {
+    made: dict[str, dict[str, Any]] = {
         "torchvision": {"set_video_backend": lambda name: None, "__version__": "0"},
         "torchvision.io": {"VideoReader": VideoReader},
         "torchvision.transforms": {"ToTensor": ToTensor},
