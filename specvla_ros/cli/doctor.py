@@ -30,7 +30,7 @@ _WITHOUT = {
     "rich": "all specvla commands but doctor need it: pip install -r requirements/lab.txt",
     "rosbags": "only replay and training from bags need it: pip install -r requirements/lab.txt",
     "plotly": "only reports need it: pip install -r requirements/lab.txt",
-    "av": "only LeRobot datasets and the simulator's films need it: pip install -r requirements/lab.txt",
+    "av": "only LeRobot datasets, video topics and the simulator's films need it: pip install -r requirements/lab.txt",
     "pyarrow": "only LeRobot datasets need it: pip install -r requirements/lab.txt",
     "transformers": "only NORA, VLA-0 and pi0-FAST need it: pip install -r requirements/robot-transformers.txt",
     "simplejpeg": "only OpenVLA-OFT needs it: pip install -r requirements/robot-oft.txt",

@@ -28,8 +28,8 @@ NUMBERS = ("std_msgs/msg/Float32MultiArray", "std_msgs/msg/Float64MultiArray")
 
 STATE = "state"
 
-_COMPRESSED_SUFFIX = "/compressed"
-_DEFAULT_IMAGES = ("/camera/image_raw", "/camera/image_raw" + _COMPRESSED_SUFFIX)
+_COMPRESSED_SUFFIXES = ("/compressed", "/ffmpeg")  # of image_transport: JPEG or PNG, and video
+_DEFAULT_IMAGES = tuple("/camera/image_raw" + suffix for suffix in ("", *_COMPRESSED_SUFFIXES))
 _DEFAULT_INSTRUCTION = "/instruction"
 _DEFAULT_ACTION = "/ground_truth/action"
 
@@ -198,16 +198,16 @@ def _typed(bag: Bag, name: str, types: tuple[str, ...]) -> Topic:
 
 def _named_image(bag: Bag, name: str) -> Topic:
     """The topic of that name or, if the bag lacks it, its compressed form as named by image_transport."""
-    compressed = name + _COMPRESSED_SUFFIX
     held = {topic.name: topic.msgtype for topic in bag.topics}
-    if name not in held and held.get(compressed) == COMPRESSED_IMAGE:
-        name = compressed
+    compressed = (name + suffix for suffix in _COMPRESSED_SUFFIXES)
+    if name not in held:
+        name = next((each for each in compressed if held.get(each) in (RAW_IMAGE, COMPRESSED_IMAGE)), name)
     return _typed(bag, name, (RAW_IMAGE, COMPRESSED_IMAGE))
 
 
 def _find_image(bag: Bag) -> Topic:
     images = {topic.name: topic for topic in bag.topics if topic.msgtype in (RAW_IMAGE, COMPRESSED_IMAGE)}
-    twins = {name + _COMPRESSED_SUFFIX for name in images}
+    twins = {name + suffix for name in images for suffix in _COMPRESSED_SUFFIXES}
     candidates = {name: topic for name, topic in images.items() if name not in twins}
     if len(candidates) > 1:
         candidates = {name: topic for name, topic in candidates.items() if _is_colour(bag, name)}

@@ -26,6 +26,7 @@ from specvla_ros.lab.bags.lerobot_dataset import as_episode, episode_files, open
 from specvla_ros.lab.bags.lerobot_episode import EpisodeStorage
 from specvla_ros.lab.bags.mcap_storage import MAX_BLOCK_BYTES, MCAP_MAGIC, McapStorage, StoredMessage, decompress_zstd
 from specvla_ros.lab.bags.message_types import MessageTypes
+from specvla_ros.lab.bags.video_packets import DECODED_TYPE, VIDEO_TYPES, VideoPackets
 from specvla_ros.settings.json_file import shown
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Bag:
         self.path, self.files = path, files
         self._storages, self._opened = storages, opened
         self._types = MessageTypes()
+        self._packets = VideoPackets(self._types)
         self.topics = _topics(storages)
         if not self.topics:
             self.close()
@@ -92,7 +94,7 @@ class Bag:
     @property
     def damage(self) -> str:
         """Reason why parts of the bag could not be read, or empty. Some damage is only found at the end of reading."""
-        return "; ".join(storage.damage for storage in self._storages if storage.damage)
+        return "; ".join(each.damage for each in (*self._storages, self._packets) if each.damage)
 
     def warn_of_damage(self) -> None:
         if self.damage:
@@ -106,7 +108,10 @@ class Bag:
         raise UserError(f"bag {self.path} has no messages on topic '{name}'; it holds:\n{held}")
 
     def messages(self, topics: Collection[str] = ()) -> Iterator[BagMessage]:
-        """The messages of some or all topics in time order, up to the first damage; see `damage`."""
+        """The messages of some or all topics in time order, up to the first damage; see `damage`.
+
+        Those of `VIDEO_TYPES` are decoded to images.
+        """
         wanted = frozenset(self.topic(name).name for name in topics) or frozenset(topic.name for topic in self.topics)
         for storage in self._storages:
             for connection in storage.connections:
@@ -114,7 +119,8 @@ class Bag:
                     _check_cdr(self.path, connection)
                     self._types.learn(connection.msgtype, connection.msgdef)
         merged = heapq.merge(*(storage.messages(wanted) for storage in self._storages), key=itemgetter(1))
-        return (BagMessage(whose.topic, whose.msgtype, time_ns, raw, self._types) for whose, time_ns, raw in merged)
+        decoded = self._packets.decoded(merged)
+        return (BagMessage(whose.topic, whose.msgtype, time_ns, raw, self._types) for whose, time_ns, raw in decoded)
 
     def close(self) -> None:
         self._opened.close()
@@ -245,9 +251,13 @@ def _topics(storages: list["Storage"]) -> tuple[Topic, ...]:
         if connection.msgcount:
             by_name[connection.topic].append(connection)
     return tuple(
-        Topic(name, same[0].msgtype, sum(connection.msgcount for connection in same), _offered_qos(same))
+        Topic(name, _presented(same[0].msgtype), sum(connection.msgcount for connection in same), _offered_qos(same))
         for name, same in sorted(by_name.items())
     )
+
+
+def _presented(msgtype: str) -> str:
+    return DECODED_TYPE if msgtype in VIDEO_TYPES else msgtype
 
 
 def _offered_qos(connections: list[Connection]) -> OfferedQos:
