@@ -526,7 +526,7 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "frames.jsonl").read_text().splitlines()[: len(kept) - 1] == kept[:-1]
 
 
-LACKING = ("mujoco", "mink", "plotly", "av", "rosbags.image", "cv2", "scipy", "matplotlib", "ray")
+LACKING = ("mujoco", "mink", "plotly", "av", "pyarrow", "rosbags.image", "cv2", "scipy", "matplotlib", "ray")
 
 
 def without_simulator_and_plots(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -589,6 +589,16 @@ def test_a_robot_replays_without_plots(tmp_path: Path) -> None:
     assert "3 of 3 frames answered, p95" in done.stdout
     assert "summary.json" in done.stdout
     assert not (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_dataset_without_pyarrow_is_refused_with_the_extra_to_install(tmp_path: Path) -> None:
+    dataset = Path(__file__).parents[1] / "lab" / "bags" / "lerobot" / "v30"
+    main = "from specvla_ros.cli.app import main; main()"
+    done = without_simulator_and_plots(main, "replay", dataset, "--out", tmp_path / "out", "--device", "cpu")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "'pyarrow" in done.stderr and "the extra specvla_ros[lab]" in done.stderr
+    done = without_simulator_and_plots(main, "export", dataset, "--out", tmp_path / "out")
+    assert done.returncode == 2 and "'av' is missing" in done.stderr
 
 
 def test_doctor_says_what_a_missing_package_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,10 @@ def _tasks_v30(directory: Path) -> dict[int, str]:
     texts = [name for name in table.column_names if str(table.schema.field(name).type) in ("string", "large_string")]
     if "task_index" not in table.column_names or not texts:
         raise UserError(f"{path} lacks the column task_index or the tasks' text; {AGAIN}")
-    return dict(zip(table["task_index"].to_pylist(), table[texts[0]].to_pylist(), strict=True))
+    try:
+        return dict(zip(table["task_index"].to_pylist(), table[texts[0]].to_pylist(), strict=True))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); {AGAIN}") from error
 
 
 def _tasks_v21(directory: Path) -> dict[int, str]:
@@ -238,7 +241,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> "pyarrow.Table":
             return file.read(columns)
     except FileNotFoundError:
         raise UserError(f"the dataset lacks {path}; {AGAIN}") from None
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} is damaged ({error}); {AGAIN}") from error
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +91,7 @@ class EpisodeStorage:
                     found.setdefault(name, []).append(np.array(block[name].to_pylist(), dtype=_type_of(name)))
             columns = {name: np.concatenate(parts) for name, parts in found.items()}
         except (TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged: the values of {name} are not numbers ({error}); {AGAIN}") from error
+            raise UserError(f"{path} is damaged, or holds no numbers ({error}); {AGAIN}") from error
         rows = len(columns.get("frame_index", ()))
         if not length or rows != length or (columns["frame_index"] != np.arange(length)).any():
             raise UserError(
@@ -113,14 +115,15 @@ class EpisodeStorage:
         try:
             with parquet.ParquetFile(path) as file:
                 check_columns(path, file.schema_arrow.names, columns)
-                groups = [at for at in range(file.num_row_groups) if _may_hold(file.metadata.row_group(at), index)]
+                held = _episodes_by_group(path, path.stat().st_mtime_ns)
+                groups = [at for at, episodes in enumerate(held) if index in episodes]
                 for batch in file.iter_batches(size, groups, list(dict.fromkeys([*columns, "episode_index"]))):
                     rows = pyarrow.table(batch).filter(compute.equal(batch["episode_index"], index))
                     if rows.num_rows:
                         yield rows
         except FileNotFoundError:
             raise UserError(f"the dataset lacks {path}; {AGAIN}") from None
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UserError(f"{path} is damaged ({error}); {AGAIN}") from error
 
     def _task(self, i: int) -> str:
@@ -177,8 +180,18 @@ class EpisodeStorage:
             yield from self._videos[topic]
             return
         for block in self._blocks([key], _BLOCK_IMAGES):
-            for cell in block[key].to_pylist():
-                yield (cell or {}).get("bytes")
+            yield from self._encoded(block[key])
+
+    def _encoded(self, column: Any) -> list[bytes | None]:
+        """The bytes of a column of images."""
+        import pyarrow
+        from pyarrow import compute
+
+        try:
+            cells: list[bytes | None] = compute.struct_field(column, "bytes").to_pylist()
+        except (ValueError, NotImplementedError, pyarrow.ArrowException) as error:
+            raise UserError(f"{self._episode.data} holds no images where they should be ({error}); {AGAIN}") from error
+        return cells
 
     def _image(self, topic: str, images: Iterator[np.ndarray | bytes | None]) -> dict[str, Any] | None:
         """The fields of the next image; None, counted, if it is missing."""
@@ -233,13 +246,17 @@ def _type_of(column: str) -> type:
     return np.int64 if column in (*_INDICES[1:], STAMP_KEY) else np.float64
 
 
-def _may_hold(group: Any, index: int) -> bool:
-    """True unless a row group's statistics exclude an episode."""
-    for number in range(group.num_columns):
-        column = group.column(number)
-        if column.path_in_schema == "episode_index" and column.statistics is not None and column.statistics.has_min_max:
-            return bool(column.statistics.min <= index <= column.statistics.max)
-    return True
+@lru_cache(maxsize=64)
+def _episodes_by_group(path: Path, _: int) -> tuple[frozenset[int], ...]:
+    """The episodes in each row group of a file.
+
+    Read from the rows: a damaged file's statistics can end the process inside of pyarrow.
+    """
+    from pyarrow import compute, parquet
+
+    with parquet.ParquetFile(path) as file:
+        groups = (file.read_row_group(at, ["episode_index"]) for at in range(file.num_row_groups))
+        return tuple(frozenset(compute.unique(group["episode_index"]).to_pylist()) for group in groups)
 
 
 def _video(episode: Episode, key: str, times_s: np.ndarray, tolerance_s: float) -> VideoFrames:

@@ -16,6 +16,7 @@ from pyarrow import parquet
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import BagFrame, TopicChoice, bag_frames, choose_topics, rgb_from_message
+from specvla_ros.lab.bags.lerobot_dataset import _opened
 from specvla_ros.lab.bags.reader import bag_files, open_bag
 from specvla_ros.lab.evaluation.run_directory import bag_hashes
 from specvla_ros.messages.image_message import stamp_ns
@@ -256,3 +257,27 @@ def test_an_image_that_is_missing_in_the_table_is_counted(tmp_path: Path) -> Non
     frames, damage = frames_of(dataset / "episode_000000")
     assert [i for i, frame in enumerate(frames) if frame.missing] == [5]
     assert damage.startswith("1 images of /wrist/image_raw/compressed are missing")
+
+
+PARTS = {
+    "v30": (DATA, "meta/episodes/chunk-000/file-000.parquet", "meta/tasks.parquet", "meta/info.json"),
+    "v21": ("data/chunk-000/episode_000000.parquet", "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/info.json"),
+}
+
+
+@pytest.mark.parametrize(("version", "name"), [(version, name) for version in PARTS for name in PARTS[version]])
+def test_damaged_bytes_never_raise_another_error(tmp_path: Path, version: str, name: str) -> None:
+    dataset = Path(shutil.copytree(DATASETS / version, tmp_path / "dataset"))
+    whole = (dataset / name).read_bytes()
+    random = np.random.default_rng(2)
+    for turn in range(40):
+        broken = bytearray(whole)
+        for at in random.integers(0, len(whole), 1 + turn % 5):
+            broken[at] = random.integers(256)
+        (dataset / name).write_bytes(broken if turn % 3 else broken[: random.integers(len(whole))])
+        _opened.cache_clear()
+        try:
+            for path in find_bags([dataset]).bags:
+                frames_of(path)
+        except UserError:
+            pass

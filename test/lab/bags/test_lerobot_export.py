@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from specvla_ros.cli.app import app
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags import lerobot_writer
 from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import BagFrame, TopicChoice, bag_frames, choose_topics, rgb_from_message
@@ -234,3 +235,23 @@ def test_lerobot_reads_the_frames_that_were_exported(recorded: list[Path], tmp_p
         assert frame.recorded == tuple(read["action"][i].tolist())
         assert frame.instruction == read["tasks"][i]
         assert frame.image.time_ns == read["stamp_ns"][i]
+
+
+def test_a_full_file_is_followed_by_another(
+    recorded: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("_DATA_MB", "_VIDEO_MB"):
+        monkeypatch.setattr(lerobot_writer, limit, 0)
+    monkeypatch.setattr(lerobot_writer, "_CHUNKS_SIZE", 2)
+    third = recording(tmp_path / "bags" / "c", 5, start_ns=bags.START_NS + 10**12)
+    exported([*recorded, third], tmp_path / "set")
+    names = sorted(str(path.relative_to(tmp_path / "set/data")) for path in (tmp_path / "set/data").rglob("*.parquet"))
+    assert names == ["chunk-000/file-000.parquet", "chunk-000/file-001.parquet", "chunk-001/file-000.parquet"]
+    videos = tmp_path / "set/videos/observation.images.wrist"
+    assert len([*videos.rglob("*.mp4")]) == 3
+    for bag, episode in zip([*recorded, third], find_bags([tmp_path / "set"]).bags, strict=True):
+        frames = frames_of(episode)
+        assert len(frames) == len(frames_of(bag))
+        for before, after in zip(frames_of(bag), frames, strict=True):
+            assert np.abs(pixels_of(before) - pixels_of(after)).mean() < 3
+            assert after.recorded == before.recorded

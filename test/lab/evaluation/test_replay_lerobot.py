@@ -12,6 +12,7 @@ from support import bags
 from support.paths import BAGS, needs
 from support.replays import Run
 
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.bags.finder import find_bags
@@ -19,7 +20,11 @@ from specvla_ros.lab.bags.frames import TopicChoice, rgb_from_message
 from specvla_ros.lab.bags.lerobot_export import export
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import ACTION_TOPIC
+from specvla_ros.lab.evaluation.certificate import certify
 from specvla_ros.lab.evaluation.replay_bags import answer_bags, named_bags
+from specvla_ros.lab.training.dataset import load_demonstrations
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.speculation.settings import NO_HEAD, DraftSettings, adjusted
 
 ANSWERS = ("frame", "time_ns", "stamp_ns", "instruction", "epoch", "tokens", "values", "recorded", "error")
 DATASETS = Path(__file__).parents[1] / "bags" / "lerobot"
@@ -100,3 +105,24 @@ def test_frames_without_an_answer_have_none(run: Run, tmp_path: Path) -> None:
         assert (episode.topic("/policy/action").count, episode.topic("/ground_truth/action").count) == (3, 5)
     with pytest.raises(UserError, match="is not a replay of bag"):
         answer_bags(tmp_path / "part", [bag])
+
+
+def test_training_reads_a_dataset_as_it_reads_bags(tmp_path: Path) -> None:
+    episodes = find_bags([DATASETS / "v30"]).bags
+    topics = TopicChoice("/front/image_raw", cameras={"wrist": "/wrist/image_raw"}, state_topic="/joint_states")
+    data = load_demonstrations(episodes, tmp_path / "cache", 28, topics)
+    read = np.load(DATASETS / "v30_read.npz")
+    assert data.images.shape == (15, 2, 28, 28, 3)
+    assert data.actions[:, 0].tolist() == read["action"].tolist()
+    assert data.states.tolist() == read["observation.state"].tolist()
+    assert data.state_names == ("shoulder_pan.pos", "elbow_flex.pos", "gripper.pos")
+    assert [data.instructions[i] for i in data.instruction_of[:, 0]] == read["tasks"].tolist()
+
+
+def test_a_policy_is_certified_on_a_dataset_with_the_hashes_of_its_files(policy: OpenVLATarget) -> None:
+    episodes = find_bags([DATASETS / "v21"]).bags
+    settings = EngineSettings(mode="spec", draft=adjusted(DraftSettings(head=NO_HEAD), temporal=True))
+    found = certify(policy, settings, episodes, FRONT).content
+    assert (found["result"]["frames"], found["result"]["differing"]) == (15, 0)
+    assert [*found["bags"]] == ["episode_000000", "episode_000001"]
+    assert all(len(each["files"]) == 4 for each in found["bags"].values())
