@@ -45,7 +45,7 @@ FLOORS = (
     (KERNELS,),
 )
 ALONE = "control"  # neither imports a room with a floor nor is below one
-LAB_ENTRY = f"{PACKAGE}.cli.laboratory"  # the only module outside the laboratory that may import it
+LAB_ENTRY = "cli"  # the only room outside the laboratory that may import it: it starts its commands
 
 # Walks by their first functions; several starts where a message, a thread or a callback is in between.
 WALKS: Mapping[str, Sequence[str]] = {
@@ -137,11 +137,11 @@ def room_of(module: str) -> str:
 
 
 def arrows(graph: Graph) -> dict[str, set[str]]:
-    """Returns the rooms that each room imports, except through the laboratory's entry, which is meant to climb."""
+    """Returns the rooms that each room imports, except the laboratory from its entry, which is meant to climb."""
     rooms: dict[str, set[str]] = {room_of(module): set() for module in graph}
     for module, targets in graph.items():
-        if module != LAB_ENTRY:
-            rooms[room_of(module)] |= {room_of(target) for target in targets} - {room_of(module)}
+        room = room_of(module)
+        rooms[room] |= {room_of(target) for target in targets if room != LAB_ENTRY or not in_lab(target)} - {room}
     return rooms
 
 
@@ -156,7 +156,7 @@ def into_lab(graph: Graph) -> list[str]:
         f"{module} -> {target}"
         for module, targets in graph.items()
         for target in targets
-        if in_lab(target) and not in_lab(module) and module != LAB_ENTRY
+        if in_lab(target) and not in_lab(module) and room_of(module) != LAB_ENTRY
     )
 
 

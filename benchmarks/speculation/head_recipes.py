@@ -22,9 +22,9 @@ import typer
 from benchmarks.harness import FRAMES_FIRST_SEED, Out, Work, finish, of_weights, result_head, take_turns
 from benchmarks.results_page import RESULTS
 from specvla_ros import Action, Engine, EngineSettings, Observation
-from specvla_ros.cli.terminal import progress_bar
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.terminal import progress_bar
 from specvla_ros.lab.training.train_draft import DraftTraining, DraftValidation, collect_features, train_draft
 from specvla_ros.lab.training.trainer import Progress
 from specvla_ros.models.checkpoint import load_target

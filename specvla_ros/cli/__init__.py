@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `specvla` command."""
+"""The entry of the `specvla` command, whose commands are in `specvla_ros.lab.cli`, and `specvla doctor`."""

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 def main() -> None:
     """Runs the command. Without typer and rich only `specvla doctor` runs; other commands say what to install."""
     if find_spec("typer") and find_spec("rich"):
-        from specvla_ros.cli.app import main as run
+        from specvla_ros.lab.cli.app import main as run
 
         return run()
     if sys.argv[1:2] == ["doctor"]:

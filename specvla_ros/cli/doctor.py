@@ -183,9 +183,9 @@ def _kernels() -> list[Check]:
 
 
 def _opengl() -> str:
-    from specvla_ros.cli.laboratory import simulator_gl
+    from specvla_ros.lab.simulation import require_gl
 
-    return f"offscreen with MUJOCO_GL={simulator_gl()}"
+    return f"offscreen with MUJOCO_GL={require_gl()}"
 
 
 def _ros() -> list[Check]:

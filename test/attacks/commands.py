@@ -21,9 +21,9 @@ from attacks.bags import layouts
 from attacks.tally import Tally
 from PIL import Image
 
-from specvla_ros.cli.app import app
-from specvla_ros.cli.terminal import BUG, one_line_endings
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.cli.app import app
+from specvla_ros.lab.terminal import BUG, one_line_endings
 
 _LONGEST_S, _REACHED = 60, 44
 # Where a command has checked all that it was given, and what takes minutes begins.

@@ -24,10 +24,10 @@ from typer.core import TyperOption
 from typer.testing import CliRunner
 
 from specvla_ros import __version__
-from specvla_ros.cli.app import app
-from specvla_ros.cli.terminal import one_line_endings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.cli.options import BagOptions
+from specvla_ros.lab.terminal import one_line_endings
 from specvla_ros.messages.picture import read_picture
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import walk
@@ -38,7 +38,7 @@ INSTALLED = Path(sys.executable).parent / "specvla"
 
 def without(missing: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     """Runs the command as on a machine that lacks a Python package."""
-    code = f"import sys; sys.modules['{missing}'] = None; from specvla_ros.cli.app import main; main()"
+    code = f"import sys; sys.modules['{missing}'] = None; from specvla_ros.lab.cli.app import main; main()"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
@@ -512,7 +512,7 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
         # Python would leave a cut module behind, for every process after this one.
         no_bytecode = "import sys; sys.dont_write_bytecode = True; "
         limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-        code = f"{no_bytecode}{limited}from specvla_ros.cli.app import main; main()"
+        code = f"{no_bytecode}{limited}from specvla_ros.lab.cli.app import main; main()"
         arguments = [sys.executable, "-c", code, *map(str, command)]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
         refused(done, "File too large")
@@ -582,7 +582,7 @@ def test_commands_load_without_the_laboratorys_libraries_and_say_which_extra_the
 
 def test_a_robot_replays_without_plots(tmp_path: Path) -> None:
     command = ("replay", write_bag(tmp_path / "bag", episode(3)), "--out", tmp_path / "out", "--device", "cpu")
-    main = "from specvla_ros.cli.app import main; main()"
+    main = "from specvla_ros.lab.cli.app import main; main()"
     done = without_simulator_and_plots(main, *command, "--instruction", "lift the red cube", "--no-progress")
     assert done.returncode == 0, done.stderr
     assert "cannot write report.html: the Python package 'plotly" in done.stderr

@@ -12,8 +12,8 @@ import yaml
 from support.descriptions import PANDA, Z1, Joint, moved, write_urdf
 from typer.testing import CliRunner
 
-from specvla_ros.cli.app import app
 from specvla_ros.control.guard.settings import GuardParameters
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.files import write_parameters
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.settings.parameter import with_values

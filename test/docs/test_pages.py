@@ -10,7 +10,7 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from specvla_ros.cli.app import app
+from specvla_ros.lab.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "specvla_ros").rglob("*.md")])

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from support.checkpoints import load_openvla, shard, write_checkpoint
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.cli.app import predict
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
+from specvla_ros.lab.cli.app import predict
 from specvla_ros.lab.planning.cost import OPENVLA_7B
 from specvla_ros.models import quantization
 from specvla_ros.models.checkpoint import load_target

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from support.serving import ASKED, PICTURE, Served, Socket, Thread, actions
 
-from specvla_ros.cli.app import serve
 from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.lab.cli.app import serve
 from specvla_ros.models.observation import Observation
 from specvla_ros.serving import openpi, server
 from specvla_ros.serving.server import ServeSettings

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from specvla_ros.cli.app import app
 from specvla_ros.control.guard.settings import GuardParameters
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.cli.app import app
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.ros.driver.parameters import DriverParameters

@@ -15,7 +15,7 @@ _LIMIT_S = 120.0
 # Each process is forked from one that has imported these, which is most of what a short command takes.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
-    ["torch", "transformers", "rclpy", "rosbags.highlevel", "specvla_ros.cli.app", "specvla_ros.policy", __name__]
+    ["torch", "transformers", "rclpy", "rosbags.highlevel", "specvla_ros.lab.cli.app", "specvla_ros.policy", __name__]
 )
 
 
@@ -64,7 +64,7 @@ def _run(
 def _specvla(lacking: str) -> None:
     if lacking:
         sys.modules[lacking] = None  # type: ignore[assignment]
-    from specvla_ros.cli.app import main
+    from specvla_ros.lab.cli.app import main
 
     main()
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from specvla_ros.cli.options import PolicyOptions, Taken, takes_policy
-from specvla_ros.cli.terminal import print_table, progress
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli import options
+from specvla_ros.lab.cli.parameter_options import PolicyOptions, Taken, takes_policy
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import CalibratePlan, Criterion, Limits, QualifyPlan, SimulatePlan
+from specvla_ros.lab.terminal import print_table, progress
 from specvla_ros.settings.parameter import parameter, values_of
 
 if TYPE_CHECKING:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specvla_ros.cli.options import Taken
 from specvla_ros.control.joint_parts import TOLERANCE_S
 from specvla_ros.errors import UserError
+from specvla_ros.lab.cli.parameter_options import Taken
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.lab.plans import ROBOTS
 from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import parameter
 
 if TYPE_CHECKING:
-    from specvla_ros.cli.options import PolicyOptions
     from specvla_ros.lab.bags.frames import TopicChoice
+    from specvla_ros.lab.cli.parameter_options import PolicyOptions
     from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specvla_ros.cli.options import PolicyOptions, takes_plans, takes_policy
-from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.cli.options import (
@@ -22,7 +20,9 @@ from specvla_ros.lab.cli.options import (
     tell_of_cpu,
     topics_of,
 )
+from specvla_ros.lab.cli.parameter_options import PolicyOptions, takes_plans, takes_policy
 from specvla_ros.lab.plans import THIS_PROCESS, EngineSpread, Thresholds
+from specvla_ros.lab.terminal import print_table, progress, progress_bar
 
 if TYPE_CHECKING:
     from specvla_ros.lab.bags.finder import FoundBags

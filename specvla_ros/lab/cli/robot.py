@@ -14,8 +14,8 @@ import numpy as np
 import typer
 import yaml
 
-from specvla_ros.cli.terminal import print_table
 from specvla_ros.errors import UserError, together
+from specvla_ros.lab.terminal import print_table
 from specvla_ros.settings.parameter import hint, walk, with_values
 from specvla_ros.settings.profiles import Value, merge_parameters
 

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_policy
-from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.options import (
     BagOptions,
@@ -20,7 +18,9 @@ from specvla_ros.lab.cli.options import (
     check_accelerate,
     topics_of,
 )
+from specvla_ros.lab.cli.parameter_options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.lab.plans import CalibratePlan, CollectPlan, DraftTraining, FleetPlan, PolicyTraining, Spread
+from specvla_ros.lab.terminal import print_table, progress, progress_bar
 
 app = typer.Typer()
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from specvla_ros.cli.terminal import progress_bar
 from specvla_ros.control.convention import ActionConvention, ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, StageTimings
@@ -46,6 +45,7 @@ from specvla_ros.lab.evaluation.run_directory import (
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import Thresholds
+from specvla_ros.lab.terminal import progress_bar
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.models.observation import Observation

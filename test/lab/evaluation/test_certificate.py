@@ -16,8 +16,8 @@ from support.nightly import nightly_but
 from typer.testing import CliRunner
 
 from specvla_ros import Engine, EngineSettings, UserError
-from specvla_ros.cli.app import app
 from specvla_ros.lab.bags.frames import TopicChoice
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.evaluation import certificate
 from specvla_ros.lab.evaluation.certificate import certify, differences, read_certificate, settings_of
 from specvla_ros.models.checkpoint import load_target

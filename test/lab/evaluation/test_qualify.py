@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import specvla_ros.lab.planning
 from specvla_ros import EngineSettings, UserError
-from specvla_ros.cli.app import app
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.evaluation import simulate
 from specvla_ros.lab.evaluation.qualify import (
     REFERENCE,

@@ -14,10 +14,10 @@ from support.replays import warm_engine
 from typer.testing import CliRunner
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
-from specvla_ros.cli.app import app
 from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.outcome import Action
 from specvla_ros.lab.bags.frames import JOINT_STATE, TopicChoice
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.evaluation.frame_sources import frame_source
 from specvla_ros.lab.evaluation.replay import replay
 from specvla_ros.models.checkpoint import load_target

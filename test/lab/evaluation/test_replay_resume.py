@@ -69,7 +69,7 @@ def test_a_killed_replay_goes_on(tmp_path: Path) -> None:
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     write_checkpoint(checkpoint, seed=5)
     path = bags.write_bag(tmp_path / "bag", bags.episode(60))
-    command = [sys.executable, "-m", "specvla_ros.cli.app", "replay", str(path), "--checkpoint", str(checkpoint)]
+    command = [sys.executable, "-m", "specvla_ros.cli", "replay", str(path), "--checkpoint", str(checkpoint)]
     command += ["--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = out / "frames.jsonl"

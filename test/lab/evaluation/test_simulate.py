@@ -16,9 +16,9 @@ from support.gl import needs_gl
 from support.patience import wait_until
 from typer.testing import CliRunner
 
-from specvla_ros.cli.app import app
 from specvla_ros.engine.outcome import DecodeRecord
 from specvla_ros.errors import UserError
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.evaluation import simulate as simulation
 from specvla_ros.lab.evaluation.paired import Rate, mcnemar_p, wilson_interval
 from specvla_ros.lab.evaluation.simulate import EPISODES_FILE, SimulateSettings, read_episodes, simulate
@@ -100,7 +100,7 @@ def test_what_is_finished_is_not_run_again(policy, tmp_path):
 @pytest.mark.nightly
 @needs_gl
 def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
-    command = [sys.executable, "-m", "specvla_ros.cli.app", "simulate", "--policy", str(policy), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "specvla_ros.cli", "simulate", "--policy", str(policy), "--out", str(tmp_path)]
     command += ["--task", "lift_blue", "--episodes", "30", "--films", "0"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     episodes = tmp_path / EPISODES_FILE

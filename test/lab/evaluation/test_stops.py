@@ -12,10 +12,10 @@ import pytest
 from mcap.writer import Writer
 from typer.testing import CliRunner
 
-from specvla_ros.cli.app import app
 from specvla_ros.control.guard.guard import State
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.reader import open_storage
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.evaluation.stops import (
     BlackBoxFile,
     NotMeasuredError,

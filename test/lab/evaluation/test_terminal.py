@@ -3,7 +3,7 @@
 
 import pytest
 
-from specvla_ros.cli.terminal import print_table
+from specvla_ros.lab.terminal import print_table
 
 
 def test_a_narrow_terminal_cuts_no_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
 @needs_gl
 def test_a_policy_is_loaded_behind_the_renderer_whatever_brings_an_llvm(tmp_path):
     """As the command does it, without what the tests set for Triton."""
-    command = [sys.executable, "-m", "specvla_ros.cli.app", "simulate", "--out", str(tmp_path), "--films", "0"]
+    command = [sys.executable, "-m", "specvla_ros.cli", "simulate", "--out", str(tmp_path), "--films", "0"]
     command += ["--task", "lift_red", "--episodes", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)

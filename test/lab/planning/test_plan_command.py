@@ -10,10 +10,10 @@ from support.checkpoints import load_openvla
 from support.paths import ORACLES, needs
 from typer.testing import CliRunner, Result
 
-from specvla_ros.cli.app import app
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.planning import measure
 from specvla_ros.lab.planning.cost import OPENVLA_7B, model_cost
 from specvla_ros.lab.planning.device import known_devices, read_device

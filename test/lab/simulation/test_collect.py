@@ -133,7 +133,7 @@ def test_every_picture_is_labelled_for_every_instruction(tmp_path):
 
 
 def test_killed_collection_goes_on_where_it_stopped(tmp_path):
-    command = [sys.executable, "-m", "specvla_ros.cli.app", "collect", "--out", str(tmp_path), "--task", "lift_red"]
+    command = [sys.executable, "-m", "specvla_ros.cli", "collect", "--out", str(tmp_path), "--task", "lift_red"]
     process = subprocess.Popen([*command, "--episodes", "200"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     wait_until(lambda: len(list(tmp_path.glob("lift_red-*"))) >= 3)
     process.send_signal(signal.SIGKILL)

@@ -289,7 +289,7 @@ def test_too_few_frames_are_refused_before_the_target_is_asked(tmp_path: Path) -
     (tmp_path / "none").mkdir()  # of the target there is nothing but what it is
     shutil.copy(nano_policy() / "config.json", tmp_path / "none")
     data = ["--data", str(tmp_path / "bags"), "--out", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "specvla_ros.cli.app", "train-draft", "--target", str(tmp_path / "none"), *data]
+    command = [sys.executable, "-m", "specvla_ros.cli", "train-draft", "--target", str(tmp_path / "none"), *data]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     words = " ".join(result.stderr.replace("│", " ").split())
@@ -315,7 +315,7 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     write_random_checkpoint(target, seed=4, hidden_size=64, layers=1)
     data.mkdir()
     write_bag(data / "one", episode(600, actions=False))
-    command = [sys.executable, "-m", "specvla_ros.cli.app", "train-draft", "--target", str(target), "--data", str(data)]
+    command = [sys.executable, "-m", "specvla_ros.cli", "train-draft", "--target", str(target), "--data", str(data)]
     command += ["--out", str(out), "--epochs", "2", "--learning-rate", "1e-3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)

@@ -27,7 +27,7 @@ from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.ros.demo.run import _senses
 from specvla_ros.models.families.openvla.config import read_config
 
-COMMAND = [sys.executable, "-m", "specvla_ros.cli.app", "demo", "--episodes", "1"]
+COMMAND = [sys.executable, "-m", "specvla_ros.cli", "demo", "--episodes", "1"]
 
 
 @needs_gl

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `specvla`. Heavy libraries are imported when needed."""
+"""The command line `specvla`. Its commands import their libraries when they run, and name the extra to install."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from specvla_ros import __version__
-from specvla_ros.cli.laboratory import add_laboratory
-from specvla_ros.cli.options import PolicyOptions, takes_policy
-from specvla_ros.cli.terminal import one_line_endings, progress
 from specvla_ros.engine.settings import MAX_STREAMS
 from specvla_ros.errors import UserError, missing_package
+from specvla_ros.lab.cli import experiments, plan, recordings, robot, training
+from specvla_ros.lab.cli.parameter_options import PolicyOptions, takes_policy
+from specvla_ros.lab.terminal import one_line_endings, progress
 from specvla_ros.settings.json_file import shown
 
 if TYPE_CHECKING:
@@ -44,6 +44,13 @@ Start here:
   specvla robot check FILE         check a robot's parameters before it moves
 """
 _RUN = "Run a policy"
+_PANELS = {  # of the help, by module of commands
+    experiments: "Simulation",
+    recordings: "Recordings",
+    robot: "Your robot",
+    plan: "Devices",
+    training: "Training",
+}
 
 app = typer.Typer(
     help=f"{_SUMMARY}\n\n{_FIRST_STEPS}",
@@ -51,7 +58,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-add_laboratory(app)
+for _module, _panel in _PANELS.items():
+    for _command in (*_module.app.registered_commands, *_module.app.registered_groups):
+        _command.rich_help_panel = _panel
+    app.add_typer(_module.app)
 
 
 def main() -> None:
@@ -213,17 +223,17 @@ def predict(
 
     pictures = [read_picture(path) for path in image]
     ids = _numbers(prompt_ids, int, "--prompt-ids must be whole numbers") if prompt_ids else None
-    robot = np.array(_numbers(state, float, "--state must be numbers")) if state else None
+    state_values = np.array(_numbers(state, float, "--state must be numbers")) if state else None
     policy = chosen.load_with_text() if ids is None else chosen.load()
     if len(pictures) != len(policy.cameras):
         raise UserError(
             f"got {len(pictures)} images, but the policy has {len(policy.cameras)} cameras: give --image once for "
             f"each, in this order: {', '.join(policy.cameras)}"
         )
-    if robot is not None and not policy.state_dims:
+    if state_values is not None and not policy.state_dims:
         raise UserError("the policy does not read the robot's state: omit --state")
     images = dict(zip(policy.cameras, pictures, strict=True))
-    asked = Observation(images, instruction, stamp_ns=1, prompt_ids=ids, state=robot)
+    asked = Observation(images, instruction, stamp_ns=1, prompt_ids=ids, state=state_values)
     engine = Engine(policy, chosen.engine)
     if ids is None:
         engine.check_instruction(instruction)
@@ -276,7 +286,3 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON li
     from specvla_ros.cli.doctor import report
 
     raise typer.Exit(report(as_json=as_json))
-
-
-if __name__ == "__main__":
-    main()

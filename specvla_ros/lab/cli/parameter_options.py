@@ -13,6 +13,7 @@ import typer
 
 from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
+from specvla_ros.lab.bundled.policies import bundled_names, find_policy
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.policy_parameters import load_complete, model_settings, read_policy_file
 from specvla_ros.settings.parameter import Parameter, check_names, parameter_of, values_of, walk, with_values
@@ -164,8 +165,6 @@ def _plain(value: Any) -> Any:
 
 
 def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publishes: bool) -> PolicyOptions:
-    from specvla_ros.cli.laboratory import find_policy
-
     plain = {name: _plain(value) for name, value in given.items()}
     file = plain.get("params_file")
     in_file = read_policy_file(file) if file is not None else {}
@@ -211,8 +210,6 @@ def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **gi
 
 
 def _checkpoint(*flags: str) -> inspect.Parameter:
-    from specvla_ros.cli.laboratory import bundled_names
-
     names = ", ".join(bundled_names())
     text = f"The policy's checkpoint: a Hugging Face directory, or a bundled policy: {names}. Default: nano."
     return _option("checkpoint", Path | None, None, _MODEL, "--checkpoint", "--policy", *flags, help=text)
