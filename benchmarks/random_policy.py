@@ -2,6 +2,9 @@
 """Policies with random weights in the timed shapes, with a random draft head."""
 
 import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,31 +140,32 @@ class RandomPolicy(OpenVLATarget):
         return {}
 
 
-@torch.no_grad()
+@contextmanager
 def random_policy(
-    directory: Path, size: Size, *, prompt_rows: int, tokens: int, vision: bool, dtype: torch.dtype, device: str
-) -> RandomPolicy:
-    """Returns a random policy and writes its draft head to a directory, from which the engine loads it.
+    size: Size, *, tokens: int = TOKENS, vision: bool = True, dtype: torch.dtype, device: str
+) -> Iterator[RandomPolicy]:
+    """Yields a random policy with a prompt of `PROMPT` rows; the engine loads its draft head from its directory.
 
     Args:
-        prompt_rows: rows of the prompt; with vision, the image's patches and the text.
         tokens: tokens per action.
         vision: send every frame through the image processor and the vision towers.
     """
-    decoder = actions_only(random_decoder(size.llama, dtype=dtype, device=device))
-    model = _around(decoder, size, vision)
-    save_draft_head(directory / DRAFT_FOLDER, random_draft_head(decoder))
+    with torch.no_grad():
+        decoder = actions_only(random_decoder(size.llama, dtype=dtype, device=device))
+        model = random_model(decoder, size, vision=vision)
     generator = torch.Generator(device).manual_seed(1)
-    shape = (prompt_rows, size.llama.input_size)
-    return RandomPolicy(
-        directory=directory,
-        model=model,
-        image_processor=dinosiglip_processor([tower.image_size for tower in size.towers]),
-        prompt=PromptTokenizer(None, style=PromptStyle.OPENVLA, trailing_id=None, vocab_size=size.llama.vocab_size),
-        codec=random_codec(model.config.token_vocab_size, tokens),
-        prompt_rows=prompt_rows,
-        embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
-    )
+    shape = (PROMPT, size.llama.input_size)
+    with tempfile.TemporaryDirectory() as directory:
+        save_draft_head(Path(directory) / DRAFT_FOLDER, random_draft_head(decoder))
+        yield RandomPolicy(
+            directory=Path(directory),
+            model=model,
+            image_processor=dinosiglip_processor([tower.image_size for tower in size.towers]),
+            prompt=PromptTokenizer(None, style=PromptStyle.OPENVLA, trailing_id=None, vocab_size=size.llama.vocab_size),
+            codec=random_codec(model.config.token_vocab_size, tokens),
+            prompt_rows=PROMPT,
+            embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
+        )
 
 
 @torch.no_grad()
@@ -207,7 +211,7 @@ def frame(stamp_ns: int) -> Observation:
     return Observation(PICTURE, "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
 
 
-def _around(decoder: PackedDecoder, size: Size, vision: bool) -> OpenVLA:
+def random_model(decoder: PackedDecoder, size: Size, *, vision: bool) -> OpenVLA:
     """Returns a model around the decoder; without vision it has no towers."""
     config = OpenVLAConfig(size.towers, size.llama, _PAD_ROWS, _BINS, {}, vicuna=False)
     with torch.device("meta"):

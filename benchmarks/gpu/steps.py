@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata, util
@@ -25,16 +25,7 @@ from torch import Tensor
 from benchmarks.acceptance_trace import Trace
 from benchmarks.gpu import attention_contestants
 from benchmarks.harness import ColdTimer, dtype_on, hardware, synchronise
-from benchmarks.random_policy import (
-    PROMPT,
-    SIZES,
-    TOKENS,
-    RandomPolicy,
-    frame,
-    quantized,
-    random_decoder,
-    random_policy,
-)
+from benchmarks.random_policy import SIZES, TOKENS, RandomPolicy, frame, quantized, random_decoder, random_policy
 from benchmarks.saturated import Contestant, EngineTurns, Saturated, make_engine, mode_settings, weight_bytes
 from benchmarks.speed import kernels
 from benchmarks.speed.kernel_cases import batches, filled_cache, first_layer
@@ -432,19 +423,9 @@ def _decoder(job: Job, layers: int = 0) -> Any:
     return random_decoder(shape, dtype=job.dtype, device=job.device)
 
 
-@contextmanager
-def _policy(job: Job, tokens: int = TOKENS) -> Iterator[RandomPolicy]:
+def _policy(job: Job, tokens: int = TOKENS) -> AbstractContextManager[RandomPolicy]:
     """A policy with vision, whose image processor resizes the images."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield random_policy(
-            Path(directory),
-            SIZES[job.size],
-            prompt_rows=PROMPT,
-            tokens=tokens,
-            vision=True,
-            dtype=job.dtype,
-            device=job.device,
-        )
+    return random_policy(SIZES[job.size], tokens=tokens, dtype=job.dtype, device=job.device)
 
 
 def _modes(job: Job, tokens: int = TOKENS) -> dict[str, EngineSettings]:

@@ -38,7 +38,7 @@ from benchmarks.papers.fly_contestants import (
     contestants,
     our_settings,
 )
-from benchmarks.papers.text_target import TextTarget
+from benchmarks.papers.text_target import TextTarget, load_language_model
 from benchmarks.results_page import RESULTS, weights_digest
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -46,7 +46,6 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.rules.registry import make_rule
 from specvla_ros.speculation.tree import Tree
@@ -87,13 +86,14 @@ def main(
 ) -> None:
     """Answers the missing prompts with every contestant."""
     chains = [int(k) for k in lengths.split(",")]
-    model, drafting = _load(target), _load(draft)
+    model, drafting = load_language_model(target), load_language_model(draft)
     asked = _prompts(per_kind)
     ids = [model.tokenizer.encode(prompt["text"]).ids for prompt in asked]
     settings = our_settings(draft, tokens=tokens, longest_prompt=max(map(len, ids)), lengths=chains)
     rivals = contestants(model, drafting, settings, chains)
     weights = {"target": weights_digest(target), "draft": weights_digest(draft)}
-    parts = work / _digest([weights, asked, tokens, repeats, list(rivals)])
+    inputs = json.dumps([weights, asked, tokens, repeats, list(rivals)])
+    parts = work / hashlib.sha256(inputs.encode()).hexdigest()[:12]
     files = [parts / f"{number:02d}.json" for number in range(len(asked))]
     if not all(file.exists() for file in files):
         for rival in rivals.values():  # the first run is slower
@@ -117,13 +117,6 @@ def main(
     finish(result, out)
 
 
-def _load(directory: Path) -> TextTarget:
-    model = load_target(directory, device="cpu", dtype="float32")
-    if not isinstance(model, TextTarget):
-        raise UserError(f"{directory} is not a language model")
-    return model
-
-
 def _prompts(per_kind: int) -> list[dict[str, str]]:
     """The first `per_kind` prompts of each kind."""
     left: dict[str, int] = {}
@@ -133,10 +126,6 @@ def _prompts(per_kind: int) -> list[dict[str, str]]:
         if left[prompt["kind"]] >= 0:
             found.append(prompt)
     return found
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def answers_to(

@@ -30,7 +30,7 @@ import typer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.papers.text_target import TextTarget
+from benchmarks.papers.text_target import TextTarget, load_language_model
 from benchmarks.transformers_baseline import transformers_decoder
 from specvla_ros.errors import UserError
 from specvla_ros.lab.plans import check_settings
@@ -39,7 +39,6 @@ from specvla_ros.lab.training.batched_forward import decoder_hidden
 from specvla_ros.lab.training.dataset import shuffled
 from specvla_ros.lab.training.train_policy import precision
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 
 _ANSWERS = "answers.safetensors"
@@ -292,9 +291,7 @@ def train_draft_model(directory: Path, out: Path, training: DraftTraining) -> li
     if (out / "model.safetensors").exists():
         raise UserError(f"{out} already holds a model; choose another directory")
     accelerator = Accelerator(mixed_precision=precision())
-    target = load_target(directory, device=str(accelerator.device), dtype="float32")
-    if not isinstance(target, TextTarget):
-        raise UserError(f"{directory} is not a language model")
+    target = load_language_model(directory, str(accelerator.device))
 
     def answer() -> None:
         (out / STATE_DIRECTORY).mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import ActionIds, WrittenChunkCodec
 from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import DECODERS, check_directory, read_checkpoint_json, read_decoder_shape
@@ -188,3 +189,11 @@ def load_text(
 
 for family in DECODERS:
     TARGETS.register(family)(load_text)
+
+
+def load_language_model(directory: Path, device: str = "cpu") -> TextTarget:
+    """Loads a language model in float32; UserError if the directory holds a policy."""
+    model = load_target(directory, device=device, dtype="float32")
+    if not isinstance(model, TextTarget):
+        raise UserError(f"{directory} is not a language model")
+    return model

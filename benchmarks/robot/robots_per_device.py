@@ -63,7 +63,11 @@ class Fleet:
 
     def due(self, now_s: float) -> list[Observation]:
         """Returns the newest image of each robot that has sent one since the last call."""
-        return [self._picture(i, robot, now_s) for i, robot in enumerate(self.robots) if self._is_due(i, robot, now_s)]
+        return [
+            self._picture(i, robot, now_s)
+            for i, robot in enumerate(self.robots)
+            if self._newest(i, now_s) > self._sent[robot]
+        ]
 
     def next_s(self) -> float:
         """Returns the time of the next image."""
@@ -80,9 +84,6 @@ class Fleet:
             "age_p95_s": max(_age_at(self._answers[robot], from_s, to_s) for robot in self.robots),
             "actions_per_s": inside / (to_s - from_s) / len(self.robots),
         }
-
-    def _is_due(self, i: int, robot: str, now_s: float) -> bool:
-        return self._newest(i, now_s) > self._sent[robot]
 
     def _newest(self, i: int, now_s: float) -> int:
         return int((now_s - self._phase(i)) / PERIOD_S + 1e-9) if now_s >= self._phase(i) else -1
@@ -146,16 +147,12 @@ def serve(
     return fleet.figures(seconds / 5, seconds)
 
 
-def _settings(mode: str, streams: int) -> EngineSettings:
-    drafts = adjusted(DraftSettings(nodes=_NODES), temporal=True)
-    return EngineSettings(mode, streams=streams, draft=drafts)
-
-
 def _row(
     policy: Target, frames: Sequence[Observation], mode: str, sharing: str, robots: int, spent: Any, s: float
 ) -> Any:
     count, streams = (robots, 1) if sharing == EACH else (1, robots)
-    engines = [make_engine(policy, _settings(mode, streams)) for _ in range(count)]
+    settings = EngineSettings(mode, streams=streams, draft=adjusted(DraftSettings(nodes=_NODES), temporal=True))
+    engines = [make_engine(policy, settings) for _ in range(count)]
     return {"robots": robots, **serve(Fleet(robots, frames), engines, sharing, s, spent)}
 
 

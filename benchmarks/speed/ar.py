@@ -17,13 +17,12 @@ import transformers
 import typer
 
 from benchmarks.harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head, synchronise, take_turns
-from benchmarks.random_policy import PROMPT, SIZES, TOKENS, Size, random_decoder
+from benchmarks.random_policy import PROMPT, SIZES, TOKENS, Size, random_decoder, random_model
 from benchmarks.transformers_baseline import transformers_decoder
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.families.openvla.model import Projector, VisionTower
 
 
 def main(
@@ -57,7 +56,9 @@ def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidt
     }
     times = take_turns(contestants, repeats, device)
     same = _ours(decoder, cache, prompt, TOKENS) == _generate(reference, prompt, TOKENS)
-    vision = _vision(size, device, dtype, max(3, repeats // 3))
+    model = random_model(decoder, size, vision=True)
+    pixels = torch.randn(model.pixel_shape, device=device, dtype=dtype)
+    vision = take_turns({"vision": lambda: model.image_embeddings(pixels)}, max(3, repeats // 3), device)["vision"]
     step = (times["action"] - times["prefill"]) / (TOKENS - 1)
     weights = sum(p.nbytes for p in decoder.parameters()) - decoder.embed_tokens.weight.nbytes
     return {
@@ -91,19 +92,6 @@ def _generate(model: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
         inputs_embeds=prompt[None], attention_mask=mask, max_new_tokens=tokens, do_sample=False, eos_token_id=None
     )
     return out[0].tolist()
-
-
-def _vision(size: Size, device: str, dtype: torch.dtype, repeats: int) -> float:
-    torch.manual_seed(0)
-    towers = [VisionTower(tower).to(device, dtype) for tower in size.towers]
-    for tower in towers:
-        for parameter in tower.parameters():
-            parameter.normal_(std=0.02)
-    width = sum(tower.embed_dim for tower in size.towers)
-    projector = Projector(width, size.llama.hidden_size, fused=True).to(device, dtype)
-    image = torch.randn(3, 224, 224, device=device, dtype=dtype)
-    run = {"vision": lambda: projector(torch.cat([tower(image) for tower in towers], dim=1))}
-    return take_turns(run, repeats, device)["vision"]
 
 
 def _read_bandwidth(device: str) -> float:

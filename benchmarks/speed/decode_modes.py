@@ -17,10 +17,8 @@ The gain from int8 on a CPU, for short and for long answers:
         --tokens 53 --trace chunks:digits-2 --nodes 12 --repeats 3
 """
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import transformers
@@ -85,16 +83,7 @@ def main(
     }
     run = Run(lengths, draft, tokens, actions, repeats)
     for name in sizes.split(","):
-        with tempfile.TemporaryDirectory() as directory:
-            policy = random_policy(
-                Path(directory),
-                SIZES[name],
-                prompt_rows=PROMPT,
-                tokens=tokens,
-                vision=vision,
-                dtype=chosen,
-                device=device,
-            )
+        with random_policy(SIZES[name], tokens=tokens, vision=vision, dtype=chosen, device=device) as policy:
             measured = {} if formats_only else {"modes": run.modes(policy)}
             if formats:
                 measured["quantized"] = run.quantized(policy, formats, _ALONE if formats_only else _QUANTISED_MODES)

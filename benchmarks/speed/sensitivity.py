@@ -8,9 +8,7 @@ Longer answers have more requests in flight, and more of them are overtaken; `sp
     python -m benchmarks.speed.sensitivity --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
 """
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -52,10 +50,7 @@ def main(
         "sizes": {},
     }
     for name in sizes.split(","):
-        with tempfile.TemporaryDirectory() as directory:
-            policy = random_policy(
-                Path(directory), SIZES[name], prompt_rows=290, tokens=7, vision=False, dtype=chosen, device=device
-            )
+        with random_policy(SIZES[name], vision=False, dtype=chosen, device=device) as policy:
             points = [
                 _point(_reshaped(policy, count, rows), lengths, trace_drafts(trace, nodes), actions, repeats)
                 for count in map(int, tokens.split(","))
