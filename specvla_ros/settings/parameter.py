@@ -11,7 +11,7 @@ owning class's prefix plus the group's name plus the field's name; `name=` repla
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral, Real
@@ -243,14 +243,6 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
     given = {**preset_values(settings, values), **values}
     return replaced(settings, dict(together(*(partial(change, name, value) for name, value in given.items()))))
-
-
-def check_names(given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises a UserError for an unknown name and suggests the likely one."""
-    names = dict.fromkeys(known)
-    for name in given:
-        if name not in names:
-            raise UserError(f"there is no parameter '{name}'; {hint(name, names)}")
 
 
 def hint(name: str, known: Mapping[str, object]) -> str:

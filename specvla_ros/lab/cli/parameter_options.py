@@ -13,10 +13,11 @@ import typer
 
 from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
+from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import bundled_names, find_policy
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.policy_parameters import load_complete, model_settings, read_policy_file
-from specvla_ros.settings.parameter import Parameter, check_names, parameter_of, values_of, walk, with_values
+from specvla_ros.settings.parameter import Parameter, hint, parameter_of, values_of, walk, with_values
 from specvla_ros.settings.profiles import read_assignments
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
@@ -175,7 +176,9 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     if file is None and decoding is not None:
         file, in_file = decoding, read_policy_file(decoding)
     known = [ModelSettings(), EngineSettings(), *([ConventionSettings()] if publishes else [])]
-    check_names(assigned, [name for settings in known for name in values_of(settings)])
+    names = dict.fromkeys(name for settings in known for name in values_of(settings))
+    if unknown := [name for name in assigned if name not in names]:
+        raise UserError(f"there is no parameter '{unknown[0]}'; {hint(unknown[0], names)}")
     of_loading = {name: assigned.pop(name) for name in values_of(ModelSettings()) if name in assigned}
     prefix = ConventionSettings.ROS_PREFIX
     of_actions = {name: assigned.pop(name) for name in [*assigned] if publishes and name.startswith(prefix)}

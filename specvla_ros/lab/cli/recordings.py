@@ -10,16 +10,7 @@ import typer
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.export_plan import ExportPlan
-from specvla_ros.lab.cli.options import (
-    BagOptions,
-    Bags,
-    Images,
-    Rerun,
-    Viewer,
-    shown_in,
-    tell_of_cpu,
-    topics_of,
-)
+from specvla_ros.lab.cli.options import BagOptions, Bags, Images, Rerun, Viewer, shown_in, tell_of_cpu, topics_of
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, takes_plans, takes_policy
 from specvla_ros.lab.plans import THIS_PROCESS, EngineSpread, Thresholds
 from specvla_ros.lab.terminal import print_table, progress, progress_bar

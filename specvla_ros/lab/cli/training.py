@@ -9,15 +9,7 @@ from typing import Annotated
 import typer
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import (
-    BagOptions,
-    Bags,
-    BagsOrSim,
-    Images,
-    MaxGb,
-    check_accelerate,
-    topics_of,
-)
+from specvla_ros.lab.cli.options import BagOptions, Bags, BagsOrSim, Images, MaxGb, check_accelerate, topics_of
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.lab.plans import CalibratePlan, CollectPlan, DraftTraining, FleetPlan, PolicyTraining, Spread
 from specvla_ros.lab.terminal import print_table, progress, progress_bar

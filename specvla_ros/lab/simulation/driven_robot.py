@@ -17,12 +17,7 @@ from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_v
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
-from specvla_ros.control.inverse_kinematics import (
-    TRAJECTORY_AHEAD_S,
-    JointSolver,
-    UnreachableError,
-    trajectory_point,
-)
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver, UnreachableError, trajectory_point
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_model
