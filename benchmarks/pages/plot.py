@@ -138,7 +138,8 @@ def _draw(panel: Panel, axes: Any) -> None:
         found = [(y + shift, row.points[number]) for y, row in enumerate(panel.rows) if row.points]
         drawn = [(y, point) for y, point in found if point is not None]
         values = [point.value for _, point in drawn]
-        errors = [[p.value - p.low for _, p in drawn], [p.high - p.value for _, p in drawn]]
+        # Rounding may put an interval's end on the wrong side of a share of 0 or 1.
+        errors = [[max(0.0, p.value - p.low) for _, p in drawn], [max(0.0, p.high - p.value) for _, p in drawn]]
         axes.errorbar(
             values,
             [y for y, _ in drawn],

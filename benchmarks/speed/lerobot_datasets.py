@@ -7,6 +7,7 @@ python -m benchmarks.speed.lerobot_datasets --frames 600
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def case(name: str, size: tuple[int, int], frames: int) -> dict[str, Any]:
         for form in ("video", "images"):
             dataset = root / form
             plan = ExportPlan(images=form == "images")
-            found[f"export_{form}_s"] = timed(lambda out=dataset, plan=plan: export([bag], out, plan, TOPICS), frames)
-            found[f"read_{form}_s"] = timed(lambda out=dataset: read(out / "episode_000000"), frames)
+            found[f"export_{form}_s"] = timed(partial(export, [bag], dataset, plan, TOPICS), frames)
+            found[f"read_{form}_s"] = timed(partial(read, dataset / "episode_000000"), frames)
             found[f"{form}_bytes"] = bytes_in(dataset)
     return found
 

@@ -593,7 +593,7 @@ def test_a_robot_replays_without_plots(tmp_path: Path) -> None:
 
 def test_a_dataset_without_pyarrow_is_refused_with_the_extra_to_install(tmp_path: Path) -> None:
     dataset = Path(__file__).parents[1] / "lab" / "bags" / "lerobot" / "v30"
-    main = "from specvla_ros.cli.app import main; main()"
+    main = "from specvla_ros.lab.cli.app import main; main()"
     done = without_simulator_and_plots(main, "replay", dataset, "--out", tmp_path / "out", "--device", "cpu")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "'pyarrow" in done.stderr and "the extra specvla_ros[lab]" in done.stderr

@@ -16,7 +16,6 @@ from pyarrow import parquet
 from support import bags
 from typer.testing import CliRunner
 
-from specvla_ros.cli.app import app
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags import lerobot_writer
 from specvla_ros.lab.bags.export_plan import ExportPlan
@@ -24,6 +23,7 @@ from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import BagFrame, TopicChoice, bag_frames, choose_topics, rgb_from_message
 from specvla_ros.lab.bags.lerobot_export import ExportResult, export
 from specvla_ros.lab.bags.reader import open_bag
+from specvla_ros.lab.cli.app import app
 
 ORACLE = Path(__file__).with_name("lerobot") / "v30"
 LEROBOT_PYTHON = os.environ.get("LEROBOT_PYTHON", "")  # of an environment with LeRobot, see support/lerobot_oracle
