@@ -18,7 +18,6 @@ import torch
 import specvla_ros
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.reader import bag_files
 from specvla_ros.lab.files import replace_file
 from specvla_ros.lab.planning.measure import cpu_name
 from specvla_ros.settings.json_file import load_json
@@ -222,6 +221,8 @@ def _sha256(file: Path, *_: int) -> str:
 
 def bag_hashes(bag: Path) -> dict[str, str]:
     """SHA-256 of a bag's files, by name; the bag is a folder, one file, or an episode of a dataset."""
+    from specvla_ros.lab.bags.reader import bag_files  # benchmarks on a GPU's machine have no rosbags
+
     if bag.is_dir():
         return file_hashes(sorted(path for path in bag.iterdir() if path.is_file()))
     return file_hashes(bag_files(bag))
