@@ -18,9 +18,9 @@ import typer
 
 from benchmarks.harness import Out, finish, result_head
 from specvla_ros.lab.bags.demonstrations import DemonstrationRecord, write_demonstration
-from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics, rgb_from_message
-from specvla_ros.lab.bags.lerobot_export import export
+from specvla_ros.lab.bags.lerobot.export import export
+from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
 from specvla_ros.lab.bags.reader import open_bag
 
 SIZES = {"256 x 256": (256, 256), "640 x 480": (480, 640)}

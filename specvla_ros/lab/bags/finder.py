@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.lerobot_dataset import as_episode, is_dataset, open_dataset
+from specvla_ros.lab.bags.lerobot.dataset import as_episode, is_dataset, open_dataset
 from specvla_ros.lab.bags.reader import BAG_SUFFIXES, bag_files, data_files, recordings
 
 _log = logging.getLogger(__name__)

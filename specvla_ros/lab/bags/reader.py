@@ -22,8 +22,8 @@ from rosbags.interfaces import Connection, ConnectionExtRosbag2, Qos, QosDurabil
 from rosbags.rosbag2 import Reader
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.lerobot_dataset import as_episode, episode_files, open_episode, refuse_dataset
-from specvla_ros.lab.bags.lerobot_episode import EpisodeStorage
+from specvla_ros.lab.bags.lerobot.dataset import as_episode, episode_files, open_episode, refuse_dataset
+from specvla_ros.lab.bags.lerobot.episode import EpisodeStorage
 from specvla_ros.lab.bags.mcap_storage import MAX_BLOCK_BYTES, MCAP_MAGIC, McapStorage, StoredMessage, decompress_zstd
 from specvla_ros.lab.bags.message_types import MessageTypes
 from specvla_ros.lab.bags.video_packets import DECODED_TYPE, VIDEO_TYPES, VideoPackets

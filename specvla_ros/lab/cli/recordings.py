@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.export_plan import ExportPlan
+from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
 from specvla_ros.lab.cli.options import BagOptions, Bags, Images, Rerun, Viewer, shown_in, tell_of_cpu, topics_of
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, takes_plans, takes_policy
 from specvla_ros.lab.plans import THIS_PROCESS, EngineSpread, Thresholds
@@ -161,7 +161,7 @@ def export(
     Exit code 2 if the images are unevenly spaced, or the bags differ in cameras, state or actions.
     """
     from specvla_ros.lab.bags.finder import bags_in
-    from specvla_ros.lab.bags.lerobot_export import export as run
+    from specvla_ros.lab.bags.lerobot.export import export as run
     from specvla_ros.lab.evaluation.replay_bags import answer_bags
 
     bags = bags_in(bag)

@@ -15,7 +15,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.lab.bags.frames import TopicChoice
-from specvla_ros.lab.bags.lerobot_dataset import as_episode
+from specvla_ros.lab.bags.lerobot.dataset import as_episode
 from specvla_ros.lab.bags.reader import BAG_SUFFIXES, open_bag
 from specvla_ros.lab.evaluation.replay import BAG_DIRECTORY, FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
 from specvla_ros.lab.evaluation.replay_page import write_bags_report

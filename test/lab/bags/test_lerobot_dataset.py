@@ -16,7 +16,7 @@ from pyarrow import parquet
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import BagFrame, TopicChoice, bag_frames, choose_topics, rgb_from_message
-from specvla_ros.lab.bags.lerobot_dataset import _opened
+from specvla_ros.lab.bags.lerobot.dataset import _opened
 from specvla_ros.lab.bags.reader import bag_files, open_bag
 from specvla_ros.lab.evaluation.run_directory import bag_hashes
 from specvla_ros.messages.image_message import stamp_ns

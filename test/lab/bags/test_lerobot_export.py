@@ -17,11 +17,11 @@ from support import bags
 from typer.testing import CliRunner
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags import lerobot_writer
-from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import BagFrame, TopicChoice, bag_frames, choose_topics, rgb_from_message
-from specvla_ros.lab.bags.lerobot_export import ExportResult, export
+from specvla_ros.lab.bags.lerobot import writer as lerobot_writer
+from specvla_ros.lab.bags.lerobot.export import ExportResult, export
+from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.cli.app import app
 

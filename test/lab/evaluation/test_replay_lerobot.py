@@ -14,10 +14,10 @@ from support.replays import Run
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice, rgb_from_message
-from specvla_ros.lab.bags.lerobot_export import export
+from specvla_ros.lab.bags.lerobot.export import export
+from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import ACTION_TOPIC
 from specvla_ros.lab.evaluation.certificate import certify

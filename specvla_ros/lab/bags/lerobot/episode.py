@@ -20,7 +20,7 @@ from rosbags.typesys import Stores, get_typestore
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import ACTION_TOPIC, INSTRUCTION_TOPIC, LATCHED, STATE_TOPIC
-from specvla_ros.lab.bags.lerobot_dataset import AGAIN, Episode, Feature, LeRobotDataset, check_columns
+from specvla_ros.lab.bags.lerobot.dataset import AGAIN, Episode, Feature, LeRobotDataset, check_columns
 
 if TYPE_CHECKING:
     from specvla_ros.lab.bags.mcap_storage import StoredMessage

@@ -16,7 +16,6 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import STATE_TOPIC
-from specvla_ros.lab.bags.export_plan import ExportPlan
 from specvla_ros.lab.bags.frames import (
     COMPRESSED_IMAGE,
     JOINT_STATE,
@@ -27,8 +26,9 @@ from specvla_ros.lab.bags.frames import (
     choose_topics,
     rgb_from_message,
 )
-from specvla_ros.lab.bags.lerobot_episode import STAMP_KEY
-from specvla_ros.lab.bags.lerobot_writer import Frame, Layout, LeRobotWriter, Numbers
+from specvla_ros.lab.bags.lerobot.episode import STAMP_KEY
+from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
+from specvla_ros.lab.bags.lerobot.writer import Frame, Layout, LeRobotWriter, Numbers
 from specvla_ros.lab.bags.policy_answers import Answer, answers_in
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.messages.image_message import stamp_ns

@@ -18,8 +18,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags import lerobot_statistics as statistics
-from specvla_ros.lab.bags.lerobot_statistics import ImageSample, Statistics
+from specvla_ros.lab.bags.lerobot import statistics
+from specvla_ros.lab.bags.lerobot.statistics import ImageSample, Statistics
 
 VERSION = "v3.0"
 _CHUNKS_SIZE = 1000  # files in a folder
