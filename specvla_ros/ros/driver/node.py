@@ -38,7 +38,6 @@ _WATCH_S = 0.2
 _STANDS = 0.001  # max motion of a measured tool at rest within _WATCH_S, in metres and radians
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe", "auto")
 _LOG_PERIOD_S = 5.0
-_BAD_STATE = "bad_state"  # a refused measurement, counted beside the refused actions
 _TRIES_ORDER = "each joint is moved a little first, to check that joints.names is in the controller's order"
 _CLOCKS_APART_S = 0.02  # beyond the error; machines that are synchronised over a network differ by less
 
@@ -170,7 +169,7 @@ class DriverNode(ManagedNode):
             self._on_pose(stamp_s, pose)
 
     def _on_bad(self, what: str) -> None:
-        self._refusals[_BAD_STATE] += 1
+        self._refusals["bad_state"] += 1
         self._last_refusal = self._bad_state = what
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
 
@@ -299,13 +298,13 @@ class DriverNode(ManagedNode):
     # Diagnostics
 
     def _statuses(self) -> dict[str, DiagnosticStatus]:
-        driver = self._driver
+        driver, of_states = self._driver, self._refusals["bad_state"]
         values: dict[str, object] = {
             "output": self._chosen.output,
             "scheduling": self._scheduling,
             "actions taken": self._taken,
-            "actions refused": sum(self._refusals.values()) - self._refusals[_BAD_STATE],
-            "measurements refused": self._refusals[_BAD_STATE],
+            "actions refused": sum(self._refusals.values()) - of_states,
+            "measurements refused": of_states,
             "control loop stood still": driver.stalls if driver is not None else 0,
             "clock jumps": driver.clock_jumps if driver is not None else 0,
             **{f"refused: {kind}": count for kind, count in sorted(self._refusals.items())},
