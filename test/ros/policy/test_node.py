@@ -292,7 +292,10 @@ def test_what_a_dataset_means_is_asked_for_where_nobody_knows_it(
     with robot(policy, instruction=INSTRUCTION, **given) as r:
         assert r.policy.trigger_configure().name == "FAILURE"
     said = capfd.readouterr().err
-    assert "dataset 'my_robot'" in said and "set action.frame (base or tool), action.rotation (" in said
+    assert (
+        "dataset 'my_robot'" in said
+        and "set action.frame (base or tool; joints for joint positions), action.rotation (" in said
+    )
     assert ", action.dt" not in said
 
 
