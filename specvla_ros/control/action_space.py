@@ -11,18 +11,15 @@ from typing import Protocol
 
 import numpy as np
 
-from specvla_ros.control.bounded_motion import Target
+from specvla_ros.control.bounded_motion import Onward, Target
 from specvla_ros.control.convention import ActionConvention, ActionFrame, Reference, Rotation, StampedAction
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Place, Pose, rotation_matrix, rpy_matrix
 
 _POSE_VALUES = 6
 _FOLLOWING_M, _FOLLOWING_RAD = 0.03, 0.2  # further from its commanded pose, the measured pose counts
-_OUTSIDE_M = 0.005
 _STILL_M = 0.0003  # sensor noise
 _NEAR_M, _NEAR_RAD = 0.003, 0.02
-
-Onward = tuple[Place, float] | None  # the goal after the current one, and the seconds between them
 
 
 class RefusalReason(str, Enum):
@@ -177,13 +174,7 @@ class ToolSpace(ActionSpace[Pose]):
         return {"speed m/s": f"{speed:.3f}", "from target m": f"{away_m:.4f}"}
 
     def start_problem(self, measured: Pose) -> str:
-        limits, position = self.limits, measured.position
-        if limits.outside_m(position) <= _OUTSIDE_M:
-            return ""
-        return (
-            f"the tool is at {position.round(3).tolist()}, outside the workspace {list(limits.workspace_min)} "
-            f"to {list(limits.workspace_max)}; bring it inside by other means"
-        )
+        return self.limits.start_problem(measured.position)
 
 
 def _sizes(values: np.ndarray) -> tuple[float, float]:

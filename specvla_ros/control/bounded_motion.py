@@ -54,7 +54,7 @@ class State:
 
 
 Legs = tuple[Trajectory, ...]  # consecutive; the last one ends at rest
-_Onward = tuple[Pose, float] | None  # the goal after the current one, and the seconds between them
+Onward = tuple[Place, float] | None  # the goal after the current one, and the seconds between them
 
 
 class Axes:
@@ -181,7 +181,7 @@ class BoundedMotion:
         move_s: float,
         turn_s: float,
         pace: tuple[float, float] = _NO_PACE,
-        onward: _Onward = None,
+        onward: Onward[Pose] = None,
     ) -> bool:
         """Plans the motion to a goal.
 
@@ -210,7 +210,7 @@ class BoundedMotion:
             self._turned_from = self.at(now_s).pose.rotation
             self._turn.rest_at(np.zeros(3))
 
-    def _move(self, goal: Pose, now_s: float, seconds: float, pace: float, onward: _Onward) -> bool:
+    def _move(self, goal: Pose, now_s: float, seconds: float, pace: float, onward: Onward[Pose]) -> bool:
         start, wanted = self._way.at(now_s), self._limits.clamped(goal).position
         velocity = np.zeros(3)
         if onward is not None:
@@ -224,7 +224,7 @@ class BoundedMotion:
         return False
 
     def _rotate(
-        self, goal: Pose | None, now_s: float, seconds: float = 0.0, pace: float = math.inf, onward: _Onward = None
+        self, goal: Pose | None, now_s: float, seconds: float = 0.0, pace: float = math.inf, onward: Onward[Pose] = None
     ) -> bool:
         """Plans from the current rotation, where a rotation vector's rate is the tool's; brakes without a goal."""
         present = self._turn.at(now_s)

@@ -157,12 +157,12 @@ def trajectory_point(positions: np.ndarray, velocities: np.ndarray) -> np.ndarra
     return ahead
 
 
-def kept_in(ranges: np.ndarray, positions: np.ndarray, velocities: np.ndarray) -> np.ndarray:
-    """Velocities, float64 [n], whose `trajectory_point` stays in the ranges; a joint outside may move back.
+def kept_in(low: np.ndarray, high: np.ndarray, positions: np.ndarray, velocities: np.ndarray) -> np.ndarray:
+    """Velocities, float64 [n], whose `trajectory_point` stays between `low` and `high`; a joint outside may move back.
 
     A joint that still brakes before the end of its range would otherwise be sent beyond it for a moment.
     """
-    low, high = np.minimum(ranges[:, 0], positions), np.maximum(ranges[:, 1], positions)
+    low, high = np.minimum(low, positions), np.maximum(high, positions)
     kept: np.ndarray = np.clip(
         velocities, (low - positions) / TRAJECTORY_AHEAD_S, (high - positions) / TRAJECTORY_AHEAD_S
     )

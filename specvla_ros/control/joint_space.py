@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 from ruckig import Trajectory
 
-from specvla_ros.control.action_space import ActionRefusedError, ActionSpace, Onward, RefusalReason
-from specvla_ros.control.bounded_motion import Axes, Legs, State, Target, sampled
+from specvla_ros.control.action_space import ActionRefusedError, ActionSpace, RefusalReason
+from specvla_ros.control.bounded_motion import Axes, Legs, Onward, State, Target, sampled
 from specvla_ros.control.convention import GRIPPER, ActionConvention, ActionFrame, Reference, StampedAction
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Posture
@@ -25,7 +25,6 @@ from specvla_ros.errors import UserError
 
 _FOLLOWING, _NEAR = 0.2, 0.02  # rad or m, as the tool's rotation
 _TOLERANCE_M = 1e-4
-_OUTSIDE_M = 0.005
 _SLOWER = 1.05  # factor on the time that a tool above its speed limit needs: its path is sampled
 _TRIES = 3
 
@@ -122,13 +121,7 @@ class JointSpace(ActionSpace[Posture]):
         return {"fastest joint rad/s": f"{speed:.3f}", "from target rad": f"{away:.4f}"}
 
     def start_problem(self, measured: Posture) -> str:
-        position, limits = self.arm.pose_at(measured.positions).position, self.limits
-        if limits.outside_m(position) <= _OUTSIDE_M:
-            return ""
-        return (
-            f"the tool is at {position.round(3).tolist()} by its joints, outside the workspace "
-            f"{list(limits.workspace_min)} to {list(limits.workspace_max)}; bring it inside by other means"
-        )
+        return self.limits.start_problem(self.arm.pose_at(measured.positions).position, " by its joints")
 
 
 class JointMotion:

@@ -15,6 +15,7 @@ from specvla_ros.settings.parameter import check, parameter
 _SIZES = tuple(f"{axes}_{what}" for what in ("speed", "acceleration", "jerk") for axes in ("linear", "angular"))
 _NO_CORNER = (0.0, 0.0, 0.0)
 _NO_NUMBERS = (0.0,)
+_START_OUTSIDE_M = 0.005  # of the workspace, that a tool may be at the start
 _RAMP_S = 0.04  # to a joint's max acceleration if its jerk is not given; as long as with a tool's limits
 
 
@@ -83,6 +84,18 @@ class Limits:
         low, high = np.array(self.workspace_min) - position, position - np.array(self.workspace_max)
         worst = float(np.max([low, high]))
         return np.inf if np.isnan(worst) else max(0.0, worst)
+
+    def start_problem(self, position: np.ndarray, source: str = "") -> str:
+        """Describes why no motion may start with the tool at a position, float64 [3]; empty: it may.
+
+        `source`: how the position is known, as an addition to the sentence.
+        """
+        if self.outside_m(position) <= _START_OUTSIDE_M:
+            return ""
+        return (
+            f"the tool is at {position.round(3).tolist()}{source}, outside the workspace {list(self.workspace_min)} to "
+            f"{list(self.workspace_max)}; bring it inside by other means"
+        )
 
     def widened(self, here: np.ndarray, edge_m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """The workspace's corners, float64 [3] each, widened to the tool: it may move back, but not further out."""

@@ -146,4 +146,4 @@ def _harmless(node: ast.AST) -> Iterator[tuple[Any, str]]:
             yield node, "a type alias"
 
 
-_ALIASES = ("Command", "Sent", "Legs", "_Onward", "Topics", "OnPose", "OnBad", "OnJoints", "Quaternion")
+_ALIASES = ("Command", "Sent", "Legs", "Onward", "Topics", "OnPose", "OnBad", "OnJoints", "Quaternion")

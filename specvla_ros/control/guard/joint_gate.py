@@ -195,7 +195,7 @@ class JointGate(SmoothGate[np.ndarray]):
         return brakes + share * (velocity - brakes)
 
     def _told(self, sent: np.ndarray) -> np.ndarray:
-        return kept_in(np.stack([self._low, self._high], axis=1), sent, self._velocity[:, 0])
+        return kept_in(self._low, self._high, sent, self._velocity[:, 0])
 
     def _message(self, sent: np.ndarray) -> SentJoints:
         after_s, velocity = TRAJECTORY_AHEAD_S, self._told(sent)

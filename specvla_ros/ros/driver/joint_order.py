@@ -17,7 +17,6 @@ from specvla_ros.ros.driver.parameters import DriverParameters
 
 _ANSWER_S = 3.0
 _LOOKS = 2  # a guard's publisher is discovered a little after its subscription
-_OUTSIDE_M = 0.005  # as the driver allows at its start
 
 
 class JointOrder:
@@ -97,7 +96,7 @@ class JointOrder:
     def _allowed(self, positions: np.ndarray) -> bool:
         assert self._solver is not None
         tool = self._solver.pose_of(dict(zip(self._names, positions.tolist(), strict=True)))
-        return self._limits.outside_m(tool.position) <= _OUTSIDE_M
+        return not self._limits.start_problem(tool.position)
 
     def _compare(self, theirs: tuple[str, ...]) -> None:
         self._close()

@@ -168,7 +168,8 @@ class JointTrajectoryOutput(RobotOutput):
 
     def send(self, target: Target[Any], now: Time) -> None:
         positions, velocities = self._solver.follow(target)
-        velocities = kept_in(self._solver.ranges, positions, velocities)
+        low, high = self._solver.ranges.T
+        velocities = kept_in(low, high, positions, velocities)
         self._publisher.publish(trajectory_message(self._joints, positions, velocities))
 
 
