@@ -70,6 +70,10 @@ class Motion(Protocol[Place]):
     def brake(self, now_s: float) -> None:
         """Comes to rest as soon as the limits allow."""
 
+    def copy(self) -> "Motion[Place]":
+        """A motion that begins as this one, and then goes its own way."""
+        raise NotImplementedError
+
 
 class ActionSpace(Protocol[Place]):
     """The places that actions name, and their tolerances. Distances are metres and radians."""

@@ -12,6 +12,7 @@ acceleration differs from the vector's by up to half the square of its speed, wh
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Generic
 
@@ -209,6 +210,12 @@ class BoundedMotion:
         if not self._rotate(None, now_s):
             self._turned_from = self.at(now_s).pose.rotation
             self._turn.rest_at(np.zeros(3))
+
+    def copy(self) -> "BoundedMotion":
+        """A motion that begins as this one, and then goes its own way."""
+        other = copy(self)
+        other._way, other._turn = copy(self._way), copy(self._turn)
+        return other
 
     def _move(self, goal: Pose, now_s: float, seconds: float, pace: float, onward: Onward[Pose]) -> bool:
         start, wanted = self._way.at(now_s), self._limits.clamped(goal).position

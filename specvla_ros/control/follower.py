@@ -14,6 +14,7 @@ counts. docs/explanation/late-actions.md has the figures.
 import math
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic
@@ -93,6 +94,7 @@ class ActionFollower(Generic[Place]):
         self._pace: deque[tuple[float, float, float]] = deque()  # time, m/s, rad/s
         self._stepped_s, self._motion_s = -math.inf, 0.0  # last control step: its time, and the motion's
         self._scale = 1.0  # rate of the motion's time
+        self.changes = 0  # of the plan, other than the step to a chunk's next row
 
     def set_ages(self, max_age_s: float, max_future_s: float) -> None:
         """Changes the limits of the next actions' age; see the class."""
@@ -124,6 +126,7 @@ class ActionFollower(Generic[Place]):
         self._motion.aim(pose, self._motion_time(now_s), move_s=0.0, turn_s=0.0)
 
     def _drop(self) -> None:
+        self.changes += 1
         self._steps.clear()
         self._begun = None
 
@@ -151,6 +154,7 @@ class ActionFollower(Generic[Place]):
         if not self._aim(remaining, now_s):
             raise ActionRefusedError(RefusalReason.BLOCKED, "no motion to its goal stays within the workspace")
         self._steps = remaining
+        self.changes += 1
         self._begun = replace(begun, rows=len(action.values)) if action.partial else None
 
     def _continues(self, action: StampedAction) -> bool:
@@ -170,6 +174,30 @@ class ActionFollower(Generic[Place]):
         target = replace(target, velocity=target.velocity * self._scale, passed_s=passed_s)
         self._sent.add(now_s, target.pose)
         return target
+
+    def coming(self, now_s: float, period_s: float, horizon_s: float) -> list[Target[Place]]:
+        """The targets after the last control step, at `now_s`, if no other action arrives.
+
+        One for every `period_s`, at most 0.1 s, until the robot is at rest. After `horizon_s` it brakes.
+        """
+        ahead = copy(self)
+        ahead._steps, ahead._motion = self._steps.copy(), self._motion.copy()
+        ahead._gripper, ahead._sent, ahead._pace = copy(self._gripper), PoseHistory(), self._pace.copy()
+        targets: list[Target[Place]] = []
+        scale, brakes_at = self._scale, math.ceil(horizon_s / period_s)
+        while not targets or targets[-1].moving or len(ahead._steps) > 1:
+            if len(targets) == brakes_at:
+                ahead.hold(now_s + period_s * len(targets))
+                scale = scale if scale > 0.5 else 0.0  # slow motion would also brake slowly
+            then_s = now_s + period_s * len(targets)
+            ahead.step(then_s + period_s / 2, scale)  # a row begins in the first step after the one before is due
+            targets.append(replace(ahead.step(then_s + period_s, scale), passed_s=period_s))
+        return targets
+
+    @property
+    def scale(self) -> float:
+        """The present speed, as a fraction of the planned one."""
+        return self._scale
 
     def _motion_time(self, now_s: float) -> float:
         """The motion's time. Its advance is bounded, so that a late control loop does not cause a jump."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inverse kinematics: joint positions for a tool pose, within the joints' limits, by `mink` on the robot's model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +33,8 @@ class JointSolver(ToolKinematics):
         except ModuleNotFoundError as error:
             raise missing_package(error, "requirements/robot-joints.txt") from None
         super().__init__(robot)
-        self._period_s = period_s
+        self._robot, self._period_s = robot, period_s
+        self._ahead: JointSolver | None = None  # solves for coming targets
         model = robot.model
         self._configuration = mink.Configuration(model)
         self._tool = mink.FrameTask(robot.tool, robot.tool_kind, 1.0, 1.0, lm_damping=_DAMPING)
@@ -59,6 +60,18 @@ class JointSolver(ToolKinematics):
         if self._reach is not None:
             self._reach.rest()
         self._posture.set_target(q)
+        self._began = q
+
+    def plan(self, targets: "Sequence[Target[Pose]]") -> tuple[np.ndarray, np.ndarray]:
+        """Positions and velocities of the joints at coming targets, float64 [targets, n] each; see `follow`."""
+        ahead = self._ahead or JointSolver(self._robot, self._period_s)
+        ahead._configuration.update(self._configuration.q.copy())
+        ahead._posture.set_target(self._began)
+        if self._reach is not None and ahead._reach is not None:
+            ahead._reach.resume(self._reach)
+        ahead.positions, self._ahead = self.positions, ahead
+        followed = [ahead.follow(target) for target in targets]
+        return np.array([positions for positions, _ in followed]), np.array([moving for _, moving in followed])
 
     def place_of(self, positions: Mapping[str, float]) -> Pose:
         """The tool's pose at measured joints; raises UserError if one is missing or outside its range."""
@@ -125,6 +138,10 @@ class _Reach:
 
     def rest(self) -> None:
         self._velocity = self._accelerating = np.zeros(len(self._speed))
+
+    def resume(self, other: "_Reach") -> None:
+        """Continues from another's last step."""
+        self._velocity, self._accelerating = other._velocity, other._accelerating
 
     def moved(self, velocity: np.ndarray, passed_s: float) -> None:
         self._accelerating, self._velocity = (velocity - self._velocity) / passed_s, velocity

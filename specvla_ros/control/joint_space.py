@@ -9,6 +9,7 @@ arm takes the posture that the policy learnt.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,6 +45,11 @@ class JointKinematics(ToolKinematics):
         """Positions and velocities of the joints, float64 [n] each."""
         self.positions = target.pose.positions
         return self.positions, target.velocity
+
+    def plan(self, targets: Sequence[Target[Posture]]) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and velocities of the joints at coming targets, float64 [targets, n] each."""
+        positions = [target.pose.positions for target in targets]
+        return np.array(positions), np.array([target.velocity for target in targets])
 
     def place_of(self, positions: Mapping[str, float]) -> Posture:
         """The measured joints in the order of the commands; raises UserError if one is missing or out of its range."""
@@ -156,6 +162,11 @@ class JointMotion:
             self._axes.follow(now_s, legs)
         else:
             self._axes.rest_at(present.position)
+
+    def copy(self) -> "JointMotion":
+        other = copy(self)
+        other._axes = copy(self._axes)
+        return other
 
     def aim(
         self,

@@ -66,8 +66,8 @@ class Limits:
     def stop_s(self) -> float:
         """Maximum time in seconds to stop from full speed within these limits, over translation and rotation."""
         return max(
-            _stop_s(self.linear_speed, self.linear_acceleration, self.linear_jerk),
-            _stop_s(self.angular_speed, self.angular_acceleration, self.angular_jerk),
+            braking_s(self.linear_speed, self.linear_acceleration, self.linear_jerk),
+            braking_s(self.angular_speed, self.angular_acceleration, self.angular_jerk),
         )
 
     def require(self, what_for: str) -> None:
@@ -107,8 +107,8 @@ class Limits:
         return self.workspace_min != _NO_CORNER or self.workspace_max != _NO_CORNER
 
 
-def _stop_s(speed: float, acceleration: float, jerk: float) -> float:
-    """Time to stop from full speed during full acceleration, along one axis of a plan (see bounded_motion)."""
+def braking_s(speed: float, acceleration: float, jerk: float) -> float:
+    """Time in seconds to stop from full speed during full acceleration, along one axis of a plan; 0: not limited."""
     if not (speed and acceleration and jerk):
         return 0.0
     ramp_s = acceleration / jerk
@@ -150,6 +150,14 @@ class Joints:
         "Maximum jerk of each joint in the driver, or one value for all; 0: reaches max_acceleration in 0.04 s.",
         unit="rad/s³ or m/s³",
         minimum=0.0,
+    )
+    chunk_s: float = parameter(
+        0.5,
+        "output joint_trajectory_chunk: the longest motion that is sent ahead, its end at rest included. The arm "
+        "finishes it if everything else dies.",
+        unit="s",
+        minimum=0.1,
+        maximum=2.0,
     )
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from specvla_ros.control.convention import NO_NAMES
-from specvla_ros.control.limits import Joints
+from specvla_ros.control.limits import Joints, braking_s
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError, missing_package
 
@@ -161,6 +161,13 @@ class JointModel:
         import mujoco
 
         return "site" if mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, self.tool) >= 0 else "body"
+
+    @property
+    def stop_s(self) -> float:
+        """Maximum time in seconds to stop from full speed within the joints' limits; 0 without limits."""
+        if self.max_acceleration is None or self.max_jerk is None:
+            return 0.0
+        return max(map(braking_s, self.max_speed, self.max_acceleration, self.max_jerk))
 
 
 def completed(joints: AnyJoints) -> AnyJoints:

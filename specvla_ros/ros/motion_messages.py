@@ -4,7 +4,7 @@
 Readers check nothing and must not raise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from specvla_ros.control.guard.commands import (
 )
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
+from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.pose import Pose, quaternion
 
 _NONE = np.zeros((0, 0))
@@ -61,6 +62,18 @@ def trajectory_message(
     return _one_point(names, trajectory_point(positions, velocities).tolist(), after_s)
 
 
+def path_message(names: tuple[str, ...], path: JointPath) -> JointTrajectory:
+    """All points of a path with velocities; the stamp is zero, "now"."""
+    assert path.velocities is not None
+    points = zip(path.positions.tolist(), path.velocities.tolist(), path.times_s.tolist(), strict=True)
+    message = JointTrajectory(joint_names=list(names))
+    message.points = [
+        JointTrajectoryPoint(positions=at, velocities=moving, time_from_start=_duration(time_s))
+        for at, moving, time_s in points
+    ]
+    return message
+
+
 def array_message(positions: np.ndarray) -> Float64MultiArray:
     """Message of commanded joint positions, float64 [joints]."""
     return Float64MultiArray(data=positions.tolist())
@@ -74,11 +87,13 @@ def gripper_message(position: float, gripper: GripperLimits) -> Float64MultiArra
 
 
 def _one_point(names: tuple[str, ...], positions: list[float], after_s: float) -> JointTrajectory:
-    ns = round(after_s * 1e9)
-    after = Duration(sec=ns // 10**9, nanosec=ns % 10**9)
-    return JointTrajectory(
-        joint_names=list(names), points=[JointTrajectoryPoint(positions=positions, time_from_start=after)]
-    )
+    point = JointTrajectoryPoint(positions=positions, time_from_start=_duration(after_s))
+    return JointTrajectory(joint_names=list(names), points=[point])
+
+
+def _duration(seconds: float) -> Duration:
+    ns = round(seconds * 1e9)
+    return Duration(sec=ns // 10**9, nanosec=ns % 10**9)
 
 
 def _header(stamp_ns: int, frame_id: str) -> Header:
@@ -110,11 +125,16 @@ def tool_pose(message: PoseStamped, sent_ns: int | None) -> ToolPose:
 
 
 def trajectory_command(message: JointTrajectory, sent_ns: int | None) -> JointCommand:
-    """Commanded joint positions and their times."""
-    rows = [list(point.positions) for point in message.points]
-    positions = np.array(rows) if rows and len({len(row) for row in rows}) == 1 else _NONE
+    """Commanded joint positions, their times, and their velocities if any point has some."""
+    positions = _table([point.positions for point in message.points])
+    moves = any(len(point.velocities) for point in message.points)
+    velocities = _table([point.velocities for point in message.points]) if moves else None
     times_s = np.array([_seconds(point.time_from_start) for point in message.points])
-    return JointCommand(stamp_of(message.header, sent_ns), tuple(message.joint_names), positions, times_s)
+    return JointCommand(stamp_of(message.header, sent_ns), tuple(message.joint_names), positions, times_s, velocities)
+
+
+def _table(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    return np.array([list(row) for row in rows]) if len({len(row) for row in rows}) == 1 else _NONE
 
 
 def _seconds(duration: Duration) -> float:
@@ -152,6 +172,8 @@ def sent_message(
         return pose_message(sent, stamp_ns, settings.base_frame)
     if settings.kind is Output.POSITION_ARRAY:
         return array_message(sent.positions)
+    if sent.path is not None:
+        return path_message(settings.joints.names, sent.path)
     return trajectory_message(settings.joints.names, sent.positions, sent.velocities, sent.after_s)
 
 
@@ -160,6 +182,7 @@ COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
     Output.POSE: ("pose", PoseStamped, tool_pose),
     Output.TWIST: ("twist", TwistStamped, twist_command),
     Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, trajectory_command),
+    Output.JOINT_TRAJECTORY_CHUNK: ("joint_trajectory", JointTrajectory, trajectory_command),
     Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, array_command),
 }
 GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {

@@ -58,12 +58,14 @@ def model(**changed):
 class Arm:
     """Joints that are exactly where they are sent, on a clock that the test moves."""
 
-    def __init__(self, *, limits=LIMITS, start=START, max_step_rad=1.0, compensation=Compensation.IMAGE_GOAL):
+    def __init__(
+        self, *, limits=LIMITS, start=START, max_step_rad=1.0, compensation=Compensation.IMAGE_GOAL, **of_model
+    ):
         self.kinematics = JointKinematics(model())
         self.history, self.now_s = PoseHistory[Posture](), 100.0
         self.gripper = Gripper(GripperSettings(open_value=0.08, closed_value=0.0))
         space = JointSpace(self.kinematics, limits, max_step_rad)
-        motion = JointMotion(self.kinematics, model(), limits)
+        motion = JointMotion(self.kinematics, model(**of_model), limits)
         self.follower = ActionFollower(space, motion, self.gripper, self.history, compensation=compensation)
         self.follower.rest_at(Posture(np.array(start)))
         self.sent = []

@@ -26,6 +26,7 @@ from support.benchmark_runs import read_rows
 
 from benchmarks.harness import Out, Seed, Work, Workers, chosen_names, finish, of_devices, result_head
 from benchmarks.results_page import RESULTS
+from specvla_ros.control.guard.settings import JOINT_OUTPUTS
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.plans import Spread
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
@@ -54,7 +55,7 @@ def plan(
     kinds = [
         kind
         for kind in itertools.product(names["faults"], names["modes"], names["outputs"])
-        if not FAULTS[kind[0]].of_joints or kind[2] in ("joint_trajectory", "position_array")
+        if not FAULTS[kind[0]].of_joints or kind[2] in JOINT_OUTPUTS
     ]
     rounds = (random.Random(f"{seed} {number}").sample(kinds, len(kinds)) for number in itertools.count())
     chosen = itertools.islice(itertools.chain.from_iterable(rounds), runs)

@@ -371,7 +371,7 @@ def _twins() -> list[Fault]:
             return replace(tool, position=tool.position + way)
         if scene.setup.output == "twist":
             return TwistCommand(stamp, np.full(6, 0.05))
-        names = scene.arm.joints if scene.setup.output == "joint_trajectory" else None
+        names = None if scene.setup.output == "position_array" else scene.arm.joints
         return JointCommand(stamp, names, scene.joint_positions()[None] + way, np.full(1, 0.06 if names else 0.0))
 
     def action(scene: Scene, number: int) -> ActionMessage:

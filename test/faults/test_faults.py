@@ -34,7 +34,9 @@ def run(fault: str, output: str, *, guarded: bool = True, seed: int = 1, **chang
     return run_fault(job, TIMING, replace(FAULTS[fault], **changes))
 
 
-@pytest.mark.parametrize("output", nightly_but(lambda output: output in ("pose", "position_array"), COMMANDS))
+@pytest.mark.parametrize(
+    "output", nightly_but(lambda output: output in ("pose", "position_array", "joint_trajectory_chunk"), COMMANDS)
+)
 def test_a_driver_that_is_killed_stops_the_arm_in_time_and_within_limits(output):
     found = run("kill driver", output)
     assert found["promised"] and not found["late"]
@@ -92,7 +94,7 @@ def test_the_plan_has_each_fault_in_each_mode_by_each_output():
     jobs = list(plan(2000, 10, 0, names=names, speeds=[0.25, 0.1]))
     kinds = {(job.fault, job.mode, job.output) for job in jobs if job.guarded}
     of_joints = sum(fault.of_joints for fault in FAULTS.values())
-    assert len(kinds) == (len(FAULTS) - of_joints) * 16 + of_joints * 8
+    assert len(kinds) == (len(FAULTS) - of_joints) * 20 + of_joints * 12
     assert sum(not job.guarded for job in jobs) == 10
     assert len({job.key for job in jobs}) == len(jobs)
 

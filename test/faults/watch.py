@@ -25,7 +25,10 @@ from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, HEARTBEAT, LATCHED_STATE, STATE
 
-COMMANDS: dict[str, tuple[Any, str]] = {**KINDS, "joint_trajectory": (JointTrajectory, "joint_trajectory")}
+_TRAJECTORY = (JointTrajectory, "joint_trajectory")
+COMMANDS: dict[str, tuple[Any, str]] = KINDS | dict.fromkeys(
+    ("joint_trajectory", "joint_trajectory_chunk"), _TRAJECTORY
+)
 RAW_ACTION, ACTIONS = "/raw/action", "/policy/action"
 _HAND_S, _HEARS_S = 5.0, 5.0
 _MOVED_M = 0.03

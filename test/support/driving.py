@@ -170,7 +170,7 @@ class Arm:
 
     def _on_trajectory(self, message: JointTrajectory) -> None:
         self.trajectories.append(message)
-        self.joints = dict(zip(message.joint_names, message.points[-1].positions, strict=True))
+        self.joints = dict(zip(message.joint_names, message.points[0].positions, strict=True))
 
     def _on_array(self, message: Float64MultiArray) -> None:
         self.arrays.append(message)

@@ -22,6 +22,7 @@ from support.limited_arm import limit
 from benchmarks.results_page import ROOT
 from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, Target, TrackingVelocity
+from specvla_ros.control.chunks import PLANNED_ACCELERATION, TrajectoryChunks
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower
@@ -47,6 +48,7 @@ from specvla_ros.control.inverse_kinematics import (
     UnreachableError,
     trajectory_point,
 )
+from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
 from specvla_ros.control.robot_model import JointModel, ToolKinematics
@@ -357,7 +359,11 @@ class Scene:
         self._gripper = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
         self._gripped: tuple[float, float] | None = None
         bounds = self.settings.limits
-        self._solver = JointSolver(self._joint_model(), CONTROL_DT_S)
+        model = self._joint_model()
+        if self.setup.output == "joint_trajectory_chunk":
+            model = replace(model, max_acceleration=PLANNED_ACCELERATION * self.settings.joints.accelerations)
+        self._solver = JointSolver(model, CONTROL_DT_S)
+        self._chunks = TrajectoryChunks(self._solver, self.settings.joints.chunk_s, bounds.stop_s)
         follower = ActionFollower(
             ToolSpace(bounds, max_step_rad=1.5), BoundedMotion(bounds), self._gripper, self._history
         )
@@ -367,12 +373,17 @@ class Scene:
             tracking=TrackingVelocity(bounds) if self.setup.output == "twist" else None,
             pose_timeout_s=POSE_TIMEOUT_S,
             pose_source="topic",
-            start_output=lambda: self._solver.start(self._joints) if self.settings.kind.of_joints else None,
+            start_output=self._start_output,
             say=lambda reason: None,
         )
         process = self.time.processes["driver"]
         self.time.every(CONTROL_DT_S, process, self._step)
         self.time.every(DRIVER_GRAPH_S, process, self._count_publishers)
+
+    def _start_output(self) -> None:
+        if self.settings.kind.of_joints:
+            self._solver.start(self._joints)
+            self._chunks.start()
 
     def _count_publishers(self) -> None:
         self.driver.action_publishers = 1 + self.publishers["action"]
@@ -410,12 +421,13 @@ class Scene:
         if target is None:
             return
         try:
-            command = self.command(self._drivers_command(target))
+            command = self._drivers_command(target)
         except UnreachableError:
             self.refused["driver: unreachable"] += 1
             self.driver.follower.hold(self._now_s)
             return
-        self.time.publish("command", command, self._driver_name)
+        if command is not None:
+            self.time.publish("command", self.command(command), self._driver_name)
         self._send_gripper()
 
     def _send_gripper(self) -> None:
@@ -427,12 +439,17 @@ class Scene:
         self._gripped = (position, now_s)
         self.time.publish("gripper", GripperCommand(None, np.array([position])), self._driver_name)
 
-    def _drivers_command(self, target: Target) -> Command:
+    def _drivers_command(self, target: Target) -> Command | None:
         output, stamp = self.setup.output, self.stamp()
         if output == "pose":
             return ToolPose(stamp, target.pose.position, quaternion(target.pose.rotation))
         if output == "twist":
             return TwistCommand(stamp, target.velocity)
+        if output == "joint_trajectory_chunk":
+            path = self._chunks.next(target, self.driver.follower, self._now_s)
+            if path is None:
+                return None
+            return JointCommand(stamp, self.arm.joints, path.positions, path.times_s, path.velocities)
         positions, velocities = self._solver.follow(target)
         if output == "position_array":
             return JointCommand(stamp, None, positions[None], np.zeros(1))
@@ -493,7 +510,7 @@ class Scene:
         outcome = self.guard.tick(self._now())
         if self.guard.state is not self.states[-1][1]:
             self.states.append((self.time.clocks.steady_s, self.guard.state))
-        if outcome.sent is not None:
+        if outcome.sent is not None and not getattr(outcome.sent, "sent_before", False):
             self.time.publish("guard/command", _sent_command(outcome.sent, self), "guard")
         if outcome.gripper is not None:
             self.time.publish("guard/gripper", outcome.gripper, "guard")
@@ -521,9 +538,14 @@ def _robots_command(command: Command, now_s: float) -> Any:
         return Twist(stamp_s, command.stamp.frame_id, command.velocity[:3], command.velocity[3:])
     if command.names is None:
         return command.positions[0]
+    return _trajectory(command.names, JointPath(command.times_s, command.positions, command.velocities))
+
+
+def _trajectory(names: tuple[str, ...], path: JointPath) -> JointTrajectory:
     nothing = np.zeros(0)
-    points = (Point(float(command.times_s[0]), command.positions[0], nothing, nothing),)
-    return JointTrajectory(0.0, command.names, points)
+    moving = [nothing] * len(path.times_s) if path.velocities is None else path.velocities
+    states = zip(path.times_s.tolist(), path.positions, moving, strict=True)
+    return JointTrajectory(0.0, names, tuple(Point(*state, nothing) for state in states))
 
 
 def _rotation(wxyz: tuple[float, float, float, float]) -> np.ndarray:
@@ -542,6 +564,5 @@ def _sent_command(sent: Sent, scene: Scene) -> Any:
     assert isinstance(sent, SentJoints)
     if scene.setup.output == "position_array":
         return sent.positions
-    nothing = np.zeros(0)
     ahead = trajectory_point(sent.positions, sent.velocities)
-    return JointTrajectory(0.0, scene.arm.joints, (Point(TRAJECTORY_AHEAD_S, ahead, nothing, nothing),))
+    return _trajectory(scene.arm.joints, sent.path or JointPath(np.array([TRAJECTORY_AHEAD_S]), ahead[None]))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import rclpy
+from builtin_interfaces.msg import Duration
 from diagnostic_msgs.msg import DiagnosticArray
 from geometry_msgs.msg import PoseStamped, TwistStamped
 from rclpy.executors import SingleThreadedExecutor
@@ -34,7 +35,13 @@ TYPES = {
     "joint_trajectory": JointTrajectory,
     "joint_positions": Float64MultiArray,
 }
-TOPICS = {"pose": "pose", "twist": "twist", "joint_trajectory": "joint_trajectory", "position_array": "joint_positions"}
+TOPICS = {
+    "pose": "pose",
+    "twist": "twist",
+    "joint_trajectory": "joint_trajectory",
+    "joint_trajectory_chunk": "joint_trajectory",
+    "position_array": "joint_positions",
+}
 # A busy machine may pause a test for long; what is tested is what happens, not when.
 PATIENT = {"command_timeout_s": 0.5, "state_timeout_s": 1.0, "enable_timeout_s": 1.0, "action_timeout_s": 2.0}
 PARAMETERS = {
@@ -112,7 +119,19 @@ class Scene:
         positions = [0.5 * self.position, -self.position]
         if kind == "joint_positions":
             return Float64MultiArray(data=positions)
-        return JointTrajectory(joint_names=list(JOINTS.names), points=[JointTrajectoryPoint(positions=positions)])
+        points = [JointTrajectoryPoint(positions=positions)]
+        if self.output == "joint_trajectory_chunk":
+            points = self._chunk(np.array(positions))
+        return JointTrajectory(joint_names=list(JOINTS.names), points=points)
+
+    def _chunk(self, positions: np.ndarray) -> list[JointTrajectoryPoint]:
+        """On at the same speed for 0.3 s, and then to rest."""
+        speeds, points = self.speed * np.array([0.5, -1.0]), []
+        for time_s, passed_s, share in ((0.05, 0.05, 1.0), (0.3, 0.3, 1.0), (0.4, 0.35, 0.0)):
+            at, moving = (positions + speeds * passed_s).tolist(), (share * speeds).tolist()
+            ahead = Duration(nanosec=round(time_s * 1e9))
+            points.append(JointTrajectoryPoint(positions=at, velocities=moving, time_from_start=ahead))
+        return points
 
     def pose_at(self, y: float) -> PoseStamped:
         pose = self.header(PoseStamped())

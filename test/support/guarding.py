@@ -95,7 +95,21 @@ class Rig:
         positions = np.array([[2 * swing, -swing]])
         if self.output == "position_array":
             return JointCommand(Stamp(None), None, positions, np.zeros(1))
+        if self.output == "joint_trajectory_chunk":
+            return self._chunk()
         return JointCommand(Stamp(self.clock_ns), ("elbow", "shoulder"), positions[:, ::-1], np.array([0.01]))
+
+    def _chunk(self) -> JointCommand:
+        """A third of a second of the circle, then rest."""
+        times_s = 0.04 * np.arange(1, 9)
+        angles = 0.6 * (self.phase_s + times_s)
+        positions = 0.2 * np.sin(angles)[:, None] * np.array([-1.0, 2.0])
+        velocities = 0.12 * np.cos(angles)[:, None] * np.array([-1.0, 2.0])
+        brake_s = 0.1
+        positions = np.vstack([positions, positions[-1] + velocities[-1] * brake_s / 2])
+        velocities = np.vstack([velocities, np.zeros(2)])
+        times_s = np.append(times_s, times_s[-1] + brake_s)
+        return JointCommand(Stamp(self.clock_ns), ("elbow", "shoulder"), positions, times_s, velocities)
 
     def advance(self, dt_s: float, *, clock_s: float | None = None) -> None:
         """Time goes on; the node's clock perhaps differently."""
@@ -162,15 +176,16 @@ def rig(output: str, **changes: Any) -> Rig:
     return Rig(Guard(settings(output, **changes)), output)
 
 
-def velocities(
-    sent: list[tuple[float, Sent | None]], *, of_trajectory: bool = False
-) -> list[tuple[float, float, np.ndarray]]:
+def velocities(sent: list[tuple[float, Sent | None]], *, output: str = "") -> list[tuple[float, float, np.ndarray]]:
     """Of what went out: time, seconds since the one before, and float64 [blocks, dims] velocity.
 
     A trajectory's point lies ahead: while the guard stands still the controller goes there. A robot that is sent to
-    positions waits for a late message, and goes there at once: in two periods, as it is judged.
+    positions waits for a late message, and goes there at once: in two periods, as it is judged. Along a chunk it goes
+    on by itself.
     """
+    of_trajectory = output.startswith("joint_trajectory")
     found = []
+    follows = False  # a chunk
     for (before_s, before), (at_s, now) in pairwise(sent):
         dt_s = at_s - before_s
         if isinstance(now, SentTwist):
@@ -180,6 +195,10 @@ def velocities(
             vector = np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]]) / 2
             found.append((at_s, dt_s, np.stack([now.position - before.position, vector]) / min(dt_s, MOVES_S)))
         elif isinstance(now, SentJoints) and isinstance(before, SentJoints):
+            follows = before.path is not None or (follows and before.sent_before)
+            if follows:
+                found.append((at_s, dt_s, ((now.positions - before.positions) / dt_s)[:, None]))
+                continue
             stood = of_trajectory and dt_s > STALL_S
             reached = trajectory_point(before.positions, before.velocities) if stood else before.positions
             found.append((at_s, dt_s, ((now.positions - reached) / min(dt_s, MOVES_S))[:, None]))

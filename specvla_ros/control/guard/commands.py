@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.pose import Pose
 
 
@@ -53,6 +54,7 @@ class JointCommand:
     names: tuple[str, ...] | None  # joint names; None: in the order of the parameters
     positions: np.ndarray  # float64 [points, joints]
     times_s: np.ndarray  # float64 [points], time from now to each point
+    velocities: np.ndarray | None = None  # float64 [points, joints]; None: not given
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class SentJoints:
     positions: np.ndarray
     velocities: np.ndarray
     after_s: float  # time to a trajectory's point, which the measured joints can reach within their speed limits
+    path: JointPath | None = None  # a chunk's coming motion, to be sent in place of the point
+    sent_before: bool = False  # the controller has this motion already, from an earlier message
 
 
 Command = TwistCommand | ToolPose | JointCommand

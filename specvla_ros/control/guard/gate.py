@@ -155,6 +155,10 @@ class Gate(ABC):
         """Reason not to resume motion in the robot's current state."""
         return None
 
+    def report(self) -> dict[str, object]:
+        """Figures about the commands, by name, for diagnostics."""
+        return {}
+
     def begin(self, measured: Measured) -> None:
         """Starts or resumes motion, from rest."""
         self._velocity = self._zero
@@ -164,10 +168,10 @@ class Gate(ABC):
         """The next output, following the command; None: nothing."""
 
     @abstractmethod
-    def stop(self, measured: Measured, dt_s: float) -> Sent | None:
+    def stop(self, measured: Measured, now: Instant, dt_s: float) -> Sent | None:
         """The next output, braking, then holding; None: nothing."""
 
-    def halt(self) -> None:
+    def halt(self, now: Instant) -> None:
         """Resets the velocity after an output gap in which the robot has stopped by itself."""
         self._velocity = self._zero
 
@@ -298,7 +302,7 @@ class SmoothGate(Gate, Generic[Place]):
         velocity = toward(self._velocity, error, feed, self._pace, dt_s)
         return self._move(self._sent, self._inside(self._sent, velocity, dt_s), dt_s)
 
-    def stop(self, measured: Measured, dt_s: float) -> Sent | None:
+    def stop(self, measured: Measured, now: Instant, dt_s: float) -> Sent | None:
         if self._sent is None:
             return None
         dt_s = self._brake_lost_time(dt_s)

@@ -199,7 +199,7 @@ class Guard:
         measured = self._watch.measured(now)
         before, self.state = self.state, self._next_state(now)
         if self.state is not State.PASSING:
-            sent = self._gate.stop(measured, dt_s)
+            sent = self._gate.stop(measured, now, dt_s)
             self._gripper = None
             latches = self.state is State.STOPPED and before is not State.STOPPED
             ended = before is State.PASSING or latches
@@ -233,6 +233,10 @@ class Guard:
         last = f"{self._last.cause.value}: {self._last.detail}"
         return f"about to resume, after {_QUIET_S:g} s without failures; the last cause was {last}"
 
+    def report(self) -> dict[str, object]:
+        """Figures about the commands, by name, for diagnostics."""
+        return self._gate.report()
+
     def _elapsed_s(self, now: Instant) -> float:
         """Time since the last tick; after a stall or a clock jump, all that was received is void."""
         last, self._ticked = self._ticked, now
@@ -241,7 +245,7 @@ class Guard:
         if elapsed_s > STALL_S:
             self.stalls += 1
             self._void(Refusal(Cause.STALLED, f"the guard itself did not run for {elapsed_s:.3f} s"), now)
-            self._gate.halt()
+            self._gate.halt(now)
             elapsed_s = 0.0
         if jump:
             self._void(Refusal(Cause.CLOCK, jump), now)

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gate of joint commands: trajectories and position arrays."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
+from specvla_ros.control.guard.chunk import ChunkCheck
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, Sent, SentJoints
 from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, SmoothGate, braked, stopping_way
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, leads_out, text, tool_bounds, within
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, kept_in, trajectory_point
+from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.robot_model import ToolKinematics
 
+_NO_TIME_S = 1e-6
 _MOVED = 0.005  # radians or metres, more than encoder noise
 _UNANSWERED = 0.03  # max radians or metres commanded to a joint for ANSWERS_S that it does not follow
 # Margins on the measured tool's speed limit: a factor for an arm that overshoots, and m/s for sensor noise.
@@ -20,24 +25,15 @@ _TOOL_SPEED, _TOOL_NOISE = 1.25, 0.03
 
 
 @dataclass(frozen=True)
-class _Path:
-    """A commanded joint trajectory."""
+class _Followed:
+    """A chunk that the robot's controller follows by itself."""
 
-    positions: np.ndarray  # float64 [points, joints]
-    times_s: np.ndarray  # float64 [points], since its arrival
-    begun: np.ndarray | None  # float64 [joints], the trajectory's start: the output at arrival
+    path: JointPath
+    begun_s: float  # on the steady clock
 
-    def at(self, age_s: float) -> tuple[np.ndarray, np.ndarray]:
-        """Position and velocity, float64 [joints] each."""
-        positions, times_s = self.positions, self.times_s
-        if self.begun is not None and times_s[0] > 0:  # as joint_trajectory_controller: from here to its first point
-            positions, times_s = np.vstack([self.begun, positions]), np.append(0.0, times_s)
-        if age_s < times_s[0] or age_s >= times_s[-1]:
-            return positions[0 if age_s < times_s[0] else -1], np.zeros(positions.shape[1])
-        after = int(np.searchsorted(times_s, age_s, side="right"))
-        span_s = times_s[after] - times_s[after - 1]
-        velocity = (positions[after] - positions[after - 1]) / span_s
-        return positions[after - 1] + velocity * (age_s - times_s[after - 1]), velocity
+    def at(self, now: Instant) -> tuple[np.ndarray, np.ndarray]:
+        position, velocity = self.path.at(now.steady_s - self.begun_s)
+        return position, velocity[:, None]
 
 
 class JointGate(SmoothGate[np.ndarray]):
@@ -61,7 +57,16 @@ class JointGate(SmoothGate[np.ndarray]):
         super().__init__(settings, Bounds(joints.speeds, joints.accelerations), np.zeros((count, 1)), lead, apart=lead)
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
-        self._path: _Path  # of the command, if there is one
+        # Of the command, if there is one: its points, and the linear path from the output to them.
+        self._commanded: np.ndarray  # float64 [points, joints]
+        self._path: JointPath
+        self._chunks = ChunkCheck(settings, kinematics)
+        self._reached_s = 0.0  # when the output was where it is, on the steady clock
+        self._passes_chunks = False  # motion passes, and chunks may go out whole
+        self._followed: _Followed | None = None
+        self._fresh = False  # the last command was not sent on yet
+        self._taken: Counter[str] = Counter()  # chunks, by how they were sent
+        self._split = ""  # why one was not passed whole, in words; empty: all were
         self._tool_bounds, self._tool_speed = tool_bounds(settings), settings.limits.linear_speed
         self._here: np.ndarray | None = None  # float64 [joints], as measured
         self._unmoved_from: np.ndarray | None = None  # positions when each joint last moved, and commands then
@@ -84,8 +89,35 @@ class JointGate(SmoothGate[np.ndarray]):
         self._unmoved_from = np.where(moved, here, self._unmoved_from)
         self._sent_then = np.where(moved, self._sent, self._sent_then)
 
+    def take(self, command: Any, measured: Measured, now: Instant) -> Refusal | None:
+        self._catch_up(now)
+        refusal = super().take(command, measured, now)
+        self._followed, self._fresh = None, True
+        if refusal is not None or self._sent is None or not self._passes_chunks:
+            return refusal
+        velocities = None if command.velocities is None else command.velocities[:, self._order(command)]
+        passed_s = min(now.steady_s - self._reached_s, self._longest_s)  # since the output was where it is
+        path = JointPath(command.times_s + passed_s, self._commanded, velocities)
+        path = path.from_state(self._sent, self._velocity[:, 0])
+        unfit = self._chunks.unfit(path, self._pace, self._tool_speed)
+        self._split = unfit or self._split
+        self._taken["followed point by point" if unfit else "passed whole"] += 1
+        self._followed = None if unfit else _Followed(path, now.steady_s - passed_s)
+        return None
+
+    def report(self) -> dict[str, object]:
+        found: dict[str, object] = {f"chunks {what}": count for what, count in sorted(self._taken.items())}
+        return found | ({"last chunk that was not passed whole": self._split} if self._split else {})
+
+    def _catch_up(self, now: Instant) -> None:
+        """Takes over the state of a controller that follows a chunk by itself."""
+        if self._followed is not None:
+            self._sent, self._velocity = self._followed.at(now)
+            self._reached_s = now.steady_s
+
     def begin(self, measured: Measured) -> None:
         super().begin(measured)
+        self._followed = None
         self._unmoved_from, self._sent_then = measured.joints, self._sent
         self._unanswered_s = np.zeros(len(self._names))
 
@@ -93,7 +125,24 @@ class JointGate(SmoothGate[np.ndarray]):
         if self._sent is not None and self._sent_then is not None:
             unanswered = np.abs(self._sent - self._sent_then) > _UNANSWERED
             self._unanswered_s = np.where(unanswered, self._unanswered_s + dt_s, 0.0)
-        return super().go(now, dt_s)
+        self._passes_chunks = self._settings.kind is Output.JOINT_TRAJECTORY_CHUNK
+        if self._followed is None:
+            return super().go(now, self._step_s(now, dt_s))
+        self._catch_up(now)
+        self._joined, self._lost_s = True, 0.0
+        fresh, self._fresh = self._fresh, False
+        return self._chunk(self._followed.path.after(now.steady_s - self._followed.begun_s), known=not fresh)
+
+    def stop(self, measured: Measured, now: Instant, dt_s: float) -> Sent | None:
+        self._catch_up(now)
+        self._followed, self._passes_chunks = None, False
+        return super().stop(measured, now, self._step_s(now, dt_s))
+
+    def _step_s(self, now: Instant, dt_s: float) -> float:
+        """Duration of the next step of the output: from where it is, which may be ahead of the last tick."""
+        step_s = min(dt_s, max(now.steady_s - self._reached_s, _NO_TIME_S))
+        self._reached_s = now.steady_s
+        return step_s
 
     def conditions(self, measured: Measured) -> list[Refusal]:
         found = super().conditions(measured) + self._tool_problems(measured) + self._leads_out()
@@ -135,11 +184,16 @@ class JointGate(SmoothGate[np.ndarray]):
     def scale(self, share: float) -> None:
         super().scale(share)
         self._tool_speed = share * self._settings.limits.linear_speed
+        self._followed = None  # until a chunk is slow enough
 
-    def halt(self) -> None:
-        if self._sent is not None and self._settings.kind is Output.JOINT_TRAJECTORY:
+    def halt(self, now: Instant) -> None:
+        if self._followed is not None:  # the controller continued; `stop` brakes it
+            self._catch_up(now)
+            self._followed = None
+            return
+        if self._sent is not None and self._settings.kind is not Output.POSITION_ARRAY:
             self._sent = trajectory_point(self._sent, self._told(self._sent))  # where the controller moved and holds
-        super().halt()
+        super().halt(now)
 
     def _way(self, there: np.ndarray, here: np.ndarray) -> np.ndarray:
         return (there - here)[:, None]
@@ -158,7 +212,8 @@ class JointGate(SmoothGate[np.ndarray]):
         refusal = refusal or self._tool_outside(positions, measured)
         if refusal is not None:
             return refusal
-        self._path = _Path(positions, command.times_s, self._sent)
+        self._commanded, path = positions, JointPath(command.times_s, positions)
+        self._path = path if self._sent is None else path.from_state(self._sent, self._velocity[:, 0])
         return positions[0]
 
     def _ahead(self, command: np.ndarray, sent: np.ndarray, now: Instant) -> tuple[np.ndarray, np.ndarray]:
@@ -197,6 +252,19 @@ class JointGate(SmoothGate[np.ndarray]):
     def _told(self, sent: np.ndarray) -> np.ndarray:
         return kept_in(self._low, self._high, sent, self._velocity[:, 0])
 
+    def _chunk(self, left: JointPath | None, *, known: bool) -> SentJoints:
+        """The message of a chunk: the points that the controller, or the measured arm, can still reach in time."""
+        assert self._sent is not None
+        point = self._message(self._sent)
+        if left is None:
+            return replace(point, sent_before=known)
+        need_s = np.full(len(left.times_s), TRAJECTORY_AHEAD_S)
+        if self._here is not None:
+            need_s = np.maximum(need_s, (np.abs(left.positions - self._here) / self._bounds.speed).max(axis=1))
+        in_time = left.times_s >= need_s
+        path = left.points(int(in_time.argmax())) if in_time.any() else None
+        return replace(point, path=path, sent_before=known)
+
     def _message(self, sent: np.ndarray) -> SentJoints:
         after_s, velocity = TRAJECTORY_AHEAD_S, self._told(sent)
         if self._here is not None:  # a controller that starts at the measured joints must not catch up too fast
@@ -216,15 +284,21 @@ class JointGate(SmoothGate[np.ndarray]):
         if positions.shape[1] != len(self._names):
             detail = f"the command has {positions.shape[1]} positions, but joints.names has {len(self._names)}"
             return Refusal(Cause.BAD_FORM, detail)
-        if not (np.isfinite(positions).all() and np.isfinite(times_s).all()):
+        velocities = np.zeros_like(positions) if command.velocities is None else command.velocities
+        if velocities.shape != positions.shape:
+            return Refusal(Cause.BAD_FORM, "the command's points must all have a velocity for each joint, or none")
+        if not all(np.isfinite(each).all() for each in (positions, times_s, velocities)):
             return Refusal(Cause.NOT_FINITE, "the command holds NaN or infinity")
         if times_s[0] < 0 or (np.diff(times_s) <= 0).any():
             return Refusal(Cause.BAD_FORM, "the points' times do not increase")
-        if names is None:
-            return positions
-        if sorted(names) != sorted(self._names):
+        if names is not None and sorted(names) != sorted(self._names):
             return Refusal(Cause.BAD_FORM, f"the command is for {', '.join(names)}, not for joints.names")
-        return positions[:, [names.index(name) for name in self._names]]
+        return positions[:, self._order(command)]
+
+    def _order(self, command: JointCommand) -> list[int]:
+        """The command's column of each joint."""
+        names = self._names if command.names is None else command.names
+        return [names.index(name) for name in self._names]
 
     def _problem(self, positions: np.ndarray, times_s: np.ndarray, measured: Measured) -> Refusal | None:
         low, high = self._low, self._high

@@ -21,12 +21,16 @@ class Output(str, Enum):
     POSE = "pose"
     TWIST = "twist"
     JOINT_TRAJECTORY = "joint_trajectory"
+    JOINT_TRAJECTORY_CHUNK = "joint_trajectory_chunk"
     POSITION_ARRAY = "position_array"
 
     @property
     def of_joints(self) -> bool:
         """True if joints are commanded, not the tool."""
-        return self in (Output.JOINT_TRAJECTORY, Output.POSITION_ARRAY)
+        return self not in (Output.NONE, Output.POSE, Output.TWIST)
+
+
+JOINT_OUTPUTS = tuple(each.value for each in Output if each.of_joints)
 
 
 @dataclass(frozen=True)

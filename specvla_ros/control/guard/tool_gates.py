@@ -134,7 +134,7 @@ class TwistGate(Gate):
         self._unmoved = self._unmoved + lengths(self._velocity) * dt_s
         return SentTwist(self._velocity.reshape(6))
 
-    def stop(self, measured: Measured, dt_s: float) -> SentTwist:
+    def stop(self, measured: Measured, now: Instant, dt_s: float) -> SentTwist:
         self._velocity = braked(self._velocity, self._bounds, dt_s)
         if self.at_rest:
             self._unmoved = np.zeros(2)

@@ -108,7 +108,7 @@ class Acting:
     interface: str | None = parameter(
         None,
         "Command interface for --follow driver or plain; default: pose.",
-        choices=("pose", "twist", "joint_trajectory", "position_array"),
+        choices=("pose", "twist", "joint_trajectory", "joint_trajectory_chunk", "position_array"),
     )
 
 

@@ -175,10 +175,11 @@ def _as_ros(value: Value) -> Any:
 
 
 def _check_model(report: Report, driver: "DriverParameters") -> None:
+    from specvla_ros.control.guard.settings import JOINT_OUTPUTS
     from specvla_ros.control.robot_model import load_joint_model
 
     joints = driver.joints
-    if not joints.model and driver.output not in ("joint_trajectory", "position_array"):
+    if not joints.model and driver.output not in JOINT_OUTPUTS:
         report.note("model", "optional here; joints.model with joints.tool adds a comparison of tool pose and joints")
         return
     model = None

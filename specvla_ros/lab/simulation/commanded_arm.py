@@ -24,6 +24,7 @@ _CONTROLLERS: dict[str, Callable[[World], Controller]] = {
     "pose": lambda world: CartesianPose(ToolKinematics(joint_model(world.model, world.arm))),
     "twist": lambda world: TwistServo(ToolKinematics(joint_model(world.model, world.arm))),
     "joint_trajectory": lambda world: JointTrajectoryController(world.arm.joints),
+    "joint_trajectory_chunk": lambda world: JointTrajectoryController(world.arm.joints, from_desired=True),
     "position_array": lambda world: PositionArray(),
 }
 COMMANDS = tuple(_CONTROLLERS)

@@ -96,16 +96,18 @@ class JointTrajectoryController:
     - It starts at the measured state (`interpolate_from_desired_state: false`): linear between points without
       velocities, cubic with them, quintic with accelerations too (trajectory.cpp, interpolate_between_points). A
       stream of single points is therefore followed with a lag: each restarts at the state that the arm has reached.
+    - With `from_desired` (`interpolate_from_desired_state: true`) it starts at its own last command instead.
     - The command is the trajectory one control period ahead (`command_next_`).
     - After its last point the arm holds that point (`cmd_timeout: 0`).
 
     Non-finite values are refused; the real controller does not check. Joint limits are enforced by the robot.
     """
 
-    def __init__(self, joints: tuple[str, ...]) -> None:
-        self._joints = joints
+    def __init__(self, joints: tuple[str, ...], *, from_desired: bool = False) -> None:
+        self._joints, self._from_desired = joints, from_desired
 
     def start(self, measured: JointState) -> None:
+        self._desired = measured
         self._points: tuple[Point, ...] = (Point(0.0, measured.positions.copy(), np.zeros(0), np.zeros(0)),)
         self._begun_s = 0.0
         self._waiting: JointTrajectory | None = None
@@ -119,17 +121,19 @@ class JointTrajectoryController:
     def update(self, measured: JointState, now_s: float) -> JointState:
         if self._waiting is not None:
             self._begun_s = self._waiting.stamp_s or now_s
-            before = Point(now_s - self._begun_s, measured.positions, measured.velocities, np.zeros(0))
+            state = self._desired if self._from_desired else measured
+            before = Point(now_s - self._begun_s, state.positions, state.velocities, np.zeros(0))
             self._points = (before, *self._waiting.points)
             self._waiting = None
         time_s = now_s - self._begun_s + CONTROL_DT_S
         # Drops passed points, except the last one, to interpolate from.
         while len(self._points) > 1 and self._points[1].time_s <= time_s:
             self._points = self._points[1:]
-        if len(self._points) == 1:
-            last = self._points[0].positions
-            return JointState(last, np.zeros_like(last))
-        return _interpolated(self._points[0], self._points[1], time_s)
+        last = self._points[0].positions
+        self._desired = JointState(last, np.zeros_like(last))
+        if len(self._points) > 1:
+            self._desired = _interpolated(self._points[0], self._points[1], time_s)
+        return self._desired
 
 
 def _check(command: JointTrajectory, joints: tuple[str, ...], now_s: float) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 
 from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
+from specvla_ros.control.chunks import TrajectoryChunks
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver, UnreachableError, trajectory_point
-from specvla_ros.control.limits import Limits
+from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_model
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
@@ -64,10 +65,12 @@ class DrivenRobot(TableRobot):
         self._follow = follow
         self._limits = simulation_limits(arm)
         self._solver = JointSolver(joint_model(self.world.model, arm), CONTROL_DT_S)
-        self._send: Callable[[Target[Pose]], Any] = {
+        self._chunks = TrajectoryChunks(self._solver, JointLimits().chunk_s, self._limits.stop_s)
+        self._send: Callable[[Target[Pose]], Any] = {  # None: nothing this time
             "pose": lambda target: (BASE_FRAME, target.pose),
             "twist": lambda target: Twist(self._now_s, BASE_FRAME, target.velocity[:3], target.velocity[3:]),
             "joint_trajectory": self._trajectory,
+            "joint_trajectory_chunk": self._chunk,
             "position_array": lambda target: self._solver.follow(target)[0],
         }[command]
         self.refused: Counter[str] = Counter()
@@ -88,6 +91,7 @@ class DrivenRobot(TableRobot):
         self._actions.rest_at(start)
         positions, _ = self.world.joint_state()
         self._solver.start(dict(zip(self._arm.joint_names, positions.tolist(), strict=True)))
+        self._chunks.start()
         self.refused = Counter()
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
@@ -105,7 +109,8 @@ class DrivenRobot(TableRobot):
         for _ in range(_STEPS):
             self._now_s += CONTROL_DT_S
             try:
-                self._commanded.controller.take(self._send(self._target()), self._now_s)
+                if (command := self._send(self._target())) is not None:
+                    self._commanded.controller.take(command, self._now_s)
             except UnreachableError:
                 self.refused["unreachable"] += 1
                 self._actions.hold(self._now_s)
@@ -129,3 +134,11 @@ class DrivenRobot(TableRobot):
         nothing = np.zeros(0)
         point = Point(TRAJECTORY_AHEAD_S, trajectory_point(*self._solver.follow(target)), nothing, nothing)
         return JointTrajectory(0.0, self._arm.joints, (point,))
+
+    def _chunk(self, target: Target[Pose]) -> JointTrajectory | None:
+        path = self._chunks.next(target, self._actions, self._now_s)
+        if path is None or path.velocities is None:
+            return None
+        nothing = np.zeros(0)
+        states = zip(path.times_s.tolist(), path.positions, path.velocities, strict=True)
+        return JointTrajectory(0.0, self._arm.joints, tuple(Point(*state, nothing) for state in states))

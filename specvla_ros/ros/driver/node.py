@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
@@ -14,10 +15,12 @@ from std_srvs.srv import SetBool
 
 from specvla_ros.control.action_space import ActionRefusedError, ActionSpace, Motion, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, TrackingVelocity
+from specvla_ros.control.chunks import PLANNED_ACCELERATION
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import ClockOffset, Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower, Compensation
 from specvla_ros.control.gripper import Gripper
+from specvla_ros.control.guard.settings import Output
 from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
 from specvla_ros.control.joint_space import JointKinematics, JointMotion, JointSpace
 from specvla_ros.control.pose import PoseHistory
@@ -78,9 +81,13 @@ class DriverNode(ManagedNode):
         self._diagnostics.set_period(self._chosen.diagnostics_period_s)
         chosen = self._chosen
         model = load_joint_model(chosen.joints) if chosen.joints.model else None
+        if model is not None and model.max_acceleration is not None and chosen.output == Output.JOINT_TRAJECTORY_CHUNK:
+            model = replace(model, max_acceleration=PLANNED_ACCELERATION * model.max_acceleration)
         self._model, self._solver = model, _joint_commands(chosen, model)
-        names = () if model is None else model.joints
-        self._output_context = OutputContext(self, chosen.base_frame, names, self._solver)
+        names, joints_stop_s = ((), 0.0) if model is None else (model.joints, model.stop_s)
+        stop_s = joints_stop_s if chosen.action_space == JOINTS else chosen.limits.stop_s
+        context = OutputContext(self, chosen.base_frame, names, self._solver, chosen.joints.chunk_s, stop_s)
+        self._output_context = context
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
         self._order = JointOrder(self._output_context, chosen, self._output)
         self._gripper = Gripper(chosen.gripper)
@@ -117,6 +124,7 @@ class DriverNode(ManagedNode):
                 say=self.get_logger().error,
             )
             self._driver.holding = self._holding
+            self._output.connect(follower)
         self._gripper.reset()
         self._scheduling = raise_priority(chosen.realtime_priority)
         self._listen()

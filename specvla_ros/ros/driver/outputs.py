@@ -17,7 +17,10 @@ from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory
 
 from specvla_ros.control.bounded_motion import Target
+from specvla_ros.control.chunks import TrajectoryChunks
+from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import GripperOutput, GripperSettings
+from specvla_ros.control.guard.settings import JOINT_OUTPUTS
 from specvla_ros.control.inverse_kinematics import JointSolver, kept_in
 from specvla_ros.control.joint_space import JointKinematics
 from specvla_ros.errors import UserError
@@ -25,6 +28,7 @@ from specvla_ros.ros.motion_messages import (
     GRIPPERS,
     array_message,
     gripper_message,
+    path_message,
     pose_message,
     trajectory_message,
     twist_message,
@@ -45,6 +49,8 @@ class OutputContext:
     joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none given
     # The joints of targets: by inverse kinematics, or the targets themselves; None: no robot model given.
     solver: JointSolver | JointKinematics | None = None
+    chunk_s: float = 0.5  # longest trajectory that is sent ahead, its braking included
+    stop_s: float = 0.2  # duration of braking from full speed
     publishers: list[Any] = field(default_factory=list)
     ending: ExitStack = field(default_factory=ExitStack)  # further callbacks at the driver's cleanup
 
@@ -68,7 +74,7 @@ class OutputContext:
         if isinstance(self.solver, JointKinematics):
             raise UserError(
                 f"output: {output} commands the tool, but with action_space: joints the actions name joint positions; "
-                "set output to joint_trajectory or position_array"
+                f"set output to one of {', '.join(JOINT_OUTPUTS)}"
             )
 
     def require_solver(self, output: str) -> JointSolver | JointKinematics:
@@ -92,6 +98,9 @@ class RobotOutput(Protocol):
 
     follows_velocity: bool = False
     by_order: bool = False
+
+    def connect(self, follower: ActionFollower[Any]) -> None:
+        """Takes the follower whose targets are sent, when the driver is activated; it tells what comes next."""
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         """Starts at the robot's present joints and sends nothing yet. Raises UserError if they are not known."""
@@ -171,6 +180,33 @@ class JointTrajectoryOutput(RobotOutput):
         low, high = self._solver.ranges.T
         velocities = kept_in(low, high, positions, velocities)
         self._publisher.publish(trajectory_message(self._joints, positions, velocities))
+
+
+@ROBOT_OUTPUTS.register("joint_trajectory_chunk", order=35)
+class TrajectoryChunkOutput(RobotOutput):
+    """JointTrajectory on `~/joint_trajectory`, of all the motion that is planned, up to `joints.chunk_s`.
+
+    The controller follows it by itself: late messages do not matter, and it comes to rest at its end. It is sent when
+    the plan changes, and 20 times a second.
+    """
+
+    def __init__(self, context: OutputContext) -> None:
+        solver = context.require_solver("joint_trajectory_chunk")
+        self._solver, self._joints = solver, context.joints
+        self._chunks = TrajectoryChunks(solver, context.chunk_s, context.stop_s)
+        self._publisher = context.create_publisher(JointTrajectory, "~/joint_trajectory")
+
+    def connect(self, follower: ActionFollower[Any]) -> None:
+        self._follower = follower
+
+    def start(self, joint_positions: Mapping[str, float]) -> None:
+        self._solver.start(joint_positions)
+        self._chunks.start()
+
+    def send(self, target: Target[Any], now: Time) -> None:
+        path = self._chunks.next(target, self._follower, now.nanoseconds * 1e-9)
+        if path is not None:
+            self._publisher.publish(path_message(self._joints, path))
 
 
 @ROBOT_OUTPUTS.register("position_array", order=40)

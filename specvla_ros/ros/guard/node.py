@@ -24,7 +24,7 @@ from std_srvs.srv import Trigger
 
 from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, JointPositions
+from specvla_ros.control.guard.commands import Instant, JointPositions, SentJoints
 from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.guard.settings import GuardParameters, Output
@@ -313,7 +313,7 @@ class GuardNode(Node):
         with self._lock:
             now = self._now()
             outcome = self.guard.tick(now)
-        if outcome.sent is not None:
+        if outcome.sent is not None and not (isinstance(outcome.sent, SentJoints) and outcome.sent.sent_before):
             self._robot(messages.sent_message(outcome.sent, self._settings, now.clock_ns))
         if outcome.gripper is not None and self._gripper is not None:
             self._gripper(outcome.gripper)
@@ -372,10 +372,10 @@ class GuardNode(Node):
         with self._lock:
             guard = self.guard
             state, reason, stalls = guard.state, guard.reason, guard.stalls
-            counts, last = dict(guard.tally.counts), guard.tally.last
+            counts, last, report = dict(guard.tally.counts), guard.tally.last, guard.report()
         said = f"{last.cause.value}: {last.detail}" if last is not None else "(none)"
         values: dict[str, object] = {"last_cause": said, "speed_scale": guard.speed_scale}
-        values |= {f"refused_{cause.value}": counts.get(cause, 0) for cause in Cause}
+        values |= {f"refused_{cause.value}": counts.get(cause, 0) for cause in Cause} | report
         if self._escalation_problem:
             values["escalation"] = self._escalation_problem
         gate = make_status(_LEVELS[state], f"{state.value}: {reason}" if reason else state.value, values)

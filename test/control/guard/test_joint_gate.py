@@ -11,7 +11,7 @@ from support.guarding import HOME, JOINTS, LIMITS, Rig, rig, settings
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, SentJoints, Stamp
 from specvla_ros.control.guard.guard import Guard, State
-from specvla_ros.control.guard.joint_gate import JointGate, _Path
+from specvla_ros.control.guard.joint_gate import JointGate
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S
 from specvla_ros.control.pose import Pose
 from specvla_ros.control.robot_model import ToolKinematics
@@ -244,23 +244,6 @@ def test_a_joint_out_of_its_range_may_come_back_and_get_no_further_out(
 def test_the_joint_that_is_furthest_beyond_its_own_speed_is_named() -> None:
     refusal = taken(command((0.0, 0.0), (0.105, 0.15), times_s=(0.1, 0.2)))
     assert refusal is not None and "moves shoulder at 1.05 per second, and joints.max_speed is 1" in refusal.detail
-
-
-def test_a_path_is_where_it_is_at_each_time_from_where_it_begins_to_its_end() -> None:
-    path = _Path(np.array([[1.0, 0.0], [2.0, 4.0]]), np.array([0.5, 1.0]), np.array([0.0, 0.0]))
-    for age_s, position, velocity in (
-        (0.0, (0.0, 0.0), (2.0, 0.0)),
-        (0.25, (0.5, 0.0), (2.0, 0.0)),
-        (0.5, (1.0, 0.0), (2.0, 8.0)),
-        (0.75, (1.5, 2.0), (2.0, 8.0)),
-        (1.0, (2.0, 4.0), (0.0, 0.0)),
-        (9.0, (2.0, 4.0), (0.0, 0.0)),
-    ):
-        where, speed = path.at(age_s)
-        np.testing.assert_allclose(where, position)
-        np.testing.assert_allclose(speed, velocity)
-    early, still = _Path(path.positions, path.times_s, None).at(0.25)
-    assert early.tolist() == [1.0, 0.0] and not still.any(), "where it begins is not known: it waits at its first point"
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

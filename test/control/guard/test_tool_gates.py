@@ -128,7 +128,7 @@ def test_a_twist_slews_to_its_command_and_brakes_to_rest() -> None:
     speeds = [float(gate.go(at(0.0), 0.01).velocity[0]) for _ in range(8)]
     np.testing.assert_allclose(speeds, np.minimum(0.1, 0.02 * np.arange(1, 9)))
     assert not gate.at_rest
-    stopping = [gate.stop(HERE, 0.01) for _ in range(7)]
+    stopping = [gate.stop(HERE, at(0.0), 0.01) for _ in range(7)]
     np.testing.assert_allclose(
         [each.velocity[0] for each in stopping], np.maximum(0, 0.1 - 0.02 * np.arange(1, 8)), atol=1e-12
     )
@@ -188,7 +188,7 @@ def test_a_stop_forgets_that_the_tool_did_not_move() -> None:
     gate = TwistGate(settings("twist"))
     assert driven(gate, 1.2, (0.1,))
     for _ in range(20):
-        gate.stop(HERE, 0.01)
+        gate.stop(HERE, at(0.0), 0.01)
     assert not driven(gate, 0.5, (0.1,))
 
 

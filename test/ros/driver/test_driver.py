@@ -95,7 +95,7 @@ def tool_of(positions):
     return Pose(site.xpos.copy(), site.xmat.reshape(3, 3).copy())
 
 
-@pytest.mark.parametrize("output", ["joint_trajectory", "position_array"])
+@pytest.mark.parametrize("output", ["joint_trajectory", "joint_trajectory_chunk", "position_array"])
 def test_joints_take_the_tool_there(output):
     with arm(output=output, **JOINT_OUTPUT) as robot:
         robot.joints = HOME
@@ -103,9 +103,10 @@ def test_joints_take_the_tool_there(output):
         start = tool_of([*HOME.values()])
         robot.act()
         robot.rest()
+        robot.spin(20)
         positions = robot.arrays[-1].data if output == "position_array" else robot.trajectories[-1].points[-1].positions
         assert_at(tool_of(positions), start.displaced(np.array(MOVE[:6])), 2e-3)
-        if output == "joint_trajectory":
+        if output != "position_array":
             assert all(message.joint_names == JOINTS for message in robot.trajectories)
             assert all(message.points[0].time_from_start.nanosec > 0 for message in robot.trajectories)
 
@@ -512,7 +513,7 @@ def joint_action(positions, **changes):
     return {"values": positions, "names": JOINTS, "action_frame": "joints", "reference": "absolute", **changes}
 
 
-@pytest.mark.parametrize("output", ["joint_trajectory", "position_array"])
+@pytest.mark.parametrize("output", ["joint_trajectory", "joint_trajectory_chunk", "position_array"])
 @pytest.mark.parametrize("reference", ["absolute", "delta"])
 def test_actions_of_joints_take_the_joints_there(output, reference):
     way = np.array((0.1, -0.05, 0.1, 0.05, 0.1, -0.1, 0.2))
@@ -523,6 +524,7 @@ def test_actions_of_joints_take_the_joints_there(output, reference):
         wanted = goal if reference == "absolute" else way
         robot.act(**joint_action([*wanted, 1.0], names=[*JOINTS, "gripper"], reference=reference))
         robot.rest()
+        robot.spin(20)
         assert robot.refused() == {}
         np.testing.assert_allclose([*robot.joints.values()], goal, atol=1e-3)
         assert robot.grippers[-1].data.tolist() == [0.04]
@@ -556,7 +558,7 @@ def test_actions_of_joints_that_do_not_fit_the_arm_move_nothing():
 @pytest.mark.parametrize(
     "changed, words",
     [
-        ({"output": "twist"}, "set output to joint_trajectory or position_array"),
+        ({"output": "twist"}, "set output to one of joint_trajectory, joint_trajectory_chunk, position_array"),
         ({"joints__model": None}, "set joints.model to its MJCF or URDF"),
         ({"joints__max_acceleration": [0.0]}, "joints.max_acceleration"),
     ],

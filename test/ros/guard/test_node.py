@@ -87,7 +87,7 @@ def test_nan_latches(output: str) -> None:
                 message.twist.linear.x = nan
             elif output == "pose":
                 message.pose.position.x = nan
-            elif output == "joint_trajectory":
+            elif output.startswith("joint_trajectory"):
                 message.points[0].positions = [nan, 0.0]
             else:
                 message.data = [nan, 0.0]
@@ -100,6 +100,21 @@ def test_nan_latches(output: str) -> None:
         each.command = right
         each.until(lambda: each.call("clear_stop").success)
         each.start()
+
+
+def test_a_chunk_goes_to_the_controller_whole_and_a_stop_revokes_it() -> None:
+    with scene("joint_trajectory_chunk") as each:
+        each.start()
+        each.until(lambda: len(each.sent[-1].points) > 1)
+        points = each.sent[-1].points
+        assert all(len(point.velocities) == 2 for point in points) and list(points[-1].velocities) == [0.0, 0.0]
+        assert 0 < points[0].time_from_start.nanosec < points[-1].time_from_start.nanosec <= 0.4e9
+        assert int(next(v.value for v in each.status("gate").values if v.key == "chunks passed whole")) > 0
+        each.stops.publish(Empty())
+        each.until(lambda: each.state is State.STOPPED and len(each.sent[-1].points) == 1)
+        each.sent.clear()
+        each.until(each.stands)
+        assert all(len(message.points) == 1 for message in each.sent)
 
 
 def test_too_fast_a_twist_is_refused_with_the_figures() -> None:

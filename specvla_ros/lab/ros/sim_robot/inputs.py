@@ -244,6 +244,7 @@ _INTERFACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "pose": (PoseStamped, "pose", _pose),
     "twist": (TwistStamped, "twist", _twist),
     "joint_trajectory": (JointTrajectoryMessage, "joint_trajectory", _trajectory),
+    "joint_trajectory_chunk": (JointTrajectoryMessage, "joint_trajectory", _trajectory),
     "position_array": (Float64MultiArray, "joint_positions", _array),
 }
 

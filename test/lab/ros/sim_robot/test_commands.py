@@ -42,6 +42,7 @@ TYPES = {
     "pose": (PoseStamped, "pose"),
     "twist": (TwistStamped, "twist"),
     "joint_trajectory": (JointTrajectory, "joint_trajectory"),
+    "joint_trajectory_chunk": (JointTrajectory, "joint_trajectory"),
     "position_array": (Float64MultiArray, "joint_positions"),
 }
 
@@ -248,7 +249,7 @@ def bad(command: str, s: Scene) -> list[Any]:
             JointTrajectory(joint_names=names, points=[point, point]),
         ],
         "position_array": [Float64MultiArray(data=[0.0] * 6), Float64MultiArray(data=[math.nan] * 7)],
-    }[command]
+    }[command.removesuffix("_chunk")]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectories of an arm's joints over the motion that is planned, for a controller that follows them by itself.
+
+A new action, a hold or another speed replaces the trajectory. Until then the rest of it is repeated, in case a message
+was lost; points whose time has passed are left out.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.control.bounded_motion import Target
+from specvla_ros.control.follower import ActionFollower
+from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.control.joint_path import JointPath
+from specvla_ros.control.joint_space import JointKinematics
+from specvla_ros.errors import UserError
+
+_STEP_S = 0.02  # between two points
+# A cubic between two points accelerates more than the planned motion by up to a tenth of the limit.
+PLANNED_ACCELERATION = 0.85
+_LEAD_S = 0.02  # to the first point
+_REPEAT_S = 0.05
+_ROUNDING = 1e-9
+_DEPARTED = 0.01  # rad or m, of the plan from the motion: a new plan is made
+_MISSED = 1e-4  # the same at rest
+_JOINED_S = 0.15  # after which a new plan is followed as it is
+
+
+@dataclass(frozen=True)
+class _Plan:
+    path: JointPath
+    begun_s: float
+    made_for: tuple[object, ...]  # state of the follower
+    renewed_s: float  # time for a new plan, since this one brakes before the motion ends
+
+    def departs(self, positions: np.ndarray, now_s: float) -> bool:
+        """True if the motion is no longer the planned one, or is planned no further."""
+        passed_s = now_s - self.begun_s
+        if now_s >= self.renewed_s or passed_s < _REPEAT_S:
+            return now_s >= self.renewed_s
+        allowed = _DEPARTED if passed_s < self.path.end_s else _MISSED
+        return bool(np.abs(self.path.at(passed_s)[0] - positions).max() > allowed)
+
+    def left(self, now_s: float) -> JointPath:
+        """The path from now."""
+        passed_s = now_s - self.begun_s
+        ends_s = max(self.path.end_s - passed_s, _LEAD_S)
+        times_s = np.append(np.arange(_LEAD_S, ends_s - _STEP_S / 2, _STEP_S), ends_s)
+        states = [self.path.at(passed_s + each) for each in times_s]
+        return JointPath(times_s, np.array([at for at, _ in states]), np.array([moves for _, moves in states]))
+
+
+class TrajectoryChunks:
+    """Makes trajectories of coming targets.
+
+    Args:
+        longest_s: of a trajectory, its braking included.
+        stop_s: time for braking.
+
+    Raises UserError if there is not enough time for both.
+    """
+
+    def __init__(self, commands: JointSolver | JointKinematics, longest_s: float, stop_s: float) -> None:
+        self._commands = commands
+        self._horizon_s = longest_s - stop_s - 2 * _STEP_S  # a step more or less, and the joints' last one
+        if self._horizon_s < 2 * _STEP_S:
+            raise UserError(
+                f"joints.chunk_s is {longest_s:g} s, but within the limits a stop alone takes {stop_s:.2f} s; set it "
+                f"to {stop_s + 0.3:.1f} or more, or raise the limits of acceleration and jerk"
+            )
+        self.start()
+
+    def start(self) -> None:
+        """Forgets the last trajectory; the next step makes one."""
+        self._plan: _Plan | None = None
+        self._sent_s = -np.inf
+
+    def next(self, target: Target[Any], follower: ActionFollower[Any], now_s: float) -> JointPath | None:
+        """The trajectory to send after a control step, its times from now; None: none this time.
+
+        Raises UnreachableError.
+        """
+        here, moving = self._commands.follow(target)
+        made_for, plan = (follower.changes, round(follower.scale, 1)), self._plan
+        if plan is None or plan.made_for != made_for or plan.departs(here, now_s):
+            path, whole = self._path(follower, here, moving, now_s)
+            path = path if plan is None else _from_state(path, *plan.path.at(now_s - plan.begun_s))
+            self._plan = plan = _Plan(path, now_s, made_for, np.inf if whole else now_s + self._horizon_s / 2)
+            self._sent_s = -np.inf
+        if now_s - self._sent_s < _REPEAT_S - _ROUNDING:
+            return None
+        self._sent_s = now_s
+        return plan.left(now_s)
+
+    def _path(
+        self, follower: ActionFollower[Any], here: np.ndarray, moving: np.ndarray, now_s: float
+    ) -> tuple[JointPath, bool]:
+        """The path of the coming targets; False: it brakes although there are more."""
+        targets = follower.coming(now_s, _STEP_S, self._horizon_s)
+        positions, velocities = self._commands.plan(targets)
+        # With inverse kinematics the joints still move a little when the tool is at rest.
+        rest = positions[-1] + velocities[-1] * _STEP_S / 2
+        stays = max(1, math.ceil(_JOINED_S / _STEP_S) - len(targets))
+        positions = np.vstack([positions, *[rest] * stays])
+        velocities = np.vstack([velocities, np.zeros((stays, len(rest)))])
+        path = JointPath(_STEP_S * np.arange(1, len(positions) + 1), positions, velocities)
+        return path.from_state(here, moving), len(targets) * _STEP_S <= self._horizon_s
+
+
+def _from_state(path: JointPath, position: np.ndarray, velocity: np.ndarray) -> JointPath:
+    """A path that begins where the one before it is, so that the robot's motion is continuous.
+
+    An uneven control loop leads a little away from what was planned.
+    """
+    assert path.velocities is not None
+    still = np.zeros_like(position)
+    apart = np.stack([position - path.positions[0], still]), np.stack([velocity - path.velocities[0], still])
+    offset = JointPath(np.array([0.0, _JOINED_S]), *apart)
+    positions, velocities = zip(*map(offset.at, path.times_s), strict=True)
+    return JointPath(path.times_s, path.positions + positions, path.velocities + velocities)

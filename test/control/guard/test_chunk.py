@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk goes out whole only if nothing on its way, between its points too, is beyond a limit."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.guarding import JOINTS, LIMITS, rig, settings
+
+from specvla_ros.control.guard.chunk import ChunkCheck
+from specvla_ros.control.guard.commands import JointCommand, SentJoints, Stamp
+from specvla_ros.control.guard.gate import Bounds
+from specvla_ros.control.guard.guard import State
+from specvla_ros.control.joint_path import JointPath
+from specvla_ros.control.pose import Pose
+
+BOUNDS = Bounds(JOINTS.speeds, JOINTS.accelerations)
+LENGTH_M = 0.5  # of the arm in these tests, which turns about the origin with its first joint
+
+
+class Turning:
+    """Kinematics of an arm whose first joint turns the tool about the base."""
+
+    def pose_at(self, positions):
+        angle = positions[0]
+        return Pose(np.array([LENGTH_M * np.cos(angle), LENGTH_M * np.sin(angle), 0.3]), np.eye(3))
+
+
+def smooth(way_rad=0.1, seconds=0.4, points=9, joint=0):
+    """From rest to rest, as 10s³ − 15s⁴ + 6s⁵."""
+    share = np.linspace(0.0, 1.0, points)
+    positions, velocities = np.zeros((points, 2)), np.zeros((points, 2))
+    positions[:, joint] = way_rad * (10 * share**3 - 15 * share**4 + 6 * share**5)
+    velocities[:, joint] = way_rad * 30 * (share**2 - 2 * share**3 + share**4) / seconds
+    return JointPath(share * seconds, positions, velocities)
+
+
+def unfit(path, *, kinematics=None, tool_speed=LIMITS.linear_speed, **changes):
+    return ChunkCheck(settings("joint_trajectory_chunk", **changes), kinematics).unfit(path, BOUNDS, tool_speed)
+
+
+def test_a_smooth_motion_within_the_limits_goes_out_whole():
+    assert unfit(smooth()) == "" and unfit(smooth(0.04), kinematics=Turning()) == ""
+
+
+bumpy = smooth()
+bumpy.velocities[4] *= -1
+ends_moving = smooth()
+ends_moving.velocities[-1, 0] = 0.1
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (replace(smooth(), velocities=None), "its points have no velocities"),
+        (JointPath(np.zeros(1), np.zeros((1, 2)), np.zeros((1, 2))), "it has a single point"),
+        (ends_moving, "it does not end at rest"),
+        (smooth(seconds=0.6), "it ends 0.60 s ahead, and joints.chunk_s is 0.5"),
+        (smooth(0.25), "the speed of shoulder would be 1.17, more than 1"),
+        (smooth(0.4, joint=1), "the acceleration of elbow would be 1[45].*"),
+        (bumpy, "the acceleration of shoulder"),
+    ],
+)
+def test_a_motion_that_breaks_a_limit_between_or_at_its_points_does_not(path, words):
+    accelerations = JOINTS.accelerations if "elbow" not in words else np.array([8.0, 10.0])
+    found = ChunkCheck(settings("joint_trajectory_chunk"), None).unfit(
+        path, Bounds(JOINTS.speeds, accelerations), LIMITS.linear_speed
+    )
+    assert re.match(words.replace("(", r"\("), found), found
+
+
+def test_a_joint_that_swings_out_of_its_range_between_two_points_does_not():
+    low, high = JOINTS.position_min[0], JOINTS.position_max[0]
+    speeds = np.array([[0.0, 0.0], [0.5, 0.0], [-0.5, 0.0], [0.0, 0.0]])
+    positions = np.array([[high - 0.05, 0.0], [high - 0.001, 0.0], [high - 0.001, 0.0], [high - 0.05, 0.0]])
+    path = JointPath(np.array([0.0, 0.15, 0.3, 0.45]), positions, speeds)
+    assert unfit(path) == "shoulder would leave its range" and low < high
+    assert unfit(replace(path, positions=positions - 0.05)) == ""
+
+
+def test_the_tool_is_held_to_its_speed_and_to_the_workspace():
+    assert unfit(smooth(0.1), kinematics=Turning()) == ""
+    assert "the tool would move at 0.2" in unfit(smooth(0.1), kinematics=Turning(), tool_speed=0.2)
+    narrow = replace(LIMITS, workspace_max=(0.8, 0.02, 0.6))
+    assert unfit(smooth(0.1), kinematics=Turning(), limits=narrow) == "the tool would leave the workspace"
+
+
+def chunk(each, velocities=True):
+    path = smooth(0.1).after(0.0)
+    moving = path.velocities if velocities else None
+    return JointCommand(Stamp(each.clock_ns), None, each.joints + path.positions, path.times_s, moving)
+
+
+def passing():
+    each = rig("joint_trajectory_chunk")
+    each.joints = np.zeros(2)
+    each.until_passing()
+    while np.abs(each.guard._gate._velocity).max() > 1e-9:
+        each.advance(0.01)
+        each.hear(command=JointCommand(Stamp(each.clock_ns), None, each.joints[None], np.array([0.02])))
+        each.tick()
+    return each
+
+
+def test_a_chunk_is_sent_once_and_what_repeats_it_is_what_is_left_of_it():
+    each = passing()
+    each.advance(0.01)
+    each.hear(command=chunk(each))
+    first = each.tick().sent
+    assert isinstance(first, SentJoints) and first.path is not None and not first.sent_before
+    assert first.path.times_s[0] >= 0.06, "what the arm can still reach in time"
+    each.advance(0.01)
+    each.hear(["command"])
+    again = each.tick().sent
+    assert again.sent_before and again.path.end_s == pytest.approx(first.path.end_s - 0.01)
+    np.testing.assert_allclose(again.path.positions[-1], first.path.positions[-1])
+
+
+@pytest.mark.parametrize("change", ["stop", "slower"])
+def test_a_stop_and_a_lower_speed_go_on_point_by_point_from_where_the_controller_is(change):
+    each = passing()
+    each.advance(0.01)
+    sent_at_s, path = each.steady_s, smooth(0.1)
+    begun = each.joints.copy()
+    each.hear(command=chunk(each))
+    each.tick()
+    for _ in range(8):
+        each.advance(0.01)
+        each.hear(["command"])
+        each.tick()
+    each.advance(0.01)
+    each.hear(["command"])
+    if change == "stop":
+        each.guard.press_stop("test", each.now)
+    else:
+        each.guard.scale_speed(0.1)
+    sent = each.tick().sent
+    assert sent.path is None and not sent.sent_before
+    np.testing.assert_allclose(sent.positions, begun + path.at(each.steady_s - sent_at_s)[0], atol=2e-3)
+
+
+def test_a_guard_that_stood_still_finds_the_arm_on_its_way_and_brakes_it_from_there():
+    each = passing()
+    each.advance(0.01)
+    begun, sent_at_s = each.joints.copy(), each.steady_s
+    each.hear(command=chunk(each))
+    each.tick()
+    each.advance(0.2)
+    each.hear(["command"])
+    sent = each.tick().sent
+    assert each.guard.stalls == 1 and each.guard.state is not State.PASSING
+    np.testing.assert_allclose(sent.positions, begun + smooth(0.1).at(each.steady_s - sent_at_s)[0], atol=1e-6)
+    assert np.abs(sent.velocities).max() > 0.3
+
+
+def test_without_velocities_it_is_followed_point_by_point_and_the_report_says_why():
+    each = passing()
+    each.advance(0.01)
+    each.hear(command=chunk(each, velocities=False))
+    assert each.tick().sent.path is None
+    assert each.guard.report()["last chunk that was not passed whole"] == "its points have no velocities"

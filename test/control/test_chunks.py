@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk is the motion that the driver has planned: nothing in the past, within limits, and at rest at its end."""
+
+import numpy as np
+import pytest
+from control.test_joint_space import ACCELERATION, CONTROL_S, NAMES, SPEED, START, Arm, model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.nightly import examples
+
+from specvla_ros.control.bounded_motion import Target
+from specvla_ros.control.chunks import PLANNED_ACCELERATION, TrajectoryChunks
+from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation.controllers import JointState, JointTrajectory, JointTrajectoryController, Point
+
+LONGEST_S = 0.6
+NOTHING = np.zeros(0)
+SEAM = 1.15  # where a new plan begins beside the old one; the guard follows what exceeds a limit point by point
+
+
+class Robot:
+    """The driver's control, and a controller that obeys its chunks: what arrives of them."""
+
+    def __init__(self):
+        self.arm = Arm(max_acceleration=PLANNED_ACCELERATION * ACCELERATION)
+        self.chunks = TrajectoryChunks(self.arm.kinematics, LONGEST_S, model().stop_s)
+        self.controller = JointTrajectoryController(NAMES, from_desired=True)
+        self.controller.start(JointState(self.arm.at, np.zeros(3)))
+        self.sent, self.reached = [], [self.arm.at]
+
+    def step(self, *, hears=True):
+        arm = self.arm
+        target = arm.follower.step(arm.now_s)
+        path = self.chunks.next(target, arm.follower, arm.now_s)
+        if path is not None:
+            self.sent.append((arm.now_s, path))
+            if hears:
+                assert path.velocities is not None
+                states = zip(path.times_s.tolist(), path.positions, path.velocities, strict=True)
+                points = tuple(Point(*state, NOTHING) for state in states)
+                self.controller.take(JointTrajectory(0.0, NAMES, points), arm.now_s)
+        self.obey()
+        arm.target = target
+        arm.history.add(arm.now_s, target.pose)
+        arm.now_s = round(arm.now_s + CONTROL_S, 4)
+
+    def obey(self):
+        here = JointState(self.reached[-1], np.zeros(3))
+        self.reached.append(self.controller.update(here, self.arm.now_s).positions)
+
+
+positions = st.lists(st.floats(-0.3, 0.3), min_size=3, max_size=3).map(lambda way: START + np.array(way))
+chunks = st.lists(positions, min_size=1, max_size=5)
+plans = st.lists(st.tuples(chunks, st.integers(0, 20), st.integers(1, 30), st.sampled_from([None, "hold"])), max_size=5)
+
+
+@settings(deadline=None, max_examples=examples(25))
+@given(plans)
+def test_a_chunk_has_no_point_in_the_past_ends_at_rest_in_time_and_keeps_the_limits(plan):
+    robot = Robot()
+    for rows, age, steps, what in plan:
+        with_age(robot, rows, age)
+        for _ in range(steps):
+            robot.step()
+        if what == "hold":
+            robot.arm.follower.hold(robot.arm.now_s)
+    for _ in range(200):
+        robot.step()
+    for _, path in robot.sent:
+        assert path.times_s[0] > 0 and (np.diff(path.times_s) > 0).all()
+        assert path.end_s <= LONGEST_S
+        assert not path.velocities[-1].any()
+        _, speeds, _ = path.sampled()
+        assert (np.abs(speeds) <= SPEED * (1 + 1e-6)).all()
+    moved = np.diff(np.array(robot.reached), axis=0) / CONTROL_S
+    assert (np.abs(moved) <= SPEED * (1 + 1e-6)).all()
+    assert (np.abs(np.diff(moved, axis=0)) / CONTROL_S <= ACCELERATION * SEAM).all()
+    np.testing.assert_allclose(robot.reached[-1], robot.arm.at, atol=1e-6)
+
+
+def with_age(robot, rows, age):
+    values = np.array(rows)
+    # Rows that a policy could mean: a speed that the joints have.
+    values = robot.arm.at + np.clip(np.cumsum(np.clip(values - START, -0.1, 0.1), axis=0), -0.5, 0.5)
+    age_s = min(age * CONTROL_S, robot.arm.now_s - 100.0)
+    if robot.arm.now_s - age_s > robot.arm.follower._last_stamp_s + 1e-6:
+        robot.arm.take(values, age_s=age_s)
+
+
+@settings(deadline=None, max_examples=examples(25))
+@given(chunks, st.integers(0, 10))
+def test_what_is_coming_comes_and_looking_ahead_changes_nothing(rows, age):
+    robot = Robot()
+    with_age(robot, rows, age)
+    robot.step()
+    follower, now_s = robot.arm.follower, robot.arm.now_s - CONTROL_S
+    gripper = robot.arm.gripper.position
+    coming = follower.coming(now_s, 2 * CONTROL_S, 9.0)
+    again = follower.coming(now_s, 2 * CONTROL_S, 9.0)
+    for first, second in zip(coming, again, strict=True):
+        np.testing.assert_array_equal(first.pose.positions, second.pose.positions)
+    assert robot.arm.gripper.position == gripper
+    for target in coming:
+        robot.step()
+        robot.step()
+        np.testing.assert_allclose(robot.arm.at, target.pose.positions, atol=1e-9)
+
+
+def test_a_controller_that_hears_nothing_more_comes_to_rest_on_its_way():
+    robot = Robot()
+    robot.arm.take(START + 0.08 * np.arange(1, 9)[:, None])
+    for _ in range(20):
+        robot.step()
+    assert np.abs(robot.reached[-1] - robot.reached[-2]).max() > 0.003, "it moves"
+    for _ in range(round(LONGEST_S / CONTROL_S) + 1):
+        robot.step(hears=False)
+    silent = np.array(robot.reached[-3:])
+    np.testing.assert_array_equal(silent, silent[:1].repeat(3, axis=0))
+    moved = np.diff(np.array(robot.reached), axis=0) / CONTROL_S
+    assert (np.abs(np.diff(moved, axis=0)) / CONTROL_S <= ACCELERATION * (1 + 1e-6)).all()
+
+
+def test_messages_that_are_lost_between_do_not_matter():
+    robot, other = Robot(), Robot()
+    for each in (robot, other):
+        each.arm.take(START + 0.05 * np.arange(1, 9)[:, None])
+    for _ in range(60):
+        robot.step()
+        other.step(hears=len(other.sent) % 3 == 0)  # a message in three arrives
+    np.testing.assert_allclose(other.reached, robot.reached, atol=2e-3)
+
+
+def test_a_newer_action_replaces_what_was_planned_at_once():
+    robot = Robot()
+    robot.arm.take(START + 0.05 * np.arange(1, 9)[:, None])
+    for _ in range(21):
+        robot.step()
+    before_s, before = robot.sent[-1]
+    robot.arm.take(robot.arm.at - 0.05 * np.arange(1, 9)[:, None])
+    robot.step()
+    now_s, path = robot.sent[-1]
+    assert now_s == pytest.approx(robot.arm.now_s - CONTROL_S) and now_s > before_s, "in the step after it"
+    assert (path.positions[-1] < before.positions[-1]).all()
+
+
+def test_a_chunk_too_short_to_stop_in_is_refused():
+    with pytest.raises(UserError, match=r"joints.chunk_s is 0.2 s, but within the limits a stop alone takes 0.\d\d s"):
+        TrajectoryChunks(Robot().arm.kinematics, 0.2, model().stop_s)
+
+
+def test_a_tools_motion_becomes_joints_by_the_inverse_kinematics_that_the_other_outputs_use():
+    solver = JointSolver(model(), CONTROL_S)
+    solver.start(dict(zip(NAMES, START.tolist(), strict=True)))
+    there = solver.pose_at(START + 0.02)
+    targets = [Target(there, np.zeros(6), 0.04)] * 20
+    planned, speeds = solver.plan(targets)
+    np.testing.assert_array_equal(solver.positions, START)
+    followed = [solver.follow(target) for target in targets]
+    np.testing.assert_allclose(planned, [positions for positions, _ in followed], atol=1e-9)
+    np.testing.assert_allclose(speeds, [moving for _, moving in followed], atol=1e-9)
