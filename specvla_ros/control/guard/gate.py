@@ -30,6 +30,7 @@ _WINDOW_S = 0.05
 _TINY = 1e-12
 _REACHED = 1e-4  # metres or radians
 _PERIODS = 2.0  # max motion of a late tick, in periods
+_UNSEEN_S = 0.5  # how long a target at rest is still sent to a robot whose position is unknown
 
 Place = TypeVar("Place")
 
@@ -181,7 +182,9 @@ class SmoothGate(Gate, Generic[Place]):
 
     Args:
         lead: float64 [blocks], max distance of a command, or of the output, from the measured robot.
-        apart: float64 [blocks], max distance of a robot at rest from its commanded position.
+        apart: float64 [blocks], max distance of a robot from the position at which it is held.
+        sags: float64 [blocks], max distance at which it counts as having reached that position, or as still there.
+        moved: float64 [blocks], as `apart`, once it has reached the position.
     """
 
     # Messages, filled in by `_words`.
@@ -190,10 +193,17 @@ class SmoothGate(Gate, Generic[Place]):
     ran_away: str
 
     def __init__(
-        self, settings: GuardSettings, bounds: Bounds, zero: np.ndarray, lead: np.ndarray, apart: np.ndarray
+        self,
+        settings: GuardSettings,
+        bounds: Bounds,
+        zero: np.ndarray,
+        lead: np.ndarray,
+        apart: np.ndarray,
+        sags: np.ndarray,
+        moved: np.ndarray,
     ) -> None:
         super().__init__(settings, bounds, zero)
-        self._lead, self._apart = lead, apart
+        self._lead, self._apart, self._sags, self._moved_by_hand = lead, apart, sags, np.minimum(apart, moved)
         self._command: Place | None = None
         self._feed = zero  # velocity of successive commands
         self._fed_s = 0.0  # how long the feed is valid
@@ -202,6 +212,8 @@ class SmoothGate(Gate, Generic[Place]):
         self._joined = False
         self._lost_s = 0.0  # lost by late ticks since the output was last near the command
         self._held = True  # at rest by a stop, not by a command
+        self._unseen_s = 0.0  # how long the held robot's position has been unknown
+        self._reached = False  # the held robot has reached its commanded position
         self._recalling = False
         self._recall: Place | None = None  # position of a robot that did not move; the target returns to it
         self._recalled = False  # the target has returned since motion last passed
@@ -291,7 +303,7 @@ class SmoothGate(Gate, Generic[Place]):
         if self._sent is None or self._left_behind(measured):
             self._sent = self._where(measured)
         super().begin(measured)
-        self._joined = self._held = self._recalled = False
+        self._joined = self._held = self._recalled = self._reached = False
         self._recall = None
 
     def go(self, now: Instant, dt_s: float) -> Sent | None:
@@ -308,8 +320,20 @@ class SmoothGate(Gate, Generic[Place]):
         dt_s = self._brake_lost_time(dt_s)
         sent = self._move(self._sent, self._stopping_velocity(self._sent, dt_s), dt_s)
         self._held = self.at_rest and self._recall is None
+        here = self._where(measured)
+        if not self._held or here is None:
+            self._reached = self._reached and self._held
+            self._unseen_s = self._unseen_s + dt_s if self._held else 0.0
+            # Its driver may have ended: when it starts again, it must not hear where the robot was.
+            return sent if self._unseen_s <= _UNSEEN_S else None
+        near = bool((lengths(self._way(self._sent, here)) <= self._sags).all())
+        unseen_s, self._unseen_s = self._unseen_s, 0.0
+        if unseen_s > _UNSEEN_S and not near:
+            self._sent = here
+            return self._message(here)
+        self._reached = self._reached or near
         # The robot was moved by hand or did not follow: holding its commanded position would move it.
-        return None if self._held and self._left_behind(measured) else sent
+        return None if self._left_behind(measured) else sent
 
     def lag(self, now: Instant) -> Refusal | None:
         if self._sent is None or self._command is None:
@@ -368,4 +392,5 @@ class SmoothGate(Gate, Generic[Place]):
         here = self._where(measured)
         if self._sent is None or here is None:
             return False
-        return bool((lengths(self._way(self._sent, here)) > self._apart).any())
+        most = self._moved_by_hand if self._reached else self._apart
+        return bool((lengths(self._way(self._sent, here)) > most).any())

@@ -19,6 +19,7 @@ from specvla_ros.control.robot_model import ToolKinematics
 
 _NO_TIME_S = 1e-6
 _MOVED = 0.005  # radians or metres, more than encoder noise
+_SAGS, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
 _UNANSWERED = 0.03  # max radians or metres commanded to a joint for ANSWERS_S that it does not follow
 # Margins on the measured tool's speed limit: a factor for an arm that overshoots, and m/s for sensor noise.
 _TOOL_SPEED, _TOOL_NOISE = 1.25, 0.03
@@ -53,8 +54,9 @@ class JointGate(SmoothGate[np.ndarray]):
             self.return_m = EDGE_M  # the direction back is unknown
         joints = settings.joints
         count = len(joints.names)
-        lead = np.full(count, settings.max_lead_rad)
-        super().__init__(settings, Bounds(joints.speeds, joints.accelerations), np.zeros((count, 1)), lead, apart=lead)
+        lead, sags, moved = (np.full(count, most) for most in (settings.max_lead_rad, _SAGS, _MOVED_BY_HAND))
+        bounds = Bounds(joints.speeds, joints.accelerations)
+        super().__init__(settings, bounds, np.zeros((count, 1)), lead, apart=lead, sags=sags, moved=moved)
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
         # Of the command, if there is one: its points, and the linear path from the output to them.

@@ -176,7 +176,8 @@ class PoseGate(SmoothGate[Pose]):
 
     def __init__(self, settings: GuardSettings) -> None:
         lead, bounds = np.array([settings.max_lead_m, settings.max_lead_rad]), tool_bounds(settings)
-        super().__init__(settings, bounds, _ZERO, lead, apart=np.minimum(lead, _APART))
+        apart = np.minimum(lead, _APART)
+        super().__init__(settings, bounds, _ZERO, lead, apart=apart, sags=apart, moved=apart)
         self._unmoved_from: Pose | None = None
         self._sent_then: Pose | None = None  # commanded pose when the tool last moved
         self._answers = _answers(settings, bounds)

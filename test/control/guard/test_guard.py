@@ -371,15 +371,59 @@ def test_motion_does_not_resume_with_a_command_from_afar(output: str) -> None:
     assert held is not each.sent[-1]
 
 
-def test_a_robot_that_was_moved_by_hand_is_not_held_where_it_was() -> None:
-    each = rig("pose")
+@pytest.mark.parametrize("output", ["pose", "joint_trajectory", "position_array"])
+def test_a_robot_that_was_moved_by_hand_is_not_held_where_it_was(output: str) -> None:
+    each = rig(output)
     each.until_passing()
     each.run(0.2)
     each.run(1.0, without=["enable"])
     assert each.sent[-1][1] is not None
-    each.tool = HOME + np.array([0.2, 0.2, 0.1])
+    each.tool, each.joints = HOME + np.array([0.2, 0.2, 0.1]), each.joints + 0.1
+    each._follow = lambda sent: None  # type: ignore[method-assign]
     each.run(0.1, without=["enable", "command"])
     assert each.sent[-1][1] is None
+
+
+def away_from(sent: Sent | None, each: Rig) -> float:
+    """How far a position that was sent is from the robot, in metres or radians."""
+    if isinstance(sent, SentJoints):
+        return float(np.abs(sent.positions - each.joints).max())
+    return float(np.linalg.norm(sent.position - each.tool)) if isinstance(sent, Pose) else 0.0
+
+
+@pytest.mark.parametrize("moved", [0.3, 0.6])
+@pytest.mark.parametrize("output", ["pose", "joint_trajectory", "position_array"])
+def test_a_robot_that_comes_back_elsewhere_is_not_sent_to_where_it_was(output: str, moved: float) -> None:
+    """Its driver was restarted, and meanwhile somebody moved the arm by its own controls."""
+    each, unseen = rig(output), ["tool", "joints", "enable", "command"]
+    each.until_passing()
+    each.run(0.2)
+    each.run(1.0, without=["enable"])
+    each._follow = lambda sent: None  # type: ignore[method-assign]
+    each.run(1.0, without=unseen)
+    assert each.sent[-1][1] is None, "its driver would hear this first when it starts again"
+    each.joints, each.tool = each.joints + moved, each.tool + np.array([0.1, 0.0, 0.0])
+    back_s = each.steady_s
+    each.run(1.0, without=["enable", "command"])
+    sent = [sent for at_s, sent in each.sent if at_s > back_s and sent is not None]
+    assert sent and max(away_from(one, each) for one in sent) < 1e-9, "it is held where it is"
+
+
+@pytest.mark.parametrize("output", ["pose", "joint_trajectory", "position_array"])
+def test_a_robot_that_was_not_seen_for_a_moment_is_held_where_it_was(output: str) -> None:
+    """Held at its measured position, an arm that sags would sink a little with each gap."""
+    each = rig(output)
+    each.until_passing()
+    each.run(0.2)
+    each.run(1.0, without=["enable"])
+    held, each._follow = each.sent[-1][1], lambda sent: None  # type: ignore[method-assign]
+    each.joints, each.tool = each.joints - 0.005, each.tool - np.array([0.0, 0.0, 0.005])
+    each.run(0.5, without=["tool", "joints", "enable"])
+    each.run(0.5, without=["enable"])
+    last = each.sent[-1][1]
+    assert isinstance(held, Pose | SentJoints) and type(last) is type(held)
+    there, then = (one.position if isinstance(one, Pose) else one.positions for one in (last, held))
+    np.testing.assert_array_equal(there, then)
 
 
 def test_a_blocked_robot_latches() -> None:
