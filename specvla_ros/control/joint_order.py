@@ -22,22 +22,30 @@ _MAX_PASSED_S = 0.05  # per control step, so that a late loop causes no jump
 
 
 def choose_ways(
-    names: Sequence[str], start: np.ndarray, ranges: np.ndarray, allowed: Callable[[np.ndarray], bool]
+    names: Sequence[str],
+    start: np.ndarray,
+    ranges: np.ndarray,
+    allowed: Callable[[np.ndarray], bool],
+    home: np.ndarray | None = None,
 ) -> np.ndarray:
     """Displacement of each joint, float64 [n]: forward if in range and allowed, else backward.
+
+    A joint in front of `home` prefers backward, so that interrupted trials do not add up.
 
     Args:
         names: joint names.
         start: float64 [n], current positions.
         ranges: float64 [n, 2].
         allowed: returns whether the arm may be at these positions, float64 [n].
+        home: float64 [n], start of the first trial; None: this is the first.
 
     Raises:
         UserError: a joint can move in neither direction.
     """
     ways = np.zeros(len(names))
     for index, (name, (low, high)) in enumerate(zip(names, ranges, strict=True)):
-        for way in (WAY, -WAY):
+        ahead = home is not None and start[index] > home[index]
+        for way in (-WAY, WAY) if ahead else (WAY, -WAY):
             there = start.copy()
             there[index] += way
             if not ways[index] and low <= there[index] <= high and allowed(there):

@@ -105,6 +105,16 @@ def test_near_a_limit_or_where_it_may_not_be_a_joint_goes_the_other_way():
         choose_ways(NAMES, start, ranges, lambda there: there[2] == 0.0)
 
 
+def test_trials_that_are_interrupted_again_and_again_do_not_take_the_arm_away():
+    arm, home = Arm((0.1, 0.5, -1.0)), np.array((0.1, 0.5, -1.0))
+    for trials in range(20):
+        ways = choose_ways(NAMES, arm.at, FREE, lambda there: True, home)
+        trial = JointOrderTrial(NAMES, arm.at.copy(), ways, MAX_SPEED)
+        for step in range(70 + trials):
+            arm.take(trial.step(arm.at, step * DT_S))
+        assert np.abs(arm.at - home).max() < WAY + 1e-9
+
+
 def test_the_guard_lets_the_trial_through():
     each, sent = rig("position_array"), [np.zeros(2)]
     each.command = lambda: JointCommand(Stamp(None), None, sent[-1][None], np.zeros(1))  # type: ignore[method-assign]

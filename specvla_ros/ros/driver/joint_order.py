@@ -40,6 +40,7 @@ class JointOrder:
         self._asked_s = time.monotonic()
         self._trial: JointOrderTrial | None = None
         self._here: np.ndarray | None = None  # float64 [n], the joints as measured
+        self._home: np.ndarray | None = None  # float64 [n], where the first trial started
         self._looks = 0
 
     def look(self, *, heard: bool) -> None:
@@ -71,7 +72,8 @@ class JointOrder:
         if self.problem:
             raise UserError(self.problem)
         if self.pending and self._solver is not None:
-            self._ways = choose_ways(self._names, self._solver.positions, self._solver.ranges, self._allowed)
+            start, ranges = self._solver.positions, self._solver.ranges
+            self._ways = choose_ways(self._names, start, ranges, self._allowed, self._home)
 
     def step(self, driver: Driver, joints: Mapping[str, float], steady_s: float) -> bool:
         """Runs a step of the trial, if one is needed and allowed. Returns False if the driver's command goes out."""
@@ -85,7 +87,9 @@ class JointOrder:
             return interrupted
         if self._trial is None:
             self._node.get_logger().info("moving each joint a little to check the order of joints.names")
-            self._trial = JointOrderTrial(self._names, self._solver.positions, self._ways, self._solver.max_speed)
+            start = self._solver.positions
+            self._home = start.copy() if self._home is None else self._home
+            self._trial = JointOrderTrial(self._names, start, self._ways, self._solver.max_speed)
         self._output.send_positions(self._trial.step(self._here, steady_s))
         if self._trial.done:
             self._tell(self._trial.problem)
