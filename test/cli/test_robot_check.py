@@ -198,6 +198,20 @@ def test_a_joint_between_base_and_tool_that_nobody_commands_is_told(tmp_path: Pa
     assert code == 1 and any("joint1 also move tool0" in line for line in wrong(output)), output
 
 
+def test_a_joint_that_does_not_move_the_tool_is_told(tmp_path: Path) -> None:
+    """A gripper's joint among the arm's, or a tool that is a link in the middle of the arm."""
+    code, output = check(tmp_path, joint_output(tmp_path, Z1) | {"joints.tool": "link05"})
+    assert code == 1 and any("joint6 does not move link05" in line for line in wrong(output)), output
+
+
+def test_a_model_that_is_found_from_one_folder_only_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = joint_output(tmp_path, Z1)
+    model = Path(str(values["joints.model"]))
+    monkeypatch.chdir(model.parent)
+    code, output = check(tmp_path, {**values, "joints.model": model.name})
+    assert code == 0 and "give its absolute path" in output, output
+
+
 def test_another_model_can_be_tried_in_place_of_the_files(tmp_path: Path) -> None:
     values = joint_output(tmp_path, PANDA)
     other = write_urdf(tmp_path / "other.urdf", Z1)

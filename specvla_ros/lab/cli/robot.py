@@ -164,7 +164,7 @@ def _settings(defaults: Settings, given: Mapping[str, Value], urdf: Path | None)
     values = {name: _as_ros(value) for name, value in given.items() if name in declared}
     if problems := [problem for name, value in values.items() if (problem := declared[name].problem(value))]:
         raise UserError("; and ".join(problems))
-    return with_values(defaults, values | ({"joints.model": str(urdf)} if urdf is not None else {}))
+    return with_values(defaults, values | ({"joints.model": str(urdf.absolute())} if urdf is not None else {}))
 
 
 def _as_ros(value: Value) -> Any:
@@ -196,7 +196,15 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
             f"{', '.join(endless)} turn without end: if the arm's joint_states wrap from pi to -pi, the guard stops "
             "there; give joints.position_min and joints.position_max, such as -3.1 and 3.1",
         )
-    if others := _others_on_the_way(model):
+    if not Path(joints.model).is_absolute():
+        report.note("model", "driver and guard look for it in the folder where each is started: give its absolute path")
+    if idle := [name for name in model.in_model if name not in _on_the_way(model)]:
+        with report.part("model"):
+            raise UserError(
+                f"{', '.join(idle)} does not move {model.tool}: joints.names are the arm's joints, without the "
+                "gripper's, and joints.tool comes after them"
+            )
+    if others := [name for name in _on_the_way(model) if name not in model.in_model]:
         with report.part("model"):
             raise UserError(
                 f"{', '.join(others)} also move {model.tool} but are not in joints.names: the tool pose is right only "
@@ -213,8 +221,8 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
         well(words)
 
 
-def _others_on_the_way(robot: "JointModel") -> list[str]:
-    """Joints between base and tool that are not the arm's own."""
+def _on_the_way(robot: "JointModel") -> list[str]:
+    """Joints between base and tool."""
     model = robot.model
     body = model.site(robot.tool).bodyid[0] if robot.tool_kind == "site" else model.body(robot.tool).id
     found = []
@@ -222,7 +230,7 @@ def _others_on_the_way(robot: "JointModel") -> list[str]:
         begin = model.body_jntadr[body]
         found += [model.joint(begin + each).name for each in range(model.body_jntnum[body])]
         body = model.body_parentid[body]
-    return [name for name in found if name not in robot.in_model]
+    return found
 
 
 def reaches(robot: "JointModel", place: np.ndarray) -> bool:
