@@ -159,6 +159,12 @@ class PoseHistory(Generic[Place]):
         """Stamp in seconds and pose of the newest entry; None if empty."""
         return self._poses[-1] if self._poses else None
 
+    @property
+    def per_s(self) -> float:
+        """Mean rate of the poses; 0 if unknown."""
+        span_s = self._poses[-1][0] - self._poses[0][0] if self._poses else 0.0
+        return (len(self._poses) - 1) / span_s if span_s > 0 else 0.0
+
     def clear(self) -> None:
         """Drops all poses, as after a clock jump."""
         self._poses.clear()

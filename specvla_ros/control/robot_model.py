@@ -300,7 +300,10 @@ class ToolKinematics:
                 raise UserError(f"joint_states has no '{name}'; it has: {', '.join(positions)}")
             value = positions[name]
             if not low - 1e-3 <= value <= high + 1e-3:
-                raise UserError(f"joint '{name}' is at {value:g}, out of its range {low:g} to {high:g}")
+                words = f"joint '{name}' is at {value:g}, out of its range {low:g} to {high:g}"
+                if abs(value) > 2 * np.pi:
+                    words += "; joint_states are in radians or metres: is this in degrees or millimetres?"
+                raise UserError(words)
             found.append(min(max(value, low), high))
         return np.array(found)
 

@@ -95,7 +95,7 @@ def sources_problem(node: Node, inputs: Sequence[str], outputs: Sequence[str]) -
     counts = Counter(f"{namespace.rstrip('/')}/{name}" for name, namespace in node.get_node_names_and_namespaces())
     matter = {me, *(name for topic in inputs for name in found[topic])}
     twins = sorted(name for name in matter if counts[name] > 1)
-    return f"there are {counts[twins[0]]} nodes named {twins[0]}" if twins else ""
+    return f"there are {counts[twins[0]]} nodes named {twins[0]}: give each a name of its own" if twins else ""
 
 
 def override_name(node: Node, topic: str, kind: QoSPolicyKind) -> str:

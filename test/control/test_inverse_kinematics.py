@@ -240,6 +240,8 @@ def test_a_joint_that_is_measured_out_of_its_range_is_told(arm: Path, position: 
     else:
         with pytest.raises(UserError, match="out of its range -1 to 1"):
             solver.start({"shoulder": position, "slide": 0.0})
+    with pytest.raises(UserError, match=r"-1 to 1; joint_states are in radians .*: is this in degrees"):
+        solver.start({"shoulder": -20.0, "slide": 0.0})
     with pytest.raises(UserError, match="joint_states has no 'slide'; it has: shoulder"):
         solver.start({"shoulder": 0.0})
 

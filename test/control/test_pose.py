@@ -128,6 +128,11 @@ def history(*stamps_s, **settings):
     return made
 
 
+def test_the_rate_of_poses_is_their_mean():
+    assert history().per_s == history(1.0).per_s == 0.0
+    assert history(1.0, 1.1, 1.2, 1.3).per_s == pytest.approx(10.0)
+
+
 def test_a_pose_between_two_is_interpolated_and_the_newest_holds_for_a_gap():
     poses = history(1.0, 1.1, 1.2, 1.6)
     for stamp_s, where in ((1.0, 1.0), (1.03, 1.03), (1.1, 1.1), (1.17, 1.17), (1.6, 1.6), (1.84, 1.6)):

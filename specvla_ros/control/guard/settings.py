@@ -32,6 +32,11 @@ class Output(str, Enum):
 
 JOINT_OUTPUTS = tuple(each.value for each in Output if each.of_joints)
 
+    @property
+    def topic(self) -> str:
+        """The guard's topic of these commands."""
+        return f"command/{'joint_positions' if self is Output.POSITION_ARRAY else self.value}"
+
 
 @dataclass(frozen=True)
 class GuardSettings:

@@ -228,7 +228,10 @@ class Watch:
     def command_silent(self, now: Instant) -> Refusal | None:
         if self._command.age_s(now) <= self._settings.command_timeout_s:
             return None
-        return Refusal(Cause.DRIVER_SILENT, _silence("command", self._command, now))
+        words = _silence("command", self._command, now)
+        if self._command.at_s == -np.inf and not self._command.problem:
+            words += f" on {self._settings.kind.topic}: the driver's diagnostics may say why, or it is not remapped"
+        return Refusal(Cause.DRIVER_SILENT, words)
 
     def action_silent(self, now: Instant) -> Refusal | None:
         if self._action.age_s(now) <= self._settings.action_timeout_s:

@@ -325,6 +325,8 @@ class DriverNode(ManagedNode):
         if clocks is not None:
             values["action age s"] = f"{self._action_age_s:.4f}"
             values["policy's clock ahead s"] = f"{clocks.ahead_s:.4f} +- {clocks.error_s:.4f}"
+        if self._history.newest is not None:
+            values["measurements per s"] = f"{self._history.per_s:.1f}"
         if driver is not None and driver.anchored:
             newest = self._history.newest
             if newest is not None:
@@ -355,6 +357,9 @@ class DriverNode(ManagedNode):
                 f"the policy's clock is {clocks.ahead_s:.3f} s ahead of this one: synchronise the machines, for "
                 "example with chrony"
             )
+        if self._taken and not self._guard_spoke and self._chosen.output != "none":
+            where = f"no guard reports on {self._state_topic}: remap it to the guard's state"
+            return DiagnosticStatus.WARN, f"following actions, but {where}"
         if self._taken:
             return DiagnosticStatus.OK, "following actions"
         if self._last_refusal:

@@ -378,6 +378,9 @@ class GuardNode(Node):
         values |= {f"refused_{cause.value}": counts.get(cause, 0) for cause in Cause} | report
         if self._escalation_problem:
             values["escalation"] = self._escalation_problem
+        unheard = [topic for topic in self._outputs if not self.count_subscribers(topic)]
+        if reason and unheard:
+            reason = f"{reason}; nothing subscribes to {', '.join(unheard)}"
         gate = make_status(_LEVELS[state], f"{state.value}: {reason}" if reason else state.value, values)
         return {"gate": gate, "loop": self._loop_status(stalls), **self._black_box_status()}
 

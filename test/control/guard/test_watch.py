@@ -87,6 +87,9 @@ def test_who_was_never_heard_is_told_from_who_fell_silent() -> None:
     assert "joint_states: no message has 'shoulder'; they have finger, left_shoulder" in words
     silent = heard().command_silent(at(0.35))
     assert silent is not None and silent.detail == "command: nothing new for 0.350 s"
+    for output, topic in (("pose", "pose"), ("position_array", "joint_positions")):
+        never = Watch(settings(output)).command_silent(at(0.0))
+        assert never is not None and never.detail.startswith(f"command: no message yet on command/{topic}: ")
 
 
 @pytest.mark.parametrize(("age_s", "judged"), [(0.09, True), (0.11, False), (-0.09, True), (-0.11, False)])

@@ -203,7 +203,7 @@ def test_a_twin_of_the_guard_is_refused() -> None:
     with scene("twist") as each:
         each.start()
         twin = rclpy.create_node("guard", enable_rosout=False)
-        each.until_stopped("there are 2 nodes named /guard")
+        each.until_stopped("there are 2 nodes named /guard: give each a name of its own")
         twin.destroy_node()
 
 
@@ -258,7 +258,15 @@ def test_diagnostics_say_what_is_refused_and_how_the_loop_runs() -> None:
         each.until(lambda: each._statuses("gate") and "driver_silent" in each.status("gate").message)
         values = {pair.key: pair.value for pair in each.status("gate").values}
         assert int(values["refused_driver_silent"]) >= 1
+        assert "nothing subscribes to" not in each.status("gate").message
         each.until(lambda: any(pair.key == "late_max_ms" for pair in each.status("loop").values))
+
+
+def test_an_output_without_a_subscriber_is_told() -> None:
+    """The robot's controller listens to another topic."""
+    with scene("twist", diagnostics_period_s=0.1, gripper__output="trajectory", gripper__joint="finger") as each:
+        words = "nothing subscribes to /guard/gripper_trajectory"
+        each.until(lambda: each._statuses("gate") and words in each.status("gate").message)
 
 
 def test_the_state_is_told_latched_with_its_cause() -> None:
