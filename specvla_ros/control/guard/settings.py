@@ -29,13 +29,13 @@ class Output(str, Enum):
         """True if joints are commanded, not the tool."""
         return self not in (Output.NONE, Output.POSE, Output.TWIST)
 
-
-JOINT_OUTPUTS = tuple(each.value for each in Output if each.of_joints)
-
     @property
     def topic(self) -> str:
         """The guard's topic of these commands."""
-        return f"command/{'joint_positions' if self is Output.POSITION_ARRAY else self.value}"
+        return f"command/{'joint_positions' if self is Output.POSITION_ARRAY else self.value.removesuffix('_chunk')}"
+
+
+JOINT_OUTPUTS = tuple(each.value for each in Output if each.of_joints)
 
 
 @dataclass(frozen=True)
