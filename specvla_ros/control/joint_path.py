@@ -58,6 +58,18 @@ class JointPath:
         left = self.points(int(np.searchsorted(self.times_s, time_s, side="right")))
         return replace(left, times_s=left.times_s - time_s) if len(left.times_s) else None
 
+    @staticmethod
+    def braking(position: np.ndarray, velocity: np.ndarray, acceleration: np.ndarray) -> "JointPath":
+        """The path on which each joint brakes to rest at its acceleration; all float64 [joints]."""
+        ends_s = np.abs(velocity) / acceleration
+        times_s = np.unique(np.append(ends_s, 0.0).round(6))  # a cubic between two of them is exact
+        passed_s = np.minimum(times_s[:, None], ends_s)
+        slows = np.sign(velocity) * acceleration
+        positions = position + velocity * passed_s - 0.5 * slows * passed_s**2
+        velocities = velocity - slows * passed_s
+        velocities[-1] = 0.0  # but for rounding
+        return JointPath(times_s, positions, velocities)
+
     def _segments(self, which: slice, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Positions, velocities and accelerations at shares of segments, float64 [segments, shares, joints]."""
         span = np.diff(self.times_s)[which, None, None]

@@ -75,6 +75,17 @@ def test_what_is_left_of_a_path_is_the_same_motion(points, passed_s) -> None:
         np.testing.assert_allclose(whole.at(later_s)[0], path.at(passed_s + later_s)[0], atol=1e-9)
 
 
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=3), st.floats(1.0, 20.0))
+def test_braking_is_at_the_acceleration_of_each_joint_until_it_rests(joints, acceleration) -> None:
+    position, velocity = np.array(joints).T
+    path = JointPath.braking(position, velocity, np.full(len(joints), acceleration))
+    for time_s in np.linspace(0.0, path.end_s, 20)[:-1]:
+        speed = np.sign(velocity) * np.maximum(0.0, np.abs(velocity) - acceleration * time_s)
+        np.testing.assert_allclose(path.at(time_s)[1], speed, atol=1e-4)
+    way = velocity * np.abs(velocity) / (2 * acceleration)
+    np.testing.assert_allclose(path.at(9.0)[0], position + way, atol=1e-5)
+
+
 @given(rows)
 def test_samples_are_positions_speeds_and_accelerations_at_their_times(points) -> None:
     times_s = np.cumsum([point[0] for point in points])

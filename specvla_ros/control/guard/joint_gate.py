@@ -18,6 +18,7 @@ from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.robot_model import ToolKinematics
 
 _NO_TIME_S = 1e-6
+_REPEAT_S = 0.05  # a chunk is sent again, in case a message was lost
 _MOVED = 0.005  # radians or metres, more than encoder noise
 _SAGS, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
 _UNANSWERED = 0.03  # max radians or metres commanded to a joint for ANSWERS_S that it does not follow
@@ -66,7 +67,7 @@ class JointGate(SmoothGate[np.ndarray]):
         self._reached_s = 0.0  # when the output was where it is, on the steady clock
         self._passes_chunks = False  # motion passes, and chunks may go out whole
         self._followed: _Followed | None = None
-        self._fresh = False  # the last command was not sent on yet
+        self._told_s = -np.inf  # when the controller was sent it last, on the steady clock
         self._taken: Counter[str] = Counter()  # chunks, by how they were sent
         self._split = ""  # why one was not passed whole, in words; empty: all were
         self._tool_bounds, self._tool_speed = tool_bounds(settings), settings.limits.linear_speed
@@ -94,11 +95,13 @@ class JointGate(SmoothGate[np.ndarray]):
     def take(self, command: Any, measured: Measured, now: Instant) -> Refusal | None:
         self._catch_up(now)
         refusal = super().take(command, measured, now)
-        self._followed, self._fresh = None, True
-        if refusal is not None or self._sent is None or not self._passes_chunks:
+        if not self._passes_chunks or self._sent is None:
+            return refusal
+        self._followed, self._told_s = None, -np.inf
+        if refusal is not None:
             return refusal
         velocities = None if command.velocities is None else command.velocities[:, self._order(command)]
-        passed_s = min(now.steady_s - self._reached_s, self._longest_s)  # since the output was where it is
+        passed_s = self._passed_s(now)
         path = JointPath(command.times_s + passed_s, self._commanded, velocities)
         path = path.from_state(self._sent, self._velocity[:, 0])
         unfit = self._chunks.unfit(path, self._pace, self._tool_speed)
@@ -130,15 +133,27 @@ class JointGate(SmoothGate[np.ndarray]):
         self._passes_chunks = self._settings.kind is Output.JOINT_TRAJECTORY_CHUNK
         if self._followed is None:
             return super().go(now, self._step_s(now, dt_s))
-        self._catch_up(now)
         self._joined, self._lost_s = True, 0.0
-        fresh, self._fresh = self._fresh, False
-        return self._chunk(self._followed.path.after(now.steady_s - self._followed.begun_s), known=not fresh)
+        return self._chunk(self._followed, now)
 
     def stop(self, measured: Measured, now: Instant, dt_s: float) -> Sent | None:
         self._catch_up(now)
-        self._followed, self._passes_chunks = None, False
+        if self._passes_chunks and self._sent is not None:
+            self._followed = None if self.at_rest else self._braking(self._sent, now)
+        self._passes_chunks = False
+        if self._followed is not None and not self.at_rest:
+            return self._chunk(self._followed, now)
+        self._followed = None
         return super().stop(measured, now, self._step_s(now, dt_s))
+
+    def _braking(self, sent: np.ndarray, now: Instant) -> _Followed:
+        self._told_s = -np.inf
+        path = JointPath.braking(sent, self._velocity[:, 0], self._bounds.acceleration)
+        return _Followed(path, now.steady_s - self._passed_s(now))
+
+    def _passed_s(self, now: Instant) -> float:
+        """Time since the output was where it is."""
+        return min(now.steady_s - self._reached_s, self._longest_s)
 
     def _step_s(self, now: Instant, dt_s: float) -> float:
         """Duration of the next step of the output: from where it is, which may be ahead of the last tick."""
@@ -186,12 +201,10 @@ class JointGate(SmoothGate[np.ndarray]):
     def scale(self, share: float) -> None:
         super().scale(share)
         self._tool_speed = share * self._settings.limits.linear_speed
-        self._followed = None  # until a chunk is slow enough
+        self._followed = None if self._passes_chunks else self._followed  # until a chunk is slow enough
 
     def halt(self, now: Instant) -> None:
         if self._followed is not None:  # the controller continued; `stop` brakes it
-            self._catch_up(now)
-            self._followed = None
             return
         if self._sent is not None and self._settings.kind is not Output.POSITION_ARRAY:
             self._sent = trajectory_point(self._sent, self._told(self._sent))  # where the controller moved and holds
@@ -254,10 +267,13 @@ class JointGate(SmoothGate[np.ndarray]):
     def _told(self, sent: np.ndarray) -> np.ndarray:
         return kept_in(self._low, self._high, sent, self._velocity[:, 0])
 
-    def _chunk(self, left: JointPath | None, *, known: bool) -> SentJoints:
+    def _chunk(self, followed: _Followed, now: Instant) -> SentJoints:
         """The message of a chunk: the points that the controller, or the measured arm, can still reach in time."""
+        self._catch_up(now)
         assert self._sent is not None
-        point = self._message(self._sent)
+        known = now.steady_s - self._told_s < _REPEAT_S
+        self._told_s = self._told_s if known else now.steady_s
+        point, left = self._message(self._sent), followed.path.after(now.steady_s - followed.begun_s)
         if left is None:
             return replace(point, sent_before=known)
         need_s = np.full(len(left.times_s), TRAJECTORY_AHEAD_S)

@@ -118,7 +118,7 @@ def test_a_chunk_is_sent_once_and_what_repeats_it_is_what_is_left_of_it():
 
 
 @pytest.mark.parametrize("change", ["stop", "slower"])
-def test_a_stop_and_a_lower_speed_go_on_point_by_point_from_where_the_controller_is(change):
+def test_a_stop_and_a_lower_speed_begin_where_the_controller_is(change):
     each = passing()
     each.advance(0.01)
     sent_at_s, path = each.steady_s, smooth(0.1)
@@ -136,7 +136,12 @@ def test_a_stop_and_a_lower_speed_go_on_point_by_point_from_where_the_controller
     else:
         each.guard.scale_speed(0.1)
     sent = each.tick().sent
-    assert sent.path is None and not sent.sent_before
+    assert not sent.sent_before
+    if change == "slower":
+        assert sent.path is None
+    else:  # the controller is given the braking motion
+        assert sent.path is None or not sent.path.velocities[-1].any()
+        assert np.abs(sent.velocities).max() > 0.1
     np.testing.assert_allclose(sent.positions, begun + path.at(each.steady_s - sent_at_s)[0], atol=2e-3)
 
 
