@@ -9,7 +9,7 @@ import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.chunk import ChunkCheck
-from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, Sent, SentJoints
+from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, Sent, SentJoints, Stamp
 from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, SmoothGate, braked, stopping_way
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, leads_out, text, tool_bounds, within
@@ -18,6 +18,7 @@ from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.robot_model import ToolKinematics
 
 _NO_TIME_S = 1e-6
+_CATCH_UP = 0.25  # fraction of a joint's speed with which a controller may make up for its lag
 _REPEAT_S = 0.05  # a chunk is sent again, in case a message was lost
 _MOVED = 0.005  # radians or metres, more than encoder noise
 _SAGS, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
@@ -102,7 +103,8 @@ class JointGate(SmoothGate[np.ndarray]):
             return refusal
         velocities = None if command.velocities is None else command.velocities[:, self._order(command)]
         passed_s = self._passed_s(now)
-        path = JointPath(command.times_s + passed_s, self._commanded, velocities)
+        times_s = command.times_s + passed_s - _transit_s(command.stamp, now)
+        path = JointPath(times_s, self._commanded, velocities)
         path = path.from_state(self._sent, self._velocity[:, 0])
         unfit = self._chunks.unfit(path, self._pace, self._tool_speed)
         self._split = unfit or self._split
@@ -277,8 +279,10 @@ class JointGate(SmoothGate[np.ndarray]):
         if left is None:
             return replace(point, sent_before=known)
         need_s = np.full(len(left.times_s), TRAJECTORY_AHEAD_S)
-        if self._here is not None:
-            need_s = np.maximum(need_s, (np.abs(left.positions - self._here) / self._bounds.speed).max(axis=1))
+        if self._here is not None:  # the controller may start there, and must not catch up too fast
+            speed = self._bounds.speed
+            need_s = np.maximum(need_s, (np.abs(self._sent - self._here) / (_CATCH_UP * speed)).max())
+            need_s = np.maximum(need_s, (np.abs(left.positions - self._here) / speed).max(axis=1))
         in_time = left.times_s >= need_s
         path = left.points(int(in_time.argmax())) if in_time.any() else None
         return replace(point, path=path, sent_before=known)
@@ -362,3 +366,8 @@ class JointGate(SmoothGate[np.ndarray]):
         worst = int(over.argmax())
         detail = f"a step of {self._names[worst]} by {abs(step[worst]):.4g} within {elapsed_s:.3f} s"
         return Refusal(Cause.OVER_SPEED, f"{detail} is faster than joints.max_speed {self._bounds.speed[worst]:g}")
+
+
+def _transit_s(stamp: Stamp, now: Instant) -> float:
+    """Time since a command was sent."""
+    return 0.0 if stamp.ns is None else max(0.0, (now.clock_ns - stamp.ns) * 1e-9)

@@ -159,6 +159,24 @@ def test_a_guard_that_stood_still_finds_the_arm_on_its_way_and_brakes_it_from_th
     assert np.abs(sent.velocities).max() > 0.3
 
 
+def test_a_chunk_that_was_long_on_its_way_is_followed_where_it_is_by_then():
+    each, transit_s = passing(), 0.06
+    for _ in range(7):
+        each.advance(0.01)
+        each.hear(["command"])
+        each.tick()
+    stamp = Stamp(each.clock_ns - round(transit_s * 1e9))
+    begun_s, command = each.steady_s, chunk(each)
+    each.guard.command(replace(command, stamp=stamp, times_s=command.times_s + transit_s), each.now)
+    each.tick()
+    for _ in range(8):
+        each.advance(0.01)
+        each.hear(["command"])
+        sent = each.tick().sent
+    passed_s = each.steady_s - begun_s
+    np.testing.assert_allclose(sent.positions, smooth(0.1).at(passed_s)[0], atol=1e-3)
+
+
 def test_without_velocities_it_is_followed_point_by_point_and_the_report_says_why():
     each = passing()
     each.advance(0.01)
