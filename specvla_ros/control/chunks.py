@@ -13,7 +13,7 @@ import numpy as np
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.follower import ActionFollower
-from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver
 from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.joint_space import JointKinematics
 from specvla_ros.errors import UserError
@@ -21,7 +21,7 @@ from specvla_ros.errors import UserError
 _STEP_S = 0.02  # between two points
 # A cubic between two points accelerates more than the planned motion by up to a tenth of the limit.
 PLANNED_ACCELERATION = 0.85
-_LEAD_S = 0.02  # to the first point
+_LEAD_S = TRAJECTORY_AHEAD_S  # to the first point
 _REPEAT_S = 0.05
 _ROUNDING = 1e-9
 _DEPARTED = 0.01  # rad or m, of the plan from the motion: a new plan is made

@@ -118,7 +118,11 @@ class DrivenRobot(TableRobot):
             if position is not None:
                 self._commanded.gripper.obey(self._commanded.gripper.array, np.array([position]), self._now_s)
             self._commanded.advance(self._now_s)
-            self._history.add(self._now_s, self.world.tool())
+            self.moved()
+
+    def moved(self) -> None:
+        """Measures the arm after a control step."""
+        self._history.add(self._now_s, self.world.tool())
 
     def _target(self) -> Target[Pose]:
         if self._follow is Follow.DRIVER:
