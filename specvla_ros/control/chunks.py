@@ -19,8 +19,8 @@ from specvla_ros.control.joint_space import JointKinematics
 from specvla_ros.errors import UserError
 
 _STEP_S = 0.02  # between two points
-# A cubic between two points accelerates more than the planned motion by up to a tenth of the limit.
-PLANNED_ACCELERATION = 0.85
+# The controller's cubic to the first point accelerates more than the planned motion, by up to a quarter of the limit.
+PLANNED_ACCELERATION = 0.75
 _LEAD_S = TRAJECTORY_AHEAD_S  # to the first point
 _REPEAT_S = 0.05
 _ROUNDING = 1e-9

@@ -16,7 +16,7 @@ from specvla_ros.lab.simulation.controllers import JointState, JointTrajectory, 
 
 LONGEST_S = 0.6
 NOTHING = np.zeros(0)
-SEAM = 1.15  # where a new plan begins beside the old one; the guard follows what exceeds a limit point by point
+SEAM = 1.4  # at a sudden change of plan; the guard follows what exceeds a limit point by point
 
 
 class Robot:
@@ -83,7 +83,8 @@ def with_age(robot, rows, age):
     values = np.array(rows)
     # Rows that a policy could mean: a speed that the joints have.
     values = robot.arm.at + np.clip(np.cumsum(np.clip(values - START, -0.1, 0.1), axis=0), -0.5, 0.5)
-    age_s = min(age * CONTROL_S, robot.arm.now_s - 100.0)
+    # Rows are due between two control steps: of a row that is due in one, rounding decides.
+    age_s = min((age + 0.5) * CONTROL_S, robot.arm.now_s - 100.0 - 0.5 * CONTROL_S)
     if robot.arm.now_s - age_s > robot.arm.follower._last_stamp_s + 1e-6:
         robot.arm.take(values, age_s=age_s)
 
