@@ -51,6 +51,15 @@ def _followers(rows: list[Result]) -> Result:
     return {"followers": [{"follower": name} for name in (first, *others)], "rows": lines}
 
 
+def _chunk_output(result: Result) -> Result:
+    rows = [{**row, "against": _difference(row["against"])} for row in result["rows"]]
+    return {"rows": rows, "starts": rows[0]["success"]["episodes"]}
+
+
+def _difference(found: Result) -> str:
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * found[name] for name in ("difference", "low", "high")))
+
+
 def _live_driving(result: Result) -> Result:
     rows = [{**row, "refused_by_guard": sum(row["refused"]["guard"].values())} for row in result["rows"]]
     return {"rows": rows, "starts": rows[0]["success"]["episodes"]}
@@ -103,4 +112,4 @@ def _serving_under_load(result: Result) -> Result:
     }
 
 
-VIEWS = views(_simulation, _driving, _live_driving, _robots_per_device, _serving_under_load)
+VIEWS = views(_simulation, _driving, _chunk_output, _live_driving, _robots_per_device, _serving_under_load)

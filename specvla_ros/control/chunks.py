@@ -6,7 +6,7 @@ was lost; points whose time has passed are left out.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,36 @@ from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver
 from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.joint_space import JointKinematics
+from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
 
 _STEP_S = 0.02  # between two points
-# The controller's cubic to the first point accelerates more than the planned motion, by up to a quarter of the limit.
-PLANNED_ACCELERATION = 0.75
+# Share of the acceleration that is planned: the controller's cubic to the first point needs more than the plan.
+_PLANNED_ACCELERATION = 0.75
 _LEAD_S = TRAJECTORY_AHEAD_S  # to the first point
 _REPEAT_S = 0.05
 _ROUNDING = 1e-9
 _DEPARTED = 0.01  # rad or m, of the plan from the motion: a new plan is made
 _MISSED = 1e-4  # the same at rest
 _JOINED_S = 0.15  # after which a new plan is followed as it is
+
+
+def planned(model: JointModel) -> JointModel:
+    """The arm with the accelerations that its chunks are planned with."""
+    if model.max_acceleration is None:
+        return model
+    return replace(model, max_acceleration=_PLANNED_ACCELERATION * model.max_acceleration)
+
+
+def horizon_s(longest_s: float, stop_s: float) -> float:
+    """Seconds of motion in a chunk before it brakes; raises UserError if there is not enough time for both."""
+    horizon = longest_s - stop_s - 2 * _STEP_S  # a step more or less, and the joints' last one
+    if horizon >= 2 * _STEP_S:
+        return horizon
+    raise UserError(
+        f"joints.chunk_s is {longest_s:g} s, but within the limits a stop alone takes {stop_s:.2f} s; set it to "
+        f"{stop_s + 0.3:.1f} or more, or raise the limits of acceleration and jerk"
+    )
 
 
 @dataclass(frozen=True)
@@ -64,13 +83,7 @@ class TrajectoryChunks:
     """
 
     def __init__(self, commands: JointSolver | JointKinematics, longest_s: float, stop_s: float) -> None:
-        self._commands = commands
-        self._horizon_s = longest_s - stop_s - 2 * _STEP_S  # a step more or less, and the joints' last one
-        if self._horizon_s < 2 * _STEP_S:
-            raise UserError(
-                f"joints.chunk_s is {longest_s:g} s, but within the limits a stop alone takes {stop_s:.2f} s; set it "
-                f"to {stop_s + 0.3:.1f} or more, or raise the limits of acceleration and jerk"
-            )
+        self._commands, self._horizon_s = commands, horizon_s(longest_s, stop_s)
         self.start()
 
     def start(self) -> None:

@@ -60,6 +60,15 @@ def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
 
 
 @pytest.mark.nightly
+def test_chunks_and_points_are_compared_on_the_same_starts(tmp_path: Path):
+    smallest = ["--episodes", 1, "--rates", "20", "--gaps", "0"]
+    points, chunks = run("benchmarks.robot.chunk_output", tmp_path / "out.json", *smallest)["rows"]
+    assert set(points["ratio"].values()) == {1.0} and points["against"]["difference"] == 0
+    assert points["success"]["episodes"] == chunks["success"]["episodes"] == 5
+    assert all(value > 0 for row in (points, chunks) for value in row["median"].values())
+
+
+@pytest.mark.nightly
 def test_newer_images_are_given_the_last_thought_in_closed_loop(tmp_path: Path):
     result = run("benchmarks.robot.thinking", tmp_path / "out.json", "--episodes", 1, "--every", "0,4")
     always, rarely = result["rows"]

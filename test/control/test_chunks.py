@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.nightly import examples
 
 from specvla_ros.control.bounded_motion import Target
-from specvla_ros.control.chunks import PLANNED_ACCELERATION, TrajectoryChunks
+from specvla_ros.control.chunks import TrajectoryChunks, planned
 from specvla_ros.control.inverse_kinematics import JointSolver
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.controllers import JointState, JointTrajectory, JointTrajectoryController, Point
@@ -23,7 +23,7 @@ class Robot:
     """The driver's control, and a controller that obeys its chunks: what arrives of them."""
 
     def __init__(self):
-        self.arm = Arm(max_acceleration=PLANNED_ACCELERATION * ACCELERATION)
+        self.arm = Arm(max_acceleration=planned(model()).max_acceleration)
         self.chunks = TrajectoryChunks(self.arm.kinematics, LONGEST_S, model().stop_s)
         self.controller = JointTrajectoryController(NAMES, from_desired=True)
         self.controller.start(JointState(self.arm.at, np.zeros(3)))

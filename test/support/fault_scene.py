@@ -22,7 +22,7 @@ from support.limited_arm import limit
 from benchmarks.results_page import ROOT
 from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, Target, TrackingVelocity
-from specvla_ros.control.chunks import PLANNED_ACCELERATION, TrajectoryChunks
+from specvla_ros.control.chunks import TrajectoryChunks, planned
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower
@@ -361,7 +361,7 @@ class Scene:
         bounds = self.settings.limits
         model = self._joint_model()
         if self.setup.output == "joint_trajectory_chunk":
-            model = replace(model, max_acceleration=PLANNED_ACCELERATION * self.settings.joints.accelerations)
+            model = planned(model)
         self._solver = JointSolver(model, CONTROL_DT_S)
         self._chunks = TrajectoryChunks(self._solver, self.settings.joints.chunk_s, bounds.stop_s)
         follower = ActionFollower(

@@ -175,8 +175,10 @@ def _as_ros(value: Value) -> Any:
 
 
 def _check_model(report: Report, driver: "DriverParameters") -> None:
-    from specvla_ros.control.guard.settings import JOINT_OUTPUTS
+    from specvla_ros.control.chunks import horizon_s, planned
+    from specvla_ros.control.guard.settings import JOINT_OUTPUTS, Output
     from specvla_ros.control.robot_model import load_joint_model
+    from specvla_ros.ros.driver.parameters import JOINTS
 
     joints = driver.joints
     if not joints.model and driver.output not in JOINT_OUTPUTS:
@@ -210,6 +212,10 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
                 f"{', '.join(others)} also move {model.tool} but are not in joints.names: the tool pose is right only "
                 "while they are at 0; give a model in which they are fixed at their actual positions"
             )
+    if driver.output == Output.JOINT_TRAJECTORY_CHUNK:
+        with report.part("chunks") as well:
+            stop_s = planned(model).stop_s if driver.action_space == JOINTS else driver.limits.stop_s
+            well(f"{horizon_s(joints.chunk_s, stop_s):.2f} s of motion are sent ahead, and {stop_s:.2f} s to stop in")
     with report.part("workspace") as well:
         corners = [*product(*zip(driver.limits.workspace_min, driver.limits.workspace_max, strict=True))]
         missed = [corner for corner in corners if not reaches(model, np.array(corner))]

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
@@ -15,7 +14,7 @@ from std_srvs.srv import SetBool
 
 from specvla_ros.control.action_space import ActionRefusedError, ActionSpace, Motion, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, TrackingVelocity
-from specvla_ros.control.chunks import PLANNED_ACCELERATION
+from specvla_ros.control.chunks import planned
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import ClockOffset, Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower, Compensation
@@ -81,8 +80,8 @@ class DriverNode(ManagedNode):
         self._diagnostics.set_period(self._chosen.diagnostics_period_s)
         chosen = self._chosen
         model = load_joint_model(chosen.joints) if chosen.joints.model else None
-        if model is not None and model.max_acceleration is not None and chosen.output == Output.JOINT_TRAJECTORY_CHUNK:
-            model = replace(model, max_acceleration=PLANNED_ACCELERATION * model.max_acceleration)
+        if model is not None and chosen.output == Output.JOINT_TRAJECTORY_CHUNK:
+            model = planned(model)
         self._model, self._solver = model, _joint_commands(chosen, model)
         names, joints_stop_s = ((), 0.0) if model is None else (model.joints, model.stop_s)
         stop_s = joints_stop_s if chosen.action_space == JOINTS else chosen.limits.stop_s
