@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import examples
 
-from specvla_ros.control.bounded_motion import BoundedMotion, Target, shortened, tracking_velocity
+from specvla_ros.control.bounded_motion import BoundedMotion, Target, TrackingVelocity, shortened, tracking_velocity
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.errors import UserError
@@ -241,6 +241,23 @@ def test_a_target_that_moves_is_followed_with_its_velocity_and_what_is_missing()
     velocity = np.array([0.1, 0, 0, 0, 0, 0.2])
     target = Target(HERE.displaced(np.array([0.0005, 0, 0, 0, 0, 0])), velocity)
     np.testing.assert_allclose(tracking_velocity(target, HERE, LIMITS), [0.103, 0, 0, 0, 0, 0.2], atol=1e-9)
+
+
+def test_while_no_pose_is_measured_the_velocity_slews_to_the_targets_within_the_acceleration():
+    wanted = np.array([0.3, 0.4, 0.0, 0.0, 0.0, 1.0])
+    target, tracking = Target(HERE, wanted), TrackingVelocity(LIMITS)
+    for steps in (1, 2):  # 3 m/s² and 10 rad/s² for 0.02 s
+        sent = tracking.next(target, None, 0.02, 1.0)
+        np.testing.assert_allclose(sent, steps * np.array([0.036, 0.048, 0, 0, 0, 0.2]))
+    np.testing.assert_allclose(tracking.next(target, None, 1.0, 1.0), wanted)
+    tracking.rest()
+    np.testing.assert_allclose(tracking.next(target, None, 0.02, 1.0), [0.036, 0.048, 0, 0, 0, 0.2])
+
+
+def test_a_measured_pose_is_tracked_at_once_and_slewing_goes_on_from_there():
+    target, tracking = Target(HERE.displaced(np.array([0.3, 0.4, 0, 0, 0, 0])), np.zeros(6)), TrackingVelocity(LIMITS)
+    np.testing.assert_allclose(tracking.next(target, HERE, 0.02, 0.5), [0.15, 0.2, 0, 0, 0, 0])
+    np.testing.assert_allclose(tracking.next(target, None, 0.02, 0.5), [0.114, 0.152, 0, 0, 0, 0])
 
 
 def test_translation_and_rotation_are_shortened_each_by_itself():

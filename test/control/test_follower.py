@@ -157,12 +157,13 @@ def test_a_chunk_is_followed_row_by_row_without_a_stop_between():
     assert_at(arm.target.pose, START.displaced(np.array([0.08, 0, 0, 0, 0, 0])))
 
 
-def test_rows_of_a_late_chunk_that_have_passed_are_skipped_and_their_way_counts():
+@pytest.mark.parametrize(("age_s", "left"), [(0.04, 4), (0.12, 2), (0.17, 1), (0.22, 1)])
+def test_rows_of_a_late_chunk_that_have_passed_are_skipped_and_their_way_counts(age_s, left):
     arm = Arm()
-    arm.run(0.2)
+    arm.run(0.4)
     chunk = np.tile([0.01, 0, 0, 0, 0, 0.0], (4, 1))
-    arm.take(chunk, age_s=0.12, convention=ActionConvention(0.05))
-    assert len(arm.follower._steps) == 2
+    arm.take(chunk, age_s=age_s, convention=ActionConvention(0.05))
+    assert len(arm.follower._steps) == left, "the last row counts, however late it is"
     arm.run(1.0)
     assert_at(arm.target.pose, START.displaced(np.array([0.04, 0, 0, 0, 0, 0])))
 

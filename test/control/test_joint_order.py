@@ -36,10 +36,10 @@ class Arm:
         self.at = self._way.popleft()
 
 
-def tried(arm, ways=None, start=None):
+def tried(arm, ways=None, start=None, max_speed=MAX_SPEED):
     start = arm.at.copy() if start is None else start
     ways = choose_ways(NAMES, start, FREE, lambda there: True) if ways is None else ways
-    trial, now_s = JointOrderTrial(NAMES, start, ways, MAX_SPEED), 100.0
+    trial, now_s = JointOrderTrial(NAMES, start, ways, max_speed), 100.0
     for _ in range(3000):
         arm.take(trial.step(arm.at, now_s))
         now_s += DT_S
@@ -82,9 +82,26 @@ def test_a_dead_joint_is_named_and_nothing_after_it_is_moved():
     assert np.ptp(np.array(arm.sent)[:, 2]) == 0
 
 
-def test_a_joint_that_goes_the_other_way_does_not_pass():
-    arm = Arm((0.1, 0.5, -1.0), share=-1.0)
-    assert "'shoulder' was commanded to move by 0.02 but moved by -0.020" in tried(arm).problem
+@pytest.mark.parametrize(("share", "moved"), [(-1.0, "-0.020"), (0.4, "0.008")])
+def test_a_joint_that_goes_the_other_way_or_less_than_half_of_it_does_not_pass(share, moved):
+    arm = Arm((0.1, 0.5, -1.0), share=share)
+    assert f"'shoulder' was commanded to move by 0.02 but moved by {moved}" in tried(arm).problem
+
+
+@pytest.mark.parametrize(("dead", "waits_s"), [([], 0.2), ([0], 1.0)])
+def test_before_and_after_each_move_it_waits_and_longer_for_a_joint_that_does_not_answer(dead, waits_s):
+    arm = Arm((0.1, 0.5, -1.0), dead=dead)
+    tried(arm)
+    first = np.array(arm.sent)[:, 0] - 0.1
+    assert DT_S * np.argmax(first > 0) == pytest.approx(0.2, abs=2 * DT_S)
+    assert DT_S * np.count_nonzero(first > WAY - 1e-9) == pytest.approx(waits_s, abs=2 * DT_S)
+
+
+def test_a_slow_joint_moves_at_a_fifth_of_its_speed():
+    arm = Arm((0.1, 0.5, -1.0))
+    assert tried(arm, max_speed=np.array([0.1, 1.0, 2.0])).problem == ""
+    fastest = np.abs(np.diff(arm.sent, axis=0)).max(axis=0) / DT_S
+    np.testing.assert_allclose(fastest, (0.02, 0.05, 0.05), rtol=1e-6)
 
 
 def test_a_late_loop_makes_no_leap():

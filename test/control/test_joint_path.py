@@ -31,6 +31,17 @@ def test_without_velocities_a_path_is_linear_from_where_it_begins_to_its_end() -
     assert early.tolist() == [1.0, 0.0] and not still.any(), "where it begins is not known: it waits at its first point"
 
 
+def test_a_path_from_a_state_leads_through_the_points_that_are_still_ahead() -> None:
+    here, moving = np.array([7.0, 7.0]), np.array([0.1, 0.2])
+    positions, velocities = np.vstack([STILL, POSITIONS]), np.vstack([STILL, POSITIONS])
+    path = JointPath(np.array([-0.5, 0.0, 0.5]), positions, velocities).from_state(here, moving)
+    assert path.times_s.tolist() == [0.0, 0.5]
+    assert path.positions.tolist() == [[7.0, 7.0], [2.0, 4.0]]
+    assert path.velocities is not None and path.velocities.tolist() == [[0.1, 0.2], [2.0, 4.0]]
+    past = JointPath(np.array([-0.5, 0.0]), POSITIONS)
+    assert past.from_state(here, moving) is past, "it has ended"
+
+
 numbers = st.floats(-2.0, 2.0)
 rows = st.lists(st.tuples(st.floats(0.02, 0.5), numbers, numbers), min_size=1, max_size=5)
 

@@ -65,6 +65,28 @@ def test_the_guard_takes_ranges_and_speeds_that_are_not_given_from_the_model(tmp
     assert limits.max_speed == tuple(joint.speed for joint in joints)
 
 
+@pytest.mark.parametrize(
+    ("limit", "speeds"),
+    [
+        ("", {}),
+        ('<limit effort="9"/>', {}),
+        ('<limit velocity="fast"/>', {}),
+        ('<limit velocity="inf"/>', {}),
+        ('<limit velocity="0"/>', {}),
+        ('<limit velocity="-1"/>', {}),
+        ('<limit velocity="0.5"/>', {"turns": 0.5}),
+    ],
+)
+def test_a_joint_of_a_model_has_the_speed_that_its_limit_says_or_none(
+    tmp_path: Path, limit: str, speeds: dict[str, float]
+) -> None:
+    joints = [
+        Joint("mount", "world", "base"),
+        Joint("turns", "base", "tool0", axis=Z, kind="continuous", more=limit),
+    ]
+    assert load_robot_model(write_urdf(tmp_path / "robot.urdf", joints)).max_speed == speeds
+
+
 def test_a_number_that_is_given_wins_for_driver_and_guard(tmp_path: Path) -> None:
     names = tuple(each.name for each in moved(Z1))
     given = JointLimits(

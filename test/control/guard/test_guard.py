@@ -929,6 +929,21 @@ def test_a_grippers_command_is_one_position_between_its_ends(command: GripperCom
     assert (each.outcomes[-1].gripper is None) is (cause is not None)
 
 
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_command_is_dropped_once_its_driver_is_silent_or_anything_was_refused(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.run(0.2)
+    assert each.guard._gate.wants_motion
+    each.run(0.12, without=["command"])
+    assert not each.guard._gate.wants_motion
+    each.until_passing()
+    each.run(0.2)
+    assert each.guard._gate.wants_motion
+    each.guard.gripper(GripperCommand(None, np.array([np.nan])), each.now)
+    assert not each.guard._gate.wants_motion
+
+
 @pytest.mark.parametrize(("still_s", "stalls"), [(0.095, 0), (0.105, 1)])
 def test_a_guard_that_did_not_run_for_a_tenth_of_a_second_begins_anew(still_s: float, stalls: int) -> None:
     each = rig("twist")
@@ -943,6 +958,20 @@ def test_a_guard_that_did_not_run_for_a_tenth_of_a_second_begins_anew(still_s: f
         assert isinstance(outcome.sent, SentTwist) and not outcome.sent.velocity.any()
         assert outcome.stopped
     each.until_passing()
+
+
+@pytest.mark.parametrize(
+    ("passed_s", "clock_s", "cause"), [(0.2, 0.2, Cause.STALLED), (0.01, 0.5, Cause.CLOCK), (0.01, -0.5, Cause.CLOCK)]
+)
+def test_a_standstill_or_a_clock_that_jumps_is_told_as_the_cause_and_not_the_silence_that_follows(
+    passed_s: float, clock_s: float, cause: Cause
+) -> None:
+    each = rig("twist")
+    each.until_passing()
+    each.advance(passed_s, clock_s=clock_s)
+    each.hear()
+    stopped = each.tick().stopped
+    assert stopped is not None and stopped.cause is cause
 
 
 def test_after_a_standstill_what_was_queued_is_not_heard() -> None:

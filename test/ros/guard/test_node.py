@@ -26,10 +26,11 @@ from std_msgs.msg import Bool, Empty, Float64, Float64MultiArray, String
 from std_srvs.srv import Trigger
 from support.descriptions import Joint, write_urdf
 from support.guard_scene import PARAMETERS, TOPICS, Scene, scene
-from support.guarding import JOINTS
+from support.guarding import BASE, JOINTS
 
 from specvla_ros.control.guard.cause import Cause
-from specvla_ros.control.guard.guard import State
+from specvla_ros.control.guard.commands import Instant
+from specvla_ros.control.guard.guard import Outcome, State
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState
@@ -260,6 +261,22 @@ def test_diagnostics_say_what_is_refused_and_how_the_loop_runs() -> None:
         assert int(values["refused_driver_silent"]) >= 1
         assert "nothing subscribes to" not in each.status("gate").message
         each.until(lambda: any(pair.key == "late_max_ms" for pair in each.status("loop").values))
+
+
+def test_a_fault_inside_a_tick_leaves_the_robot_standing_and_the_loop_goes_on() -> None:
+    def broken(now: Instant) -> Outcome:
+        raise RuntimeError("no number")
+
+    with scene("twist", diagnostics_period_s=0.1) as each:
+        each.start()
+        sound, each.guard.guard.tick = each.guard.guard.tick, broken  # type: ignore[method-assign]
+        each.sent.clear()
+        each.until(each.stands)
+        assert each.sent[-1].header.frame_id == BASE
+        each.until(lambda: "continued after a fault: RuntimeError: no number" in each.status("loop").message)
+        each.guard.guard.tick = sound  # type: ignore[method-assign]
+        each.start()
+        each.until(lambda: each.status("loop").message == "the loop runs")
 
 
 def test_an_output_without_a_subscriber_is_told() -> None:
