@@ -384,6 +384,18 @@ def test_a_robot_that_was_moved_by_hand_is_not_held_where_it_was(output: str) ->
     assert each.sent[-1][1] is None
 
 
+@pytest.mark.parametrize("output", ["pose", "joint_trajectory", "position_array"])
+def test_a_hand_may_lead_a_held_robot_further_than_any_command_may(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.run(1.0, without=["enable"])
+    each._follow = lambda sent: None  # type: ignore[method-assign]
+    for _ in range(60):
+        each.tool, each.joints = each.tool + np.array([0.0, 0.004, 0.0]), each.joints + 0.01
+        each.run(0.01, without=["enable", "command"])
+    assert each.guard.state is State.HOLDING and not each.guard.tally.counts[Cause.NOT_FOLLOWING]
+
+
 def away_from(sent: Sent | None, each: Rig) -> float:
     """How far a position that was sent is from the robot, in metres or radians."""
     if isinstance(sent, SentJoints):
