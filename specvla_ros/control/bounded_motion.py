@@ -134,7 +134,7 @@ class Axes:
         trajectory = Trajectory(self._count)
         try:
             result = self._ruckig.calculate(self._input, trajectory)
-        except RuckigError:  # rounding errors can make its solver fail
+        except (RuckigError, ValueError):  # for rounding errors, or a motion longer than 7600 s (no code in Python)
             return ()
         return (trajectory,) if result in (Result.Working, Result.Finished) else ()
 

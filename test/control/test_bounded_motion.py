@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import examples
 
-from specvla_ros.control.bounded_motion import BoundedMotion, Target, TrackingVelocity, shortened, tracking_velocity
+from specvla_ros.control.bounded_motion import (
+    Axes,
+    BoundedMotion,
+    State,
+    Target,
+    TrackingVelocity,
+    shortened,
+    tracking_velocity,
+)
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.errors import UserError
@@ -293,3 +301,11 @@ def test_limits_that_are_not_set_are_named():
 def test_limits_that_make_no_sense_are_refused(change):
     with pytest.raises(UserError, match="limits"):
         Limits(**{"workspace_min": LIMITS.workspace_min, "workspace_max": LIMITS.workspace_max, **change})
+
+
+def test_a_motion_that_would_take_hours_is_refused_and_ends_nothing() -> None:
+    """Ruckig's Python module raises for one that is too long, since it has no name for that result."""
+    axes = Axes(np.ones(3), np.ones(3), np.ones(3))
+    start = State(*np.zeros((3, 3)))
+    assert axes.to(np.full(3, 0.1), start, 8000.0, np.zeros(3), 1.0) == ()
+    assert axes.to(np.full(3, 0.1), start, 1.0, np.zeros(3), 1.0)
