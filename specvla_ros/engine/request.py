@@ -22,9 +22,6 @@ class Given:
     """The given start of an answer; it is computed with the prompt, and only the rest is decoded."""
 
     tokens: tuple[int, ...] = ()
-    text_ns: int = 0  # stamp of the image that they were written from; 0: unknown
-    # True if nothing is given, to renew the thought that is given to newer images meanwhile: these do not overtake it.
-    renews: bool = False
 
 
 NOTHING_GIVEN = Given()
@@ -60,7 +57,6 @@ class Request:
     visual: list[Tensor] = field(default_factory=list)
     # float64 [horizon, dims], from the policy's action head; None: they are decoded from the tokens.
     actions: Tensor | None = None
-    late: bool = False  # whether a newer image's action is out, so that only its thought is of use
     handed_out: int = 0  # number of actions published before the answer was complete
     spent_s: float = 0.0  # time since its start, in the seconds of `Engine.tick_time`
     # Records for DecodeStats, per decoded token or tick.
