@@ -19,7 +19,6 @@ from specvla_ros.engine.kv_cache import LESS_MEMORY, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, ChunkEnsemble, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import Chooser
-from specvla_ros.engine.request import NOTHING_GIVEN, Given
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
@@ -267,8 +266,7 @@ class Engine:
 
     def check_instruction(self, instruction: str) -> None:
         """Raises UserError if an instruction is empty or its prompt is longer than a slot holds."""
-        asked = replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None)
-        self._prompt_layout(asked, NOTHING_GIVEN)
+        self._prompt_layout(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
     def describe(self) -> dict[str, Any]:
         """A description of the policy and its decoding, for diagnostics and results."""
@@ -307,32 +305,29 @@ class Engine:
     def _lay_out(self, batch: Batch) -> None:
         """Lays out the prompt of the starting frame, and drafts the tree verified with the end of a prompt."""
         if batch.admitted is not None:
-            observation = batch.admitted.observation
-            given = Given(observation.answer_ids)
             try:
-                layout = self._prompt_layout(observation, given)
+                layout = self._prompt_layout(batch.admitted.observation)
             except UserError as error:
                 self.scheduler.refuse(batch, DropReason.BAD_INSTRUCTION, str(error))
             except Exception as error:  # drops only this frame
                 _log.exception("a prompt could not be laid out")
                 self.scheduler.refuse(batch, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}")
             else:
-                chunk_rows = self.runner.forwards.sizes.chunk_rows(layout.rows, self.scheduler.spread)
-                self.scheduler.begin(batch, layout, chunk_rows, given)
+                self.scheduler.begin(
+                    batch, layout, self.runner.forwards.sizes.chunk_rows(layout.rows, self.scheduler.spread)
+                )
         for share in batch.shares:
             # Not earlier: until now, more of the earlier answers may become known.
             if share.ends_prompt and share.request.drafts:
-                seen, answer = share.request.observation, share.request.given.tokens
+                seen = share.request.observation
                 share.request.tree = self.drafter.draft_prompt(
                     DraftPrompt(
                         seen.epoch,
-                        self._codec.remaining(answer),
-                        self._codec.in_text(answer),
+                        self._codec.max_tokens,
+                        self._codec.in_text(()),
                         seen.stamp_ns,
                         seen.stream,
                         self.scheduler.ahead_of(seen),
-                        answer,
-                        self._codec.position(answer),
                     )
                 )
 
@@ -386,33 +381,14 @@ class Engine:
         head_prompts = self.last_work.prompts if drafted.head_forwards else 0.0
         self.last_work = replace(self.last_work, drafting=drafted, head_prompts=head_prompts)
 
-    def _prompt_layout(self, observation: Observation, given: Given) -> PromptLayout:
+    def _prompt_layout(self, observation: Observation) -> PromptLayout:
         layout = self.target.prompt_layout(observation)
         if len(layout.ids) > self.settings.max_text_tokens:
             raise UserError(
                 f"the prompt has {len(layout.ids)} tokens, but a KV slot holds {self.settings.max_text_tokens}: "
                 "shorten the instruction, or raise decode.max_text_tokens"
             )
-        if not given.tokens:
-            return layout
-        self._check_given(given.tokens)
-        return layout.with_given(len(given.tokens))
-
-    def _check_given(self, tokens: tuple[int, ...]) -> None:
-        """Raises UserError if an answer cannot begin with these tokens."""
-        if not self.target.causal_prompt:
-            raise UserError("this policy's prompt attends bidirectionally, so the start of an answer cannot be given")
-        vocabulary, longest = self.target.decoder.config.vocab_size, self._codec.max_tokens
-        wrong = [token for token in tokens if not 0 <= token < vocabulary]
-        if wrong:
-            raise UserError(f"the given token {wrong[0]} is outside the vocabulary of {vocabulary} ids")
-        if len(tokens) >= longest:
-            raise UserError(
-                f"the given start of the answer has {len(tokens)} tokens, but a whole answer has at most {longest}: "
-                "shorten it, or raise decode.max_reasoning_tokens if the policy writes text"
-            )
-        if self._codec.end(tokens, 0):
-            raise UserError("the given start is a whole answer, so there is nothing to decode: shorten it")
+        return layout
 
     def _set_up(self, settings: EngineSettings) -> None:
         """Loads and allocates what the settings need; if that fails, the engine is unchanged."""

@@ -17,16 +17,6 @@ from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
 
-@dataclass(frozen=True)
-class Given:
-    """The given start of an answer; it is computed with the prompt, and only the rest is decoded."""
-
-    tokens: tuple[int, ...] = ()
-
-
-NOTHING_GIVEN = Given()
-
-
 @dataclass(eq=False)
 class Request:
     """A request's state between ticks; compared by identity."""
@@ -40,7 +30,6 @@ class Request:
     # written yet. After a prompt the root is the prompt's last row, and its token is not read.
     tree: Tree
     codec: Codec
-    given: Given = NOTHING_GIVEN
     acceptance: str = "strict"
     spread: int = 1  # forwards over which its prompt is spread
     others: int = 0  # its robot's other requests in flight at its start
@@ -52,14 +41,14 @@ class Request:
     # [prompt rows, hidden], embeddings; set by the runner in the tick that starts the prompt.
     prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0  # committed rows of the slot
-    tokens: list[int] = field(init=False)  # committed answer tokens, the given ones first
+    tokens: list[int] = field(default_factory=list)  # committed answer tokens
     # Last hidden states of the image's rows, chunk by chunk, if the acceptance rule needs them.
     visual: list[Tensor] = field(default_factory=list)
     # float64 [horizon, dims], from the policy's action head; None: they are decoded from the tokens.
     actions: Tensor | None = None
     handed_out: int = 0  # number of actions published before the answer was complete
     spent_s: float = 0.0  # time since its start, in the seconds of `Engine.tick_time`
-    # Records for DecodeStats, per decoded token or tick.
+    # Per-tick records, for DecodeStats.
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
     vision_s: float = 0.0
@@ -69,9 +58,6 @@ class Request:
     accept_lengths: list[int] = field(default_factory=list)
     tree_nodes: list[int] = field(default_factory=list)
     tick_s: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tokens = [*self.given.tokens]
 
     @property
     def prefilling(self) -> bool:
@@ -107,7 +93,7 @@ class Request:
         """Drops tokens committed beyond the answer's end."""
         beyond = len(self.tokens) - length
         if beyond > 0:
-            del self.tokens[length:], self.bins_off[-beyond:], self.why[-beyond:]
+            del self.tokens[length:], self.bins_off[length:], self.why[length:]
             self.tokens_per_forward[-1] -= beyond
             self.accept_lengths[-1] = min(self.accept_lengths[-1], self.tokens_per_forward[-1])
 

@@ -15,7 +15,7 @@ from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import Chooser, FirstActions, Kind, may_begin
-from specvla_ros.engine.request import NOTHING_GIVEN, Given, Request
+from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.models.codecs.codec import Codec, SaysNumbers
@@ -117,11 +117,8 @@ class Scheduler:
             return self.settings.spreads[0]
         return self.chooser.pace.spread if self.requests else 1
 
-    def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int, given: Given = NOTHING_GIVEN) -> None:
-        """Turns a batch's admitted frame into a request with a share of the forward.
-
-        The rows of `layout` include those of the given tokens.
-        """
+    def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int) -> None:
+        """Turns a batch's admitted frame into a request with a share of the forward."""
         assert batch.admitted is not None
         observation, batch.started_ns = batch.admitted.observation, time.monotonic_ns()
         slot = self._slots.take()
@@ -134,7 +131,6 @@ class Scheduler:
             wait_s=(batch.started_ns - observation.received_ns) * 1e-9 if observation.received_ns else 0.0,
             tree=self._root,
             codec=self._codec,
-            given=given,
             acceptance=self.settings.acceptance.rule,
             spread=self.spread,
             others=len(self._of(observation.stream)),
@@ -176,7 +172,7 @@ class Scheduler:
         trees = len(batch.shares) - len(prompts)
         self.chooser.times.add(Kind(work.images > 0, max(prompts, default=0), trees, drafts), seconds)
         for request in batch.answered:
-            forwards, tokens = request.verified, len(request.tokens) - len(request.given.tokens)
+            forwards, tokens = request.verified, len(request.tokens)
             self.chooser.answered(forwards, tokens, others=request.others, drafted=request.drafts)
 
     def ahead_of(self, seen: Observation) -> tuple[int, ...]:
@@ -341,7 +337,7 @@ class Scheduler:
             stream = request.observation.stream
             if len(request.tokens) <= furthest.get(stream, -1):
                 self._drop(request, DropReason.OVERTAKEN)
-            if not request.prefilling:
+            if request.tokens:
                 furthest[stream] = max(furthest.get(stream, -1), len(request.tokens))
 
     def _of(self, stream: str) -> list[Request]:

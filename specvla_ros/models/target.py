@@ -7,7 +7,7 @@ registers a loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another pa
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,8 +48,7 @@ class PromptLayout:
     """The rows of an observation's prompt, known on the host before anything is computed."""
 
     ids: tuple[int, ...]  # the prompt's text as token ids
-    # Length of the prompt in rows of the KV cache, including the images' rows and the given start of its answer.
-    rows: int
+    rows: int  # length of the prompt in rows of the KV cache, including the images' rows
     visual_rows: tuple[range, ...]  # contiguous ranges of image rows, in order
     # int64 [axes, rows], RoPE positions for a model with several per row (M-RoPE); rows after the prompt count up from
     # the largest. None: rows count up from 0.
@@ -65,11 +64,6 @@ class PromptLayout:
             return None
         behind = np.arange(max(start, self.rows), max(stop, self.rows)) - self.rows + 1 + self.positions.max()
         return np.concatenate((self.positions[:, start:stop], np.tile(behind, (len(self.positions), 1))), axis=1)
-
-    def with_given(self, tokens: int) -> "PromptLayout":
-        """The layout with the rows of a given start of the answer after the prompt."""
-        rows = self.rows + tokens
-        return replace(self, rows=rows, positions=self.positions_of(0, rows))
 
     def positions_behind(self, row: int, nodes: int) -> np.ndarray | None:
         """The root's RoPE positions, int64 [axes, nodes], of a tree at a row after the prompt; None: the row itself."""
