@@ -179,11 +179,11 @@ def sent_message(
 
 # Topic, message type and reader of each output.
 COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
-    Output.POSE: ("pose", PoseStamped, tool_pose),
-    Output.TWIST: ("twist", TwistStamped, twist_command),
-    Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, trajectory_command),
-    Output.JOINT_TRAJECTORY_CHUNK: ("joint_trajectory", JointTrajectory, trajectory_command),
-    Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, array_command),
+    Output.POSE: (Output.POSE.topic, PoseStamped, tool_pose),
+    Output.TWIST: (Output.TWIST.topic, TwistStamped, twist_command),
+    Output.JOINT_TRAJECTORY: (Output.JOINT_TRAJECTORY.topic, JointTrajectory, trajectory_command),
+    Output.JOINT_TRAJECTORY_CHUNK: (Output.JOINT_TRAJECTORY_CHUNK.topic, JointTrajectory, trajectory_command),
+    Output.POSITION_ARRAY: (Output.POSITION_ARRAY.topic, Float64MultiArray, array_command),
 }
 GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {
     GripperOutput.ARRAY: ("gripper", Float64MultiArray, gripper_array),

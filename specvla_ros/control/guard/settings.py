@@ -31,8 +31,8 @@ class Output(str, Enum):
 
     @property
     def topic(self) -> str:
-        """The guard's topic of these commands."""
-        return f"command/{'joint_positions' if self is Output.POSITION_ARRAY else self.value.removesuffix('_chunk')}"
+        """Name of the topics of these commands."""
+        return "joint_positions" if self is Output.POSITION_ARRAY else self.value.removesuffix("_chunk")
 
 
 JOINT_OUTPUTS = tuple(each.value for each in Output if each.of_joints)

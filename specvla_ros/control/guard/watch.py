@@ -230,7 +230,9 @@ class Watch:
             return None
         words = _silence("command", self._command, now)
         if self._command.at_s == -np.inf and not self._command.problem:
-            words += f" on {self._settings.kind.topic}: the driver's diagnostics may say why, or it is not remapped"
+            words += (
+                f" on command/{self._settings.kind.topic}: the driver's diagnostics may say why, or it is not remapped"
+            )
         return Refusal(Cause.DRIVER_SILENT, words)
 
     def action_silent(self, now: Instant) -> Refusal | None:

@@ -29,7 +29,7 @@ from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.driver.joint_order import JointOrder
 from specvla_ros.ros.driver.outputs import ROBOT_OUTPUTS, GripperCommands, OutputContext, RobotOutput
-from specvla_ros.ros.driver.parameters import JOINTS, DriverParameters
+from specvla_ros.ros.driver.parameters import DRY_RUN, JOINTS, DriverParameters
 from specvla_ros.ros.node import STEADY, DiagnosticsPublisher, ManagedNode, make_status, raise_priority, run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters, refuse_fixed
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
@@ -356,7 +356,7 @@ class DriverNode(ManagedNode):
                 f"the policy's clock is {clocks.ahead_s:.3f} s ahead of this one: synchronise the machines, for "
                 "example with chrony"
             )
-        if self._taken and not self._guard_spoke and self._chosen.output != "none":
+        if self._taken and not self._guard_spoke and self._chosen.output != DRY_RUN:
             where = f"no guard reports on {self._state_topic}: remap it to the guard's state"
             return DiagnosticStatus.WARN, f"following actions, but {where}"
         if self._taken:
