@@ -256,21 +256,23 @@ class DriverNode(ManagedNode):
     # The control loop
 
     def _step(self) -> None:
-        now_s, driver = self._now_s(), self._driver
+        now, driver = self.get_clock().now(), self._driver
         if self._pose_source is not None:
             self._pose_source.look()
         if driver is None:
             return
         began = driver.anchored
-        target = driver.step(now_s, time.monotonic())
+        target = driver.step(_seconds(now), time.monotonic())
         if driver.anchored and not began:
             self.get_logger().info(f"a {driver.follower.space.what} was measured: following actions")
         if target is None or self._order.step(driver, self._joints, time.monotonic()):
             return
         try:
-            self._output.send(target, self.get_clock().now())
+            # Stamped with the time that the motion was computed for. A later stamp, after a preemption, would make the
+            # next step look too fast.
+            self._output.send(target, now)
         except UnreachableError as error:
-            driver.follower.hold(now_s)
+            driver.follower.hold(_seconds(now))
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
 
@@ -366,7 +368,11 @@ class DriverNode(ManagedNode):
         return DiagnosticStatus.OK, "waiting for actions"
 
     def _now_s(self) -> float:
-        return float(self.get_clock().now().nanoseconds * _NS)
+        return _seconds(self.get_clock().now())
+
+
+def _seconds(at: Time) -> float:
+    return float(at.nanoseconds * _NS)
 
 
 def _joint_commands(chosen: DriverParameters, model: JointModel | None) -> JointSolver | JointKinematics | None:

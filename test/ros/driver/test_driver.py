@@ -2,6 +2,7 @@
 """The driver over real topics: every output arrives where the action meant, and what is wrong moves nothing."""
 
 import math
+import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,28 @@ def test_twists_take_the_tool_there_and_are_zero_and_fresh_at_rest():
             )
             assert 0 <= age_s < 10**10
             assert message.header.frame_id == "base_link"
+
+
+@pytest.mark.parametrize("output", ["pose", "twist"])
+def test_a_command_is_stamped_with_the_time_that_its_motion_was_computed_for(output):
+    with arm(output=output) as robot:
+        robot.start()
+        computed, step = [], robot.driver._driver.step
+
+        def preempted(now_s, steady_s):
+            target = step(now_s, steady_s)
+            time.sleep(0.03)
+            computed.append(now_s)
+            return target
+
+        robot.driver._driver.step = preempted
+        sent = robot.poses if output == "pose" else robot.twists
+        robot.until(lambda: len(computed) > 5)
+        robot.until(lambda: abs(stamp_s(sent[-1]) - computed[-1]) < 1e-6)
+
+
+def stamp_s(message):
+    return message.header.stamp.sec + message.header.stamp.nanosec * 1e-9
 
 
 def moves(message):
