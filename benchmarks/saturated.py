@@ -19,9 +19,9 @@ from benchmarks.harness import synchronise
 from benchmarks.random_policy import TEXT_TOKENS, RandomPolicy, frame
 from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.mailbox import Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.pace import mean_age
+from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.lab.tally import percentiles

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specvla_ros.engine.mailbox import Pictures
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
+from specvla_ros.engine.pictures import Pictures
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation

@@ -23,7 +23,7 @@ from specvla_ros.models.observation import Observation
 if TYPE_CHECKING:
     from specvla_ros.engine.batch import TickWork
     from specvla_ros.engine.engine import Engine
-    from specvla_ros.engine.mailbox import Pictures
+    from specvla_ros.engine.pictures import Pictures
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class SharedEngine(EngineThread):
 
     def prepared(self, observation: Observation) -> Pictures | None:
         """The preprocessed vision input of an observation; takes a few milliseconds of the caller's thread."""
-        from specvla_ros.engine.mailbox import pictures_of  # imports torch
+        from specvla_ros.engine.pictures import pictures_of  # imports torch
 
         self._loaded.result()
         assert self._engine is not None, "the thread has ended"

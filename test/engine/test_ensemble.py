@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.checkpoints import load_openvla, write_checkpoint
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
-from specvla_ros.engine.outcome import Action, ChunkEnsemble, DecodeRecord, Drop, DropReason, StageTimings
+from specvla_ros.engine.ensemble import ChunkEnsemble
+from specvla_ros.engine.outcome import Action, DecodeRecord, Drop, DropReason, StageTimings
 from specvla_ros.models.codecs.codec import Codec
 
 NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")

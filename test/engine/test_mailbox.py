@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from specvla_ros.engine import mailbox
-from specvla_ros.engine.mailbox import Mailbox, Pictures, Waiting, pictures_of
+from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Drop, DropReason
+from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.models.observation import Observation
 
 SECOND = 10**9

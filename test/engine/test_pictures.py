@@ -19,8 +19,8 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_q
 
 from specvla_ros import Policy
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.mailbox import Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.models.checkpoint import load_target
