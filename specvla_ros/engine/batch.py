@@ -157,6 +157,19 @@ class ScheduledRequest:
         return self.request.prefix_len == 0
 
     @property
+    def given_rows(self) -> int:
+        """Number of its prompt rows that hold given tokens of the answer, which are a prompt's last rows."""
+        request = self.request
+        left = request.layout.rows - request.prefix_len - self.prompt_rows
+        return max(0, min(self.prompt_rows, len(request.given.tokens) - left)) if self.prompt_rows else 0
+
+    @property
+    def prompt_share(self) -> float:
+        """The fraction of its prompt, without given tokens, in this share."""
+        request = self.request
+        return (self.prompt_rows - self.given_rows) / (request.layout.rows - len(request.given.tokens))
+
+    @property
     def verifies(self) -> bool:
         """True if the share yields tokens, i.e. unless it is a chunk that does not end the prompt."""
         return self.ends_prompt or not self.prompt_rows
@@ -253,7 +266,8 @@ class TickWork:
     """The work of one tick, from which its time on another device can be predicted."""
 
     images: int = 0  # processed by the vision tower
-    prompts: float = 0.0  # in the forward; a chunk counts as its fraction of the prompt
+    prompts: float = 0.0  # in the forward, without given tokens; a chunk counts as its fraction of the prompt
+    given: int = 0  # rows of given answer tokens, computed with their prompt
     trees: int = 0  # requests in the forward that are past their prompt
     nodes: int = 0  # in these trees
     drafting: DraftWork = field(default_factory=DraftWork)
@@ -282,7 +296,8 @@ class Batch:
         """The work of the forward; drafting is added later."""
         return TickWork(
             images=sum(share.begins for share in self.shares),
-            prompts=sum(share.prompt_rows / share.request.layout.rows for share in self.shares),
+            prompts=sum(share.prompt_share for share in self.shares),
+            given=sum(share.given_rows for share in self.shares),
             trees=sum(not share.ends_prompt for share in self.verified),
             nodes=sum(len(share.request.tree) - share.ends_prompt for share in self.verified),
         )

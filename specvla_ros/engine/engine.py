@@ -15,6 +15,7 @@ import torch
 from specvla_kernels.device import device_fault, distrust_kernels, on_device, operators_on
 from specvla_ros.engine.batch import Batch, TickWork
 from specvla_ros.engine.ensemble import ChunkEnsemble
+from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.kernel_check import kernel_fault
 from specvla_ros.engine.kv_cache import LESS_MEMORY, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox
@@ -268,7 +269,8 @@ class Engine:
 
     def check_instruction(self, instruction: str) -> None:
         """Raises UserError if an instruction is empty or its prompt is longer than a slot holds."""
-        self._prompt_layout(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
+        asked = replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None)
+        self._prompt_layout(asked, NOTHING_GIVEN)
 
     def describe(self) -> dict[str, Any]:
         """A description of the policy and its decoding, for diagnostics and results."""
@@ -291,45 +293,43 @@ class Engine:
 
     def _prepare_next(self) -> None:
         """Preprocesses the next frame's images if it may start soon; before that a newer frame may replace it."""
-        if (pictures := self._unprepared()) is not None:
+        if (pictures := self.scheduler.unprepared()) is not None:
             pictures.prepare()
 
     def _prepare_ahead(self) -> None:
         """Does the same on another thread during the tick, for a frame that was already waiting."""
-        if self._unprepared() is not None:
+        if self.scheduler.unprepared() is not None:
             self._ahead.submit(self._prepare_next)
-
-    def _unprepared(self) -> Pictures | None:
-        waiting = self.mailbox.next(self.scheduler.room_soon)
-        pictures = waiting.pictures if waiting is not None else None
-        return pictures if pictures is not None and not pictures.begun else None
 
     def _lay_out(self, batch: Batch) -> None:
         """Lays out the prompt of the starting frame, and drafts the tree verified with the end of a prompt."""
         if batch.admitted is not None:
+            observation = batch.admitted.observation
+            given = Given(observation.answer_ids)
             try:
-                layout = self._prompt_layout(batch.admitted.observation)
+                layout = self._prompt_layout(observation, given)
             except UserError as error:
                 self.scheduler.refuse(batch, DropReason.BAD_INSTRUCTION, str(error))
             except Exception as error:  # drops only this frame
                 _log.exception("a prompt could not be laid out")
                 self.scheduler.refuse(batch, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}")
             else:
-                self.scheduler.begin(
-                    batch, layout, self.runner.forwards.sizes.chunk_rows(layout.rows, self.scheduler.spread)
-                )
+                chunk_rows = self.runner.forwards.sizes.chunk_rows(layout.rows, self.scheduler.spread)
+                self.scheduler.begin(batch, layout, chunk_rows, given)
         for share in batch.shares:
             # Not earlier: until now, more of the earlier answers may become known.
             if share.ends_prompt and share.request.drafts:
-                seen = share.request.observation
+                seen, answer = share.request.observation, share.request.given.tokens
                 share.request.tree = self.drafter.draft_prompt(
                     DraftPrompt(
                         seen.epoch,
-                        self._codec.max_tokens,
-                        self._codec.in_text(()),
+                        self._codec.remaining(answer),
+                        self._codec.in_text(answer),
                         seen.stamp_ns,
                         seen.stream,
                         self.scheduler.ahead_of(seen),
+                        answer,
+                        self._codec.position(answer),
                     )
                 )
 
@@ -383,8 +383,8 @@ class Engine:
         head_prompts = self.last_work.prompts if drafted.head_forwards else 0.0
         self.last_work = replace(self.last_work, drafting=drafted, head_prompts=head_prompts)
 
-    def _prompt_layout(self, observation: Observation) -> PromptLayout:
-        layout = self.target.prompt_layout(observation)
+    def _prompt_layout(self, observation: Observation, given: Given) -> PromptLayout:
+        layout = given.lay_out(self.target, self._codec, observation)
         if len(layout.ids) > self.settings.max_text_tokens:
             raise UserError(
                 f"the prompt has {len(layout.ids)} tokens, but a KV slot holds {self.settings.max_text_tokens}: "

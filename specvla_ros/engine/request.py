@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
 from specvla_ros.engine.pictures import Pictures
 from specvla_ros.engine.verifier import Commit
@@ -30,6 +31,7 @@ class Request:
     # written yet. After a prompt the root is the prompt's last row, and its token is not read.
     tree: Tree
     codec: Codec
+    given: Given = NOTHING_GIVEN
     acceptance: str = "strict"
     spread: int = 1  # forwards over which its prompt is spread
     others: int = 0  # its robot's other requests in flight at its start
@@ -41,14 +43,14 @@ class Request:
     # [prompt rows, hidden], embeddings; set by the runner in the tick that starts the prompt.
     prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0  # committed rows of the slot
-    tokens: list[int] = field(default_factory=list)  # committed answer tokens
+    tokens: list[int] = field(init=False)  # committed answer tokens, the given ones first
     # Last hidden states of the image's rows, chunk by chunk, if the acceptance rule needs them.
     visual: list[Tensor] = field(default_factory=list)
     # float64 [horizon, dims], from the policy's action head; None: they are decoded from the tokens.
     actions: Tensor | None = None
     handed_out: int = 0  # number of actions published before the answer was complete
     spent_s: float = 0.0  # time since its start, in the seconds of `Engine.tick_time`
-    # Per-tick records, for DecodeStats.
+    # Records for DecodeStats, per decoded token or tick.
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
     vision_s: float = 0.0
@@ -58,6 +60,9 @@ class Request:
     accept_lengths: list[int] = field(default_factory=list)
     tree_nodes: list[int] = field(default_factory=list)
     tick_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.given.tokens]
 
     @property
     def prefilling(self) -> bool:
@@ -93,7 +98,7 @@ class Request:
         """Drops tokens committed beyond the answer's end."""
         beyond = len(self.tokens) - length
         if beyond > 0:
-            del self.tokens[length:], self.bins_off[length:], self.why[length:]
+            del self.tokens[length:], self.bins_off[-beyond:], self.why[-beyond:]
             self.tokens_per_forward[-1] -= beyond
             self.accept_lengths[-1] = min(self.accept_lengths[-1], self.tokens_per_forward[-1])
 

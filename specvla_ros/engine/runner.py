@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import flash_takes, flash_version
+from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Capturable, Capture, Captures, capture_on, check_rows, randomize
 from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Batch, Segment, packed_forward
@@ -57,6 +58,10 @@ class Runner:
         prepared = (pictures.pixels(),) if pictures is not None else ()
         embed = self._target.prompt_embeddings
         request.prompt = embed(request.observation, request.layout.ids, self.vision, *prepared)
+        if request.tokens:
+            given = to_device(request.tokens, request.prompt.device)
+            answer = self._target.decoder.embed_tokens(given).to(request.prompt.dtype)
+            request.prompt = torch.cat((request.prompt, answer))
         self._clock.stop()
         if len(request.prompt) != request.layout.rows:
             raise ValueError(f"a prompt laid out with {request.layout.rows} rows has {len(request.prompt)} embeddings")

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from specvla_ros.engine.batch import Batch, ScheduledRequest, TickWork
+from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import Chooser, FirstActions, Kind, may_begin
+from specvla_ros.engine.pictures import Pictures
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
@@ -85,8 +87,14 @@ class Scheduler:
             [(request.others, request.verified, request.prefilling) for request in own],
         )
 
-    def room_soon(self, stream: str) -> bool:
-        """Estimates, from any thread, whether the tick after the current one may start a prompt of a robot.
+    def unprepared(self) -> Pictures | None:
+        """The images that no thread prepares yet of the frame that may start next; from any thread."""
+        waiting = self._mailbox.next(self._room_soon)
+        pictures = waiting.pictures if waiting is not None else None
+        return pictures if pictures is not None and not pictures.begun else None
+
+    def _room_soon(self, stream: str) -> bool:
+        """Estimates whether the tick after the current one may start a prompt of a robot.
 
         Assumes that a request may end once it has taken as many forwards as the shortest recent one.
         """
@@ -117,8 +125,11 @@ class Scheduler:
             return self.settings.spreads[0]
         return self.chooser.pace.spread if self.requests else 1
 
-    def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int) -> None:
-        """Turns a batch's admitted frame into a request with a share of the forward."""
+    def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int, given: Given = NOTHING_GIVEN) -> None:
+        """Turns a batch's admitted frame into a request with a share of the forward.
+
+        The rows of `layout` include those of the given tokens.
+        """
         assert batch.admitted is not None
         observation, batch.started_ns = batch.admitted.observation, time.monotonic_ns()
         slot = self._slots.take()
@@ -131,6 +142,7 @@ class Scheduler:
             wait_s=(batch.started_ns - observation.received_ns) * 1e-9 if observation.received_ns else 0.0,
             tree=self._root,
             codec=self._codec,
+            given=given,
             acceptance=self.settings.acceptance.rule,
             spread=self.spread,
             others=len(self._of(observation.stream)),
@@ -172,7 +184,7 @@ class Scheduler:
         trees = len(batch.shares) - len(prompts)
         self.chooser.times.add(Kind(work.images > 0, max(prompts, default=0), trees, drafts), seconds)
         for request in batch.answered:
-            forwards, tokens = request.verified, len(request.tokens)
+            forwards, tokens = request.verified, len(request.tokens) - len(request.given.tokens)
             self.chooser.answered(forwards, tokens, others=request.others, drafted=request.drafts)
 
     def ahead_of(self, seen: Observation) -> tuple[int, ...]:
@@ -337,7 +349,7 @@ class Scheduler:
             stream = request.observation.stream
             if len(request.tokens) <= furthest.get(stream, -1):
                 self._drop(request, DropReason.OVERTAKEN)
-            if request.tokens:
+            if not request.prefilling:
                 furthest[stream] = max(furthest.get(stream, -1), len(request.tokens))
 
     def _of(self, stream: str) -> list[Request]:

@@ -29,6 +29,8 @@ class Observation:
     receive_s: float = 0.0
     # The prompt as token ids, instead of the instruction; for checkpoints without a tokenizer.
     prompt_ids: tuple[int, ...] | None = None
+    # Token ids with which the answer begins; they are computed with the prompt, and only the rest is decoded.
+    answer_ids: tuple[int, ...] = ()
     state: np.ndarray | None = None  # float [dims], the proprioceptive state in the units of the training data
     stream: str = ""  # name of the robot; stamps and epochs of different streams cannot be compared
 

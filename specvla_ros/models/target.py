@@ -7,7 +7,7 @@ registers a loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another pa
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,7 +48,8 @@ class PromptLayout:
     """The rows of an observation's prompt, known on the host before anything is computed."""
 
     ids: tuple[int, ...]  # the prompt's text as token ids
-    rows: int  # length of the prompt in rows of the KV cache, including the images' rows
+    # Length of the prompt in rows of the KV cache, including the images' rows and the given start of its answer.
+    rows: int
     visual_rows: tuple[range, ...]  # contiguous ranges of image rows, in order
     # int64 [axes, rows], RoPE positions for a model with several per row (M-RoPE); rows after the prompt count up from
     # the largest. None: rows count up from 0.
@@ -200,3 +201,10 @@ class PreparesPictures(Protocol):
         pixels: Pixels | None = None,
     ) -> Tensor:
         """See `Target`; `pixels` are the observation's, in any precision. None: they are computed here."""
+
+
+def answer_layout(target: Target, observation: Observation, *, given: int) -> PromptLayout:
+    """The rows of an observation's prompt, and after them those of its answer's `given` first tokens."""
+    layout = target.prompt_layout(observation)
+    rows = layout.rows + given
+    return replace(layout, rows=rows, positions=layout.positions_of(0, rows)) if given else layout

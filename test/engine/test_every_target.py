@@ -5,7 +5,7 @@ What does not go together is refused, and stands here: a pair that is neither de
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,16 +17,18 @@ from support.draft_heads import policy_with_random_head, write_random_head
 from support.draft_models import FOLDER, with_model, write_draft_model
 from support.nightly import nightly_but
 from support.paths import ORACLES
+from support.plain_decoding import answer_of
 from support.random_checkpoint import write_random_checkpoint
 from support.random_chunks import any_chunks
 from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_qwen_vl
 
 from benchmarks.papers.text_target import TextCodec
 from specvla_ros import Engine, EngineSettings, Observation, UserError
-from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.lab.evaluation.frame_sources import collect_answers
 from specvla_ros.lab.training.artifacts import save_answers
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.pi0_fast.target import Pi0FastTarget
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
@@ -187,17 +189,17 @@ def essence(outcome: Outcome) -> tuple[Any, ...]:
     return outcome.observation.stamp_ns, outcome.reason, outcome.detail
 
 
-def decoded(engine: Engine, target: Target) -> Iterator[tuple[Any, ...]]:
+def decoded(engine: Engine, observations: Iterable[Observation]) -> list[Outcome]:
     """All that becomes of the frames, of which several are in flight where the mode allows it."""
     found: list[Outcome] = []
-    for seed in range(FRAMES):
-        found += engine.submit(seen(target, seed))
+    for observation in observations:
+        found += engine.submit(observation)
         while not engine.has_room:
             found += engine.tick()
         found += engine.tick()
     while engine.busy:
         found += engine.tick()
-    return map(essence, sorted(found, key=lambda outcome: outcome.observation.stamp_ns))
+    return sorted(found, key=lambda outcome: outcome.observation.stamp_ns)
 
 
 def plain(kind: str, target: Target, known: dict[str, list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
@@ -207,6 +209,15 @@ def plain(kind: str, target: Target, known: dict[str, list[tuple[Any, ...]]]) ->
         lengths = {len(tokens) for _, *answer in known[kind] for tokens in answer if isinstance(tokens, tuple)}
         assert max(lengths) > 2, "the random policy says nothing: choose another seed"
     return known[kind]
+
+
+def continued(target: Target, codec: Codec, observation: Observation) -> tuple[Any, ...]:
+    """What plain decoding writes after the given start of the answer."""
+    tokens = answer_of(target, codec, observation)
+    problem = codec.problem(tokens)
+    if problem:
+        return observation.stamp_ns, DropReason.NOT_AN_ACTION, problem
+    return observation.stamp_ns, codec.text_tokens(tokens), codec.action_tokens(tokens)
 
 
 def engine_of(kind: str, target: Target, draft: str, **mode: Any) -> Engine:
@@ -237,7 +248,8 @@ def test_strict_speculation_equals_plain_decoding(
     chosen = {name: mode for name, mode in modes.items() if target.causal_prompt or "prefill_chunks" not in mode}
     for name, mode in chosen.items():
         engine = engine_of(kind, target, draft, **mode)
-        assert [*decoded(engine, target)] == plain(kind, target, expected), name
+        found = decoded(engine, (seen(target, seed) for seed in range(FRAMES)))
+        assert [*map(essence, found)] == plain(kind, target, expected), name
 
 
 def test_pipelining_equals_plain_decoding(
@@ -246,4 +258,56 @@ def test_pipelining_equals_plain_decoding(
     target = made[kind]
     for chunks in (1, 2) if target.causal_prompt else (1,):
         engine = engine_of(kind, target, "head", mode="pipeline", prefill_chunks=chunks)
-        assert [*decoded(engine, target)] == plain(kind, target, expected), chunks
+        found = decoded(engine, (seen(target, seed) for seed in range(FRAMES)))
+        assert [*map(essence, found)] == plain(kind, target, expected), chunks
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "ar": {"mode": "ar"},
+    "pipeline, two chunks": {"mode": "pipeline", "prefill_chunks": 2},
+    "specpipe": {"mode": "specpipe"},
+    "spec": {"mode": "spec"},
+    "auto": {"mode": "auto"},
+}
+
+
+@pytest.mark.parametrize("mode", nightly_but(lambda mode: mode in ("ar", "pipeline, two chunks", "specpipe"), GIVEN))
+def test_what_follows_a_given_start_is_the_plain_decoders(kind: str, mode: str, made: dict[str, Target]) -> None:
+    target = made[kind]
+    codec = target.codec.with_text(KINDS[kind].settings.max_reasoning_tokens)
+    draft = "head" if (kind, "several") in REFUSED else "several"
+    engine = engine_of(kind, target, draft, **GIVEN[mode] | ({} if target.causal_prompt else {"prefill_chunks": 1}))
+    asked = []
+    for seed in range(FRAMES):
+        tokens = answer_of(target, codec, seen(target, seed))
+        start = tokens[: seed * len(tokens) // FRAMES]
+        other = [(start[0] + 1) % target.decoder.config.vocab_size, *start[1:]] if seed == FRAMES - 1 else start
+        asked.append(replace(seen(target, seed), answer_ids=tuple(other)))
+    found = decoded(engine, asked)
+    if not target.causal_prompt:
+        assert all(isinstance(each, Action) or "attends bidirectionally" in each.detail for each in found[1:])
+        return
+    assert [*map(essence, found)] == [continued(target, codec, each) for each in asked]
+    for action, observation in zip(found, asked, strict=True):
+        if isinstance(action, Action):
+            record, given = action.record, len(observation.answer_ids)
+            assert (action.text_tokens + action.tokens)[:given] == observation.answer_ids
+            assert sum(record.tokens_per_forward) == len(record.why) == len(record.bins_off)
+
+
+@pytest.mark.parametrize(
+    ("answer_ids", "words"),
+    [
+        ((1,) * 40, "has 40 tokens, but a whole answer has at most"),
+        ((-1,), "token -1 is outside the vocabulary"),
+        ((1 << 40,), "is outside the vocabulary"),
+    ],
+)
+def test_an_impossible_start_is_refused_and_the_next_frame_is_decoded(
+    answer_ids: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    target = _text(tmp_path)
+    engine = Engine(target, _WRITES)
+    outcome = engine.act(replace(seen(target, 0), answer_ids=answer_ids))
+    assert isinstance(outcome, Drop) and outcome.reason is DropReason.BAD_INSTRUCTION and words in outcome.detail
+    assert essence(engine.act(seen(target, 1))) == essence(Engine(target, _WRITES).act(seen(target, 1)))

@@ -328,7 +328,7 @@ class StageTimes:
         rows = round(work.prompts * self.model.prompt_rows)
         return replace(
             self._trees(work.trees, work.nodes),
-            prompt_rows=rows,
+            prompt_rows=rows + work.given,
             prompt_before=max(0, self.model.prompt_rows - rows) if rows and not work.images else 0,
             prompt_ends=not work.images or work.prompts >= 1,
         )

@@ -140,8 +140,9 @@ class ChunkShiftDrafter(Drafter):
         return trees
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
-        """Drafts the shifted answer from its start."""
-        chains = [self.answer(prompt.epoch, prompt.stamp_ns, prompt.stream)]
+        """Drafts the shifted answer from its start, or its rest after a given one."""
+        shifted = self.answer(prompt.epoch, prompt.stamp_ns, prompt.stream)
+        chains = [shifted[self._codec.resume(shifted, prompt.answer) :]]
         branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
         return branches.tree(root, relaxable=False) if len(branches) else None
 

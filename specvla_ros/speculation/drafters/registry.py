@@ -154,7 +154,7 @@ class DraftInput:
 
 @dataclass(frozen=True)
 class DraftPrompt:
-    """A prompt whose own forward may verify a draft of up to `max_depth` tokens, the longest answer."""
+    """A prompt whose own forward may verify a draft of up to `max_depth` tokens, the longest rest of the answer."""
 
     epoch: int
     max_depth: int
@@ -162,6 +162,8 @@ class DraftPrompt:
     stamp_ns: int
     stream: str = ""
     ahead: tuple[int, ...] = ()  # as in DraftInput
+    answer: tuple[int, ...] = ()  # the given start of the answer
+    position: int = 0  # of the first drafted token; see `Codec.position`
 
 
 @dataclass(frozen=True)

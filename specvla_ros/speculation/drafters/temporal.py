@@ -83,9 +83,12 @@ class TemporalDrafter(Drafter):
         return trees
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
-        """Drafts the whole last answer."""
-        stream, ahead = prompt.stream, prompt.ahead
-        chains = [self.text((), nodes, stream, ahead)] if prompt.in_text else self.chains(prompt.epoch, 0, stream)
+        """Drafts the whole last answer, or its rest after a given start."""
+        stream, answer = prompt.stream, prompt.answer
+        if prompt.in_text:
+            chains = [self.text(answer, nodes, stream, prompt.ahead)]
+        else:
+            chains = self.chains(prompt.epoch, prompt.position, stream)
         branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
         return branches.tree(root, relaxable=False) if len(branches) else None
 
