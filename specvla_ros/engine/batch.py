@@ -282,7 +282,7 @@ class Batch:
     # The frame that starts in this tick, until `Scheduler.begin` turns it into a request.
     admitted: Waiting | None = None
     finished: list[FinishedAnswer] = field(default_factory=list)  # completed answers that decode to an action
-    answered: list[Request] = field(default_factory=list)  # their requests
+    answered: list[Request] = field(default_factory=list)  # their requests, and those whose action came too late
     # `time.monotonic_ns()` at the start of the tick; the wait of a frame that starts in it ends here.
     started_ns: int = field(default_factory=time.monotonic_ns)
     vision_s: float = 0.0  # vision tower time in this tick, known after the read-back

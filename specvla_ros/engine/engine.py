@@ -25,6 +25,7 @@ from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.thoughts import Thoughts
 from specvla_ros.engine.verifier import Commit, Verifier
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
@@ -115,6 +116,7 @@ class Engine:
         """
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
+        self._thoughts.forget(stream)
         flushed = self.scheduler.flush(DropReason.EPOCH_CHANGED, before_epoch, stream)
         return flushed + self.mailbox.close(stream, DropReason.EPOCH_CHANGED, before_epoch)
 
@@ -158,8 +160,9 @@ class Engine:
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
                 self.scheduler.learn(batch, self.last_work, self.tick_time(self.last_work, batch.elapsed_s))
-            answers = self._ensemble.averaged(self.scheduler.release())  # in stamp order, each frame once
-            return answers + self._partial_actions()
+            ended = self.scheduler.release()  # in stamp order, each frame once
+            self._thoughts.void(ended)
+            return self._ensemble.averaged(ended) + self._partial_actions()
         except Exception as error:  # any: the robot's node must survive it
             _log.exception("a tick failed")
             self._lost = device_fault(self.target.decoder.device)
@@ -193,6 +196,7 @@ class Engine:
         self.mailbox.take_any_stamp(stream)
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
+        self._thoughts.forget(stream)
         return self.flush(stream=stream)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
@@ -305,7 +309,7 @@ class Engine:
         """Lays out the prompt of the starting frame, and drafts the tree verified with the end of a prompt."""
         if batch.admitted is not None:
             observation = batch.admitted.observation
-            given = Given(observation.answer_ids)
+            given = self._thoughts.given_to(observation, thinking=self.scheduler.renews(observation.stream))
             try:
                 layout = self._prompt_layout(observation, given)
             except UserError as error:
@@ -361,9 +365,11 @@ class Engine:
         return commits
 
     def _draft(self, batch: Batch, commits: list[Commit]) -> None:
-        """Grows the trees for the next forward, and lets the drafters learn from finished answers."""
+        """Grows the trees for the next forward, and lets drafters and thoughts learn from finished answers."""
         for answer in batch.finished:
             self.drafter.observe(answer)
+        for request in batch.answered:
+            self._thoughts.learn(request)
         going_on = self.scheduler.requests
         drafting = [request for request in going_on if request.drafts and self.drafter.sources]
         for share, commit in zip(batch.verified, commits, strict=True):
@@ -401,6 +407,8 @@ class Engine:
             raise UserError(
                 "this policy's prompt attends bidirectionally and cannot be split: set decode.prefill_chunks to 1"
             )
+        if settings.think_every_s:
+            settings.check_thinking(causal_prompt=target.causal_prompt)
         codec = target.codec.with_text(settings.max_reasoning_tokens)
         rule = make_rule(settings.acceptance, target)
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
@@ -431,7 +439,7 @@ class Engine:
         self._codec, self._fallback = codec, fallback
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
-        self._ensemble = ensemble
+        self._ensemble, self._thoughts = ensemble, Thoughts(settings.think_every_s, codec)
 
     def _change_settings(self, settings: EngineSettings) -> None:
         self.settings = self.scheduler.settings = settings

@@ -14,6 +14,9 @@ class Given:
     """The first tokens of one answer; empty: all of it is decoded."""
 
     tokens: tuple[int, ...] = ()
+    text_ns: int = 0  # stamp of the image that they were written from; 0: unknown
+    # True if nothing is given, to renew the thought that is given to newer images meanwhile: these do not overtake it.
+    renews: bool = False
 
     def lay_out(self, target: Target, codec: Codec, observation: Observation) -> PromptLayout:
         """The rows of an observation's prompt with those of the tokens after it.

@@ -114,6 +114,7 @@ class Action:
     finished_ns: int  # `time.monotonic_ns()` when the last token was committed
     dt_s: float | None = None  # duration of one action in seconds; None if the checkpoint does not give it
     text_tokens: tuple[int, ...] = ()  # text before the action
+    text_ns: int = 0  # stamp of the image that the text was written from; older with decode.think_every_s
     partial: bool = False  # True if more of the answer follows, unless its frame is dropped
 
     @property

@@ -48,6 +48,7 @@ class Request:
     visual: list[Tensor] = field(default_factory=list)
     # float64 [horizon, dims], from the policy's action head; None: they are decoded from the tokens.
     actions: Tensor | None = None
+    late: bool = False  # whether a newer image's action is out, so that only its thought is of use
     handed_out: int = 0  # number of actions published before the answer was complete
     spent_s: float = 0.0  # time since its start, in the seconds of `Engine.tick_time`
     # Records for DecodeStats, per decoded token or tick.

@@ -104,7 +104,7 @@ class Scheduler:
         if any(request.prefilling and not ScheduledRequest.next_share(request).ends_prompt for request in requests):
             return False
         ending = [each for each in requests if len(each.tokens_per_forward) + 1 >= self._fewest_forwards]
-        own = [each for each in requests if each.observation.stream == stream]
+        own = [each for each in requests if each.observation.stream == stream and not each.given.renews]
         has_slot = bool(self._slots.free_slots or ending)
         return has_slot and (len(own) < self.target_in_flight or any(each in ending for each in own))
 
@@ -183,9 +183,13 @@ class Scheduler:
         drafts = any(share.request.drafts for share in batch.shares)
         trees = len(batch.shares) - len(prompts)
         self.chooser.times.add(Kind(work.images > 0, max(prompts, default=0), trees, drafts), seconds)
-        for request in batch.answered:
+        for request in [each for each in batch.answered if not each.given.renews]:
             forwards, tokens = request.verified, len(request.tokens) - len(request.given.tokens)
             self.chooser.answered(forwards, tokens, others=request.others, drafted=request.drafts)
+
+    def renews(self, stream: str) -> bool:
+        """True if a robot's next thought is being written, while newer images are given the last one."""
+        return bool(self._renewing(stream))
 
     def ahead_of(self, seen: Observation) -> tuple[int, ...]:
         """Committed tokens of the previous image's answer, if in flight with the same instruction; else empty."""
@@ -208,7 +212,7 @@ class Scheduler:
         Checks the age again, since a suspended process, a slow policy or a clock jump ages requests in flight.
         """
         oldest: dict[str, int] = {}  # by stream
-        for request in reversed(self.requests):
+        for request in reversed(self.requests if self.settings.in_order else self._acting):
             oldest[request.observation.stream] = request.observation.stamp_ns
         self._held.sort(key=lambda action: action.observation.stamp_ns)
         ended: list[Outcome] = [*self._drops]
@@ -309,13 +313,16 @@ class Scheduler:
     def _answer(
         self, request: Request, batch: Batch, actions: np.ndarray, tokens: tuple[int, ...], *, whole: bool = True
     ) -> None:
+        batch.answered.append(request)
+        if request.late:
+            self._drop(request, DropReason.OVERTAKEN)
+            return
         action = self._action(request, actions, tokens)
         self._remove(request)
         forwards = len(request.tokens_per_forward)
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
         self._fewest_forwards = min(forwards, self._fewest_forwards + 1)
         self._held.append(action)
-        batch.answered.append(request)
         seen = request.observation
         batch.finished.append(
             FinishedAnswer(seen.epoch, tuple(request.tokens), tokens, seen.stamp_ns, seen.stream, whole)
@@ -323,6 +330,8 @@ class Scheduler:
         if not self.settings.in_order:
             for older in [other for other in self._of(seen.stream) if other.observation.stamp_ns < seen.stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)
+            for thinking in self._renewing(seen.stream):
+                thinking.late = thinking.late or thinking.observation.stamp_ns < seen.stamp_ns
 
     def _action(
         self, request: Request, actions: np.ndarray, tokens: tuple[int, ...], *, partial: bool = False
@@ -334,6 +343,7 @@ class Scheduler:
             dt_s=self._codec.dt_s,
             tokens=tokens,
             text_tokens=() if partial else self._codec.text_tokens(request.tokens),
+            text_ns=request.given.text_ns or request.observation.stamp_ns,
             timings=request.timings(),
             record=request.record(self.settings.mode, len(self.requests)),
             finished_ns=time.monotonic_ns(),
@@ -345,15 +355,24 @@ class Scheduler:
         if self.settings.in_order:
             return
         furthest: dict[str, int] = {}  # by stream
-        for request in reversed(self.requests.copy()):
+        for request in reversed(self._acting):
             stream = request.observation.stream
             if len(request.tokens) <= furthest.get(stream, -1):
                 self._drop(request, DropReason.OVERTAKEN)
             if not request.prefilling:
                 furthest[stream] = max(furthest.get(stream, -1), len(request.tokens))
 
+    @property
+    def _acting(self) -> list[Request]:
+        """The requests whose actions are awaited, unlike those of the ones that renew a thought."""
+        return [request for request in self.requests if not request.given.renews]
+
     def _of(self, stream: str) -> list[Request]:
-        return [request for request in self.requests if request.observation.stream == stream]
+        """A robot's requests whose actions are awaited, oldest first."""
+        return [request for request in self._acting if request.observation.stream == stream]
+
+    def _renewing(self, stream: str) -> list[Request]:
+        return [each for each in self.requests if each.given.renews and each.observation.stream == stream]
 
     def _drop(self, request: Request, reason: DropReason, detail: str = "") -> None:
         self._remove(request)

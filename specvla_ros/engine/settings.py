@@ -77,6 +77,16 @@ class EngineSettings:
         minimum=0,
         maximum=4096,
     )
+    think_every_s: float = parameter(
+        0.0,
+        "For policies that write text before they act: min time between two images for which they write it. In "
+        "between, the last text is given with the newest image and only the action is decoded; in pipeline, specpipe "
+        "and auto also while the next text is written. Lossy: actions follow an older text. 0: each image has its own.",
+        unit="s",
+        minimum=0.0,
+        maximum=3600.0,
+        writable=True,
+    )
     partial_actions: bool = parameter(
         True,
         "Publish the first actions of an answer while the rest is decoded, as messages with the same stamp. Only for "
@@ -140,6 +150,24 @@ class EngineSettings:
                 f"{self.max_reasoning_tokens}: set it to 0, or model.action_head to false"
             )
 
+    def check_thinking(self, *, causal_prompt: bool) -> None:
+        """Raises UserError if think_every_s is set for a policy whose answers do not begin with a text to be given."""
+        if not self.max_reasoning_tokens:
+            raise UserError(
+                "decode.think_every_s is for policies that write text before they act, but decode.max_reasoning_tokens "
+                "is 0: set it to the length of the longest text, or decode.think_every_s to 0"
+            )
+        if not causal_prompt:
+            raise UserError(
+                "this policy's prompt attends bidirectionally, so it cannot be given a text: set decode.think_every_s "
+                "to 0"
+            )
+
+    @property
+    def lossless(self) -> bool:
+        """True if answers are plain decoding's, except at near ties in half precision."""
+        return not self.think_every_s and (self.acceptance.rule == "strict" or not self.drafts)
+
     @property
     def followed_preset(self) -> str:
         """The preset's name and the values that differ from it; empty without a preset."""
@@ -159,8 +187,7 @@ class EngineSettings:
 
     def tokens_in(self, dtype: "torch.dtype") -> str:
         """The condition for tokens to equal plain decoding's in a dtype; empty if they always do, or need not."""
-        promised = self.acceptance.rule == "strict" or not self.drafts
-        if dtype.itemsize > 2 or not promised or not (self.drafts or self.slots > 1):
+        if dtype.itemsize > 2 or not self.lossless or not (self.drafts or self.slots > 1):
             return ""
         name = str(dtype).removeprefix("torch.")
         return f"plain decoding's except at near ties, which {name} may break differently: specvla certify counts them"

@@ -148,6 +148,11 @@ def calibrate(
     """
     directory = RunDirectory(out, "calibrate")
     directory.check()
+    if base.engine.think_every_s:
+        raise UserError(
+            "calibrate looks for fast exact settings, and decode.think_every_s is not exact: leave it at 0, and "
+            "measure it with specvla simulate and compare"
+        )
     spec = replace(base.engine, mode="spec")
     plain = Trial(_PLAIN, None, replace(base.engine, mode="ar", acceptance=AcceptanceSettings()))
     relaxed, refused = _relaxed_trials(policy, spec, plan)

@@ -119,8 +119,9 @@ class ActionPublisher:
             stamp, seq = Time(nanoseconds=observation.stamp_ns).to_msg(), self._next_seq
             seen = Header(stamp=stamp, frame_id=observation.frame_id)
             if action.text_tokens:
+                read = Header(stamp=Time(nanoseconds=action.text_ns).to_msg(), frame_id=observation.frame_id)
                 n = len(action.text_tokens)
-                self._reasoning.publish(Reasoning(header=seen, seq=seq, epoch=self._epoch, text=text, tokens=n))
+                self._reasoning.publish(Reasoning(header=read, seq=seq, epoch=self._epoch, text=text, tokens=n))
             fields = vla_action_fields(action, meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
             self._actions.publish(VlaAction(header=Header(stamp=stamp, frame_id=meaning.base_frame), **fields))
             self._next_seq += 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import bags
 from support.checkpoints import load_openvla, write_checkpoint
-from support.draft_heads import write_random_head
+from support.draft_heads import policy_with_random_head, write_random_head
 from support.nightly import nightly_but
 from typer.testing import CliRunner
 
@@ -223,3 +223,16 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     both = CliRunner().invoke(app, [*given, "--verify", str(out), "--instruction", "lift"])
     assert "omit --instruction" in str(both.exception)
     assert "give one, such as --mode spec" in str(CliRunner().invoke(app, given).exception)
+
+
+def test_thinking_less_often_is_certified_as_a_setting_that_changes_answers(
+    recorded: list[Path], tmp_path: Path
+) -> None:
+    writer = policy_with_random_head(tmp_path, seed=1, hidden_size=64, layers=2, text=1.2)
+    own = EngineSettings(max_reasoning_tokens=24)
+    rarely = certify(writer, replace(own, think_every_s=3600.0), recorded, ALONE)
+    assert not rarely.content["strict"] and rarely.content["result"]["differing"] > 0
+    assert settings_of(rarely) == replace(own, think_every_s=3600.0)
+    always = certify(writer, own, recorded, ALONE)
+    assert always.content["strict"] and not always.content["result"]["differing"]
+    assert rarely.content["result"]["digest"] == always.content["result"]["digest"], "held against plain decoding"
