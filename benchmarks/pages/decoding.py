@@ -44,6 +44,27 @@ def _first_actions(result: Result) -> Result:
     return {"cells": table(cells), "starts": min(row["starts"] for row in result["rows"])}
 
 
+def _thinking(result: Result) -> Result:
+    cells = [["think every", "age", "ratio", "given", "forwards", "success", "points", "jump at seams", "jump within"]]
+    for i, row in enumerate(result["rows"]):
+        compared = [interval(row["age_ratio"]), points(row["success"])] if i else ["", ""]
+        forwards = [f"{row[name]:.1f}" if row[name] else "" for name in ("forwards_own", "forwards_given")]
+        jumps = [_jump(row[name]) for name in ("jump_at_seams", "jump_within")]
+        every = f"{row['think_every_s']:g} s" if row["think_every_s"] else "image"
+        shown = [
+            f"{row['picture_age_s']:.2f} s",
+            compared[0],
+            f"{row['given_share']:.0%}",
+            ", ".join(filter(None, forwards)),
+        ]
+        cells.append([every, *shown, rate(row["success"]["second"]), compared[1], *jumps])
+    return {"cells": table(cells), "starts": result["rows"][0]["success"]["first"]["episodes"]}
+
+
+def _jump(figures: Result | None) -> str:
+    return f"{figures['mm_p95']:.0f} mm, {figures['deg_p95']:.1f}°" if figures else ""
+
+
 def _pipelining(result: Result) -> Result:
     policies = list(result["policies"].values())
     closed = [
@@ -96,4 +117,4 @@ def _by_nodes(policy: Result) -> Result:
     return {**policy, "tokens": f"{policy['plain']['forwards_per_action']:.0f}", "rows": shown}
 
 
-VIEWS = views(_age, _first_actions, _pipelining, _draft_nodes)
+VIEWS = views(_age, _first_actions, _thinking, _pipelining, _draft_nodes)

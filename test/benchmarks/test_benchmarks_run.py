@@ -69,6 +69,15 @@ def test_chunks_and_points_are_compared_on_the_same_starts(tmp_path: Path):
 
 
 @pytest.mark.nightly
+def test_newer_images_are_given_the_last_thought_in_closed_loop(tmp_path: Path):
+    result = run("benchmarks.robot.thinking", tmp_path / "out.json", "--episodes", 1, "--every", "0,4")
+    always, rarely = result["rows"]
+    assert always["given_share"] == 0 and always["jump_within"] is None and always["thought_age_s"] == 0
+    assert rarely["thought_age_s"] > 0 and rarely["given_share"] > 0.3
+    assert rarely["forwards_given"] < rarely["forwards_own"] and rarely["success"]["first"]["episodes"] == 5
+
+
+@pytest.mark.nightly
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     weights = ["--quantization", "none,w8a8,int4,fp8"]
     result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
