@@ -260,6 +260,7 @@ class Engine:
             return
         blank = self.target.blank_observation()
         self.reset("")
+        chooser.forget_times()
         with self.mailbox.without_clock():
             for pace in chooser.every_kind():
                 with chooser.pinned(pace):

@@ -278,6 +278,10 @@ class Chooser:
             return str(self.pace)
         return f"{self.pace}; ticks take {drift:.2g} times as long as in configure; the choice uses current times"
 
+    def forget_times(self) -> None:
+        """Forgets all tick times, before they are measured, possibly by another clock."""
+        self.times, self.measured = TickTimes(), False
+
     def settle(self) -> None:
         """Marks every kind of tick as timed."""
         self.measured = True

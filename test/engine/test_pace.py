@@ -314,6 +314,16 @@ def test_an_engine_in_use_is_measured_again_and_a_live_switch_says_that_it_was_n
     assert len(decoded(engine, 2)) == 2
 
 
+def test_measuring_again_forgets_the_times_of_another_clock(policy: OpenVLATarget) -> None:
+    engine = Engine(policy, EngineSettings("auto", draft=DRAFTS))
+    chooser = engine.scheduler.chooser
+    assert chooser is not None
+    for seconds in (1.0, 0.25):
+        engine.tick_time = lambda _work, _measured, seconds=seconds: seconds  # type: ignore[misc]
+        engine.measure_ticks()
+        assert {chooser.times.seconds(Kind(True, 1, trees, True)) for trees in (0, 1)} == {seconds}
+
+
 def test_with_nothing_to_draft_it_decodes_plainly(tmp_path: Path) -> None:
     policy = policy_with_random_head(tmp_path, seed=5, hidden_size=64, layers=2)
     nothing = replace(DRAFTS, head="none")
