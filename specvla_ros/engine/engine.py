@@ -40,6 +40,9 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 _TICKS_OF_A_PACE = 16  # enough for each of its kinds of ticks to occur more than once
+_MEASURING_S = (
+    60.0  # a device that needs longer, e.g. a CPU with a policy of 7 billion parameters, chooses among fewer paces
+)
 
 
 def _on_its_device(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:
@@ -253,7 +256,7 @@ class Engine:
     def measure_ticks(self) -> None:
         """In mode auto, measures every kind of tick that a pace may need, on black images whose answers are discarded.
 
-        Requests in flight and waiting frames are dropped.
+        Requests in flight and waiting frames are dropped. After a minute the paces left are not measured, nor chosen.
         """
         chooser = self.scheduler.chooser
         if chooser is None:
@@ -261,10 +264,13 @@ class Engine:
         blank = self.target.blank_observation()
         self.reset("")
         chooser.forget_times()
+        until_s = time.perf_counter() + _MEASURING_S
         with self.mailbox.without_clock():
             for pace in chooser.every_kind():
                 with chooser.pinned(pace):
                     for number in range(1, _TICKS_OF_A_PACE + 1):
+                        if time.perf_counter() > until_s:
+                            break
                         if self.has_room:
                             self.submit(replace(blank, stamp_ns=number))
                         self.tick()

@@ -20,7 +20,9 @@ _FRAMES = 24  # simulated per pace
 _ANSWERS = 48  # latest answers whose forwards are replayed in the simulation
 _NEEDED = 8  # min answers before their statistics are used
 _MEMORY = 0.9  # decay of running means: about the last ten values
-_BETTER = 0.97  # the pace changes if another's age is below this share of the current one's twice in a row
+_BETTER = (
+    0.97  # the pace changes if another's age is below this share of the current one's twice in a row, at first once
+)
 _UNSETTLED = 4  # candidates simulated per answer until a round changes nothing; then one
 _MOST_TREES = 8  # max trees in a kind of tick
 _OFTEN = 30  # min ticks of a kind before its mean is compared with the first
@@ -261,6 +263,7 @@ class Chooser:
         self._better: Pace | None = None  # best in the previous round
         self._due = 0  # candidates to simulate
         self._settled = False  # whether the last round changed nothing
+        self._first = True  # whether the next round is the first since drafting began
         self._plain = 0  # answers since the last drafted one
         self._pinned = False
 
@@ -328,12 +331,17 @@ class Chooser:
             self._due = min(self._due + (1 if self._settled else _UNSETTLED), _UNSETTLED)
 
     def play(self) -> None:
-        """Simulates the next candidate if one is due, and chooses at the end of a round."""
+        """Simulates the next candidate if one is due, and chooses at the end of a round.
+
+        The first round has only one frame at a time, so that drafts that do not pay end after few answers.
+        """
         if not self._due or self._pinned:
             return
         self._due -= 1
         if not self._round:
-            self._ages, self._round = {}, [pace for pace in self.candidates() if pace != self.pace]
+            most = 1 if self._first else self._most
+            others = [pace for pace in self.candidates() if pace != self.pace and pace.in_flight <= most]
+            self._ages, self._round = {}, others
         if self._round:
             pace = self._round.pop()
             self._ages[pace] = expected_age(pace, self.answers, self.times.seconds)
@@ -344,7 +352,7 @@ class Chooser:
         """Returns to drafting: its benefit may have changed since the last drafted answer."""
         self.answers.forget_drafted()
         self.pace, self._plain, self._ages, self._round, self._better = Pace(), 0, {}, [], None
-        self._due, self._settled = 0, False
+        self._due, self._settled, self._first = 0, False, True
 
     def _choose(self) -> None:
         best = min(self._ages, key=self._ages.__getitem__, default=self.pace)
@@ -352,7 +360,8 @@ class Chooser:
         self._settled = best == self.pace or not self._ages[best] < _BETTER * now
         if self._settled:
             self._better = None
-        elif self._better is not None:
+        elif self._better is not None or self._first:
             self.pace, self._better = best, None
         else:
             self._better = best
+        self._first = False

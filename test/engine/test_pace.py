@@ -140,7 +140,7 @@ def test_nothing_is_drafted_where_drafting_costs_more_than_it_saves(drafting: fl
     def seconds(kind: Kind) -> float:
         return SHARED_AT_FULL_PRICE.seconds(kind) * (drafting if kind.drafts and not kind.spread else 1.0)
 
-    assert chosen_after(110, seconds, forwards=4, tokens=7).drafts is drafts
+    assert [pace.drafts for pace in chosen(110, seconds, forwards=4, tokens=7)[10:]] == [drafts] * 100
 
 
 def test_what_is_not_drafted_is_tried_again() -> None:
@@ -256,7 +256,7 @@ def decoded(engine: Engine, frames: int) -> list[Action]:
 def test_whatever_pace_is_chosen_the_tokens_are_the_plain_decoders(
     policy: OpenVLATarget, tick_time: Callable[[TickWork, float], float], wanted: str
 ) -> None:
-    plain = Engine(policy, EngineSettings())
+    plain = Engine(policy, EngineSettings("ar"))
     expected = {number % 3: action.tokens for number, action in enumerate(decoded(plain, 3), start=1)}
     engine = Engine(policy, EngineSettings("auto", max_in_flight=2, draft=DRAFTS))
     engine.tick_time = tick_time
@@ -284,7 +284,9 @@ def test_whatever_pace_is_chosen_the_tokens_are_the_plain_decoders(
     )
 )
 def test_a_pace_that_changes_under_way_changes_no_token(policy: OpenVLATarget, paces: list[Pace]) -> None:
-    expected = {number: action.tokens for number, action in enumerate(decoded(Engine(policy, EngineSettings()), 3), 1)}
+    expected = {
+        number: action.tokens for number, action in enumerate(decoded(Engine(policy, EngineSettings("ar")), 3), 1)
+    }
     engine = Engine(policy, EngineSettings("auto", draft=DRAFTS))
     chooser = engine.scheduler.chooser
     assert chooser is not None
@@ -301,7 +303,7 @@ def test_a_pace_that_changes_under_way_changes_no_token(policy: OpenVLATarget, p
 
 
 def test_an_engine_in_use_is_measured_again_and_a_live_switch_says_that_it_was_not(policy: OpenVLATarget) -> None:
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     engine.warm_up()
     decoded(engine, 2)
     engine.switch(EngineSettings("auto", draft=DRAFTS))
@@ -322,6 +324,18 @@ def test_measuring_again_forgets_the_times_of_another_clock(policy: OpenVLATarge
         engine.tick_time = lambda _work, _measured, seconds=seconds: seconds  # type: ignore[misc]
         engine.measure_ticks()
         assert {chooser.times.seconds(Kind(True, 1, trees, True)) for trees in (0, 1)} == {seconds}
+
+
+def test_a_device_too_slow_to_be_measured_decodes_one_frame_at_a_time(
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specvla_ros.engine.engine._MEASURING_S", 0.0)
+    engine = Engine(policy, EngineSettings("auto", draft=DRAFTS))
+    engine.tick_time = sharing_for_nothing
+    engine.warm_up()
+    actions = decoded(engine, 40)
+    assert {each.record.in_flight for each in actions} == {1}
+    assert engine.describe()["decode.pace"] == "one frame at a time, drafting"
 
 
 def test_with_nothing_to_draft_it_decodes_plainly(tmp_path: Path) -> None:
