@@ -138,7 +138,7 @@ def main(
     out: Out = RESULTS / "lvspec.json",
 ) -> None:
     """Runs the missing episodes with every setting."""
-    base = SimulateSettings(text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
+    base = SimulateSettings(text_policy, engine=EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT))
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     smaller = [setting for name in draft_policies.split(",") if name for setting in by_smaller(Path(name))]
     tables = TABLES | ({SIZES: [LVSPEC, *smaller]} if smaller else {})

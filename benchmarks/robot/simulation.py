@@ -15,6 +15,7 @@ import typer
 
 from benchmarks.harness import Episodes, Out, Seed, Work, Workers, finish, of_devices, of_weights, result_head
 from benchmarks.results_page import RESULTS
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
@@ -36,7 +37,7 @@ def main(
     """Runs the missing episodes on every device."""
     policy = policy or nano_policy()
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
-    lockstep = SimulateSettings(policy)
+    lockstep = SimulateSettings(policy, engine=EngineSettings("ar"))
     settings = {LOCKSTEP: lockstep} | {
         device: replace(lockstep, clock=Clock.REALTIME, emulate=device) for device in DEVICES
     }

@@ -76,7 +76,7 @@ def main(
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     card = json.loads((text_policy / "card.json").read_text(encoding="utf-8"))
     nano = SimulateSettings(nano_policy())
-    writer = SimulateSettings(text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
+    writer = SimulateSettings(text_policy, engine=EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT))
     text_plan = replace(plan, episodes=max(1, episodes // 3))
     result = (
         result_head(context)

@@ -94,7 +94,7 @@ def main(
 def _timed(target: Target, heads: dict[str, str], images: list[Observation]) -> dict[str, dict[str, float]]:
     """Forwards and seconds per action of each head, strict, on the same images, in turns."""
     settings = {name: EngineSettings("spec", draft=DraftSettings(head=head)) for name, head in heads.items()}
-    engines = {_PLAIN: Engine(target, EngineSettings())}
+    engines = {_PLAIN: Engine(target, EngineSettings("ar"))}
     engines |= {name: Engine(target, each) for name, each in settings.items()}
     forwards: dict[str, int] = {}
 

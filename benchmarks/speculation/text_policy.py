@@ -130,7 +130,7 @@ def main(
 def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
     robot = TableRobot()
     states: list[tuple[Observation, WorldState]] = []
-    engine = Engine(nano, EngineSettings())
+    engine = Engine(nano, EngineSettings("ar"))
     rollout = Rollout(
         engine,
         robot,

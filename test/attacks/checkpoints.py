@@ -104,7 +104,7 @@ def _compare(victim: Path, usual: list[Any], path: tuple[Any, ...]) -> str:
 def _act(directory: Path) -> list[Any]:
     """What the policy answers to two instructions, and how it calls it."""
     target = require_openvla(load_target(directory, device="cpu", dtype="float32"))
-    engine = Engine(target, EngineSettings())
+    engine = Engine(target, EngineSettings("ar"))
     image = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
     answers: list[Any] = []
     for stamp, instruction in enumerate(("lift the red cube", "lift the blue cube"), start=1):

@@ -26,7 +26,7 @@ from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, 
 
 DRAFT = adjusted(DraftSettings(nodes=10, top_k=4, depth=4), temporal=True)
 MODES = [
-    EngineSettings(),
+    EngineSettings("ar"),
     EngineSettings("spec", draft=DRAFT),
     EngineSettings("spec", draft=adjusted(DraftSettings(nodes=6), self_tokens=2)),
     EngineSettings("specpipe", prefill_chunks=2, draft=DRAFT),
@@ -70,7 +70,7 @@ def test_the_tokens_are_those_of_the_plain_head(
     policies: list[tuple[OpenVLATarget, OpenVLATarget]], which: int, chosen: EngineSettings, seed: int
 ) -> None:
     plain, actions = policies[which]
-    assert decoded(actions, chosen, seed).tokens == decoded(plain, EngineSettings(), seed).tokens
+    assert decoded(actions, chosen, seed).tokens == decoded(plain, EngineSettings("ar"), seed).tokens
 
 
 @pytest.mark.parametrize("children", [DRAFT, WINDOW], ids=lambda each: each.children)
@@ -121,9 +121,9 @@ def test_a_nan_gives_no_action(policies: list[tuple[OpenVLATarget, OpenVLATarget
 
 def test_a_policy_that_writes_text_is_refused(policies: list[tuple[OpenVLATarget, OpenVLATarget]]) -> None:
     plain, actions = policies[0]
-    text = EngineSettings(max_reasoning_tokens=5)
+    text = EngineSettings("ar", max_reasoning_tokens=5)
     Engine(plain, text)
-    engine = Engine(actions, EngineSettings())
+    engine = Engine(actions, EngineSettings("ar"))
     for refused in (
         lambda: Engine(actions, text),
         lambda: engine.switch(text),

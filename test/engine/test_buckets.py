@@ -145,7 +145,7 @@ def test_on_a_gpu_the_products_of_each_size_are_timed(monkeypatch: pytest.Monkey
 
 
 def test_buckets_of_the_usual_settings() -> None:
-    assert sizes(EngineSettings()).buckets() == (Bucket(1, 1), Bucket(320, 320), Bucket(384, 384))
+    assert sizes(EngineSettings("ar")).buckets() == (Bucket(1, 1), Bucket(320, 320), Bucket(384, 384))
     piped = sizes(EngineSettings("pipeline")).buckets()
     assert [each.rows for each in piped] == [1, 2, 4, 8, 320, 384, 448]
     chunked = sizes(EngineSettings("specpipe", prefill_chunks=2, draft=DraftSettings(nodes=16)))

@@ -42,7 +42,7 @@ from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, 
 
 SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)
 SPECPIPE = EngineSettings("specpipe", max_in_flight=3, prefill_chunks=2, draft=SMALL_TREE)
-PLAIN = EngineSettings()
+PLAIN = EngineSettings("ar")
 PRUNED = replace(
     SPECPIPE, draft=adjusted(DraftSettings(nodes=6), self_tokens=3, self_keep="similarity", self_image_share=0.3)
 )

@@ -27,7 +27,7 @@ from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 
-PLAIN = EngineSettings()
+PLAIN = EngineSettings("ar")
 CHUNKED = EngineSettings("pipeline", prefill_chunks=3)
 
 

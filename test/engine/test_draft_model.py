@@ -63,7 +63,7 @@ def frame(stamp_ns: int) -> Observation:
 def test_the_target_itself_is_right_with_every_action_token(
     actor: OpenVLATarget, tokens: int, committed: tuple[int, ...]
 ) -> None:
-    plain, spec = Engine(actor, EngineSettings()), engine_of(actor, tokens)
+    plain, spec = Engine(actor, EngineSettings("ar")), engine_of(actor, tokens)
     for stamp in range(1, 4):
         ours, theirs = spec.act(frame(stamp)), plain.act(frame(stamp))
         assert isinstance(ours, Action) and isinstance(theirs, Action)

@@ -34,7 +34,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
 
 @pytest.fixture
 def engine(policy: OpenVLATarget) -> Engine:
-    return Engine(policy, EngineSettings())
+    return Engine(policy, EngineSettings("ar"))
 
 
 def frame(stamp_ns: int, *, seed: int | None = None, instruction: str = INSTRUCTION) -> Observation:
@@ -158,7 +158,7 @@ def test_a_reset_takes_any_stamp_next(engine: Engine) -> None:
 
 def test_a_stale_frame_is_dropped_at_admission(policy: OpenVLATarget) -> None:
     now = 1_000_000_000
-    engine = Engine(policy, EngineSettings(max_image_age_s=0.5), now_ns=lambda: now)
+    engine = Engine(policy, EngineSettings("ar", max_image_age_s=0.5), now_ns=lambda: now)
     drop = engine.act(frame(400_000_000))
     assert isinstance(drop, Drop)
     assert drop.reason is DropReason.STALE
@@ -167,7 +167,7 @@ def test_a_stale_frame_is_dropped_at_admission(policy: OpenVLATarget) -> None:
 
 def test_a_staleness_limit_needs_a_clock(policy: OpenVLATarget) -> None:
     with pytest.raises(UserError, match="clock of the stamps"):
-        Engine(policy, EngineSettings(max_image_age_s=0.5))
+        Engine(policy, EngineSettings("ar", max_image_age_s=0.5))
 
 
 @pytest.mark.parametrize("instruction", ["", "  \n", "x" * 10_240])
@@ -230,7 +230,7 @@ def test_warm_up_leaves_no_trace(engine: Engine) -> None:
 
 def test_a_slot_longer_than_the_model_is_refused(policy: OpenVLATarget) -> None:
     with pytest.raises(UserError, match=r"lower decode\.max_text_tokens"):
-        Engine(policy, EngineSettings(max_text_tokens=4096))
+        Engine(policy, EngineSettings("ar", max_text_tokens=4096))
 
 
 @pytest.mark.parametrize("arguments", [dict(mode="fast"), dict(max_text_tokens=0), dict(max_image_age_s=float("nan"))])
@@ -254,7 +254,7 @@ def test_an_observation_needs_an_rgb_image(shape: tuple[int, ...]) -> None:
 @settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.sampled_from(["submit", "repeat", "tick", "flush", "reset"]), max_size=40))
 def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: OpenVLATarget, steps: list[str]) -> None:
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     submitted: list[Observation] = []
     ended: list[Observation] = []
     stamp = 0

@@ -111,7 +111,7 @@ def test_without_it_an_answer_is_its_own(answers: int) -> None:
 def test_answers_of_one_action_have_nothing_to_average(tmp_path: Path) -> None:
     policy = load_openvla(write_checkpoint(tmp_path / "openvla"), device="cpu")
     with pytest.raises(UserError, match=r"decode.ensemble needs a policy that answers with several actions"):
-        Engine(policy, EngineSettings(ensemble=8))
+        Engine(policy, EngineSettings("ar", ensemble=8))
 
 
 def test_the_engine_averages_what_it_lets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_the_engine_averages_what_it_lets_out(tmp_path: Path, monkeypatch: pytes
     codec: Codec = policy.codec
     spread = {1: np.zeros((2, 7)), 2: np.ones((2, 7))}
     images = {stamp: np.full((48, 64, 3), 80 * stamp, np.uint8) for stamp in (1, 2)}
-    engine = Engine(policy, EngineSettings(ensemble=4))
+    engine = Engine(policy, EngineSettings("ar", ensemble=4))
     shown = iter(spread.values())
     monkeypatch.setattr(type(codec), "decode", lambda *_: next(shown).copy())
     outs = [engine.act(Observation(images[stamp], "put carrot on plate", stamp)) for stamp in (1, 2)]

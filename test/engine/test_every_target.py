@@ -45,7 +45,7 @@ class Kind:
     """A kind of policy, and how it is decoded."""
 
     make: Callable[[Path], Target]
-    settings: EngineSettings = field(default_factory=EngineSettings)
+    settings: EngineSettings = field(default_factory=lambda: EngineSettings("ar"))
 
 
 def _bins(directory: Path) -> Target:
@@ -260,6 +260,16 @@ def test_pipelining_equals_plain_decoding(
         engine = engine_of(kind, target, "head", mode="pipeline", prefill_chunks=chunks)
         found = decoded(engine, (seen(target, seed) for seed in range(FRAMES)))
         assert [*map(essence, found)] == plain(kind, target, expected), chunks
+
+
+def test_the_default_mode_equals_plain_decoding(
+    kind: str, made: dict[str, Target], expected: dict[str, list[tuple[Any, ...]]]
+) -> None:
+    target = made[kind]
+    engine = engine_of(kind, target, "head", mode=EngineSettings().mode)
+    engine.warm_up()
+    found = decoded(engine, (seen(target, seed) for seed in range(FRAMES)))
+    assert [*map(essence, found)] == plain(kind, target, expected)
 
 
 GIVEN: dict[str, dict[str, Any]] = {

@@ -85,7 +85,7 @@ def test_an_engine_whose_kernels_fail_decodes_on_references(tmp_path: Path, monk
     said: list[tuple[torch.device, str]] = []
     monkeypatch.setattr(engines, "kernel_fault", lambda *_: "it is wrong")
     monkeypatch.setattr(engines, "distrust_kernels", lambda *fault: said.append(fault))
-    Engine(policy, EngineSettings()).warm_up()
+    Engine(policy, EngineSettings("ar")).warm_up()
     assert said == [(torch.device("cpu"), "it is wrong")]
 
 

@@ -166,7 +166,7 @@ def test_every_forward_commits_what_the_equations_say(policy: Target, drafter: s
 
 @pytest.mark.parametrize("drafter", nightly_but(lambda drafter: drafter == next(iter(DRAFTERS)), DRAFTERS))
 def test_with_nothing_loosened_it_is_plain_decoding(policy: Target, drafter: str) -> None:
-    plain = EngineSettings(max_reasoning_tokens=LONGEST_TEXT)
+    plain = EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT)
     strict = engine_settings_from(
         mode="spec",
         preset="lvspec-paper",

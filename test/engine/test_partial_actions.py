@@ -77,7 +77,7 @@ def broken(target: Target) -> Target:
 
 @pytest.mark.parametrize("mode", nightly_but(lambda mode: mode in ("ar", "specpipe"), MODES))
 def test_first_actions_are_those_of_the_whole_answer(mode: str) -> None:
-    plain = Engine(policy(), EngineSettings(streams=2))
+    plain = Engine(policy(), EngineSettings("ar", streams=2))
     frames = [frame(n, stream=stream) for n in range(1, 3) for stream in ("", "other")]
     begun: dict[tuple[str, int], list[Action]] = {}
     answers = 0
@@ -136,7 +136,7 @@ def test_a_flush_ends_an_answer_whose_first_actions_are_out() -> None:
 
 
 def test_the_rest_of_an_answer_is_not_decoded_where_its_actions_last_until_a_newer_images() -> None:
-    plain, engine = Engine(policy(), EngineSettings()), engine_of(policy(), mode="spec", tail="needed")
+    plain, engine = Engine(policy(), EngineSettings("ar")), engine_of(policy(), mode="spec", tail="needed")
     engine.tick_time = lambda work, seconds: 0.03  # an action is for 0.2 s
     begun: dict[int, int] = {}  # actions that were handed out, by image
     ticks: dict[int, int] = {}

@@ -133,7 +133,7 @@ def test_a_prompt_of_prepared_pictures_is_that_of_its_images_to_the_bit(
 
 
 MODES = [
-    EngineSettings(),
+    EngineSettings("ar"),
     EngineSettings("spec", draft=DraftSettings(nodes=12)),
     EngineSettings("pipeline", in_order=True),
     EngineSettings("specpipe", draft=DraftSettings(nodes=12), prefill_chunks=2, in_order=True),
@@ -145,7 +145,7 @@ def test_a_frame_that_may_begin_is_prepared_where_it_is_submitted_and_in_no_tick
     policy: OpenVLATarget, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = [frame(stamp) for stamp in range(1, 9)]
-    expected = tokens([Engine(policy, EngineSettings()).act(each) for each in frames])
+    expected = tokens([Engine(policy, EngineSettings("ar")).act(each) for each in frames])
     watched = Watched(monkeypatch)
     engine, ended, left = Engine(policy, settings), list[Outcome](), list(frames)
     while left or engine.busy:
@@ -160,10 +160,10 @@ def test_a_frame_that_may_begin_is_prepared_where_it_is_submitted_and_in_no_tick
 def test_of_frames_that_cannot_begin_the_newest_alone_is_prepared_during_the_last_tick(
     policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     for stamp in range(1, 10):  # it learns that an answer takes seven forwards
         engine.act(frame(stamp))
-    expected = tokens([Engine(policy, EngineSettings()).act(frame(24))])
+    expected = tokens([Engine(policy, EngineSettings("ar")).act(frame(24))])
     watched = Watched(monkeypatch)
     engine.submit(frame(20))
     engine.tick()
@@ -183,7 +183,7 @@ def test_of_frames_that_cannot_begin_the_newest_alone_is_prepared_during_the_las
 def test_a_frame_that_is_refused_or_waits_behind_another_robot_is_not_prepared(
     policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(policy, EngineSettings(streams=2))
+    engine = Engine(policy, EngineSettings("ar", streams=2))
     watched = Watched(monkeypatch)
     engine.submit(frame(5, "left"))
     (late,) = engine.submit(frame(4, "left"))
@@ -216,7 +216,7 @@ def test_an_error_in_preparing_costs_its_frame_alone_and_is_said_as_before(
 
 def test_images_of_other_cameras_are_refused_as_before(policy: OpenVLATarget) -> None:
     image = np.zeros((4, 4, 3), np.uint8)
-    drop = Engine(policy, EngineSettings()).act(Observation({"left": image, "right": image}, INSTRUCTION, 1))
+    drop = Engine(policy, EngineSettings("ar")).act(Observation({"left": image, "right": image}, INSTRUCTION, 1))
     assert isinstance(drop, Drop) and drop.reason is DropReason.BAD_INSTRUCTION and "cameras" in drop.detail
 
 

@@ -52,7 +52,7 @@ def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
     policy: OpenVLATarget, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = [frame(stamp) for stamp in range(1, 13)]
-    plain = Engine(policy, EngineSettings())
+    plain = Engine(policy, EngineSettings("ar"))
     right = {each.stamp_ns: plain.act(each) for each in frames}
     embed = type(policy).assemble
     calls = 0
@@ -76,7 +76,7 @@ def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
 
 def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: OpenVLATarget) -> None:
     engine = Engine(policy, EngineSettings("pipeline"))
-    plain = Engine(policy, EngineSettings())
+    plain = Engine(policy, EngineSettings("ar"))
     for stamp, mode in enumerate(("specpipe", "ar", "pipeline", "spec"), start=1):
         begun, waits = frame(10 * stamp), frame(10 * stamp + 1)
         engine.submit(begun)
@@ -170,7 +170,7 @@ def test_a_lost_gpu_is_asked_once_and_every_frame_says_what_to_do(
 def test_a_fault_that_leaves_the_gpu_alive_costs_its_frame_alone(
     policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "run", lambda _: 1 / 0)
         assert isinstance(engine.act(frame(1)), Drop)
@@ -183,7 +183,7 @@ def test_a_first_frame_without_memory_says_what_to_lower(
     def full(_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     monkeypatch.setattr(engine.runner, "run", full)
     with pytest.raises(UserError, match=r"CUDA out of memory.*Lower decode\.max_in_flight.*model\.quantization"):
         engine.warm_up()

@@ -138,7 +138,7 @@ def test_relaxed_tokens_stay_within_their_bins(
     for action in (each for each in ended if isinstance(each, Action)):
         off = action.record.bins_off
         assert max(off) <= BINS and off[-1] == 0
-        alone = Engine(policy, EngineSettings())
+        alone = Engine(policy, EngineSettings("ar"))
         if max(off) == 0:
             plain = alone.act(action.observation)
             assert isinstance(plain, Action) and plain.tokens == action.tokens
@@ -263,7 +263,7 @@ def test_a_flush_can_keep_what_an_epoch_has_begun_with(policy: OpenVLATarget) ->
 
 
 def test_a_frame_that_waits_for_a_slot_is_void_with_its_epoch(policy: OpenVLATarget) -> None:
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     old = frame(1, 1)
     engine.submit(old)
     assert [each.observation for each in engine.flush(before_epoch=2)] == [old]

@@ -92,7 +92,7 @@ def test_every_mode_yields_the_plain_decoders_tokens_in_float64(
 ) -> None:
     policy = quantised(directory, how)
     policy.model.to(torch.float64)
-    plain = answers(policy, EngineSettings())
+    plain = answers(policy, EngineSettings("ar"))
     assert len(set(plain.values())) > 1
     found = answers(policy, chosen)
     assert found.items() <= plain.items()
@@ -102,7 +102,7 @@ def test_every_mode_yields_the_plain_decoders_tokens_in_float64(
 @pytest.mark.parametrize("chosen", nightly_but(lambda each: each.mode == "specpipe", MODES), ids=_mode)
 def test_in_float32_a_token_differs_only_where_two_are_nearly_as_good(directory: Path, chosen: EngineSettings) -> None:
     policy = quantised(directory)
-    plain, found = answers(policy, EngineSettings()), answers(policy, chosen)
+    plain, found = answers(policy, EngineSettings("ar")), answers(policy, chosen)
     differing = {stamp for stamp, tokens in found.items() if tokens != plain[stamp]}
     for stamp in differing:
         place = next(i for i, pair in enumerate(zip(found[stamp], plain[stamp], strict=True)) if pair[0] != pair[1])
@@ -124,7 +124,7 @@ def test_nan_in_a_quantised_policy_gives_no_action(directory: Path) -> None:
     policy = quantised(directory)
     for layer in policy.decoder.layers:
         layer.get_parameter("input_norm.weight").fill_(float("nan"))
-    outcome = Engine(policy, EngineSettings()).act(frame(1))
+    outcome = Engine(policy, EngineSettings("ar")).act(frame(1))
     assert isinstance(outcome, Drop)
     assert outcome.reason is DropReason.NOT_FINITE
 

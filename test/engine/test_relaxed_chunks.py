@@ -227,7 +227,7 @@ def test_an_answer_stays_within_its_tolerance_of_the_targets_own(policy: OpenVLA
     @settings(max_examples=examples(80), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(data=st.data(), seed=st.integers(0, 5), r=st.integers(0, 12))
     def stays(data: st.DataObject, seed: int, r: int) -> None:
-        plain = Engine(policy, EngineSettings()).act(seen(seed))
+        plain = Engine(policy, EngineSettings("ar")).act(seen(seed))
         assert isinstance(plain, Action)
         acceptance = AcceptanceSettings("bin_distance", bins=(r,), gripper_bins=r)
         drafts = adjusted(DraftSettings(), chunk_shift=True)

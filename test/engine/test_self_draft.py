@@ -68,7 +68,7 @@ def frame(stamp_ns: int) -> Observation:
 def test_with_the_whole_image_every_drafted_action_token_is_right(
     actor: OpenVLATarget, tokens: int, committed: tuple[int, ...]
 ) -> None:
-    plain, spec = Engine(actor, EngineSettings()), engine_of(actor, tokens, 1.0)
+    plain, spec = Engine(actor, EngineSettings("ar")), engine_of(actor, tokens, 1.0)
     for stamp in range(1, 4):
         ours, theirs = spec.act(frame(stamp)), plain.act(frame(stamp))
         assert isinstance(ours, Action) and isinstance(theirs, Action)
@@ -78,7 +78,7 @@ def test_with_the_whole_image_every_drafted_action_token_is_right(
 
 @pytest.mark.parametrize("tokens", [1, 4, 9])
 def test_with_the_whole_image_every_drafted_word_is_right(writer: OpenVLATarget, tokens: int) -> None:
-    plain = Engine(writer, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
+    plain = Engine(writer, EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT))
     spec = engine_of(writer, tokens, 1.0, text=LONGEST_TEXT)
     seen = 0
     for stamp in range(1, FRAMES + 1):
@@ -97,7 +97,7 @@ def test_with_the_whole_image_every_drafted_word_is_right(writer: OpenVLATarget,
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("keep", KEEPS)
 def test_a_tenth_of_the_image_loses_nothing(actor: OpenVLATarget, keep: str, chunks: int) -> None:
-    plain, spec = Engine(actor, EngineSettings()), engine_of(actor, 3, 0.1, keep=keep, chunks=chunks)
+    plain, spec = Engine(actor, EngineSettings("ar")), engine_of(actor, 3, 0.1, keep=keep, chunks=chunks)
     accepted = 0
     for stamp in range(1, FRAMES + 1):
         ours, theirs = spec.act(frame(stamp)), plain.act(frame(stamp))

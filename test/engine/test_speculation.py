@@ -68,7 +68,7 @@ def scripted_engine(
 def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
     policy: OpenVLATarget, data: st.DataObject, seed: int
 ) -> None:
-    plain = decoded(Engine(policy, EngineSettings()), frame(1, seed=seed))
+    plain = decoded(Engine(policy, EngineSettings("ar")), frame(1, seed=seed))
     engine = scripted_engine(policy, data, plain.tokens, STRICT)
     action = decoded(engine, frame(1, seed=seed))
     assert action.tokens == plain.tokens
@@ -81,7 +81,7 @@ def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
 def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
     policy: OpenVLATarget, data: st.DataObject, seed: int, bins: list[int]
 ) -> None:
-    plain = decoded(Engine(policy, EngineSettings()), frame(1, seed=seed))
+    plain = decoded(Engine(policy, EngineSettings("ar")), frame(1, seed=seed))
     relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=tuple(bins)))
     action = decoded(scripted_engine(policy, data, plain.tokens, relaxed), frame(1, seed=seed))
     for place, (token, off) in enumerate(zip(action.tokens, action.record.bins_off, strict=True)):
@@ -103,7 +103,7 @@ def plain_choice(policy: OpenVLATarget, observation: Observation, tokens: Sequen
 @given(data=st.data())
 def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data: st.DataObject) -> None:
     observation = frame(1, seed=2)
-    plain = decoded(Engine(policy, EngineSettings()), observation)
+    plain = decoded(Engine(policy, EngineSettings("ar")), observation)
     relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=(5,) * 7))
     engine = scripted_engine(policy, data, plain.tokens, relaxed)
     engine.submit(observation)
@@ -139,7 +139,7 @@ def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data
     ids=str,
 )
 def test_strict_equals_plain_with_the_real_sources(policy: OpenVLATarget, draft: DraftSettings) -> None:
-    plain, draft = Engine(policy, EngineSettings()), drafting_model(policy, draft)
+    plain, draft = Engine(policy, EngineSettings("ar")), drafting_model(policy, draft)
     bold = AcceptanceSettings("bin_distance", bins=(0,))
     for acceptance in (AcceptanceSettings(), bold):
         engine = Engine(policy, EngineSettings("spec", draft=draft, acceptance=acceptance))
@@ -204,9 +204,9 @@ def test_half_precision_names_the_condition_of_the_same_tokens(policy: OpenVLATa
     )
     relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=(3,)))
     several = EngineSettings("pipeline", max_in_flight=2)
-    for chosen in (STRICT, several, EngineSettings(streams=2)):
+    for chosen in (STRICT, several, EngineSettings("ar", streams=2)):
         assert Engine(half, chosen).describe()["tokens"] == condition
-    for target, chosen in ((policy, STRICT), (half, EngineSettings()), (half, relaxed)):
+    for target, chosen in ((policy, STRICT), (half, EngineSettings("ar")), (half, relaxed)):
         assert "tokens" not in Engine(target, chosen).describe()
 
 
@@ -226,4 +226,4 @@ def test_without_a_draft_it_decodes_plainly_only_if_that_is_allowed(policy: Open
     assert "does not exist" in str(engine.describe()["decode.fallback"])
     action = decoded(engine, frame(1))
     assert (action.record.mode, action.record.forwards) == ("ar", 7)
-    assert action.tokens == decoded(Engine(policy, EngineSettings()), frame(1)).tokens
+    assert action.tokens == decoded(Engine(policy, EngineSettings("ar")), frame(1)).tokens

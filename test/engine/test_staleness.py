@@ -87,7 +87,7 @@ def test_no_action_is_older_than_the_limit_when_it_leaves(
 
 def test_a_process_that_was_stopped_has_no_action_for_what_was_in_flight(policy: OpenVLATarget) -> None:
     now = 10**9
-    engine = Engine(policy, EngineSettings(max_image_age_s=LIMIT_S), now_ns=lambda: now)
+    engine = Engine(policy, EngineSettings("ar", max_image_age_s=LIMIT_S), now_ns=lambda: now)
     engine.submit(frame(now))
     assert engine.tick() == []
     now += 5 * 10**9

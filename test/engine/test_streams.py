@@ -33,7 +33,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
 @pytest.fixture(scope="module")
 def plain(policy: OpenVLATarget) -> dict[int, tuple[int, ...]]:
     """The plain decoder's answers by picture."""
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     answers = {}
     for picture in range(8):
         action = engine.act(frame("", picture + 1, picture))

@@ -69,7 +69,7 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("draft", nightly_but(lambda draft: draft == "all", DRAFTS))
 def test_strict_yields_the_plain_decoders_words_and_actions(policy: OpenVLATarget, draft: str) -> None:
-    plain = outcomes(policy, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
+    plain = outcomes(policy, EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT))
     spec = outcomes(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS[draft]))
     assert list(map(essence, spec)) == list(map(essence, plain))
     assert any(sum(each.record.accept_lengths) for each in spec if isinstance(each, Action)) or draft == "head"

@@ -22,7 +22,7 @@ from specvla_ros.speculation.settings import DraftSettings, adjusted
 LONGEST_TEXT = 24
 TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)
 EVERY_NS = 5  # a frame's stamp is its number in nanoseconds
-BASE = EngineSettings(max_reasoning_tokens=LONGEST_TEXT, think_every_s=EVERY_NS * 1e-9, draft=TREE)
+BASE = EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT, think_every_s=EVERY_NS * 1e-9, draft=TREE)
 MODES = ("ar", "spec", "pipeline", "specpipe", "auto")
 
 
@@ -182,4 +182,4 @@ def test_newer_images_are_acted_on_while_the_next_thought_is_written(
 def test_a_policy_that_does_not_write_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     silent = policy_with_random_head(tmp_path_factory.mktemp("silent"), seed=5, hidden_size=64, layers=2)
     with pytest.raises(UserError, match=r"think_every_s is for policies that write text .*max_reasoning_tokens is 0"):
-        Engine(silent, EngineSettings(think_every_s=1.0))
+        Engine(silent, EngineSettings("ar", think_every_s=1.0))

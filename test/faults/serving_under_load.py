@@ -280,7 +280,7 @@ def _attackers(server: Server, message: bytes) -> Iterator[Counter[str]]:
 
 def _frames() -> list[tuple[Observation, np.ndarray]]:
     policy = load_target(nano_policy(), device="cpu")
-    engine, found = Engine(policy, EngineSettings()), []
+    engine, found = Engine(policy, EngineSettings("ar")), []
     for number, seen in enumerate(islice(simulation_source(policy, FRAMES_FIRST_SEED), _FRAMES), start=1):
         outcome = engine.act(Observation(seen.images, seen.instruction, number, state=seen.state))
         assert isinstance(outcome, Action), outcome

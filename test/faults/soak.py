@@ -192,7 +192,7 @@ class Soak:
         self._random = random.Random(seed)
         pixels = np.random.default_rng(seed)
         self._pictures = [pixels.integers(0, 256, (48, 64, 3), dtype=np.uint8) for _ in range(PICTURES)]
-        self._engine = Engine(policy, EngineSettings())
+        self._engine = Engine(policy, EngineSettings("ar"))
         self._engine.warm_up()
         self.plain = {
             (picture, text): self._decoded(picture, text) for picture in range(PICTURES) for text in INSTRUCTIONS

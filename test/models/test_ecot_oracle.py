@@ -113,7 +113,7 @@ def test_whole_answers_equal_the_original_or_are_refused(index: int, mode: str) 
 
 def test_a_reasoning_policy_without_room_for_text_is_refused() -> None:
     with pytest.raises(UserError, match=r"decode\.max_reasoning_tokens"):
-        Engine(target_of("bridge_orig"), EngineSettings())
+        Engine(target_of("bridge_orig"), EngineSettings("ar"))
 
 
 def test_a_vicuna_checkpoint_must_be_told_apart_from_openvla_v01() -> None:

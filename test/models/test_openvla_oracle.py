@@ -47,7 +47,7 @@ def test_tokens_and_actions_equal_the_original(variant: str, index: int) -> None
     case, image, policy = load_case(variant, index)
     observation = Observation(image, "", stamp_ns=1, prompt_ids=tuple(case["input_ids_given"]))
 
-    outcome = Engine(policy, EngineSettings()).act(observation)
+    outcome = Engine(policy, EngineSettings("ar")).act(observation)
 
     assert isinstance(outcome, Action)
     assert list(outcome.tokens) == case["generated_ids"]

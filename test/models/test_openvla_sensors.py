@@ -58,7 +58,7 @@ def test_a_state_beyond_the_training_data_takes_the_last_bin(target: OpenVLATarg
 
 @pytest.mark.parametrize("mode", ["spec", "pipeline", "specpipe"])
 def test_strict_decoding_equals_plain_decoding_in_every_mode(mode: str, directory: Path) -> None:
-    plain = Engine(load_openvla(directory, device="cpu"), EngineSettings())
+    plain = Engine(load_openvla(directory, device="cpu"), EngineSettings("ar"))
     drafts = adjusted(DraftSettings(head=NO_HEAD), temporal=True)
     engine = Engine(load_openvla(directory, device="cpu"), EngineSettings(mode, draft=drafts))
     found: list[Outcome] = []

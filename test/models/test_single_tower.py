@@ -50,7 +50,7 @@ def test_siglip_alone(tmp_path: Path) -> None:
     assert names["projector.fc1.weight"].shape == (64, 48)
     assert not any("cls_token" in name for name in names)
     image = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
-    action = Engine(policy, EngineSettings()).act(Observation(image, "push the button", stamp_ns=1))
+    action = Engine(policy, EngineSettings("ar")).act(Observation(image, "push the button", stamp_ns=1))
     assert isinstance(action, Action)
 
 

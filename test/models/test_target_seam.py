@@ -216,5 +216,5 @@ def test_a_checkpoint_may_name_another_codec(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(CODECS, "_entries", dict(CODECS.entries()))
     CODECS.register("pairs")(lambda context: DigitCodec())
     target = checkpoint.load_target(tmp_path, device="cpu")
-    action = Engine(target, EngineSettings()).act(Observation(np.zeros((8, 8, 3), np.uint8), "lift the cube", 1))
+    action = Engine(target, EngineSettings("ar")).act(Observation(np.zeros((8, 8, 3), np.uint8), "lift the cube", 1))
     assert isinstance(action, Action) and action.actions.shape == (2, 2) and len(action.tokens) == 8

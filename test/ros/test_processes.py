@@ -90,7 +90,10 @@ def test_real_episodes_give_the_same_actions_live_and_in_process(checkpoint: Pat
         live = dict(zip(stamps(r.actions), r.actions, strict=True))
 
     replay(
-        Engine(load_target(checkpoint, device="cpu"), EngineSettings()), BAGS / name, tmp_path / "out", progress=False
+        Engine(load_target(checkpoint, device="cpu"), EngineSettings("ar")),
+        BAGS / name,
+        tmp_path / "out",
+        progress=False,
     )
     with open_bag(tmp_path / "out" / "actions_bag") as bag:
         replayed = {stamp_ns(m.message().header): m.message() for m in bag.messages(("/policy/action",))}

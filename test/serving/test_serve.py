@@ -127,7 +127,7 @@ def server(checkpoint: Path) -> Iterator[Server]:
 
 def decoded(checkpoint: Path, images: np.ndarray, instruction: str = INSTRUCTION) -> list[np.ndarray]:
     """The plain decoder's actions."""
-    engine = Engine(load_openvla(checkpoint, device="cpu"), EngineSettings())
+    engine = Engine(load_openvla(checkpoint, device="cpu"), EngineSettings("ar"))
     answers = []
     for number, image in enumerate(images, start=1):
         outcome = engine.act(Observation(image, instruction, number))

@@ -37,7 +37,7 @@ def actions(policy: Target, settings: EngineSettings) -> list[Action]:
 @pytest.mark.usefixtures("other_package")
 def test_a_rule_of_another_package_is_chosen_by_name_with_its_own_settings(policy: Target) -> None:
     draft = adjusted(DraftSettings(), temporal=True)
-    plain, spec = actions(policy, EngineSettings()), actions(policy, EngineSettings("spec", draft=draft))
+    plain, spec = actions(policy, EngineSettings("ar")), actions(policy, EngineSettings("spec", draft=draft))
     assert max(max(each.record.accept_lengths) for each in spec) > 3
     for depth in (1, 3):
         chosen = engine_settings_from(
@@ -59,7 +59,7 @@ def test_a_drafter_of_another_package_is_asked_for_by_its_own_settings(policy: T
     alone = adjusted(DraftSettings(head="none"), **{"repeat_last.times": 3})
     engine = Engine(policy, EngineSettings("spec", draft=alone))
     assert engine.describe()["drafts"] == "repeat_last"
-    plain, ours = actions(policy, EngineSettings()), actions(policy, EngineSettings("spec", draft=alone))
+    plain, ours = actions(policy, EngineSettings("ar")), actions(policy, EngineSettings("spec", draft=alone))
     assert [each.tokens for each in ours] == [each.tokens for each in plain]
     assert {nodes for each in ours for nodes in each.record.tree_nodes} == {1, 2, 3, 4}, "down to what is missing"
     beside = adjusted(DraftSettings(nodes=12, top_k=2, depth=3), temporal=True, **{"repeat_last.times": 3})

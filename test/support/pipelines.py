@@ -23,7 +23,7 @@ def frame(stamp_ns: int, picture: int, *, epoch: int = 1) -> Observation:
 
 def plain_tokens(policy: Target) -> Callable[[int], tuple[int, ...]]:
     """The plain decoder's tokens for a picture."""
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
 
     @lru_cache
     def tokens(picture: int) -> tuple[int, ...]:

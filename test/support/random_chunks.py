@@ -63,7 +63,9 @@ def any_chunks(directory: Path, codec: str) -> OpenVLATarget:
     target = replace(target, codec=AnyDigits(**values))
     rng = np.random.default_rng(0)
     pictures = (rng.integers(0, 256, (48, 64, 3), dtype=np.uint8) for _ in range(4))
-    answers = (Engine(target, EngineSettings()).act(Observation(each, "put carrot on plate", 1)) for each in pictures)
+    answers = (
+        Engine(target, EngineSettings("ar")).act(Observation(each, "put carrot on plate", 1)) for each in pictures
+    )
     often = Counter(token for each in answers if isinstance(each, Action) for token in each.tokens).most_common(1)[0][0]
     ids = tuple(i for i in (*own.digit_ids, own.space_id) if i != often)  # else it hardly writes a space
     return replace(target, codec=AnyDigits(**values | {"space_id": often, "digit_ids": ids}))

@@ -19,7 +19,7 @@ Run = Callable[..., tuple[ReplaySummary, list[dict[str, Any]], Path]]
 
 
 def warm_engine(policy: Target) -> Engine:
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     engine.warm_up()
     return engine
 

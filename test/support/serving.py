@@ -97,7 +97,7 @@ class Served:
         policy = SimpleNamespace(cameras=("image",), state_dims=0, state_names=(), unnorm_key="", codec=codec)
         engine: Any = SimpleNamespace(
             target=policy,
-            settings=EngineSettings(ensemble=ensemble, chunk_step_s=step_s),
+            settings=EngineSettings("ar", ensemble=ensemble, chunk_step_s=step_s),
             describe=lambda: {"checkpoint": "/home/me/policy", "mode": "spec"},
         )
         with mock.patch.object(server, "SharedEngine", lambda _: thread):

@@ -139,7 +139,7 @@ def test_what_a_language_model_cannot_do_is_said(small: Path) -> None:
         load_target(small, device="cpu", quantization="w8a8")
     with pytest.raises(UserError, match="a tolerance in metres"):
         acceptance = AcceptanceSettings("bin_distance", tolerance_m=0.01)
-        Engine(load_target(small, device="cpu"), EngineSettings(max_reasoning_tokens=5, acceptance=acceptance))
+        Engine(load_target(small, device="cpu"), EngineSettings("ar", max_reasoning_tokens=5, acceptance=acceptance))
     with pytest.raises(UserError, match="the prompt is empty"):
         load_target(small, device="cpu").prompt_layout(text_observation(" ", stamp_ns=1))
 

@@ -60,7 +60,7 @@ def test_training_writes_a_checkpoint_with_a_word_for_every_text(tmp_path: Path)
     assert policy.tokenizer is not None
     for word in ("plan", "reach", "column", "9"):
         assert policy.tokenizer.token_to_id(word) is not None
-    engine = Engine(policy, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
+    engine = Engine(policy, EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT))
     image = np.zeros((64, 64, 3), dtype=np.uint8)
     outcome = engine.act(Observation(image, TASKS[0].instruction, stamp_ns=1))
     assert isinstance(outcome, Action) or outcome.reason is DropReason.NOT_AN_ACTION

@@ -126,7 +126,7 @@ def test_the_profile_is_read_back_as_the_setting_that_was_chosen(tmp_path: Path,
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path, quantization: str):
-    chosen = candidate(trial=Trial("any", None, EngineSettings()))
+    chosen = candidate(trial=Trial("any", None, EngineSettings("ar")))
     path = tmp_path / PROFILE_FILE
     write_profile(path, Calibration((chosen,), chosen, Limits(), {}, {"policy": {"quantization": quantization}}))
     named = merge_parameters([path], {}, node="policy").get("model.quantization", "none")

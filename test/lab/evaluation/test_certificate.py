@@ -65,9 +65,9 @@ def test_strict_settings_change_nothing(policy: OpenVLATarget, recorded: list[Pa
 
 def test_the_two_largest_logits_are_the_plain_decoders(policy: OpenVLATarget, recorded: list[Path]) -> None:
     """By its own forwards, one token at a time."""
-    (closest,) = (certify(policy, EngineSettings(), recorded[:1], ALONE).content["result"]["closest"],)
+    (closest,) = (certify(policy, EngineSettings("ar"), recorded[:1], ALONE).content["result"]["closest"],)
     margins = []
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     run = engine.runner.run
 
     def watched(batch: Any) -> Any:
@@ -222,14 +222,15 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     assert "acceptance.tolerance_m 0.002, certified 0.0" in another
     both = CliRunner().invoke(app, [*given, "--verify", str(out), "--instruction", "lift"])
     assert "omit --instruction" in str(both.exception)
-    assert "give one, such as --mode spec" in str(CliRunner().invoke(app, given).exception)
+    plainly = CliRunner().invoke(app, [*given, "--mode", "ar"])
+    assert "give one, such as --mode spec" in str(plainly.exception)
 
 
 def test_thinking_less_often_is_certified_as_a_setting_that_changes_answers(
     recorded: list[Path], tmp_path: Path
 ) -> None:
     writer = policy_with_random_head(tmp_path, seed=1, hidden_size=64, layers=2, text=1.2)
-    own = EngineSettings(max_reasoning_tokens=24)
+    own = EngineSettings("ar", max_reasoning_tokens=24)
     rarely = certify(writer, replace(own, think_every_s=3600.0), recorded, ALONE)
     assert not rarely.content["strict"] and rarely.content["result"]["differing"] > 0
     assert settings_of(rarely) == replace(own, think_every_s=3600.0)

@@ -82,7 +82,7 @@ def test_a_viewer_that_is_not_there_costs_no_results(run: Run, capsys: pytest.Ca
 
 def test_a_replay_gives_what_the_engine_gives(policy: OpenVLATarget, run: Run) -> None:
     _, frames, _ = run(bags.episode(3))
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     for index, frame in enumerate(frames):
         stamp = bags.START_NS + index * bags.PERIOD_NS
         outcome = engine.act(Observation(bags.pixels(index), "put carrot on plate", stamp))

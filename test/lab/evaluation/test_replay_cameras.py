@@ -81,7 +81,7 @@ def test_frames_are_put_together_and_answered_as_in_process(policy: Target, tmp_
     bag, out = bags.write_bag(tmp_path / "bag", episode()), tmp_path / "out"
     summary = replay(warm_engine(policy), bag, out, topics=TOPICS, action=UNITS, progress=False)
     assert (summary.frames, summary.actions) == (FRAMES, FRAMES - 1)
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     for index, line in enumerate(lines(out)):
         if index == MISSING:
             assert line["drop"]["reason"] == "incomplete"

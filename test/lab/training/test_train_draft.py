@@ -69,7 +69,7 @@ def test_features_are_what_the_engine_decodes(policy: OpenVLATarget) -> None:
     samples = answer(policy, wanted)
     assert len(samples) == 3
     for frame, sample in zip(wanted, samples, strict=True):
-        action = Engine(policy, EngineSettings()).act(frame)
+        action = Engine(policy, EngineSettings("ar")).act(frame)
         assert isinstance(action, Action)
         assert tuple(sample.tokens.tolist()) == action.tokens
         behind = policy.decoder.embed_tokens(sample.tokens[:-1])
@@ -84,7 +84,7 @@ def test_answers_of_any_length_are_what_the_engine_decodes(tmp_path: Path) -> No
     values = {field.name: getattr(target.codec, field.name) for field in fields(FastCodec)}
     target = replace(target, codec=AnyFast(**values))
     wanted = list(frames(40))
-    samples, plain = answer(target, wanted), Engine(target, EngineSettings())
+    samples, plain = answer(target, wanted), Engine(target, EngineSettings("ar"))
     actions = [plain.act(frame) for frame in wanted]
     for sample, action in zip(samples, actions, strict=True):
         assert isinstance(action, Action)
@@ -100,7 +100,7 @@ def test_answers_of_any_length_are_what_the_engine_decodes(tmp_path: Path) -> No
 def test_answers_with_text_before_the_action_are_what_the_engine_decodes(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, seed=1, hidden_size=64, layers=2, text=1.2)
     writer, wanted = load_openvla(tmp_path, device="cpu"), list(frames(30))
-    plain = Engine(writer, EngineSettings(max_reasoning_tokens=24))
+    plain = Engine(writer, EngineSettings("ar", max_reasoning_tokens=24))
     outcomes = [plain.act(frame) for frame in wanted]
     actions = [each for each in outcomes if isinstance(each, Action)]
     samples = answer(writer, wanted, max_text=24)

@@ -130,7 +130,7 @@ def test_a_policy_of_two_cameras_with_a_state_learns_from_both(tmp_path):
     train_policy([tmp_path / "bags"], tmp_path / "policy", settings)
     policy = load_openvla(tmp_path / "policy")
     assert policy.cameras == ("image", "wrist") and policy.state_dims == 2
-    engine = Engine(policy, EngineSettings())
+    engine = Engine(policy, EngineSettings("ar"))
     black = np.zeros((40, 40, 3), np.uint8)
 
     def act(far: float, turn: float) -> np.ndarray:

@@ -34,7 +34,7 @@ def pixels(message: Image) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(load_target(CHECKPOINT, device="cpu"), EngineSettings())
+    return Engine(load_target(CHECKPOINT, device="cpu"), EngineSettings("ar"))
 
 
 @pytest.fixture
