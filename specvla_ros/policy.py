@@ -67,7 +67,7 @@ class Policy:
         """Loads a checkpoint in Hugging Face format; raises UserError with a remedy for a wrong argument.
 
         Args:
-            mode: `ar`, `spec`, `pipeline`, `specpipe` or `auto`; empty: the mode in `params_file`, or `ar`.
+            mode: `ar`, `spec`, `pipeline`, `specpipe` or `auto`; empty: the mode in `params_file`, or `auto`.
             tolerance: maximum deviation of an accepted token from the target's own choice, such as `5mm,3deg` or
                 `5bins`; empty: none.
             params_file: a ROS 2 parameter file of the policy node, with loading and decoding parameters.

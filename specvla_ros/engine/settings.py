@@ -33,7 +33,7 @@ class EngineSettings:
     ROS_PREFIX: ClassVar[str] = "decode."
 
     mode: str = parameter(
-        "ar",
+        "auto",
         "How tokens are decoded. ar: one frame at a time, one token per forward. spec: one frame, one draft tree per "
         "forward. pipeline (ActionFlow): a forward carries the newest frame's prefill and one token of every frame in "
         "flight. specpipe: the same with a draft tree of every frame. auto: chooses among these for each frame, from "

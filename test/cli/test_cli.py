@@ -317,7 +317,7 @@ def test_a_parameter_file_says_how_to_load_as_it_says_to_the_node(image: Path, t
 def test_what_is_no_option_is_otherbefore_anything_is_loaded(image: Path) -> None:
     command = ("predict", "--image", image, "--instruction", "lift the red cube")
     refused(specvla(*command, "--tolerance", "2"), "write it as 2mm,1.1deg")
-    unread = specvla(*command, "--tolerance", "5bins", "--unnorm-key", "none")
+    unread = specvla(*command, "--mode", "ar", "--tolerance", "5bins", "--unnorm-key", "none")
     assert "--tolerance 5bins has no effect: it applies to drafted tokens, and mode ar does not draft" in unread.stderr
     refused(specvla(*command, "-p", "draft.node:=3"), "did you mean 'draft.nodes'?")
     refused(specvla(*command, "--mode", "fast"), "specpipe")

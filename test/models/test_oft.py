@@ -133,8 +133,10 @@ def test_pictures_of_any_size_to_chunks(targets: Targets, plain: Path) -> None:
     for case in cases():
         target = target_of(case, targets, plain, crop=case["center_crop"])
         images = [np.array(Image.open(ORACLE / name).convert("RGB")) for name in case["images"]]
-        action = Engine(target, EngineSettings()).act(asked(case, images))
-        assert isinstance(action, Action)
+        engine = Engine(target, EngineSettings())
+        engine.warm_up()
+        action = engine.act(asked(case, images))
+        assert isinstance(action, Action) and action.record.mode == "auto"
         np.testing.assert_allclose(action.actions, case["actions"], atol=1e-3)
 
 
@@ -160,7 +162,7 @@ def test_a_head_that_gives_no_numbers(plain: Path) -> None:
     assert isinstance(target, OFTTarget)
     target.head_module.fc_out.bias.fill_(float("nan"))
     image = np.zeros((224, 224, 3), np.uint8)
-    outcome = Engine(target, EngineSettings()).act(Observation(image, "", 1, prompt_ids=(1, 5)))
+    outcome = Engine(target, EngineSettings("ar")).act(Observation(image, "", 1, prompt_ids=(1, 5)))
     assert isinstance(outcome, Drop) and outcome.reason is DropReason.NOT_FINITE
 
 

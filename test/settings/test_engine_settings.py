@@ -29,7 +29,7 @@ PROFILE = """
 
 def test_the_defaults_are_the_engines() -> None:
     assert engine_settings_from() == EngineSettings()
-    assert engine_settings_from().mode == "ar"
+    assert engine_settings_from().mode == "auto"
 
 
 def test_assignments_win_over_the_file(tmp_path: Path) -> None:

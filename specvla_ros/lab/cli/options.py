@@ -104,11 +104,11 @@ def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
 
 
 def tell_of_cpu(chosen: "PolicyOptions", emulate: str = "") -> None:
-    """Warns that drafting does not pay off on a CPU, if one computes and its times count."""
+    """Warns that a fixed mode may not pay off on a CPU, if one computes and its times count; auto measures it."""
     import torch
 
     on_cpu = chosen.model.device == "cpu" or (chosen.model.device == "auto" and not torch.cuda.is_available())
-    if on_cpu and not emulate and chosen.engine.mode != "ar":
+    if on_cpu and not emulate and chosen.engine.mode not in ("ar", "auto"):
         typer.echo(ON_A_CPU, err=True)
 
 

@@ -201,7 +201,7 @@ def certify(
     from specvla_ros.lab.evaluation.replay import check_senses
 
     given = certificate.read_certificate(verify) if verify is not None else None
-    if given is None and chosen.engine.mode == "ar":
+    if given is None and chosen.engine.mode == "ar" and chosen.engine.lossless:
         raise UserError("no setting to compare with plain decoding: give one, such as --mode spec")
     bags, topics = bags_in(data), topics_of(chosen, of_bags)
     if given is not None:

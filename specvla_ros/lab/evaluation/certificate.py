@@ -177,7 +177,11 @@ def certify(
         "policy": policy.describe() | {"checkpoint": policy.directory.name},
         "strict": strict,
         "instruction": topics.instruction or "",
-        "settings": {name: value for name, value in values_of(settings).items() if value != defaults[name]},
+        "settings": {
+            name: value
+            for name, value in values_of(settings).items()
+            if value != defaults[name] or name == "decode.mode"
+        },
         **checkpoint_hashes(policy.directory, settings),
         "tie": comparison.tie,
         "ties_looked_at": comparison.has_margins,

@@ -236,7 +236,7 @@ def _engine(policy: Path, robot: TableRobot, process: int) -> "Engine":
     from specvla_ros.lab.simulation.rollout import check_senses
     from specvla_ros.models.checkpoint import load_target
 
-    engine = Engine(load_target(policy, device="cpu"), EngineSettings())
+    engine = Engine(load_target(policy, device="cpu"), EngineSettings("ar"))
     check_senses(engine.target, robot)
     return engine
 

@@ -65,7 +65,7 @@ def renamed(checkpoint: Path, directory: Path, dataset: str) -> Path:
 
 
 def in_process(checkpoint: Path, image: np.ndarray, instruction: str) -> Action:
-    action = Engine(load_target(checkpoint, device="cpu"), EngineSettings()).act(Observation(image, instruction, 1))
+    action = Engine(load_target(checkpoint, device="cpu"), EngineSettings("ar")).act(Observation(image, instruction, 1))
     assert isinstance(action, Action)
     return action
 
@@ -92,7 +92,7 @@ def test_each_frame_is_answered_once_with_its_own_stamp(checkpoint: Path) -> Non
             assert (action.header.frame_id, stats.header.frame_id) == ("panda_link0", "camera")
             parts = action.receive_s + action.wait_s + action.vision_s + action.prefill_s + action.decode_s
             assert 0 < parts + action.publish_s <= action.latency_s + 1e-3
-            assert (stats.mode, stats.forwards, stats.tau) == ("ar", 7, 1.0)
+            assert (stats.mode, stats.forwards, stats.tau) == ("auto", 7, 1.0)
             assert len(stats.drop_reasons) == len(stats.drop_counts)
         assert r.drops() == {}
 
@@ -281,7 +281,7 @@ def test_actions_say_what_the_training_data_meant(
         action = r.act(rgb_image(r.now_ns()))
         said = (action.action_dt, action.reference, action.action_frame, action.rotation, action.gripper)
         assert (*said, action.unnorm_key, action.header.frame_id) == (*expected, dataset, "base_link")
-        assert (action.mode, action.horizon, len(action.values)) == ("ar", 1, len(action.names))
+        assert (action.mode, action.horizon, len(action.values)) == ("auto", 1, len(action.names))
 
 
 def test_what_a_dataset_means_is_asked_for_where_nobody_knows_it(

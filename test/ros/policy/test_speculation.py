@@ -82,7 +82,7 @@ def test_the_mode_changes_while_the_node_runs(checkpoint: Path) -> None:
     drafting: dict[str, Any] = {"draft.temporal": True, "draft.nodes": 16}
     with robot(checkpoint, instruction=INSTRUCTION, **drafting) as r:
         r.start()
-        assert stats_of_next_action(r, seed=1).mode == "ar"
+        assert stats_of_next_action(r, seed=1).mode == "auto"
         for mode in ("specpipe", "pipeline", "spec"):
             result = r.policy.set_parameters_atomically([Parameter("decode.mode", value=mode)])
             assert result.successful, result.reason
@@ -95,7 +95,7 @@ def test_the_mode_changes_while_the_node_runs(checkpoint: Path) -> None:
         r.start()
         result = r.policy.set_parameters_atomically([Parameter("decode.mode", value="spec")])
         assert not result.successful and "has no drafter" in result.reason
-        assert stats_of_next_action(r, seed=1).mode == "ar", "it goes on as before"
+        assert stats_of_next_action(r, seed=1).mode == "auto", "it goes on as before"
 
 
 def test_several_frames_in_flight_leave_in_order_each_with_its_own_action(
