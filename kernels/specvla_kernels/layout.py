@@ -25,20 +25,14 @@ class Ancestry:
     def __len__(self) -> int:
         return self.parents.shape[0]
 
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.parents, self.depths, self.ancestors
+
     @staticmethod
     def from_parents(parents: Sequence[int], device: torch.device | str = "cpu") -> "Ancestry":
-        """Makes it from 1 to 64 parents known on the host; raises ValueError if a parent is not before its node."""
-        n = len(parents)
-        if not 0 < n <= MAX_TREE_NODES:
-            raise ValueError(f"a tree holds 1 to {MAX_TREE_NODES} nodes, got {n}")
-        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
-            raise ValueError(f"each of the {n} nodes needs a parent before itself or -1, got {tuple(parents)}")
-        depths, ancestors = [0] * n, [1 << node for node in range(n)]
-        for node, parent in enumerate(parents):
-            if parent >= 0:
-                depths[node], ancestors[node] = depths[parent] + 1, ancestors[parent] | ancestors[node]
-        signed = [bits - (bits >> 63 << 64) for bits in ancestors]
-        return Ancestry(*to_device((parents, depths, signed), torch.device(device)).unbind())
+        """Makes it from parents known on the host; raises ValueError as `ancestry_columns` does."""
+        return Ancestry(*to_device(ancestry_columns(parents), torch.device(device)).unbind())
 
     @staticmethod
     def on_device(parents: Tensor, levels: int) -> "Ancestry":
@@ -55,6 +49,20 @@ class Ancestry:
     def without_root(self) -> "Ancestry":
         """The ancestry of the nodes after node 0, for a forward in which node 0 is the end of another segment."""
         return Ancestry(self.parents[1:] - 1, self.depths[1:] - 1, (self.ancestors[1:] >> 1) & (1 << 63) - 1)
+
+
+def ancestry_columns(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Parents, depths and ancestors of 1 to 64 nodes; raises ValueError if a parent is not before its node."""
+    n = len(parents)
+    if not 0 < n <= MAX_TREE_NODES:
+        raise ValueError(f"a tree holds 1 to {MAX_TREE_NODES} nodes, got {n}")
+    if any(not -1 <= parent < node for node, parent in enumerate(parents)):
+        raise ValueError(f"each of the {n} nodes needs a parent before itself or -1, got {tuple(parents)}")
+    depths, ancestors = [0] * n, [1 << node for node in range(n)]
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            depths[node], ancestors[node] = depths[parent] + 1, ancestors[parent] | ancestors[node]
+    return [*parents], depths, [bits - (bits >> 63 << 64) for bits in ancestors]
 
 
 @dataclass(frozen=True)

@@ -192,9 +192,8 @@ class ScheduledRequest:
         )
         if not self.ends_prompt or n == 1:
             return [chain]
-        drafted = tree.ancestry.without_root()
         positions = request.layout.positions_behind(stop, n - 1)
-        return [chain, Segment(request.slot, stop, tree.tokens[1:], drafted, wanted=n - 1, positions=positions)]
+        return [chain, Segment(request.slot, stop, tree.tokens[1:], tree.below, wanted=n - 1, positions=positions)]
 
     def keep_visual(self) -> None:
         """Copies the hidden states of the image's rows, for rules that read them."""

@@ -153,7 +153,7 @@ class Verifier:
         """
         device = self._cache.keys.device
         first = torch.zeros(1, dtype=torch.int64, device=device)
-        root, ids = _nodes(Tree.from_root(first)), self._actions
+        root, ids = Nodes(*Tree.from_root(first).columns), self._actions
         greedy_choice(torch.zeros(1, max(1, self._vocab_size), device=device))
         for n in blocks(MIN_NODES, self._max_nodes):
             rows = torch.arange(n, device=device)[None]
@@ -216,7 +216,7 @@ class Verifier:
 
 
 def _side_by_side(trees: Sequence[Tree]) -> Nodes:
-    found = [_nodes(tree) for tree in trees]
+    found = [Nodes(*tree.columns) for tree in trees]
     if len(found) == 1:
         return found[0]
     sizes = [len(tree) for tree in trees]
@@ -224,11 +224,6 @@ def _side_by_side(trees: Sequence[Tree]) -> Nodes:
     places = [place for column in packed for place in column.split(sizes)]
     copy_together(places, [column for columns in zip(*found, strict=True) for column in columns])
     return packed
-
-
-def _nodes(tree: Tree) -> Nodes:
-    above = tree.ancestry
-    return Nodes(tree.tokens, above.parents, above.depths, above.ancestors, tree.log_probs, tree.valid, tree.relaxable)
 
 
 def _padded_rows(states: Sequence[Tensor]) -> Tensor:

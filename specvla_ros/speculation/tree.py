@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft tree: drafted tokens and their ancestry on the device, and trees made from chains on the host."""
+"""The draft tree: drafted tokens and their ancestry on the device, and nodes that the host knows."""
 
 from __future__ import annotations
 
@@ -26,9 +26,20 @@ class Tree:
     valid: Tensor  # bool [n]; False marks padding, which is never accepted. The root is valid
     relaxable: Tensor  # bool [n]; False: accepted only if it is the target's own choice, regardless of the rule
     depth: int  # upper bound of the nodes' depths, known to the host
+    uploaded_below: Ancestry | None = None  # `below`, if the host knew all nodes
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def below(self) -> Ancestry:
+        """The ancestry of the nodes after the root, for a forward in which the root ends another segment."""
+        return self.uploaded_below or self.ancestry.without_root()
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """All columns, in the order of the kernels' `Nodes`."""
+        return self.tokens, *self.ancestry.columns, self.log_probs, self.valid, self.relaxable
 
     @staticmethod
     def from_root(root: Tensor) -> Tree:
@@ -76,25 +87,37 @@ def _single(device: torch.device) -> Tree:
     return Tree(none, ancestry, torch.zeros(1, device=device), valid=yes, relaxable=yes, depth=0)
 
 
+_NUMBERS = 7  # int64 columns: tokens, ancestry, and the ancestry of the nodes after the root
+
+
 @dataclass(frozen=True)
 class Branches:
-    """Chains that start at the root, with common prefixes merged."""
+    """Nodes that the host knows: chains that start at the root, with common prefixes merged."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # index of each node's parent among these nodes; -1: the root
+    relaxable: bool = True  # False: nodes are accepted only if they are the target's own choice
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @staticmethod
-    def from_chains(chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int) -> Branches:
+    def from_chains(
+        chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int, relaxable: bool = True
+    ) -> Branches:
         """Merges chains, each cut to `max_depth` tokens; tokens beyond `max_nodes` in total are left out."""
         whole = [max_depth] * len(chains)
-        return Branches.level_by_level(chains, max_depth=max_depth, max_nodes=max_nodes, paces=whole)
+        sizes = dict(max_depth=max_depth, max_nodes=max_nodes)
+        return Branches.level_by_level(chains, **sizes, paces=whole, relaxable=relaxable)
 
     @staticmethod
     def level_by_level(
-        chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int, paces: Sequence[int] = ()
+        chains: Sequence[Sequence[int]],
+        *,
+        max_depth: int,
+        max_nodes: int,
+        paces: Sequence[int] = (),
+        relaxable: bool = True,
     ) -> Branches:
         """Merges chains grown in turn, so that all end within one level of each other when nodes run out.
 
@@ -112,34 +135,101 @@ class Branches:
                     ends[i] = nodes.setdefault(node, len(nodes))
                     grown[i] += 1
                     growing = True
-        return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
+        tokens, parents = tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes)
+        return Branches(tokens, parents, relaxable)
 
-    @property
-    def depth(self) -> int:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        return max(depths, default=0)
 
-    def tree(self, root: Tensor, *, relaxable: bool) -> Tree:
-        """Returns the tree of these branches below a root, int64 [] or [1].
+NO_BRANCHES = Branches((), ())
 
-        Their probability is unknown: log_probs are -inf, which loses ties. `relaxable`: whether nodes other than the
-        target's own choice may be accepted.
-        """
-        import torch
 
-        from specvla_kernels.device import to_device
-        from specvla_kernels.layout import Ancestry
+def with_branches(
+    roots: Sequence[int], grown: Sequence[Tree | None], branches: Sequence[Sequence[Branches]], device: torch.device
+) -> list[Tree]:
+    """Makes trees of the nodes that the host knows, below those grown on the device.
 
-        if not len(self):
-            return Tree.from_root(root)
-        tokens = torch.cat((root.reshape(1), to_device(self.tokens, root.device)))
-        return Tree(
-            tokens=tokens,
-            ancestry=Ancestry.from_parents((-1, *(parent + 1 for parent in self.parents)), tokens.device),
-            log_probs=torch.full_like(tokens, -torch.inf, dtype=torch.float32),
-            valid=torch.ones_like(tokens, dtype=torch.bool),
-            relaxable=torch.full_like(tokens, relaxable, dtype=torch.bool),
-            depth=self.depth,
-        )
+    All trees together take one copy to the device, and one launch if there are grown nodes. The probability of the
+    host's nodes is unknown: their log_probs are -inf, which loses ties. A token that occurs in both parts is accepted
+    only once.
+
+    Args:
+        roots: the roots' tokens.
+        grown: each root's tree on the device; None: the root alone.
+        branches: each root's nodes to add.
+    """
+    import torch
+
+    from specvla_kernels.device import copy_together
+
+    firsts = [1 if tree is None else len(tree) for tree in grown]
+    sizes = [first + sum(map(len, more)) for first, more in zip(firsts, branches, strict=True)]
+    words = [_NUMBERS * _even(n) + _even(-(-n // 2)) + 2 * _even(-(-n // 8)) for n in sizes]
+    # New memory each time: the copy may still be running at the next draft.
+    memory = torch.zeros(sum(words), dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = [_in_memory(part, n) for part, n in zip(memory.split(words), sizes, strict=True)]
+    depths = [
+        _write(tree, root, first, more) for tree, root, first, more in zip(host, roots, firsts, branches, strict=True)
+    ]
+    there = memory.to(device, non_blocking=True).split(words)
+    trees = []
+    places: list[Tensor] = []
+    values: list[Tensor] = []
+    for part, n, tree, depth in zip(there, sizes, grown, depths, strict=True):
+        made = _in_memory(part, n)
+        if tree is None:
+            trees.append(replace(made, depth=depth))
+            continue
+        trees.append(replace(made, depth=max(depth, tree.depth), uploaded_below=None))
+        places += [column[: len(tree)] for column in made.columns]
+        values += tree.columns
+    copy_together(places, values)
+    return trees
+
+
+def _even(words: int) -> int:
+    return words + words % 2  # 16-byte alignment: Triton recompiles a kernel for less aligned pointers
+
+
+def _in_memory(memory: Tensor, n: int) -> Tree:
+    """A tree of n nodes whose columns are in one contiguous memory, int64 [words]; its depth is not known."""
+    import torch
+
+    from specvla_kernels.layout import Ancestry
+
+    sections = _NUMBERS * _even(n), _even(-(-n // 2)), _even(-(-n // 8)), _even(-(-n // 8))
+    numbers, log_probs, valid, relaxable = memory.split(sections)
+    tokens, *above = numbers.view(_NUMBERS, -1)[:, :n].unbind()
+    return Tree(
+        tokens,
+        Ancestry(*above[:3]),
+        log_probs.view(torch.float32)[:n],
+        valid.view(torch.bool)[:n],
+        relaxable.view(torch.bool)[:n],
+        depth=n - 1,
+        uploaded_below=Ancestry(*(column[: n - 1] for column in above[3:])),
+    )
+
+
+def _write(tree: Tree, root: int, first: int, branches: Sequence[Branches]) -> int:
+    """Writes the root and, from node `first` on, the host's nodes; returns their depth.
+
+    The nodes between are overwritten on the device.
+    """
+    import torch
+
+    from specvla_kernels.layout import ancestry_columns
+
+    tokens, parents, relaxable = [root, *[0] * (first - 1)], [-1, *[0] * (first - 1)], [True] * first
+    for each in branches:
+        start = len(tokens)
+        tokens += each.tokens
+        parents += [start + parent if parent >= 0 else 0 for parent in each.parents]
+        relaxable += [each.relaxable] * len(each)
+    whole = ancestry_columns(parents)
+    after_root = ancestry_columns([parent - 1 for parent in parents[1:]])
+    values = tokens, *whole, *after_root
+    for column, numbers in zip((tree.tokens, *tree.ancestry.columns, *tree.below.columns), values, strict=True):
+        column.copy_(torch.tensor(numbers))
+    tree.relaxable.copy_(torch.tensor(relaxable))
+    tree.valid.fill_(True)
+    tree.log_probs[first:] = -torch.inf
+    return max(whole[1])

@@ -9,14 +9,15 @@ import torch
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.generation import GreedyRules, read_end_ids, seen_ids
-from specvla_ros.speculation.tree import Branches
+from specvla_ros.speculation.tree import Branches, Tree, with_branches
 
 VOCAB = 12
 
 
 def penalised(before: list[int], root: int, chains: list[tuple[int, ...]]) -> dict[tuple[int, ...], set[int]]:
     """The ids whose logits the penalty changes after each node, by the node's path."""
-    tree = Branches.from_chains(chains, max_depth=4, max_nodes=8).tree(torch.tensor(root), relaxable=False)
+    branches = Branches.from_chains(chains, max_depth=4, max_nodes=8)
+    (tree,) = with_branches([root], [None], [[branches]], torch.device("cpu"))
     logits = torch.ones(len(tree), VOCAB)
     seen = seen_ids([before], VOCAB, logits.device)
     changed = GreedyRules(repetition_penalty=2.0).apply(logits, [(tree.tokens, tree.ancestry)], seen) != 1
@@ -39,7 +40,7 @@ def test_the_root_behind_a_prompt_stands_for_no_id() -> None:
 
 def test_what_is_positive_is_divided_and_what_is_negative_multiplied() -> None:
     logits = torch.tensor([[4.0, -4.0, 0.0, 4.0]])
-    tree = Branches.from_chains([], max_depth=1, max_nodes=1).tree(torch.tensor(0), relaxable=False)
+    tree = Tree.from_root(torch.tensor(0))
     seen = seen_ids([[0, 1, 2]], 4, logits.device)
     changed = GreedyRules(repetition_penalty=2.0).apply(logits, [(tree.tokens, tree.ancestry)], seen)
     assert changed.tolist() == [[2.0, -8.0, 0.0, 4.0]]

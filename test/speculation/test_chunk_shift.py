@@ -23,6 +23,7 @@ from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.speculation.drafters.chunk_shift import ChunkShiftDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput, FinishedAnswer, NewRows
 from specvla_ros.speculation.settings import DraftSettings, adjusted
+from specvla_ros.speculation.tree import with_branches
 
 HORIZON, DIMS, END = 8, 3, 40
 STATISTICS = ActionStatistics("", np.full(DIMS, -1.0), np.full(DIMS, 1.0), np.ones(DIMS, dtype=bool))
@@ -153,7 +154,8 @@ def test_a_committed_beginning_of_its_own_goes_on_where_it_ends(name: str, seed:
         answer=begun,
         observation=Observation(np.zeros((2, 2, 3), np.uint8), "lift", SECOND),
     )
-    (tree,) = drafter.draft([request], [30], last=True)
+    (branches,) = drafter.draft([request], [30], last=True)
+    (tree,) = with_branches([0], [None], [[branches]], torch.device("cpu"))
     rest = list(answer[len(begun) : len(begun) + 29])
     if codec is FAST:
         assert tree.tokens.tolist()[1:] == rest
@@ -161,7 +163,7 @@ def test_a_committed_beginning_of_its_own_goes_on_where_it_ends(name: str, seed:
     node, parents, tokens = 0, tree.ancestry.parents.tolist(), tree.tokens.tolist()
     for token in rest[: 29 // 3]:  # other guesses of digits stand beside it
         (node,) = (i for i in range(1, len(tree)) if (parents[i], tokens[i]) == (node, token))
-    assert not tree.relaxable.any()
+    assert tree.relaxable.tolist() == [True] + [False] * (len(tree) - 1)
 
 
 @pytest.mark.parametrize(
@@ -197,12 +199,12 @@ def drafted(drafter: ChunkShiftDrafter, text: str, nodes: int = 64, *, epoch: in
         observation=Observation(np.zeros((2, 2, 3), np.uint8), "lift", SECOND),
         stream=stream,
     )
-    (tree,) = drafter.draft([request], [nodes], last=True)
-    tokens, parents = tree.tokens.tolist(), tree.ancestry.parents.tolist()
-    words = ["" for _ in tokens]
-    for node in range(1, len(tokens)):
-        words[node] = words[parents[node]] + {10: " ", END: "."}.get(tokens[node], str(tokens[node]))
-    return {word for node, word in enumerate(words) if node not in parents}
+    (branches,) = drafter.draft([request], [nodes], last=True)
+    words: list[str] = []
+    for token, parent in zip(branches.tokens, branches.parents, strict=True):
+        before = words[parent] if parent >= 0 else ""
+        words.append(before + {10: " ", END: "."}.get(token, str(token)))
+    return {word for node, word in enumerate(words) if node not in branches.parents} or {""}
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -61,8 +61,8 @@ class Scribble(Drafter):
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         return [self.tree(request.root, request.answer) for request in inputs]
 
-    def draft_prompt(self, prompt: DraftPrompt, root: torch.Tensor, nodes: int) -> Tree:
-        return self.tree(root, ())
+    def draft_prompt(self, prompt: DraftPrompt, nodes: int) -> Tree:
+        return self.tree(torch.zeros(1), ())
 
     def tree(self, root: torch.Tensor, answer: Sequence[int]) -> Tree:
         nodes = self.nodes(answer)

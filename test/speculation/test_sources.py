@@ -2,6 +2,7 @@
 """Sources of drafted tokens beside the head, and how a tree's children are chosen."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -24,7 +25,7 @@ from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.drafters.registry import DraftWork, FinishedAnswer
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter
 from specvla_ros.speculation.settings import DraftSettings, adjusted
-from specvla_ros.speculation.tree import Branches, Tree
+from specvla_ros.speculation.tree import Branches, Tree, with_branches
 
 ACTIONS = ActionIds(first=10, stop=26, bins=15)  # ids 10 and 11 decode alike
 VOCAB = 30
@@ -211,7 +212,6 @@ def test_branches_join_what_they_share() -> None:
     branches = Branches.from_chains([(1, 2, 3), (1, 2, 4), (5,)], max_depth=3, max_nodes=9)
     assert branches.tokens == (1, 2, 3, 4, 5)
     assert branches.parents == (-1, 0, 1, 1, -1)
-    assert branches.depth == 3
     assert Branches.from_chains([(1, 2, 3), (4,)], max_depth=2, max_nodes=9).tokens == (1, 2, 4)
     assert Branches.from_chains([(1, 2, 3), (4,)], max_depth=3, max_nodes=2).tokens == (1, 2)
     assert len(Branches.from_chains([], max_depth=3, max_nodes=2)) == 0
@@ -231,24 +231,26 @@ def test_chains_that_grow_together_end_together() -> None:
     assert sorted(again.tokens) == sorted(whole.tokens)
 
 
+CPU = torch.device("cpu")
+
+
 def test_branches_hang_below_the_root_of_any_tree() -> None:
     growth = growth_of(2, 2)
     for level in range(2):
         grow(growth, top_k(2), log_probs(level, growth.beam_tokens.shape[1]), level)
     tree = finished(growth, levels=2, k=2, nodes=6)
-    root = tree.tokens[:1]
-    chains = Branches.from_chains([(1, 2, 3), (4,)], max_depth=3, max_nodes=9)
-    both = tree.joined_with(chains.tree(root, relaxable=False))
-    assert both.tokens.tolist() == [*tree.tokens.tolist(), 1, 2, 3, 4]
-    assert both.ancestry.parents.tolist() == [*tree.ancestry.parents.tolist(), 0, 6, 7, 0]
-    assert both.depth == 3 and both.ancestry.depths.tolist()[-4:] == [1, 2, 3, 1]
-    assert both.relaxable.tolist() == [True] * 6 + [False] * 4
-    assert both.valid.all() and (both.log_probs[-4:] == -torch.inf).all()
-    assert tree.joined_with(Branches((), ()).tree(root, relaxable=True)) is tree
-    alone = Tree.from_root(torch.tensor(3)).joined_with(
-        Branches.from_chains([(1, 2)], max_depth=5, max_nodes=3).tree(torch.tensor(3), relaxable=True)
-    )
-    assert alone.ancestry.ancestors.tolist() == [0b1, 0b11, 0b111]
+    chains = Branches.from_chains([(1, 2, 3), (4,)], max_depth=3, max_nodes=9, relaxable=False)
+    more = Branches.from_chains([(9,)], max_depth=3, max_nodes=9)
+    both, alone = with_branches([0, 3], [tree, None], [[chains, more], [more, chains]], CPU)
+    assert both.tokens.tolist() == [*tree.tokens.tolist(), 1, 2, 3, 4, 9]
+    assert both.ancestry.parents.tolist() == [*tree.ancestry.parents.tolist(), 0, 6, 7, 0, 0]
+    assert both.depth == 3 and both.ancestry.depths.tolist()[-5:] == [1, 2, 3, 1, 1]
+    assert both.relaxable.tolist() == [True] * 6 + [False] * 4 + [True]
+    assert both.valid.all() and (both.log_probs[-5:] == -torch.inf).all()
+    assert both.log_probs[:6].equal(tree.log_probs.float())
+    assert alone.tokens.tolist() == [3, 9, 1, 2, 3, 4]
+    assert alone.ancestry.ancestors.tolist() == [0b1, 0b11, 0b101, 0b1101, 0b11101, 0b100001]
+    assert alone.depth == 3 and alone.log_probs.tolist() == [0.0] + [-math.inf] * 5
 
 
 @pytest.mark.parametrize(
@@ -316,17 +318,23 @@ def test_temporal_begins_as_the_answer_that_is_still_in_flight() -> None:
     assert drafter.text((1, 2), 2, ahead=()) == (3, 4)
 
 
-def random_tree(data: st.DataObject, nodes: int) -> Tree:
-    parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))]
-    branches = Branches(tuple(range(1, nodes)), tuple(parent - 1 for parent in parents[1:]))
-    return branches.tree(torch.tensor(3), relaxable=True)
+def random_branches(data: st.DataObject, nodes: int) -> Branches:
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(nodes)]
+    return Branches(tuple(range(1, nodes + 1)), tuple(parents))
 
 
-@given(st.data(), st.integers(1, 64))
+@given(st.data(), st.integers(3, 64))
 def test_whatever_is_put_together_has_the_ancestry_of_its_parents(data: st.DataObject, nodes: int) -> None:
-    mine = data.draw(st.integers(1, nodes))
-    tree, other = random_tree(data, mine), random_tree(data, nodes - mine + 1)
-    for made in (tree, tree.joined_with(other)):
+    mine = data.draw(st.integers(2, nodes - 1))
+    first, second = random_branches(data, mine - 1), random_branches(data, nodes - mine)
+    tree, other = with_branches([3, 3], [None, None], [[first], [second]], CPU)
+    together, below_both = with_branches([3, 3], [tree, None], [[second], [first, second]], CPU)
+    for column, same in zip(together.columns, below_both.columns, strict=True):
+        assert column.equal(same)
+    below = below_both.ancestry.without_root()
+    for column, same in zip(below_both.below.columns, below.columns, strict=True):
+        assert column.equal(same)
+    for made in (tree, together, tree.joined_with(other)):
         expected = Ancestry.from_parents(made.ancestry.parents.tolist())
         assert made.ancestry.depths.equal(expected.depths) and made.ancestry.ancestors.equal(expected.ancestors)
     assert len(tree.joined_with(other)) == nodes

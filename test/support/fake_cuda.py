@@ -47,23 +47,27 @@ class Launches:
     Attributes:
         sections: by the part of the work that asked, launches by name.
         graphs: by the name of a captured graph, launches in it, by name.
-        behind: launches since the last read-back.
+        behind: launches since the last read-back; `copies_behind`: copies to the device since then.
     """
 
     sections: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     graphs: dict[str, Counter[str]] = field(default_factory=dict)
     section: str = "other"
     behind: int = 0
+    copies_behind: int = 0
 
     def add(self, name: str) -> None:
         """Counts one."""
         self.sections[self.section][name] += 1
-        self.behind = 0 if name == READ_BACK else self.behind + (name not in (COPY_IN, WAIT))
+        if name == READ_BACK:
+            self.behind = self.copies_behind = 0
+        self.behind += name not in (READ_BACK, COPY_IN, WAIT)
+        self.copies_behind += name == COPY_IN
 
     def clear(self) -> None:
         """Begins anew; the graphs stay."""
         self.sections.clear()
-        self.behind = 0
+        self.behind = self.copies_behind = 0
 
     @contextmanager
     def within(self, section: str) -> Iterator[None]:

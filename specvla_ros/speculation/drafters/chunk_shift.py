@@ -35,11 +35,9 @@ from specvla_ros.speculation.drafters.registry import (
     FinishedAnswer,
     drafter,
 )
-from specvla_ros.speculation.tree import Branches, Tree
+from specvla_ros.speculation.tree import Branches
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specvla_ros.models.codecs.codec import Codec, SaysNumbers
     from specvla_ros.models.target import Target
 
@@ -121,9 +119,9 @@ class ChunkShiftDrafter(Drafter):
     def forget(self, stream: str | None = None) -> None:
         self._last = {} if stream is None else {name: each for name, each in self._last.items() if name != stream}
 
-    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Branches]:
         """Drafts a chain for each guess: its tokens after the position that the request's answer has reached."""
-        trees = []
+        drafts = []
         for request, limit in zip(inputs, nodes, strict=True):
             stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
             guesses = [] if request.mid_prompt else self._guesses(request, stamp_ns)
@@ -135,16 +133,15 @@ class ChunkShiftDrafter(Drafter):
             if guesses and self._numbers is not None:
                 rests += self._numbers.otherwise(guesses, request.answer)
             paces += [1] * (len(rests) - len(paces))
-            branches = Branches.level_by_level(rests, max_depth=request.max_depth, max_nodes=limit - 1, paces=paces)
-            trees.append(branches.tree(request.root, relaxable=False))
-        return trees
+            sizes = dict(max_depth=request.max_depth, max_nodes=limit - 1)
+            drafts.append(Branches.level_by_level(rests, **sizes, paces=paces, relaxable=False))
+        return drafts
 
-    def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
+    def draft_prompt(self, prompt: DraftPrompt, nodes: int) -> Branches:
         """Drafts the shifted answer from its start, or its rest after a given one."""
         shifted = self.answer(prompt.epoch, prompt.stamp_ns, prompt.stream)
         chains = [shifted[self._codec.resume(shifted, prompt.answer) :]]
-        branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
-        return branches.tree(root, relaxable=False) if len(branches) else None
+        return Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1, relaxable=False)
 
     def answer(self, epoch: int, stamp_ns: int, stream: str = "") -> tuple[int, ...]:
         """The whole answer drafted for an image; empty if there is none."""

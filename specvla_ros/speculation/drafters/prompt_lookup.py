@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
-from specvla_ros.speculation.tree import Branches, Tree
+from specvla_ros.speculation.tree import Branches
 
 _LONGEST = 3
 
@@ -34,14 +34,13 @@ class PromptLookup(Drafter):
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        trees = []
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Branches]:
+        drafts = []
         for request, limit in zip(inputs, nodes, strict=True):
             text = (*request.prompt, *request.answer)
             chains = [look_up(text, text, self._tokens)]
-            branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1)
-            trees.append(branches.tree(request.root, relaxable=True))
-        return trees
+            drafts.append(Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1))
+        return drafts
 
 
 @drafter("prompt_lookup", settings=PromptLookupSettings, order=20)

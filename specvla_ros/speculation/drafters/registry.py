@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specvla_ros.errors import UserError
 from specvla_ros.speculation.settings import DRAFT_FOLDER, DRAFTERS
-from specvla_ros.speculation.tree import Tree
+from specvla_ros.speculation.tree import NO_BRANCHES, Branches, Tree, with_branches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,22 +94,32 @@ class NewRows:
     @cached_property
     def hidden(self) -> Tensor:
         """The target's last hidden states, [rows, hidden]."""
-        return self._joined(self.known_hidden, self.nodes, self.states.__getitem__)
+        return self._joined(self.known_hidden, lambda rows, _: self.states[rows])
 
     @cached_property
     def following(self) -> Tensor:
         """Embedding of the token after each row, [rows, hidden]."""
-        return self._joined(self.known_following, self.tokens, self.embed)
 
-    def _joined(self, known: Tensor, numbers: tuple[int, ...], found: Callable[[Tensor], Tensor] | None) -> Tensor:
-        if not numbers:
-            return known
-        import torch
+        def embedded(_: Tensor, tokens: Tensor) -> Tensor:
+            assert self.embed is not None
+            return self.embed(tokens)
 
+        return self._joined(self.known_following, embedded)
+
+    @cached_property
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        """Rows of the nodes and their tokens on the device, int64 [n] each."""
         from specvla_kernels.device import to_device
 
-        assert found is not None
-        rows = found(to_device(numbers, self.states.device))
+        rows, tokens = to_device((self.nodes, self.tokens), self.states.device).unbind()
+        return rows, tokens
+
+    def _joined(self, known: Tensor, found: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        import torch
+
+        if not self.nodes:
+            return known
+        rows = found(*self._numbers)
         return torch.cat((known, rows)) if len(known) else rows
 
     def newest(self, n: int) -> NewRows:
@@ -146,6 +156,11 @@ class DraftInput:
     def begins(self) -> bool:
         """True if these are the slot's first rows."""
         return len(self.new) == self.prefix_len
+
+    @property
+    def root_token(self) -> int:
+        """The root, as the host knows it; read back if the newest row has no token."""
+        return self.new.tokens[-1] if self.new.tokens else int(self.root)
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -189,19 +204,20 @@ class Drafter(Protocol):
         """Running totals of forwards for drafting."""
         return DraftWork()
 
-    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """Drafts one tree per request; called once per tick, even if nothing may be drafted.
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> Sequence[Tree | Branches]:
+        """Drafts for each request; called once per tick, even if nothing may be drafted.
 
-        The requests have different slots. The next call may overwrite the trees. `nodes`: max nodes of each tree
-        including the root. `last`: True if no drafter follows; otherwise some nodes should be left to it.
+        A draft is a tree grown on the device or, if the host knows its tokens, the branches below the root. The
+        requests have different slots. The next call may overwrite the trees. `nodes`: max nodes of each draft including
+        the root. `last`: True if no drafter follows; otherwise some nodes should be left to it.
         """
 
-    def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
-        """Drafts a tree to be verified by the prompt's own forward, without hidden states; None for no draft.
+    def draft_prompt(self, prompt: DraftPrompt, nodes: int) -> Tree | Branches:
+        """Drafts what the prompt's own forward verifies, without hidden states. `nodes` includes the root.
 
-        The root, int64 [1], is the prompt's last row, and its token is not read. `nodes` includes the root.
+        The root is the prompt's last row, and its token is not read.
         """
-        return None
+        return NO_BRANCHES
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
         """Sets the acceptance tolerance in bins per action token."""
@@ -257,7 +273,9 @@ class Drafters:
         import torch
 
         self.by_name, self._nodes = by_name, context.settings.nodes
-        self._prompt_end = Tree.from_root(torch.zeros(1, dtype=torch.int64, device=context.target.decoder.device))
+        self._device = context.target.decoder.device
+        # Where a prompt's forward verifies no draft.
+        self._prompt_end = Tree.from_root(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -271,24 +289,41 @@ class Drafters:
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         """Drafts one tree per request, with at most `draft.nodes` nodes."""
         left = [self._nodes] * len(inputs)
-        trees = [[Tree.from_root(request.root)] for request in inputs]
+        drafts: list[list[Tree | Branches]] = [[] for _ in inputs]
         for i, drafter in enumerate(self.by_name.values(), start=1):
             drafted = drafter.draft(inputs, left, last=i == len(self.by_name))
-            for mine, tree in zip(trees, drafted, strict=True):
-                mine.append(tree)
-            left = [nodes - len(tree) + 1 for nodes, tree in zip(left, drafted, strict=True)]
-        return [_joined(mine) for mine in trees]
+            for mine, draft in zip(drafts, drafted, strict=True):
+                mine.append(draft)
+            left = [nodes - _added(draft) for nodes, draft in zip(left, drafted, strict=True)]
+        return self._joined(
+            [Tree.from_root(request.root) for request in inputs], drafts, lambda i: inputs[i].root_token
+        )
 
     def draft_prompt(self, prompt: DraftPrompt) -> Tree:
-        """Drafts the tree to be verified by a prompt's own forward."""
+        """Drafts the tree to be verified by a prompt's own forward, below the prompt's last row."""
         left = self._nodes
-        trees = [self._prompt_end]
+        drafts: list[Tree | Branches] = []
         for drafter in self.by_name.values():
-            tree = drafter.draft_prompt(prompt, self._prompt_end.tokens, left)
-            if tree is not None:
-                trees.append(tree)
-                left -= len(tree) - 1
-        return _joined(trees)
+            drafts.append(drafter.draft_prompt(prompt, left))
+            left -= _added(drafts[-1])
+        return self._joined([self._prompt_end], [drafts], lambda _: 0)[0]
+
+    def _joined(
+        self, roots: Sequence[Tree], drafts: Sequence[Sequence[Tree | Branches]], token_of: Callable[[int], int]
+    ) -> list[Tree]:
+        """Each request's drafts in one tree; those with probabilities come first, and last in the drafters' order.
+
+        `token_of` gives the token of a request's root.
+        """
+        trees = [reduce(Tree.joined_with, _trees(mine), root) for root, mine in zip(roots, drafts, strict=True)]
+        known = [[each for each in reversed(mine) if isinstance(each, Branches) and len(each)] for mine in drafts]
+        some = [i for i, mine in enumerate(known) if mine]
+        if some:
+            grown = [trees[i] if len(trees[i]) > 1 else None for i in some]
+            more = with_branches([*map(token_of, some)], grown, [known[i] for i in some], self._device)
+            for i, tree in zip(some, more, strict=True):
+                trees[i] = tree
+        return trees
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
         for drafter in self.by_name.values():
@@ -311,6 +346,10 @@ class Drafters:
             drafter.release()
 
 
-def _joined(trees: Sequence[Tree]) -> Tree:
-    """Merges the trees in reverse: those with probabilities come last in the drafters' order, and first here."""
-    return reduce(Tree.joined_with, reversed(trees))
+def _trees(drafts: Sequence[Tree | Branches]) -> list[Tree]:
+    return [each for each in reversed(drafts) if isinstance(each, Tree)]
+
+
+def _added(draft: Tree | Branches) -> int:
+    """Number of nodes below the root."""
+    return len(draft) - isinstance(draft, Tree)

@@ -16,11 +16,9 @@ from specvla_ros.speculation.drafters.registry import (
     FinishedAnswer,
     drafter,
 )
-from specvla_ros.speculation.tree import Branches, Tree
+from specvla_ros.speculation.tree import Branches
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specvla_ros.models.codecs.codec import ActionIds
 
 _FEWEST, _LONGEST = 2, 3  # min and max tokens matched to find a position in the previous answer
@@ -69,8 +67,8 @@ class TemporalDrafter(Drafter):
     def forget(self, stream: str | None = None) -> None:
         self._of = {} if stream is None else {name: each for name, each in self._of.items() if name != stream}
 
-    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        trees = []
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Branches]:
+        drafts = []
         for request, limit in zip(inputs, nodes, strict=True):
             if request.in_text:
                 # Only this drafter drafts after a prompt; later, text leaves half of the nodes to others.
@@ -78,19 +76,19 @@ class TemporalDrafter(Drafter):
                 chains = [self.text(request.answer, tokens, request.stream, request.ahead)]
             else:
                 chains = self.chains(request.epoch, request.position, request.stream)
-            branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1)
-            trees.append(branches.tree(request.root, relaxable=False))
-        return trees
+            drafts.append(
+                Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1, relaxable=False)
+            )
+        return drafts
 
-    def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
+    def draft_prompt(self, prompt: DraftPrompt, nodes: int) -> Branches:
         """Drafts the whole last answer, or its rest after a given start."""
         stream, answer = prompt.stream, prompt.answer
         if prompt.in_text:
             chains = [self.text(answer, nodes, stream, prompt.ahead)]
         else:
             chains = self.chains(prompt.epoch, prompt.position, stream)
-        branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
-        return branches.tree(root, relaxable=False) if len(branches) else None
+        return Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1, relaxable=False)
 
     def text(
         self, answer: Sequence[int], tokens: int, stream: str = "", ahead: tuple[int, ...] = ()

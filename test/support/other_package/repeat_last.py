@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
-from specvla_ros.speculation.tree import Branches, Tree
+from specvla_ros.speculation.tree import Branches
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,11 @@ class RepeatLast(Drafter):
         self.times = times
         self.tolerances: list[tuple[int, ...]] = []
 
-    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        chains = [
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Branches]:
+        return [
             Branches.from_chains([request.answer[-1:] * self.times], max_depth=request.max_depth, max_nodes=most - 1)
             for request, most in zip(inputs, nodes, strict=True)
         ]
-        return [chain.tree(request.root, relaxable=True) for chain, request in zip(chains, inputs, strict=True)]
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
         self.tolerances.append(bins)

@@ -173,8 +173,11 @@ class EagleDrafter(Drafter):
         return depth if self._grower.parallel_depth == 1 else 1
 
     def _keep(self, inputs: Sequence[DraftInput]) -> None:
-        """Writes the head's keys and values of new rows that no tree grows from; needs no attention or MLP."""
-        parts = [each for each in inputs if len(each.new)]
+        """Writes the head's keys and values of new rows that no tree grows from; needs no attention or MLP.
+
+        An answer that lacks only its last token has no further tree to read them.
+        """
+        parts = [each for each in inputs if len(each.new) and (each.mid_prompt or each.max_depth > 0)]
         if not parts:
             return
         following, hidden = [each.new.following for each in parts], [each.new.hidden for each in parts]
