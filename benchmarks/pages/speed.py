@@ -74,14 +74,15 @@ def _share_of_bound(found: Result | None) -> str:
 
 def _launches(result: Result) -> Result:
     before, now = result["before"]["cases"], result["cases"]
-    ticks = [["", "launches", "after read-back", "copies", "read-backs"]]
+    ticks = [["", "launches", "after read-back", "copies", "after read-back", "read-backs"]]
     for mode in now:
         for kind, begins in (("a prompt starts", True), ("trees alone", False)):
             old, new = ([each for each in cases[mode]["ticks"] if each["begins"] == begins] for cases in (before, now))
             if old and new:
-                columns = ("launches", "behind", "copies", "read_backs")
-                most = [[max(int(tick[name]) for tick in found) for found in (old, new)] for name in columns]
-                ticks.append([f"{mode}, {kind}", *(_from_to(*pair) for pair in most)])
+                columns = ("launches", "behind", "copies", "copies_behind", "read_backs")
+                # The first counts did not tell copies after the read-back.
+                most = [[max(int(tick.get(name, -1)) for tick in found) for found in (old, new)] for name in columns]
+                ticks.append([f"{mode}, {kind}", *(_from_to(one if one >= 0 else other, other) for one, other in most)])
     held, holds = (
         {graph: count for case in cases.values() for graph, count in _graphs(case)} for cases in (before, now)
     )

@@ -29,23 +29,26 @@ from benchmarks.results_page import RESULTS
 from specvla_ros.engine import cuda_graphs, runner
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, DropReason
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.engine.verifier import Commit, Prepared, Verifier, VerifyInput
 from specvla_ros.models.config import DecoderShape
-from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.prompt import PromptTokenizer
+from specvla_ros.models.generation import NO_RULES, GreedyRules
+from specvla_ros.models.quantization import quantize_layer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.speculation.drafters.eagle import drafter as eagle
 from specvla_ros.speculation.drafters.eagle import head as eagle_head
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings
 
+CONFIG = Path(__file__).resolve().parents[2] / "config"
 _ACCEPTED = 3  # tokens that a verification with a tree commits
 _TICKS = 16
 _STEADY = 6  # the first tick that is counted
-_ACTION = 31900  # an action token
+_FROM_THE_END = 164  # of the vocabulary, an action token
 _DTYPE = torch.bfloat16
 _BINS = AcceptanceSettings("bin_distance", bins=(9,), gripper_bins=0)
 # Sections of a tick, by the method whose work they are.
@@ -56,29 +59,67 @@ _SECTIONS = {
 }
 
 
-def settings_of(mode: str, *, children: str = "top_k", chunks: int = 1, nodes: int = 16) -> EngineSettings:
-    """What is counted."""
-    draft = DraftSettings(head="random", nodes=nodes, children=children, depth=5, top_k=8)
-    return EngineSettings(mode, prefill_chunks=chunks, max_text_tokens=128, draft=draft, acceptance=_BINS)
+def settings_of(
+    mode: str, *, chunks: int = 1, nodes: int = 16, rule: str = "bin_distance", **drafts: Any
+) -> EngineSettings:
+    """Decoding with a draft head. `drafts`: further parameters of drafting, by name."""
+    acceptance = _BINS if rule == _BINS.rule else AcceptanceSettings(rule)
+    given = {"head": "random", "nodes": nodes, "depth": 5} | drafts
+    settings = engine_settings_from(values={f"draft.{name}": value for name, value in given.items()})
+    return replace(settings, mode=mode, prefill_chunks=chunks, max_text_tokens=128, acceptance=acceptance)
 
 
-CASES: dict[str, EngineSettings] = {
-    "ar": settings_of("ar"),
-    "spec": settings_of("spec"),
-    "spec, window mass": settings_of("spec", children="window_mass"),
-    "pipeline": settings_of("pipeline"),
-    "specpipe": settings_of("specpipe"),
-    "specpipe, two chunks": settings_of("specpipe", chunks=2),
+def profile(name: str) -> EngineSettings:
+    """Decoding of a shipped profile with a draft head, relaxed."""
+    settings = engine_settings_from(params_file=CONFIG / f"{name}.yaml", values={"draft.head": "random"})
+    return replace(settings, max_text_tokens=128, max_image_age_s=0.0, acceptance=_BINS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy and its decoding."""
+
+    settings: EngineSettings
+    size: str = "7b"  # its shapes, of `SIZES`
+    quantization: str = "none"
+    generation: GreedyRules = NO_RULES
+
+
+CASES: dict[str, Case] = {
+    "ar": Case(settings_of("ar")),
+    "spec": Case(settings_of("spec")),
+    "spec, window mass": Case(settings_of("spec", children="window_mass")),
+    "pipeline": Case(settings_of("pipeline")),
+    "specpipe": Case(settings_of("specpipe")),
+    "specpipe, two chunks": Case(settings_of("specpipe", chunks=2)),
+    "spec, temporal": Case(settings_of("spec", temporal=True)),
+    "specpipe, temporal": Case(settings_of("specpipe", temporal=True)),
+    "spec, temporal and prompt lookup": Case(settings_of("spec", temporal=True, prompt_lookup_tokens=10)),
+    "spec, rule fly": Case(settings_of("spec", rule="fly")),
+    "spec, repetition penalty": Case(settings_of("spec"), generation=GreedyRules(1.05)),
+    "orin.yaml": Case(profile("orin"), quantization="w8a8"),
+    "desktop.yaml": Case(profile("desktop")),
+    **{
+        f"{name}: specpipe, temporal": Case(settings_of("specpipe", temporal=True), name)
+        for name in ("minivla", "pi0-fast", "qwen2.5-vl-3b")
+    },
 }
 
 
-def fake_policy(size: Size, tokens: int = TOKENS) -> RandomPolicy:
+def fake_policy(
+    size: Size, tokens: int = TOKENS, *, quantization: str = "none", generation: GreedyRules = NO_RULES
+) -> RandomPolicy:
     """A policy on fake memory."""
     with torch.device("meta"):
         model = OpenVLA(OpenVLAConfig(size.towers, size.llama, 64, 256, {}, vicuna=False))
     _on_device(model)
+    if quantization != "none":
+        for layer in model.decoder.layers:
+            assert isinstance(layer, DecoderLayer)
+            quantize_layer(layer, quantization)
     pixels = torch.empty(3 * len(size.towers), 224, 224)
     return RandomPolicy(
+        generation=generation,
         directory=Path("random"),
         model=model.eval().requires_grad_(False),
         image_processor=lambda _: pixels,  # type: ignore[arg-type]
@@ -116,9 +157,9 @@ def _head(_: Path, decoder: Any) -> EagleHead:
 
 
 @contextmanager
-def device() -> Iterator[Launches]:
+def device(shape: DecoderShape = SIZES["7b"].llama) -> Iterator[Launches]:
     """The fake device, with graphs that are recorded in place of captured, and no comparisons of numbers."""
-    answers = _Answers()
+    answers = _Answers(shape.vocab_size - _FROM_THE_END)
     with ExitStack() as stack:
         launches = stack.enter_context(fake_cuda(answers))
 
@@ -183,7 +224,8 @@ def _name_of(captured: Any) -> str:
 class _Answers:
     """What the tick's read-back gives: each request accepts drafts as far as there are some."""
 
-    def __init__(self) -> None:
+    def __init__(self, action: int) -> None:
+        self._action = action
         self._groups: list[tuple[int, list[int]]] = []  # of each rule: nodes of a path at most, and drafts accepted
 
     def heard(self, verify: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,7 +249,7 @@ class _Answers:
         for steps, accepted in self._groups:
             for drafts in accepted:
                 count, left = drafts + 1, [0] * (steps - drafts - 1)
-                numbers += [*range(count), *left, *[_ACTION] * count, *left, *[0] * (2 * steps), count]
+                numbers += [*range(count), *left, *[self._action] * count, *left, *[0] * (2 * steps), count]
         assert shape == (len(numbers),)
         return numbers
 
@@ -224,7 +266,7 @@ class Tick:
         copies: to the device.
         read_backs: from it.
         waits: for it, where nothing was read.
-        behind: launches after the read-back.
+        behind: launches after the read-back, and `copies_behind`, copies after it.
         by_section: launches by the part of the tick that asked for them.
     """
 
@@ -236,17 +278,20 @@ class Tick:
     read_backs: int
     waits: int
     behind: int
+    copies_behind: int
     by_section: dict[str, int]
 
 
-def count(mode: str) -> dict[str, Any]:
+def count(name: str) -> dict[str, Any]:
     """The launches of a case: of each graph, and of the host in each kind of tick in the steady state."""
-    with device() as launches:
-        engine = Engine(fake_policy(SIZES["7b"]), CASES[mode])
+    case = CASES[name]
+    with device(SIZES[case.size].llama) as launches:
+        policy = fake_policy(SIZES[case.size], quantization=case.quantization, generation=case.generation)
+        engine = Engine(policy, case.settings)
         engine.runner.graphs.warm_up()
         status = engine.runner.graphs.status
         if "off" in status:
-            raise RuntimeError(f"{mode}: {status}")
+            raise RuntimeError(f"{name}: {status}")
         ticks = [tick for _, tick in zip(range(_TICKS), _ticks(engine, launches), strict=False)][_STEADY:]
     graphs = [
         {"graph": name, "launches": sum(counts.values()), "by_name": dict(counts.most_common())}
@@ -281,6 +326,7 @@ def _ticks(engine: Engine, launches: Launches) -> Iterator[Tick]:
             read_backs=launches.total(READ_BACK),
             waits=launches.total(WAIT),
             behind=launches.behind,
+            copies_behind=launches.copies_behind,
             by_section=by_section,
         )
 
@@ -288,10 +334,12 @@ def _ticks(engine: Engine, launches: Launches) -> Iterator[Tick]:
 def main(context: typer.Context, out: Out = RESULTS / "launches.json") -> None:
     """Counts every mode's launches at OpenVLA-7B's shapes."""
     logging.basicConfig(level=logging.ERROR)
-    cases = {mode: count(mode) for mode in CASES}
+    cases = {name: count(name) for name in CASES}
     head = result_head(context)
-    first = {"git_revision": head["git_revision"], "cases": cases}
-    finish(head | {"cases": cases, "before": kept_before(out, "cases") or first}, out)
+    revision = {"git_revision": head["git_revision"]}
+    before = kept_before(out, "cases") or revision | {"cases": {}}
+    first = {name: revision | found for name, found in cases.items() if name not in before["cases"]}
+    finish(head | {"cases": cases, "before": before | {"cases": before["cases"] | first}}, out)
 
 
 if __name__ == "__main__":

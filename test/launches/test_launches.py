@@ -56,15 +56,21 @@ def written() -> dict[str, Any]:
     return cases
 
 
-def test_ticks_and_graphs_of_both_at_once_launch_what_is_written_down(written: dict[str, Any]):
+@pytest.mark.parametrize("case", ["specpipe", "orin.yaml"])
+def test_ticks_and_graphs_launch_what_is_written_down(case: str, written: dict[str, Any]):
     found = json.loads(
-        run("-c", "import json; from launches import launches; print(json.dumps(launches.count('specpipe')))")
+        run("-c", f"import json; from launches import launches; print(json.dumps(launches.count('{case}')))")
     )
-    assert found == written["specpipe"], MEANT
+    assert found == written[case], MEANT
+
+
+def test_every_case_is_written_down(written: dict[str, Any]):
+    cases = run("-c", "from launches import launches; print(*launches.CASES, sep='\\n')").splitlines()
+    assert [*written] == cases, MEANT
 
 
 @pytest.mark.nightly
-def test_every_modes_ticks_and_graphs_launch_what_is_written_down(written: dict[str, Any], tmp_path: Path):
+def test_every_cases_ticks_and_graphs_launch_what_is_written_down(written: dict[str, Any], tmp_path: Path):
     out = tmp_path / "launches.json"
     run("-m", "launches.launches", "--out", str(out))
     for mode, found in json.loads(out.read_text())["cases"].items():
