@@ -17,6 +17,7 @@ from specvla_kernels.device import has_kernels, references
 from specvla_kernels.graph_capture import check_rows, randomize
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
+from specvla_kernels.miscompiles import known_for
 from specvla_ros.engine.batch import Segment, pack
 from specvla_ros.engine.cuda_graphs import ForwardSizes, check_segments
 from specvla_ros.engine.kv_cache import KVCache
@@ -48,8 +49,16 @@ def kernel_fault(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> str:
     except torch.OutOfMemoryError:  # a RuntimeError too, which says nothing of the kernels
         _log.warning("the kernels were not compared with their references: no memory is left for it")
     except RuntimeError as error:
-        return f"a kernel differs from its reference: {(str(error).splitlines() or [''])[0]}"
+        return f"a kernel differs from its reference: {(str(error).splitlines() or [''])[0]}{_known(decoder.device)}"
     return ""
+
+
+def _known(device: torch.device) -> str:
+    """Names the faults of the compiler that are known for a GPU."""
+    if device.type != "cuda":
+        return ""
+    known = known_for("sm_{}{}".format(*torch.cuda.get_device_capability(device)))
+    return f" (known for this GPU: {known})" if known else ""
 
 
 def _segments(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> Iterator[list[Segment]]:
