@@ -46,7 +46,7 @@ def frame(stamp_ns: int, *, stream: str = "", epoch: int = 0) -> Observation:
 
 
 def engine_of(target: Target, **settings: Any) -> Engine:
-    engine = Engine(target, engine_settings_from(draft_chunk_shift=True, **settings))
+    engine = Engine(target, engine_settings_from(draft_chunk_shift=True, **{"mode": "ar"} | settings))
     engine.takes_partial = True
     return engine
 
