@@ -25,8 +25,9 @@ class JointPath:
         ahead = self.points(int(np.searchsorted(self.times_s, 0.0, side="right")))
         if not len(ahead.times_s):
             return self
-        moving = None if ahead.velocities is None else np.vstack([velocities, ahead.velocities])
-        return JointPath(np.append(0.0, ahead.times_s), np.vstack([positions, ahead.positions]), moving)
+        if ahead.velocities is not None:
+            return ahead.begun_at(0.0, positions, velocities)
+        return JointPath(np.append(0.0, ahead.times_s), np.vstack([positions, ahead.positions]))
 
     @property
     def end_s(self) -> float:
@@ -52,6 +53,18 @@ class JointPath:
         """The path without the points before one."""
         velocities = None if self.velocities is None else self.velocities[first:]
         return JointPath(self.times_s[first:], self.positions[first:], velocities)
+
+    def delayed(self, seconds: float) -> "JointPath":
+        return replace(self, times_s=self.times_s + seconds)
+
+    def begun_at(self, time_s: float, positions: np.ndarray, velocities: np.ndarray) -> "JointPath":
+        """The path with an earlier first point, float64 [joints] each."""
+        assert self.velocities is not None
+        return JointPath(
+            np.append(time_s, self.times_s),
+            np.vstack([positions, self.positions]),
+            np.vstack([velocities, self.velocities]),
+        )
 
     def after(self, time_s: float) -> "JointPath | None":
         """The points later than a time, with their times from then; None: there is none."""

@@ -19,6 +19,7 @@ from specvla_ros.control.robot_model import ToolKinematics
 
 _NO_TIME_S = 1e-6
 _CATCH_UP = 0.25  # fraction of a joint's speed with which a controller may make up for its lag
+_HEARD_S = 0.02  # after which a controller follows a message: one on its way, and a control period
 _REPEAT_S = 0.05  # a chunk is sent again, in case a message was lost
 _MOVED = 0.005  # radians or metres, more than encoder noise
 _SAGS, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
@@ -68,6 +69,7 @@ class JointGate(SmoothGate[np.ndarray]):
         self._reached_s = 0.0  # when the output was where it is, on the steady clock
         self._passes_chunks = False  # motion passes, and chunks may go out whole
         self._followed: _Followed | None = None
+        self._led: _Followed | None = None  # what the controller does if no further message comes, point by point
         self._told_s = -np.inf  # when the controller was sent it last, on the steady clock
         self._taken: Counter[str] = Counter()  # chunks, by how they were sent
         self._split = ""  # why one was not passed whole, in words; empty: all were
@@ -98,7 +100,7 @@ class JointGate(SmoothGate[np.ndarray]):
         refusal = super().take(command, measured, now)
         if not self._passes_chunks or self._sent is None:
             return refusal
-        self._followed, self._told_s = None, -np.inf
+        self._led, self._followed, self._told_s = self._followed or self._led, None, -np.inf
         if refusal is not None:
             return refusal
         velocities = None if command.velocities is None else command.velocities[:, self._order(command)]
@@ -109,7 +111,8 @@ class JointGate(SmoothGate[np.ndarray]):
         unfit = self._chunks.unfit(path, self._pace, self._tool_speed)
         self._split = unfit or self._split
         self._taken["followed point by point" if unfit else "passed whole"] += 1
-        self._followed = None if unfit else _Followed(path, now.steady_s - passed_s)
+        if not unfit:
+            self._followed, self._led = _Followed(path, now.steady_s - passed_s), None
         return None
 
     def report(self) -> dict[str, object]:
@@ -117,14 +120,15 @@ class JointGate(SmoothGate[np.ndarray]):
         return found | ({"last chunk that was not passed whole": self._split} if self._split else {})
 
     def _catch_up(self, now: Instant) -> None:
-        """Takes over the state of a controller that follows a chunk by itself."""
-        if self._followed is not None:
-            self._sent, self._velocity = self._followed.at(now)
+        """Takes over the state of a controller that continues by itself."""
+        followed = self._followed or self._led
+        if followed is not None:
+            self._sent, self._velocity = followed.at(now)
             self._reached_s = now.steady_s
 
     def begin(self, measured: Measured) -> None:
         super().begin(measured)
-        self._followed = None
+        self._followed = self._led = None
         self._unmoved_from, self._sent_then = measured.joints, self._sent
         self._unanswered_s = np.zeros(len(self._names))
 
@@ -133,16 +137,42 @@ class JointGate(SmoothGate[np.ndarray]):
             unanswered = np.abs(self._sent - self._sent_then) > _UNANSWERED
             self._unanswered_s = np.where(unanswered, self._unanswered_s + dt_s, 0.0)
         self._passes_chunks = self._settings.kind is Output.JOINT_TRAJECTORY_CHUNK
-        if self._followed is None:
-            return super().go(now, self._step_s(now, dt_s))
-        self._joined, self._lost_s = True, 0.0
-        return self._chunk(self._followed, now)
+        if self._followed is not None:
+            self._joined, self._lost_s = True, 0.0
+            return self._chunk(self._followed, now)
+        if self._passes_chunks and self._sent is not None:
+            return self._led_on(now, dt_s)
+        return super().go(now, self._step_s(now, dt_s))
+
+    def _led_on(self, now: Instant, dt_s: float) -> Sent | None:
+        """The next step and, after it, the way to rest, so that it is known what a controller does meanwhile."""
+        self._catch_up(now)
+        assert self._sent is not None
+        begun = self._sent, self._velocity[:, 0]
+        point = super().go(now, dt_s)
+        if not isinstance(point, SentJoints):
+            return point
+        path = self._then_rest(min(dt_s, self._longest_s))
+        self._led = _Followed(path.from_state(*begun), now.steady_s)
+        self._catch_up(now)
+        return replace(point, positions=begun[0], velocities=begun[1], path=path)
+
+    def _then_rest(self, step_s: float) -> JointPath:
+        """The path through the output, due after `step_s`, that continues for a message's way and then brakes."""
+        assert self._sent is not None
+        velocity, acceleration = self._velocity[:, 0], self._bounds.acceleration
+        later = self._sent + velocity * _HEARD_S
+        rest = later + velocity * np.abs(velocity) / (2 * acceleration)
+        if ((rest < np.minimum(self._low, self._sent)) | (rest > np.maximum(self._high, self._sent))).any():
+            return JointPath.braking(self._sent, velocity, acceleration).delayed(step_s)
+        path = JointPath.braking(later, velocity, acceleration).delayed(step_s + _HEARD_S)
+        return path.begun_at(step_s, self._sent, velocity)
 
     def stop(self, measured: Measured, now: Instant, dt_s: float) -> Sent | None:
         self._catch_up(now)
         if self._passes_chunks and self._sent is not None:
             self._followed = None if self.at_rest else self._braking(self._sent, now)
-        self._passes_chunks = False
+        self._passes_chunks, self._led = False, None
         if self._followed is not None and not self.at_rest:
             return self._chunk(self._followed, now)
         self._followed = None
@@ -203,10 +233,11 @@ class JointGate(SmoothGate[np.ndarray]):
     def scale(self, share: float) -> None:
         super().scale(share)
         self._tool_speed = share * self._settings.limits.linear_speed
-        self._followed = None if self._passes_chunks else self._followed  # until a chunk is slow enough
+        if self._passes_chunks:  # until a chunk is slow enough
+            self._led, self._followed = self._followed or self._led, None
 
     def halt(self, now: Instant) -> None:
-        if self._followed is not None:  # the controller continued; `stop` brakes it
+        if self._followed or self._led:  # the controller continued; `stop` brakes it
             return
         if self._sent is not None and self._settings.kind is not Output.POSITION_ARRAY:
             self._sent = trajectory_point(self._sent, self._told(self._sent))  # where the controller moved and holds
@@ -270,7 +301,7 @@ class JointGate(SmoothGate[np.ndarray]):
         return kept_in(self._low, self._high, sent, self._velocity[:, 0])
 
     def _chunk(self, followed: _Followed, now: Instant) -> SentJoints:
-        """The message of a chunk: the points that the controller, or the measured arm, can still reach in time."""
+        """The message of a chunk: the points that the controller reaches in time, or its end as soon as it can."""
         self._catch_up(now)
         assert self._sent is not None
         known = now.steady_s - self._told_s < _REPEAT_S
@@ -278,14 +309,26 @@ class JointGate(SmoothGate[np.ndarray]):
         point, left = self._message(self._sent), followed.path.after(now.steady_s - followed.begun_s)
         if left is None:
             return replace(point, sent_before=known)
-        need_s = np.full(len(left.times_s), TRAJECTORY_AHEAD_S)
-        if self._here is not None:  # the controller may start there, and must not catch up too fast
-            speed = self._bounds.speed
-            need_s = np.maximum(need_s, (np.abs(self._sent - self._here) / (_CATCH_UP * speed)).max())
-            need_s = np.maximum(need_s, (np.abs(left.positions - self._here) / speed).max(axis=1))
+        need_s = self._need_s(left)
         in_time = left.times_s >= need_s
-        path = left.points(int(in_time.argmax())) if in_time.any() else None
-        return replace(point, path=path, sent_before=known)
+        first = int(in_time.argmax()) if in_time.any() else len(left.times_s) - 1
+        path = left.points(first)
+        return replace(point, path=replace(path, times_s=np.maximum(path.times_s, need_s[first])), sent_before=known)
+
+    def _need_s(self, left: JointPath) -> np.ndarray:
+        """The time that the controller needs to each point of a chunk, float64 [points].
+
+        It continues from its own command (`interpolate_from_desired_state`). A controller that is not set up so starts
+        at the measured joints, and must not make up for its lag too fast; a stop does not wait for this.
+        """
+        if not self._passes_chunks:
+            return np.full(len(left.times_s), _HEARD_S)
+        need_s = np.full(len(left.times_s), TRAJECTORY_AHEAD_S)
+        if self._here is None or self._sent is None:
+            return need_s
+        speed = self._bounds.speed
+        need_s = np.maximum(need_s, (np.abs(self._sent - self._here) / (_CATCH_UP * speed)).max())
+        return np.maximum(need_s, (np.abs(left.positions - self._here) / speed).max(axis=1))
 
     def _message(self, sent: np.ndarray) -> SentJoints:
         after_s, velocity = TRAJECTORY_AHEAD_S, self._told(sent)

@@ -14,6 +14,7 @@ from specvla_ros.control.guard.gate import Bounds
 from specvla_ros.control.guard.guard import State
 from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.pose import Pose
+from specvla_ros.lab.simulation.controllers import JointState, JointTrajectory, JointTrajectoryController, Point
 
 BOUNDS = Bounds(JOINTS.speeds, JOINTS.accelerations)
 LENGTH_M = 0.5  # of the arm in these tests, which turns about the origin with its first joint
@@ -137,11 +138,8 @@ def test_a_stop_and_a_lower_speed_begin_where_the_controller_is(change):
         each.guard.scale_speed(0.1)
     sent = each.tick().sent
     assert not sent.sent_before
-    if change == "slower":
-        assert sent.path is None
-    else:  # the controller is given the braking motion
-        assert sent.path is None or not sent.path.velocities[-1].any()
-        assert np.abs(sent.velocities).max() > 0.1
+    assert not sent.path.velocities[-1].any() and sent.path.end_s < 0.1, "it brakes, at once or unless told otherwise"
+    assert np.abs(sent.velocities).max() > 0.1
     np.testing.assert_allclose(sent.positions, begun + path.at(each.steady_s - sent_at_s)[0], atol=2e-3)
 
 
@@ -166,7 +164,7 @@ def test_a_chunk_that_was_long_on_its_way_is_followed_where_it_is_by_then():
         each.hear(["command"])
         each.tick()
     stamp = Stamp(each.clock_ns - round(transit_s * 1e9))
-    begun_s, command = each.steady_s, chunk(each)
+    begun, begun_s, command = each.joints.copy(), each.steady_s, chunk(each)
     each.guard.command(replace(command, stamp=stamp, times_s=command.times_s + transit_s), each.now)
     each.tick()
     for _ in range(8):
@@ -174,12 +172,76 @@ def test_a_chunk_that_was_long_on_its_way_is_followed_where_it_is_by_then():
         each.hear(["command"])
         sent = each.tick().sent
     passed_s = each.steady_s - begun_s
-    np.testing.assert_allclose(sent.positions, smooth(0.1).at(passed_s)[0], atol=1e-3)
+    np.testing.assert_allclose(sent.positions, begun + smooth(0.1).at(passed_s)[0], atol=1e-3)
 
 
 def test_without_velocities_it_is_followed_point_by_point_and_the_report_says_why():
     each = passing()
     each.advance(0.01)
     each.hear(command=chunk(each, velocities=False))
-    assert each.tick().sent.path is None
+    path = each.tick().sent.path
+    assert path.end_s < 0.1 and not path.velocities[-1].any(), "a step, and the way to rest"
     assert each.guard.report()["last chunk that was not passed whole"] == "its points have no velocities"
+
+
+def left_of(each, path, begun_s, velocities):
+    """What a driver sends of a motion that began at a time."""
+    left = path.after(each.steady_s - begun_s)
+    return JointCommand(
+        Stamp(each.clock_ns), None, left.positions, left.times_s, left.velocities if velocities else None
+    )
+
+
+def test_point_by_point_it_is_known_what_the_controller_does_while_the_guard_is_late():
+    each = passing()
+    begun_s, path = each.steady_s, smooth(0.1)
+    for _ in range(18):
+        each.advance(0.01)
+        each.hear(command=left_of(each, path, begun_s, velocities=False))
+        sent = each.tick().sent
+    assert sent.velocities[0] > 0.1
+    each.advance(0.04)
+    each.hear(command=left_of(each, path, begun_s, velocities=False))
+    late = each.tick().sent
+    where, velocity = sent.path.at(0.04)
+    np.testing.assert_allclose(late.positions, where, atol=0.02 * np.abs(velocity).max() + 1e-3)
+
+
+@pytest.mark.parametrize("way_rad", [0.02, 0.1])
+@pytest.mark.parametrize("lag_rad", [0.0, 0.05])
+@pytest.mark.parametrize("velocities", [True, False])
+def test_a_stop_ends_where_the_controller_can_brake_and_never_goes_back(way_rad, lag_rad, velocities):
+    """The controller's own command is watched; the measured arm may be behind it, or not be measured for a while."""
+    each, controller = passing(), JointTrajectoryController(("shoulder", "elbow"), from_desired=True)
+    controller.start(JointState(each.joints.copy(), np.zeros(2)))
+    begun_s, path, commanded = each.steady_s, smooth(way_rad), []
+
+    def step():
+        each.advance(0.01)
+        each.hear(command=left_of(each, path, begun_s, velocities))
+        sent = each.tick().sent
+        now_s = each.steady_s - begun_s
+        if not sent.sent_before:
+            controller.take(trajectory(sent), now_s)
+        reference = controller.update(JointState(each.joints, np.zeros(2)), now_s)
+        each.joints = reference.positions - [lag_rad, 0.0]
+        commanded.append(reference.positions[0])
+
+    for _ in range(18):
+        step()
+    speed = (commanded[-1] - commanded[-2]) / 0.01
+    assert speed > 0.02
+    each.guard.press_stop("test", each.now)
+    for _ in range(18):
+        step()
+    stopped = np.array(commanded[18:])
+    assert (np.diff(stopped) > -1e-6).all(), "it does not go back"
+    brakes_s = speed / JOINTS.accelerations[0] + 0.03  # a message on its way and a control period
+    assert np.ptp(stopped[round(brakes_s / 0.01) :]) < 1e-5, "it stands by then"
+
+
+def trajectory(sent):
+    path = sent.path or JointPath(np.array([sent.after_s]), sent.positions[None], np.zeros((1, 2)))
+    rows = zip(path.times_s, path.positions, path.velocities, strict=True)
+    points = tuple(Point(time_s, place, velocity, np.zeros(0)) for time_s, place, velocity in rows)
+    return JointTrajectory(0.0, ("shoulder", "elbow"), points)
