@@ -12,6 +12,7 @@ import numpy as np
 from support.fault_scene import DRIVER_GRAPH_S, GRAPH_S, IMAGE_DELAY_S, ActionMessage, Frame, Scene
 
 from specvla_ros.control.guard.commands import JointCommand, ToolPose, TwistCommand
+from specvla_ros.control.guard.settings import Output
 from specvla_ros.lab.simulation.controllers import COMMAND_TIMEOUT_S
 from specvla_ros.lab.simulation.tasks import TASKS
 
@@ -61,6 +62,12 @@ def at_once(scene: Scene, began_s: float, ended_s: float) -> float:
     return began_s + _MESSAGE_S
 
 
+def _alone_s(scene: Scene) -> float:
+    """How long an arm goes on without the guard: Servo's timeout, or to the end of a chunk."""
+    chunks = scene.settings.kind is Output.JOINT_TRAJECTORY_CHUNK
+    return scene.settings.joints.chunk_s if chunks else COMMAND_TIMEOUT_S
+
+
 # How long the guard waits for whom, by its own settings; for the guard itself the arm's interface waits (Servo: 0.1 s).
 _NOTICED = {
     "policy": silent_for("action", lambda scene: scene.settings.action_timeout_s),
@@ -68,7 +75,7 @@ _NOTICED = {
     "driver": silent_for("command", lambda scene: scene.settings.command_timeout_s),
     "robot_driver": silent_for("tool_pose", lambda scene: scene.settings.state_timeout_s),
     "operator": silent_for("enable", lambda scene: scene.settings.enable_timeout_s),
-    "guard": silent_for("guard/command", lambda scene: COMMAND_TIMEOUT_S),
+    "guard": silent_for("guard/command", _alone_s),
 }
 _WHO_SENDS = {
     "action": "policy",
