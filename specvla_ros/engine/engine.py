@@ -40,9 +40,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 _TICKS_OF_A_PACE = 16  # enough for each of its kinds of ticks to occur more than once
-_MEASURING_S = (
-    60.0  # a device that needs longer, e.g. a CPU with a policy of 7 billion parameters, chooses among fewer paces
-)
+# A device that needs longer, such as a CPU with a policy of 7 billion parameters, chooses among fewer paces.
+_MEASURING_S = 60.0
 
 
 def _on_its_device(method: Callable[Concatenate["Engine", _P], _R]) -> Callable[Concatenate["Engine", _P], _R]:

@@ -20,9 +20,8 @@ _FRAMES = 24  # simulated per pace
 _ANSWERS = 48  # latest answers whose forwards are replayed in the simulation
 _NEEDED = 8  # min answers before their statistics are used
 _MEMORY = 0.9  # decay of running means: about the last ten values
-_BETTER = (
-    0.97  # the pace changes if another's age is below this share of the current one's twice in a row, at first once
-)
+# The pace changes if another's age is below this share of the current one's twice in a row; at first, once.
+_BETTER = 0.97
 _UNSETTLED = 4  # candidates simulated per answer until a round changes nothing; then one
 _MOST_TREES = 8  # max trees in a kind of tick
 _OFTEN = 30  # min ticks of a kind before its mean is compared with the first
