@@ -20,6 +20,11 @@ ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 GRIPPER = ACTION_NAMES[-1]
 
 
+def default_names(columns: int) -> tuple[str, ...]:
+    """Names of an action's columns if nothing names them: of a tool action if there are seven, else dim_0 …."""
+    return ACTION_NAMES if columns == len(ACTION_NAMES) else tuple(f"dim_{i}" for i in range(columns))
+
+
 class Reference(str, Enum):
     """Reference of an action's pose."""
 
@@ -151,7 +156,8 @@ class ConventionSettings:
     joints: tuple[str, ...] = parameter(
         NO_NAMES,
         "Names of the joints that an action positions, in the order of its values, as the driver's joints.names call "
-        "them; one called gripper opens and closes the gripper. Empty: actions are of the tool.",
+        "them; one called gripper opens and closes the gripper. Empty: from the checkpoint, else actions are of the "
+        "tool.",
     )
     joint_unit: str = parameter(
         _AUTO,
@@ -177,9 +183,10 @@ class ConventionSettings:
         Raises:
             UserError: neither the settings nor a source give every value; names the parameters to set.
         """
-        if self.frame == ActionFrame.JOINTS.value or self.joints != NO_NAMES:
-            return self._of_joints(unnorm_key, dt_s, columns)
         dataset = known_dataset(unnorm_key)
+        known_joints = dataset is not None and dataset.frame is ActionFrame.JOINTS and self.frame == _AUTO
+        if known_joints or self.frame == ActionFrame.JOINTS.value or self.joints != NO_NAMES:
+            return self._of_joints(unnorm_key, dt_s, columns)
         said: dict[str, Any] = {
             "dt_s": self.dt or dt_s,
             "reference": _said(Reference, self.reference),
@@ -194,21 +201,25 @@ class ConventionSettings:
         return ActionConvention(**found)
 
     def _of_joints(self, unnorm_key: str, dt_s: float | None, columns: Sequence[str] | None) -> ActionConvention:
-        grips = GRIPPER in self.joints
+        dataset, joints = known_dataset(unnorm_key), self.joints
+        if joints == NO_NAMES:
+            joints = () if columns is None or tuple(columns) == default_names(len(columns)) else tuple(columns)
         found: dict[str, Any] = {
             "dt_s": self.dt or dt_s,
             "reference": _said(Reference, self.reference),
             "frame": _said(ActionFrame, self.frame),
-            "gripper": _said(GripperSign, self.gripper) if grips else GripperSign.NONE,
-            "joints": self.joints if self.joints != NO_NAMES else None,
+            "gripper": _said(GripperSign, self.gripper) if GRIPPER in joints else GripperSign.NONE,
+            "joints": joints or None,
             "joint_unit": _said(JointUnit, self.joint_unit),
         }
+        if dataset is not None and dataset.frame is ActionFrame.JOINTS:
+            found = {name: value or getattr(dataset, name, None) for name, value in found.items()}
         _require(found, unnorm_key)
         if found["frame"] is not ActionFrame.JOINTS:
             raise UserError(f"action.frame is {self.frame}, but action.joints names joints: set action.frame to joints")
-        if columns is not None and len(columns) != len(self.joints):
+        if columns is not None and len(columns) != len(joints):
             raise UserError(
-                f"action.joints has {len(self.joints)} names, but the policy's actions have {len(columns)} values: "
+                f"action.joints has {len(joints)} names, but the policy's actions have {len(columns)} values: "
                 "name each, in the order of the training data"
             )
         unit = found.pop("joint_unit")
@@ -258,6 +269,7 @@ class Dataset:
     gripper: GripperSign | None = None
     translation_unit_m: float | None = None
     rotation_unit_rad: float | None = None
+    joint_unit: JointUnit | None = None  # of joint positions, whose names the checkpoint gives
 
 
 def known_dataset(unnorm_key: str) -> Dataset | None:
@@ -304,6 +316,13 @@ _TDROID = _rate(5, source="openvla prismatic/vla/datasets/rlds/oxe/configs.py")
 
 DATASETS: dict[str, Dataset] = {
     "specvla_table": _scaled("this package, specvla_ros/lab/simulation", 5, Rotation.ROTATION_VECTOR),
+    "specvla_joints": Dataset(
+        "this package, specvla collect --joints",
+        1 / 5,
+        frame=ActionFrame.JOINTS,
+        gripper=_OPEN,
+        joint_unit=JointUnit.RAD,
+    ),
     "bridge_orig": _BRIDGE,
     "bridge_dataset": _BRIDGE,
     "bridge_oxe": _BRIDGE,

@@ -18,6 +18,7 @@ from specvla_ros.control.convention import (
     GripperSign,
     Reference,
     Rotation,
+    default_names,
     known_dataset,
 )
 from specvla_ros.errors import UserError
@@ -52,6 +53,9 @@ def test_every_known_dataset_has_a_source_and_sensible_numbers(key: str) -> None
     assert 1 / 30 <= dataset.dt_s <= 0.5
     for unit in (dataset.translation_unit_m, dataset.rotation_unit_rad):
         assert unit is None or 0 < unit <= 1
+    if dataset.frame is ActionFrame.JOINTS:
+        assert dataset.joint_unit and dataset.gripper
+        return
     told = [dataset.frame, dataset.rotation, dataset.translation_unit_m, dataset.rotation_unit_rad]
     assert all(part is not None for part in told) or all(part is None for part in told), "half a pose is of no use"
 
@@ -68,6 +72,16 @@ def test_a_libero_checkpoint_acts_at_20_hz_in_the_units_of_its_controller() -> N
 def test_the_policy_of_this_package_means_what_its_simulated_arm_takes() -> None:
     convention = ConventionSettings().convention("specvla_table")
     assert convention == ActionConvention(ACTION_DT_S)
+
+
+def test_a_checkpoint_of_a_known_dataset_names_its_joints_itself() -> None:
+    convention = ConventionSettings().convention("specvla_joints", 0.2, ("a", "b", "gripper"))
+    assert convention == ActionConvention(0.2, frame=ActionFrame.JOINTS, joints=("a", "b", "gripper"))
+    renamed = replace(ConventionSettings(), joints=("c", "d", "gripper")).convention("specvla_joints", 0.2, ("a",) * 3)
+    assert renamed.joints == ("c", "d", "gripper")
+    for unnamed in (default_names(7), default_names(3), None):
+        with pytest.raises(UserError, match=r"set action\.joints \(names"):
+            ConventionSettings().convention("specvla_joints", 0.2, unnamed)
 
 
 def test_the_user_says_everything_of_an_own_dataset() -> None:
@@ -118,5 +132,7 @@ def test_the_page_says_what_the_table_says(key: str) -> None:
     if dataset.frame and dataset.rotation and dataset.gripper:
         units = f"{dataset.translation_unit_m:g} m, {dataset.rotation_unit_rad:g} rad"
         assert cells[3:7] == [dataset.frame.value, dataset.rotation.value, dataset.gripper.value, units]
+    elif dataset.frame is ActionFrame.JOINTS:
+        assert cells[3:7] == ["joints", "-", dataset.gripper.value, "1 rad"]
     else:
         assert cells[3] == (dataset.gripper.value if dataset.gripper else "not known")

@@ -144,6 +144,7 @@ def test_statistics_are_read_or_refused() -> None:
         True,
         False,
     ]
+    assert found.names == ("dim_0", "dim_1") and select_statistics(of(names=["a", "b"]), "").names == ("a", "b")
     assert select_statistics({"set_no_noops": of()["set"], "other": {}}, "set").unnorm_key == "set_no_noops"
     assert select_statistics(of(q01=[1e6, 0], q99=[1e6, 0]), "").low[0] == 1e6
     for given, key, why in (
@@ -154,6 +155,9 @@ def test_statistics_are_read_or_refused() -> None:
         ({"set": {"action": {"q01": [0]}}}, "", "needs the lists q01 and q99"),
         (of(mask=[1, 0]), "", "must be a list of true and false"),
         (of(mask=[True]), "", "must be lists of the same length"),
+        (of(names=["a", 1]), "", "must be a list of names"),
+        (of(names=["a"]), "", "must be 2 distinct names"),
+        (of(names=["a", "a"]), "", "must be 2 distinct names"),
         (of(q01=[], q99=[], mask=[]), "", "must be lists of the same length"),
         (of(q01=[2, 0]), "", "with q01 <= q99"),
         (of(q99=[1e6 + 1, 2]), "", "finite and at most 1e"),

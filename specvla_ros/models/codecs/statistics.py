@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specvla_ros.control.convention import ACTION_NAMES
+from specvla_ros.control.convention import ACTION_NAMES, default_names
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import is_number, shown
 
@@ -26,12 +26,12 @@ class ActionStatistics:
     high: np.ndarray  # float64 [action_dim], the 99th
     mask: np.ndarray  # bool [action_dim]; False: the dimension is not scaled (a gripper in [0, 1])
     switches: tuple[int, ...] = ()  # indices of unscaled dimensions that are set to 1 above 0.5, else to 0
+    given_names: tuple[str, ...] = ()  # of the dimensions; empty: the checkpoint does not give them
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name per dimension: x y z roll pitch yaw gripper, or dim_0 … if there are not seven."""
-        n = len(self.low)
-        return ACTION_NAMES if n == len(ACTION_NAMES) else tuple(f"dim_{i}" for i in range(n))
+        """One name per dimension: the checkpoint's, or those of a tool action if there are seven, or dim_0 …."""
+        return self.given_names or default_names(len(self.low))
 
     def unnormalise(self, values: np.ndarray) -> np.ndarray:
         """Scales normalised values [action_dim] in [-1, 1] to the robot's units, float64, not clipped."""
@@ -82,7 +82,12 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str 
         raise UserError(f"{where}: q01, q99 and mask must be lists of the same length")
     if not (low <= high).all():
         raise UserError(f"{where}: q01 and q99 must be finite, with q01 <= q99")
-    return ActionStatistics(unnorm_key, low, high, np.asarray(mask, dtype=bool))
+    names = action.get("names", [])
+    if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
+        raise UserError(f"{where}['names'] is {shown(names)}, but it must be a list of names")
+    if names and len({*names}) != len(low):
+        raise UserError(f"{where}['names'] must be {len(low)} distinct names, one for each number of q01")
+    return ActionStatistics(unnorm_key, low, high, np.asarray(mask, dtype=bool), given_names=tuple(names))
 
 
 def checked_statistics(
