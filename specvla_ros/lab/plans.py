@@ -144,6 +144,7 @@ class CollectPlan(Spread):
         None, "Seed of the first episode; default: far from the seeds of `simulate`.", name="seed"
     )
     all_sensors: bool = parameter(False, "Also record the wrist camera and the joint states.")
+    joints: bool = parameter(False, "Move the arm by its joints, and record their goals as the actions.")
 
 
 @dataclass(frozen=True)

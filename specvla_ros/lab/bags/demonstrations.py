@@ -23,6 +23,7 @@ STATE_TOPIC = "/joint_states"
 # The expert's action at each image under another instruction; filled with the other task's name.
 HINDSIGHT_ACTION_TOPIC = "/hindsight/{}/action"
 HINDSIGHT_INSTRUCTION_TOPIC = "/hindsight/{}/instruction"
+ACTION_LABELS = ","  # between the names of an action's values, in its dimension's label
 PARTIAL = ".partial"
 _START_NS = 1_700_000_000 * 10**9
 _JPEG_QUALITY = 95
@@ -45,7 +46,7 @@ class Hindsight:
     """The expert's actions under another instruction."""
 
     instruction: str
-    actions: Sequence[np.ndarray]  # one per image, float64 [7]
+    actions: Sequence[np.ndarray]  # one per image, as the record's own
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,15 @@ class DemonstrationRecord:
     """Images, actions and instruction of one successful episode."""
 
     images: Sequence[np.ndarray]  # RGB, uint8 [height, width, 3]
-    actions: Sequence[np.ndarray]  # one per image, float64 [7]: metres and radians over 0.2 s, gripper 1 open
+    # One per image, gripper 1 open: float64 [7], metres and radians over 0.2 s; or by `action_names`, joints' goals.
+    actions: Sequence[np.ndarray]
     instruction: str
     times_s: Sequence[float]  # the images' times in seconds, from 0
     hindsight: Mapping[str, Hindsight]  # the expert under other instructions, by the other task's name
     cameras: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)  # further cameras' images by name
     state_names: tuple[str, ...] = ()  # empty: no state is recorded
     states: Sequence[np.ndarray] = ()  # one per image, float64 [state_names]
+    action_names: tuple[str, ...] = ()  # of the actions' values; empty: of a tool's displacement
 
 
 def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
@@ -97,7 +100,9 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
         for topic, text in instructions.items():
             write(channel(topic, "std_msgs/msg/String", [LATCHED]), _START_NS, data=text)
         channels = {topic: channel(topic, "std_msgs/msg/Float64MultiArray") for topic in actions}
-        layout = store.types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
+        dimension, size = store.types["std_msgs/msg/MultiArrayDimension"], len(record.action_names)
+        named = [dimension(label=ACTION_LABELS.join(record.action_names), size=size, stride=size)] if size else []
+        layout = store.types["std_msgs/msg/MultiArrayLayout"](dim=named, data_offset=0)
         new_time, new_header = store.types["builtin_interfaces/msg/Time"], store.types["std_msgs/msg/Header"]
         for i in range(len(record.images)):
             at = _START_NS + round(record.times_s[i] * 1e9)

@@ -107,7 +107,7 @@ class Acting:
     )
     interface: str | None = parameter(
         None,
-        "Command interface for --follow driver or plain; default: pose.",
+        "Command interface for --follow driver or plain; default: pose, or joint_trajectory_chunk for joints.",
         choices=("pose", "twist", "joint_trajectory", "joint_trajectory_chunk", "position_array"),
     )
 
@@ -138,7 +138,7 @@ def simulate(
         world,
         robot=robot,
         follow=acting.follow if driven else "",
-        interface=acting.interface or "pose",
+        interface=acting.interface or "",
         clock=Clock(acting.clock),
         emulate=emulate,
         time_limit=acting.time_limit,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.control.convention import ActionFrame, known_dataset
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
@@ -31,6 +32,7 @@ from specvla_ros.lab.jobs.workers import Host, Shared, share
 from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.commanded_arm import TOOL_COMMANDS
 from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
 from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
@@ -53,7 +55,7 @@ class SimulateSettings:
     world: str = TABLE  # `table`, or the name of a LIBERO suite
     robot: str = TABLE_ARM.name  # the arm at the table
     follow: str = ""  # follower of the actions, one of `driven_robot.Follow`; empty: the simulator's own
-    interface: str = "pose"  # the follower's command interface to the arm, one of `commanded_arm.COMMANDS`
+    interface: str = ""  # the follower's command interface to the arm, one of `commanded_arm.COMMANDS`; empty: default
     clock: Clock = Clock.LOCKSTEP  # passage of world time during a decision
     emulate: str = ""  # the device whose stage times replace the measured ones; empty: none
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -99,8 +101,9 @@ def _engine_and_robot(
     settings: SimulateSettings, process: int, host: Host | None
 ) -> tuple[Engine | HostedEngine, SimulatedRobot]:
     """Engine and robot of a process, cached because loading takes longer than an episode."""
-    robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface)
     engine = HostedEngine(host) if host is not None else Engine(policy_of(settings), settings.engine)
+    joints = moves_joints(engine.target)
+    robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface, joints=joints)
     _check_actions(engine.target, robot)
     if isinstance(engine, Engine):
         engine.warm_up()
@@ -121,23 +124,46 @@ def policy_of(settings: SimulateSettings) -> Target:
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
-def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interface: str = "pose") -> SimulatedRobot:
-    """Creates a world's robot; see `SimulateSettings`."""
+def moves_joints(policy: PolicyFacts) -> bool:
+    """True for a policy whose actions are known to be positions of joints."""
+    dataset = known_dataset(policy.unnorm_key)
+    return dataset is not None and dataset.frame is ActionFrame.JOINTS
+
+
+def make_robot(
+    world: str, robot: str = TABLE_ARM.name, follow: str = "", interface: str = "", *, joints: bool = False
+) -> SimulatedRobot:
+    """Creates a world's robot; see `SimulateSettings`. Joints are always moved by the driver's control.
+
+    Raises UserError for an interface that does not take joints.
+    """
     if world != TABLE:
         return LiberoRobot()
     arm = choose_arm(robot)
-    if not follow:
+    if not follow and not joints:
         return TableRobot(arm=arm)
     from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
 
-    return DrivenRobot(arm, interface, Follow(follow))
+    if joints and (interface in TOOL_COMMANDS or follow == Follow.PLAIN.value):
+        raise UserError(
+            "the policy's actions are positions of joints: use --follow driver, and --interface joint_trajectory, "
+            "joint_trajectory_chunk or position_array"
+        )
+    default = "joint_trajectory_chunk" if joints else "pose"
+    return DrivenRobot(arm, interface or default, Follow(follow or Follow.DRIVER), joints=joints)
 
 
 def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
     """Raises UserError if the policy's actions cannot come from this robot's training data."""
     low, high = policy.codec.action_range
-    if len(low) != 7:
-        raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes 7")
+    taken = len(robot.action_names)
+    if len(low) != taken:
+        raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes {taken}")
+    if moves_joints(policy):
+        if policy.codec.names != robot.action_names:
+            names, own = (", ".join(each) for each in (policy.codec.names, robot.action_names))
+            raise UserError(f"the policy moves the joints {names}, but this robot has {own}")
+        return
     reach = np.maximum(np.abs(low), np.abs(high))[:3].max()
     largest = robot.largest_translation
     if not largest / 50 < reach < largest * 4:

@@ -9,6 +9,9 @@ image under another instruction trains the policy to follow the instruction.
 Noise follows DART (Laskey et al. 2017, arXiv 1703.09327): states off the expert's path, with the expert's correction.
 With a policy it is DAgger (Ross et al. 2011, arXiv 1011.0686): the policy acts at 20 actions per second, and the expert
 labels. At random the expert acts for a while, which leads out of states in which the policy would stand still forever.
+
+With `joints` the arm is moved by its joints, as in teleoperation with a leader arm: noise and policy act on the joints,
+and the recorded actions are the joints' goals, not their displacements.
 """
 
 import errno
@@ -23,11 +26,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.plans import CollectPlan
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.driven_robot import DrivenRobot
+from specvla_ros.lab.simulation.joint_goals import JointGoals
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import (
     BLOCK_TOP_M,
@@ -45,9 +51,10 @@ if TYPE_CHECKING:  # torch, which a worker without a policy does not need
     from specvla_ros.engine.engine import Engine
 
 _NOISE = np.array([0.012, 0.012, 0.012, 0.02, 0.02, 0.04, 0.0])  # metres and radians per action, at full noise
+_JOINT_NOISE = 0.015  # radians per action of each joint; at the tool about as much
 _NOISE_LEVELS = (0.0, 0.5, 1.0)
 _SHOVE_CHANCE = 0.04
-_SHOVE_M = 0.04
+_SHOVE_M, _SHOVE_RAD = 0.04, 0.05
 _FLIP_CHANCE = 0.08
 _LIES_M = 0.01  # a cube at most this far above the table counts as lying on it
 _HASTY_SHARE = 0.7
@@ -111,7 +118,8 @@ def demonstrate_and_record(job: Demonstration) -> bool:
 
     If a policy acts, its failures are kept too: every label is the expert's.
     """
-    robot, plan = _robot(job.robot, os.getpid()), job.plan
+    robot, plan = _robot(job.robot, os.getpid(), job.plan.joints), job.plan
+    expert = _Expert(robot)
     rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
     robot.reset(job.task, job.seed)
     images: list[np.ndarray] = []
@@ -121,7 +129,8 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     others: list[tuple[Task, list[np.ndarray]]] = [(task, []) for task in TASKS if task.name != job.task]
     times_s: list[float] = []
     per_action = round(robot.action_dt / robot.control_dt)
-    actor = _Disturbed(rng, plan.noise, per_action) if plan.policy is None else _PolicyInTurn(rng, job, per_action)
+    disturbed = _Disturbed(rng, plan.noise, per_action, of_joints=plan.joints)
+    actor = disturbed if plan.policy is None else _PolicyInTurn(rng, job, robot, disturbed)
     passed, after = 0, 0
     try:
         while after < _AFTER_SUCCESS:
@@ -130,14 +139,14 @@ def demonstrate_and_record(job: Demonstration) -> bool:
                     return False
                 break
             state = robot.state()
-            action = demonstrate(robot.task, state)
+            action = expert.act(robot.task, state)
             for task, labels in others:
-                labels.append(demonstrate(task, state))
+                labels.append(expert.label(expert.act(task, state)))
             images.append(robot.look())
             for camera, seen in further.items():
                 seen.append(robot.look(camera))
             states.append(robot.feel())
-            actions.append(action)
+            actions.append(expert.label(action))
             times_s.append(passed * robot.control_dt)
             lies = state.positions[robot.task.cube][2] < CUBE_HALF_M + _LIES_M
             done, lasting = actor.act(action, lies=lies, robot=robot, passed=passed)
@@ -150,9 +159,16 @@ def demonstrate_and_record(job: Demonstration) -> bool:
         return False
     try:
         hindsight = {task.name: Hindsight(task.instruction, labels) for task, labels in others}
-        names = robot.state_names if plan.all_sensors else ()
         record = DemonstrationRecord(
-            images, actions, robot.instruction, times_s, hindsight, cameras=further, state_names=names, states=states
+            images,
+            actions,
+            robot.instruction,
+            times_s,
+            hindsight,
+            cameras=further,
+            state_names=robot.state_names if plan.all_sensors or plan.joints else (),
+            states=states,
+            action_names=robot.action_names if plan.joints else (),
         )
         write_demonstration(job.directory, record)
     except OSError as error:
@@ -165,27 +181,51 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     return True
 
 
+class _Expert:
+    """The tasks' expert in the robot's space of actions."""
+
+    def __init__(self, robot: TableRobot) -> None:
+        self._robot, arm = robot, robot.world.arm
+        of_joints = robot.action_names != ACTION_NAMES
+        self._goals, self._joints = JointGoals(robot.world.model, arm) if of_joints else None, len(arm.joints)
+
+    def act(self, task: Task, state: WorldState) -> np.ndarray:
+        """The action that the robot takes."""
+        action = demonstrate(task, state)
+        return action if self._goals is None else self._goals.displacement(action, self._positions())
+
+    def label(self, action: np.ndarray) -> np.ndarray:
+        """The action as it is recorded."""
+        return action if self._goals is None else action + np.append(self._positions(), 0.0)
+
+    def _positions(self) -> np.ndarray:
+        return self._robot.feel()[: self._joints]
+
+
 class _Disturbed:
     """Disturbs the expert's actions by noise, shoves and inverted gripper commands.
 
     `noise` is the collection's level, from which each episode's is drawn. `per_action`: control steps of an action.
     """
 
-    def __init__(self, rng: np.random.Generator, noise: float, per_action: int) -> None:
+    def __init__(self, rng: np.random.Generator, noise: float, per_action: int, *, of_joints: bool) -> None:
         self._rng = rng
         self._level = noise * rng.choice(_NOISE_LEVELS)
         self._per_action = per_action
+        self._of_joints = of_joints
         self._hasty = rng.random() < _HASTY_SHARE
         self._shove, self._shoves_left, self._flips_left = np.zeros(3), 0, 0
 
     def act(self, action: np.ndarray, *, lies: bool, **_: object) -> tuple[np.ndarray, int]:
-        """The disturbed action, float64 [7], and its number of steps; `lies`: the cube lies on the table."""
-        rng, level = self._rng, self._level
-        disturbed = action + level * rng.normal(size=7) * _NOISE
+        """The disturbed action and its number of steps; `lies`: the cube lies on the table."""
+        rng, level, joints = self._rng, self._level, len(action) - 1
+        noise = np.append(np.full(joints, _JOINT_NOISE), 0.0) if self._of_joints else _NOISE
+        shoved, shove = (joints, _SHOVE_RAD) if self._of_joints else (3, _SHOVE_M)
+        disturbed = action + level * rng.normal(size=len(action)) * noise
         if self._shoves_left == 0 and rng.random() < _SHOVE_CHANCE:
-            self._shove, self._shoves_left = level * rng.uniform(-_SHOVE_M, _SHOVE_M, 3), int(rng.integers(1, 4))
+            self._shove, self._shoves_left = level * rng.uniform(-shove, shove, shoved), int(rng.integers(1, 4))
         if self._shoves_left:
-            disturbed[:3] += self._shove
+            disturbed[:shoved] += self._shove
             self._shoves_left -= 1
         if self._flips_left == 0 and lies and rng.random() < level * _FLIP_CHANCE:
             self._flips_left = int(rng.integers(1, 4))
@@ -198,10 +238,10 @@ class _Disturbed:
 class _PolicyInTurn:
     """A policy that acts at every step, alternating with the disturbed expert."""
 
-    def __init__(self, rng: np.random.Generator, job: Demonstration, per_action: int) -> None:
+    def __init__(self, rng: np.random.Generator, job: Demonstration, robot: TableRobot, expert: _Disturbed) -> None:
         assert job.plan.policy is not None
-        self._rng, self._expert = rng, _Disturbed(rng, job.plan.noise, per_action)
-        self._engine = _engine(job.plan.policy, _robot(job.robot, os.getpid()), os.getpid())
+        self._rng, self._expert = rng, expert
+        self._engine = _engine(job.plan.policy, robot, os.getpid())
         self._engine.reset()
         self._turn_ends, self._policy_acts = 0, False
 
@@ -221,12 +261,12 @@ def bag_name(robot: str, task: str, seed: int) -> str:
 
 
 def _decided(engine: "Engine", robot: TableRobot, *, stamp_ns: int) -> np.ndarray:
-    """The policy's action, float64 [7]; zero motion with an open gripper if it has none."""
+    """The policy's action; zero motion with an open gripper if it has none."""
     from specvla_ros.engine.outcome import Action
     from specvla_ros.lab.simulation.rollout import observe
 
     outcome = engine.act(observe(robot, engine.target, robot.instruction, stamp_ns))
-    return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0])
+    return outcome.values if isinstance(outcome, Action) else np.append(np.zeros(len(robot.action_names) - 1), 1.0)
 
 
 @lru_cache(maxsize=1)
@@ -242,9 +282,10 @@ def _engine(policy: Path, robot: TableRobot, process: int) -> "Engine":
 
 
 @lru_cache(maxsize=1)
-def _robot(name: str, process: int) -> TableRobot:
+def _robot(name: str, process: int, joints: bool) -> TableRobot:
     """One robot per process: making its OpenGL context takes longer than an episode."""
-    return TableRobot(arm=choose_arm(name))
+    arm = choose_arm(name)
+    return DrivenRobot(arm, "position_array", joints=True) if joints else TableRobot(arm=arm)
 
 
 MAX_STEP_M = 0.05

@@ -28,6 +28,7 @@ _CONTROLLERS: dict[str, Callable[[World], Controller]] = {
     "position_array": lambda world: PositionArray(),
 }
 COMMANDS = tuple(_CONTROLLERS)
+TOOL_COMMANDS = ("pose", "twist")  # of the tool; the others are of the joints
 
 # [1/s²]; critically damped at 150 rad/s. A much slower servo oscillates under a joint_trajectory_controller, whose
 # trajectories start from the measured state.

@@ -7,20 +7,23 @@ instead of days.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
+from specvla_ros.control.action_space import ActionRefusedError, ActionSpace, Motion, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
 from specvla_ros.control.chunks import TrajectoryChunks
-from specvla_ros.control.convention import ActionConvention, StampedAction
+from specvla_ros.control.convention import GRIPPER, ActionConvention, ActionFrame, StampedAction
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver, UnreachableError, trajectory_point
+from specvla_ros.control.joint_space import JointKinematics, JointMotion, JointSpace
 from specvla_ros.control.limits import JointLimits, Limits
-from specvla_ros.control.pose import Pose, PoseHistory
+from specvla_ros.control.pose import PoseHistory
+from specvla_ros.control.robot_model import JointModel
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_model
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Point, Twist
@@ -28,7 +31,9 @@ from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, Displaceme
 from specvla_ros.lab.simulation.world import CONTROL_HZ
 
 _STEPS = round(1.0 / CONTROL_HZ / CONTROL_DT_S)
-_CONVENTION = ActionConvention(ACTION_DT_S)
+# The tool of an arm whose joints are moved may touch the table: then the arm pushes against it, within its torques.
+_TOUCH_M = 0.01
+_CHUNK_S = 0.3  # motion in a chunk before it brakes, at least
 
 
 class Follow(str, Enum):
@@ -52,21 +57,48 @@ def simulation_limits(arm: Arm) -> Limits:
     )
 
 
+def _touching(limits: Limits) -> Limits:
+    x, y, z = limits.workspace_min
+    return replace(limits, workspace_min=(x, y, z - _TOUCH_M))
+
+
+def _accelerating(model: JointModel, arm: Arm) -> JointModel:
+    """The arm's kinematics, with half the accelerations of its own control and jerks that reach them in 0.04 s."""
+    acceleration = np.array(arm.acceleration) / 2
+    return replace(model, max_acceleration=acceleration, max_jerk=acceleration / 0.04)
+
+
 class DrivenRobot(TableRobot):
-    """An arm at the table, moved by one of `commanded_arm.COMMANDS`; see SimulatedRobot."""
+    """An arm at the table, moved by one of `commanded_arm.COMMANDS`; see SimulatedRobot.
+
+    `joints`: its actions are displacements of the joints and the gripper, in the order of `action_names`. The tool may
+    then touch the table.
+    """
 
     def __init__(
-        self, arm: Arm = TABLE_ARM, command: str = "pose", follow: Follow = Follow.DRIVER, image_size: int = IMAGE_SIZE
+        self,
+        arm: Arm = TABLE_ARM,
+        command: str = "pose",
+        follow: Follow = Follow.DRIVER,
+        image_size: int = IMAGE_SIZE,
+        *,
+        joints: bool = False,
     ) -> None:
         super().__init__(image_size, arm)
         self._arm = arm
         self._commanded = CommandedArm(self.world, command)
         self._by_velocity = command == "twist"
-        self._follow = follow
-        self._limits = simulation_limits(arm)
-        self._solver = JointSolver(joint_model(self.world.model, arm), CONTROL_DT_S)
-        self._chunks = TrajectoryChunks(self._solver, JointLimits().chunk_s, self._limits.stop_s)
-        self._send: Callable[[Target[Pose]], Any] = {  # None: nothing this time
+        self._follow, self._of_joints = follow, joints
+        self._limits, self._model = simulation_limits(arm), joint_model(self.world.model, arm)
+        self._convention, stop_s = ActionConvention(ACTION_DT_S), self._limits.stop_s
+        if joints:
+            self.action_names = (*arm.joints, GRIPPER)
+            self._limits, self._model = _touching(self._limits), _accelerating(self._model, arm)
+            self._convention = replace(self._convention, frame=ActionFrame.JOINTS, joints=self.action_names)
+            stop_s = self._model.stop_s
+        self._solver = JointKinematics(self._model) if joints else JointSolver(self._model, CONTROL_DT_S)
+        self._chunks = TrajectoryChunks(self._solver, max(JointLimits().chunk_s, stop_s + _CHUNK_S), stop_s)
+        self._send: Callable[[Target[Any]], Any] = {  # None: nothing this time
             "pose": lambda target: (BASE_FRAME, target.pose),
             "twist": lambda target: Twist(self._now_s, BASE_FRAME, target.velocity[:3], target.velocity[3:]),
             "joint_trajectory": self._trajectory,
@@ -79,27 +111,40 @@ class DrivenRobot(TableRobot):
         super().reset(task, seed)
         self._commanded.reset()
         self._now_s = 0.0
-        start = self.world.tool()
-        self._history = PoseHistory[Pose]()
+        self._solver.start(self._joint_positions())
+        start = self._measured()
+        self._history = PoseHistory[Any]()
         fingers = self._arm.gripper
         self._fingers = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
-        self._actions = ActionFollower(
-            ToolSpace(self._limits), BoundedMotion(self._limits), self._fingers, self._history, max_age_s=20.0
+        self._actions: ActionFollower[Any] = ActionFollower(
+            *self._space_and_motion(), self._fingers, self._history, max_age_s=20.0
         )
         self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, np.ones(6)), start
         self._history.add(0.0, start)
         self._actions.rest_at(start)
-        positions, _ = self.world.joint_state()
-        self._solver.start(dict(zip(self._arm.joint_names, positions.tolist(), strict=True)))
         self._chunks.start()
         self.refused = Counter()
+
+    def _space_and_motion(self) -> tuple[ActionSpace[Any], Motion[Any]]:
+        if isinstance(self._solver, JointKinematics):
+            motion = JointMotion(self._solver, self._model, self._limits)
+            return JointSpace(self._solver, self._limits), motion
+        return ToolSpace(self._limits), BoundedMotion(self._limits)
+
+    def _joint_positions(self) -> dict[str, float]:
+        return dict(zip(self._arm.joint_names, self.world.joint_state()[0].tolist(), strict=True))
+
+    def _measured(self) -> Any:
+        """The arm's place in the space of its actions."""
+        return self._solver.place_of(self._joint_positions()) if self._of_joints else self.world.tool()
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
         if self._follow is Follow.PLAIN:
             self._plain.take(values, self.action_dt)
-            self._fingers.take(float(values[6]), _CONVENTION.gripper)
+            self._fingers.take(float(values[6]), self._convention.gripper)
             return
-        action = StampedAction(self._now_s - age_s, values.reshape(1, -1), _CONVENTION)
+        rows = values.reshape(1, -1)
+        action = StampedAction(self._now_s - age_s, rows, self._convention, names=self.action_names)
         try:
             self._actions.take(action, self._now_s)
         except ActionRefusedError as error:
@@ -122,9 +167,9 @@ class DrivenRobot(TableRobot):
 
     def moved(self) -> None:
         """Measures the arm after a control step."""
-        self._history.add(self._now_s, self.world.tool())
+        self._history.add(self._now_s, self._measured())
 
-    def _target(self) -> Target[Pose]:
+    def _target(self) -> Target[Any]:
         if self._follow is Follow.DRIVER:
             target = self._actions.step(self._now_s)
             if not self._by_velocity:
@@ -134,12 +179,12 @@ class DrivenRobot(TableRobot):
         self._sent = self._limits.clamped(self._sent.displaced(way))
         return Target(self._sent, way / CONTROL_DT_S)
 
-    def _trajectory(self, target: Target[Pose]) -> JointTrajectory:
+    def _trajectory(self, target: Target[Any]) -> JointTrajectory:
         nothing = np.zeros(0)
         point = Point(TRAJECTORY_AHEAD_S, trajectory_point(*self._solver.follow(target)), nothing, nothing)
         return JointTrajectory(0.0, self._arm.joints, (point,))
 
-    def _chunk(self, target: Target[Pose]) -> JointTrajectory | None:
+    def _chunk(self, target: Target[Any]) -> JointTrajectory | None:
         path = self._chunks.next(target, self._actions, self._now_s)
         if path is None or path.velocities is None:
             return None

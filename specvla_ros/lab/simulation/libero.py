@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation import require_gl
 from specvla_ros.lab.simulation.world import SimulationDiverged
@@ -122,6 +123,7 @@ class LiberoRobot:
     largest_translation = 0.9375  # largest 99 % quantile in the statistics of the fine-tuned checkpoints
     cameras: tuple[str, ...] = (CAMERA,)
     state_names: tuple[str, ...] = ()
+    action_names: tuple[str, ...] = ACTION_NAMES
     instruction = ""  # the episode's instruction
 
     def __init__(self, image_size: int = IMAGE_SIZE) -> None:

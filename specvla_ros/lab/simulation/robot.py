@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.lab.simulation.arms import TABLE_ARM, WRIST_CAMERA, Arm
 from specvla_ros.lab.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
@@ -25,6 +26,7 @@ class SimulatedRobot(Protocol):
     largest_translation: float  # maximum of the training data, in actions' units; detects policies of other robots
     cameras: tuple[str, ...]  # names; the camera of the whole scene comes first
     state_names: tuple[str, ...]  # names of the state's values; empty if the state cannot be read
+    action_names: tuple[str, ...]  # names of an action's values
 
     @property
     def instruction(self) -> str:
@@ -162,6 +164,7 @@ class TableRobot:
     action_dt = ACTION_DT_S
     largest_translation = 0.05
     cameras: tuple[str, ...] = (FRONT_CAMERA, WRIST_CAMERA)
+    action_names: tuple[str, ...] = ACTION_NAMES
 
     def __init__(self, image_size: int = IMAGE_SIZE, arm: Arm = TABLE_ARM) -> None:
         self.world = World(arm)

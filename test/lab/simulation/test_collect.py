@@ -17,6 +17,8 @@ from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.plans import CollectPlan
 from specvla_ros.lab.simulation.collect import collect, demonstrate
+from specvla_ros.lab.simulation.driven_robot import DrivenRobot
+from specvla_ros.lab.simulation.joint_goals import JointGoals
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import DEMONSTRATION_FIRST_SEED, TASKS
 from specvla_ros.lab.training.dataset import load_demonstrations
@@ -129,6 +131,27 @@ def test_every_picture_is_labelled_for_every_instruction(tmp_path):
     for place, which in enumerate(data.instruction_of[0]):
         task = next(each for each in TASKS if each.instruction == data.instructions[which])
         np.testing.assert_allclose(data.actions[0, place], demonstrate(task, robot.state()))
+    robot.close()
+
+
+def test_with_joints_their_goals_are_recorded_beside_where_they_are(tmp_path):
+    assert collect(tmp_path, CollectPlan(tasks=("lift_red",), episodes=1, noise=0.0, joints=True)).new == 1
+    bag = tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}"
+    data = load_demonstrations([bag], tmp_path / "cache", 32, TopicChoice(state_topic="/joint_states"))
+    robot = DrivenRobot(image_size=32, command="position_array", joints=True)
+    assert data.action_names == robot.action_names and data.state_names == robot.state_names
+    goals = JointGoals(robot.world.model, robot.world.arm)
+    robot.reset("lift_red", DEMONSTRATION_FIRST_SEED)
+    gaps_ns = np.diff(data.time_ns, append=data.time_ns[-1])
+    for goal, start, state, passed_ns in zip(data.actions[:, 0], data.starts, data.states, gaps_ns, strict=True):
+        np.testing.assert_allclose(state, robot.feel())
+        np.testing.assert_array_equal(start, [*state[:7], 0.0])
+        action = goals.displacement(demonstrate(robot.task, robot.state()), state[:7])
+        np.testing.assert_allclose(goal - start, action)
+        robot.take(action)
+        for _ in range(round(passed_ns / 50e6)):
+            robot.advance()
+    assert robot.succeeded() and not robot.refused
     robot.close()
 
 

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's control takes simulated arms through the tasks, whatever interface they have."""
 
+from collections import deque
+
 import pytest
 from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
 from support.nightly import nightly_but
 from support.pace import invented_pace
 
+from specvla_ros.errors import UserError
+from specvla_ros.lab.evaluation.simulate import make_robot
+from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
+from specvla_ros.lab.simulation.joint_goals import JointGoals
 from specvla_ros.lab.simulation.rollout import Clock, Rollout
 
 SLOW = invented_pace(0.02, 0.1, 0.03)
@@ -33,3 +39,28 @@ def test_a_plain_follower_does_not():
     robot = DrivenRobot(follow=Follow.PLAIN, image_size=32)
     assert succeeded(robot) < 3
     robot.close()
+
+
+@needs_gl
+@pytest.mark.parametrize("command", ["joint_trajectory_chunk", "position_array"])
+def test_actions_of_joints_get_there_with_late_images(command):
+    robot = DrivenRobot(command=command, image_size=32, joints=True)
+    goals = JointGoals(robot.world.model, robot.world.arm)
+    robot.reset("lift_red", 0)
+    seen = deque(maxlen=3)  # states and joints, 0.1 s old at the oldest
+    for step in range(4 * robot.max_steps):
+        seen.append((robot.state(), robot.feel()[:7]))
+        if step % 4 == 3:
+            state, joints = seen[0]
+            robot.take(goals.displacement(demonstrate(robot.task, state), joints), age_s=2 * robot.control_dt)
+        robot.advance()
+        if robot.succeeded():
+            break
+    assert robot.succeeded() and not robot.refused
+    robot.close()
+
+
+@pytest.mark.parametrize("follow, interface", [("driver", "pose"), ("driver", "twist"), ("plain", "")])
+def test_joints_are_not_moved_by_commands_of_the_tool(follow, interface):
+    with pytest.raises(UserError, match="positions of joints: use --follow driver, and --interface joint_trajectory,"):
+        make_robot("table", follow=follow, interface=interface, joints=True)
