@@ -19,8 +19,14 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specvla_ros.control.convention import ACTION_NAMES, GRIPPER
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.demonstrations import ACTION_TOPIC, HINDSIGHT_ACTION_TOPIC, HINDSIGHT_INSTRUCTION_TOPIC
+from specvla_ros.lab.bags.demonstrations import (
+    ACTION_LABELS,
+    ACTION_TOPIC,
+    HINDSIGHT_ACTION_TOPIC,
+    HINDSIGHT_INSTRUCTION_TOPIC,
+)
 from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics, rgb_from_message
 from specvla_ros.lab.bags.reader import Bag, bag_files, open_bag
 from specvla_ros.lab.training.trainer import write_json
@@ -31,7 +37,7 @@ from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import normalise_instruction
 
 PADDING = -100  # after answers; ignored by PyTorch's cross-entropy
-_VERSION = 4
+_VERSION = 5
 # Steps per action range that digits are trained on; 1 mm at the table. Finer differences in demonstrations are
 # tracking noise of the arm, which a policy can only memorise.
 _DIGIT_STEPS = 100
@@ -54,12 +60,31 @@ class DemonstrationSet:
 
     images: np.ndarray  # uint8 [steps, cameras, size, size, 3], mapped from a file
     states: np.ndarray  # float64 [steps, state_dims]
-    actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units
+    actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units; of joints: their goals
     instruction_of: np.ndarray  # int64 [steps, asked], index into `instructions`
     episode_of: np.ndarray  # int64 [steps], index of the bag
     time_ns: np.ndarray  # int64 [steps], time of the images
     instructions: tuple[str, ...]  # sorted and unique
     state_names: tuple[str, ...] = ()  # names of the state's values; empty if they have none
+    action_names: tuple[str, ...] = ()  # names of the actions' joints, and perhaps GRIPPER; empty: of a tool's action
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The joints' positions, from which displacements count, float64 [steps, action_dim]; zeros for other actions.
+
+        Raises UserError if the state lacks a joint of the actions.
+        """
+        found = np.zeros((len(self.actions), self.actions.shape[-1]))
+        joints = [name for name in self.action_names if name != GRIPPER]
+        if missing := [name for name in joints if name not in self.state_names]:
+            raise UserError(
+                f"the actions position {', '.join(joints)}, but the state lacks {', '.join(missing)}: displacements "
+                "count from the joints in the image; give the joints' topic with --state-topic"
+            )
+        for column, name in enumerate(self.action_names):
+            if name != GRIPPER:
+                found[:, column] = self.states[:, self.state_names.index(name)]
+        return found
 
     @property
     def validation(self) -> np.ndarray:
@@ -77,12 +102,12 @@ def load_demonstrations(
     """Reads bags into `cache`, or maps the cache of an earlier call with the same bags.
 
     Args:
-        bags: hold images, an instruction, and a recorded action of seven values per image.
+        bags: hold images, an instruction, and a recorded action of seven values, or of named joints, per image.
         size: side of the images in pixels; they are squeezed like in OpenVLA's image processor (bicubic, on bytes).
         on_progress: called with the number of bags read and of all bags.
 
     Raises:
-        UserError: a bag has no actions, or no such camera or state; or an action is not seven finite numbers.
+        UserError: a bag has no actions, or no such camera or state; or an action has other values than named.
     """
     names = "\n".join(f"{bag.resolve()} {max(each.stat().st_mtime_ns for each in bag_files(bag))}" for bag in bags)
     fingerprint = hashlib.sha256(f"{_VERSION} {size} {topics}\n{names}".encode()).hexdigest()
@@ -92,8 +117,12 @@ def load_demonstrations(
     described = json.loads(index.read_text())
     images = np.load(cache / "images.npy", mmap_mode="r")
     arrays = {name: np.load(cache / f"{name}.npy") for name in _ARRAYS}
-    instructions, state_names = (tuple(described[each]) for each in ("instructions", "state_names"))
-    return DemonstrationSet(images, **arrays, instructions=instructions, state_names=state_names)
+    instructions, state_names, action_names = (
+        tuple(described[each]) for each in ("instructions", "state_names", "action_names")
+    )
+    return DemonstrationSet(
+        images, **arrays, instructions=instructions, state_names=state_names, action_names=action_names
+    )
 
 
 @dataclass(frozen=True)
@@ -106,6 +135,7 @@ class _Steps:
     texts: tuple[tuple[str, ...], ...]
     time_ns: tuple[int, ...]
     state_names: tuple[str, ...]
+    action_names: tuple[str, ...]
     left_out: str = ""  # the number of skipped images, and why
 
 
@@ -125,6 +155,7 @@ def _fill(
     episodes: list[int] = []
     times: list[int] = []
     names: tuple[str, ...] = ()  # names of the state's values
+    action_names: tuple[str, ...] = ()
     with (cache / "images.raw").open("wb") as images:
         for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size, topics), strict=True)):
             if steps.left_out:
@@ -139,7 +170,10 @@ def _fill(
                     f"bag {bag}: the state on {topics.state_topic} has {', '.join(steps.state_names)}, but earlier "
                     f"bags have {', '.join(names)}: choose the values and their order with --state-names"
                 )
-            names = names or steps.state_names
+            if actions and len(steps.actions) and steps.action_names != action_names:
+                one, other = (", ".join(each or ACTION_NAMES) for each in (steps.action_names, action_names))
+                raise UserError(f"bag {bag}: its actions are of {one}, but earlier bags' are of {other}")
+            names, action_names = names or steps.state_names, action_names or steps.action_names
             images.write(steps.images.tobytes())
             actions += list(steps.actions)
             states += list(steps.states)
@@ -164,7 +198,7 @@ def _fill(
     for name, rows in zip(_ARRAYS, (states, actions, instruction_of, episodes, times), strict=True):
         np.save(cache / f"{name}.npy", np.array(rows))
     described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
-    described["state_names"] = names
+    described |= {"state_names": names, "action_names": action_names}
     write_json(cache / "index.json", described)
 
 
@@ -188,7 +222,7 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
         chosen = choose_topics(reader, topics)
         if chosen.action is None:
             raise UserError(f"bag {bag} has no actions on {ACTION_TOPIC}; name their topic with --action-topic")
-        hindsight = _hindsight(reader)
+        hindsight, action_names = _hindsight(reader), _action_names(reader, chosen.action.name)
         for frame in bag_frames(reader, chosen, topics.instruction):
             if frame.missing:
                 missing.append(frame.missing)
@@ -197,8 +231,9 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
             if frame.recorded is None or not frame.instruction or any(other is None for other in others):
                 continue
             answers = [frame.recorded, *(other for other in others if other is not None)]
-            if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
-                raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
+            wanted = len(action_names or ACTION_NAMES)
+            if any(len(answer) != wanted for answer in answers) or not np.isfinite(answers).all():
+                raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be {wanted} finite numbers")
             messages = [frame.image, *(frame.others[name] for name in topics.cameras)]
             seen = [Image.fromarray(rgb_from_message(message.message())) for message in messages]
             images.append([np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in seen])
@@ -211,7 +246,14 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
         raise UserError(f"bag {bag}: no image has all inputs: {missing[0]}")
     left_out = f"{len(missing)} images are skipped, the first: {missing[0]}" if missing else ""
     names, arrays = chosen.states.names, (np.array(images, np.uint8), np.array(states), np.array(actions))
-    return _Steps(*arrays, tuple(texts), tuple(times), names, left_out)
+    return _Steps(*arrays, tuple(texts), tuple(times), names, action_names, left_out)
+
+
+def _action_names(reader: Bag, topic: str) -> tuple[str, ...]:
+    """Names of the actions' values from their dimension's label; empty if it has none."""
+    first = next(iter(reader.messages((topic,))), None)
+    named = [each.label for each in first.message().layout.dim if each.label] if first is not None else []
+    return tuple(named[0].split(ACTION_LABELS)) if named else ()
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
@@ -232,7 +274,7 @@ def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
 
 
 def action_statistics(actions: np.ndarray) -> dict[str, Any]:
-    """Action statistics for OpenVLA's config.json from float64 [..., 7]: 1st and 99th percentile, gripper unscaled."""
+    """Action statistics for OpenVLA's config.json from float64 [..., n]: 1st and 99th percentile, gripper unscaled."""
     low, high = np.quantile(actions.reshape(-1, actions.shape[-1]), (0.01, 0.99), axis=0)
     low[-1], high[-1] = 0.0, 1.0
     return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * (len(low) - 1) + [False]}}
@@ -270,7 +312,7 @@ class Batches:
         self._prompts = pad_sequence(prompts, batch_first=True)
         self._states = torch.from_numpy(policy.state.ids(data.states)) if policy.state is not None else None
         if isinstance(policy.codec, BinsCodec):
-            normalised = policy.codec.statistics.normalise(data.actions)
+            normalised = policy.codec.statistics.normalise(data.actions - data.starts[:, None])
             self._answers = torch.from_numpy(policy.codec.tokenizer.encode(normalised))
         else:
             self._answers = _chunk_answers(policy.codec, data)
@@ -304,7 +346,8 @@ def action_chunks(
 ) -> np.ndarray:
     """The chunk of actions that starts at each image, float64 [steps, horizon, action_dim].
 
-    Uses each episode's own instruction; after its end the last action repeats. Values are clipped to the usual range,
+    Uses each episode's own instruction; after its end the last action repeats. Joints count from their positions at the
+    image. Values are clipped to the usual range,
     as for bins: a few outliers would give a FAST tokenizer more coefficients than it has ids.
 
     Args:
@@ -317,7 +360,7 @@ def action_chunks(
         episodes = np.split(steps, np.flatnonzero(np.diff(data.episode_of)) + 1)
         rows = np.concatenate([_rows_at(data.time_ns, mine, horizon, step_s) for mine in episodes])
     last = np.searchsorted(data.episode_of, data.episode_of, side="right") - 1
-    chunks: np.ndarray = data.actions[:, 0][np.minimum(rows, last[:, None])]
+    chunks: np.ndarray = data.actions[:, 0][np.minimum(rows, last[:, None])] - data.starts[:, None]
     return chunks.clip(*action_range)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specvla_ros.control.convention import known_dataset
+from specvla_ros.control.convention import ActionFrame, known_dataset
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice
@@ -45,6 +45,8 @@ _NUMBERS = 1000  # largest number in digits, as in VLA-0
 _POSITIONS = 1024  # prompt, answer and draft of 8 actions in digits
 _FAST_IDS = 256  # number of action tokens of the nano policy
 _FAST_SCALE = 20.0  # twice the paper's: half the rounding error, a third more tokens
+# Displacements of joints all count from the image, so the range of a chunk is that of its longest one.
+_JOINT_FAST_SCALE = 30.0
 _END_ID = 2  # `</s>`, the end of an answer of chunks
 
 
@@ -112,6 +114,7 @@ def train_policy(
             f"{len(demonstrations.images)} steps in {episodes} episodes are too few to train on and to "
             "validate with: at least 20 episodes are needed; `specvla collect --episodes N` records more"
         )
+    _check_joints(demonstrations, training)
     settings = json.loads(json.dumps(asdict(training)))  # in the form in which they are read back
     described = settings | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
     begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training, init))
@@ -123,13 +126,60 @@ def _write_untrained(out: Path, data: dataset.DemonstrationSet, training: Policy
         raise UserError(f"{out} already holds a checkpoint; choose another --out")
     if init is not None:
         _copy_checkpoint(init, out, data.instructions)
+        if _continues(init, data, training):
+            shutil.copytree(init / CODEC_FOLDER, out / CODEC_FOLDER)
+            return
     else:
         norm_stats = {training.unnorm_key: dataset.action_statistics(data.actions)}
         write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
+    if data.action_names:
+        _choose_actions(out, data, training)
     if training.topics.cameras or training.topics.state_topic:
         _choose_sensors(out, data, training.topics)
     if training.codec != "bins":
         _choose_codec(out, data, training)
+
+
+def _check_joints(data: dataset.DemonstrationSet, training: PolicyTraining) -> None:
+    """Raises UserError for actions of joints without their state, or with the name of a dataset of tool actions."""
+    known = known_dataset(training.unnorm_key)
+    if data.action_names and known is not None and known.frame is not ActionFrame.JOINTS:
+        raise UserError(
+            f"the actions are of joints, but '{training.unnorm_key}' is known for actions of the tool: give "
+            "--unnorm-key another name; specvla_joints is that of `specvla collect --joints`"
+        )
+    _ = data.starts
+
+
+def _continues(init: Path, data: dataset.DemonstrationSet, training: PolicyTraining) -> bool:
+    """True if a checkpoint was trained on chunks of such data: it keeps its statistics and its tokens for actions."""
+    config, described = read_config(init), init / CODEC_FOLDER / CODEC_FILE
+    if config.action_codec != training.codec or training.unnorm_key not in config.norm_stats or not described.exists():
+        return False
+    names = select_statistics(config.norm_stats, training.unnorm_key).given_names
+    shape, kept = _chunk_shape(data, training, training.unnorm_key), read_checkpoint_json(described).raw
+    inputs = (len(config.cameras), config.state_names) == (data.images.shape[1], data.state_names)
+    return names == data.action_names and inputs and shape == {name: kept.get(name) for name in shape}
+
+
+def _chunk_shape(data: dataset.DemonstrationSet, training: PolicyTraining, unnorm_key: str) -> dict[str, Any]:
+    known = known_dataset(unnorm_key)
+    step_s = known.dt_s if known else None
+    return {"time_horizon": training.horizon, "action_dim": data.actions.shape[-1], "dt_s": step_s}
+
+
+def _choose_actions(out: Path, data: dataset.DemonstrationSet, training: PolicyTraining) -> None:
+    """Changes an untrained checkpoint to move joints."""
+    fields, step_s = (
+        read_checkpoint_json(out / "config.json"),
+        _chunk_shape(data, training, training.unnorm_key)["dt_s"],
+    )
+    horizon = 1 if training.codec == "bins" else training.horizon
+    everything = np.full(data.actions.shape[-1], np.inf)
+    chunks = dataset.action_chunks(data, horizon, (-everything, everything), step_s)
+    statistics = dataset.action_statistics(chunks)
+    statistics["action"]["names"] = list(data.action_names)
+    write_json(out / "config.json", fields.raw | {"norm_stats": {training.unnorm_key: statistics}})
 
 
 def _choose_sensors(out: Path, data: dataset.DemonstrationSet, topics: TopicChoice) -> None:
@@ -156,16 +206,15 @@ def _choose_codec(out: Path, data: dataset.DemonstrationSet, training: PolicyTra
     changed = {"action_codec": training.codec, "eos_token_id": _END_ID, "text_config": decoder}
     write_json(out / "config.json", fields.raw | changed)
     statistics = select_statistics(fields.inner("norm_stats").raw, "")
-    known = known_dataset(statistics.unnorm_key)
-    step_s = known.dt_s if known else None
-    shape = {"time_horizon": training.horizon, "action_dim": data.actions.shape[-1], "dt_s": step_s}
+    shape = _chunk_shape(data, training, statistics.unnorm_key)
     folder = out / CODEC_FOLDER
     if training.codec == "digits":
         folder.mkdir(exist_ok=True)
         write_json(folder / CODEC_FILE, shape | {"bins": _NUMBERS})
     else:
-        chunks = dataset.action_chunks(data, training.horizon, (statistics.low, statistics.high), step_s)
-        tokenizer = fit_fast_tokenizer(statistics.normalise(chunks), scale=_FAST_SCALE, vocab_size=_FAST_IDS)
+        chunks = dataset.action_chunks(data, training.horizon, (statistics.low, statistics.high), shape["dt_s"])
+        scale = _JOINT_FAST_SCALE if data.action_names else _FAST_SCALE
+        tokenizer = fit_fast_tokenizer(statistics.normalise(chunks), scale=scale, vocab_size=_FAST_IDS)
         save_fast_tokenizer(tokenizer, folder, **shape)
 
 

@@ -15,6 +15,7 @@ from support.checkpoints import load_openvla
 from support.nightly import nightly_but
 
 from specvla_ros import Engine, EngineSettings, Observation
+from specvla_ros.control.convention import ActionFrame, ConventionSettings
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
@@ -328,6 +329,65 @@ def test_a_policy_of_chunks_is_trained_and_answers_with_them(bags, tmp_path, cod
             assert ours.tokens == theirs.tokens and ours.actions.shape == (2, 7)
         else:
             assert isinstance(ours, Drop) and ours.reason is DropReason.NOT_AN_ACTION
+
+
+JOINTS = ("hip", "knee", "gripper")
+STATE = TopicChoice(state_topic="/joint_states")
+
+
+def write_joint_bags(directory: Path, *, bags: int = 20, steps: int = 6) -> None:
+    """The joints' goals are ahead of them by what the picture's brightness says."""
+    rng = np.random.default_rng(0)
+    for i in range(bags):
+        at, ahead = rng.uniform(-1, 1, (steps, 2)), rng.uniform(0.2, 1.0, (steps, 2))
+        images = [np.full((40, 40, 3), round(200 * each[0]), dtype=np.uint8) for each in ahead]
+        goals = [np.append(here + 0.1 * way, 1.0) for here, way in zip(at, ahead, strict=True)]
+        times = [0.2 * k for k in range(steps)]
+        record = DemonstrationRecord(
+            images,
+            goals,
+            LEFT,
+            times,
+            {},
+            state_names=("knee", "hip"),
+            states=[*at[:, ::-1].copy()],
+            action_names=JOINTS,
+        )
+        write_demonstration(directory / f"bag-{i:02d}", record)
+
+
+@pytest.mark.parametrize("codec", ["bins", "fast"])
+def test_a_policy_of_joints_learns_their_displacements_and_names_them(tmp_path, codec: str) -> None:
+    write_joint_bags(tmp_path / "bags")
+    changes = dict(steps=4, validate_every=4, codec=codec, horizon=3, unnorm_key="specvla_joints", topics=STATE)
+    train_policy([tmp_path / "bags"], tmp_path / "policy", training(**changes))
+    target = load_target(tmp_path / "policy", device="cpu")
+    assert target.codec.names == JOINTS and target.state_names == ("knee", "hip")
+    convention = ConventionSettings().convention(target.unnorm_key, target.codec.dt_s, target.codec.names)
+    assert (convention.frame, convention.joints, convention.dt_s) == (ActionFrame.JOINTS, JOINTS, 0.2)
+    data = load_demonstrations(find_bags([tmp_path / "bags"]).bags, tmp_path / "cache", 28, STATE)
+    everything = (np.full(3, -np.inf), np.full(3, np.inf))
+    chunks = action_chunks(data, 1 if codec == "bins" else 3, everything, 0.2)
+    np.testing.assert_array_equal(chunks[1, 0], [*(data.actions[1, 0, :2] - data.states[1, ::-1]), 1.0])
+    if codec == "fast":
+        np.testing.assert_array_equal(chunks[1, 2], [*(data.actions[3, 0, :2] - data.states[1, ::-1]), 1.0])
+    low, high = target.codec.action_range
+    np.testing.assert_allclose([low[:2], high[:2]], np.quantile(chunks[..., :2].reshape(-1, 2), (0.01, 0.99), axis=0))
+
+
+def test_joints_without_their_state_or_under_a_tools_name_are_refused(tmp_path) -> None:
+    write_joint_bags(tmp_path / "bags")
+    for changes, why in (
+        (dict(unnorm_key="specvla_joints"), "the state lacks hip, knee: .* give the joints' topic with --state-topic"),
+        (dict(unnorm_key="specvla_table", topics=STATE), "known for actions of the tool: give --unnorm-key another"),
+    ):
+        with pytest.raises(UserError, match=why):
+            train_policy([tmp_path / "bags"], tmp_path / "policy", training(**changes))
+    write_bags(tmp_path / "tool", bags=1, hindsight=False)
+    with pytest.raises(UserError, match=r"its actions are of x, y, .* but earlier bags' are of hip, knee, gripper"):
+        load_demonstrations(
+            [*find_bags([tmp_path / "bags", tmp_path / "tool"]).bags], tmp_path / "c", 28, TopicChoice()
+        )
 
 
 def test_other_codecs_are_refused():
