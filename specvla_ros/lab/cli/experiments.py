@@ -102,12 +102,13 @@ class Acting:
     )
     follow: str = parameter(
         "simulator",
-        "simulator: the arm's own follower. driver: the driver's control. plain: values / dt.",
-        choices=("simulator", "driver", "plain"),
+        "simulator: the arm's own follower. driver: the driver's control. guarded: the same for joints, with the guard "
+        "behind it. plain: values / dt.",
+        choices=("simulator", "driver", "guarded", "plain"),
     )
     interface: str | None = parameter(
         None,
-        "Command interface for --follow driver or plain; default: pose, or joint_trajectory_chunk for joints.",
+        "Command interface for --follow driver, guarded or plain; default: pose, or joint_trajectory_chunk for joints.",
         choices=("pose", "twist", "joint_trajectory", "joint_trajectory_chunk", "position_array"),
     )
 
@@ -131,7 +132,7 @@ def simulate(
     driven = acting.follow != "simulator"
     if acting.interface is not None and not driven:
         raise UserError(
-            f"--interface {acting.interface} only applies with --follow driver or --follow plain: give one of them"
+            f"--interface {acting.interface} only applies with --follow driver, guarded or plain: give one of them"
         )
     settings = options.simulation(
         chosen,
@@ -229,7 +230,7 @@ def robot_model(robot: options.Robot, out: Annotated[Path, typer.Option(help="Th
     """Write the kinematics of an arm at the table, for the driver's `joints.model`."""
     from specvla_ros.lab.simulation.arms import choose_arm
 
-    arm = choose_arm(robot)
+    arm = choose_arm(robot, for_tasks=False)
     out.write_text(arm.kinematics())
     speeds = " ".join(f"{each:g}" for each in arm.speed)
     typer.echo(f"{out}: joints {' '.join(arm.joints)}; tool pinch; speeds {speeds}")

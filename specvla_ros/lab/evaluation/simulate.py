@@ -144,11 +144,15 @@ def make_robot(
         return TableRobot(arm=arm)
     from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
 
-    if joints and (interface in TOOL_COMMANDS or follow == Follow.PLAIN.value):
+    if joints and follow == Follow.PLAIN.value:
+        raise UserError("the policy's actions are positions of joints, which need --follow driver or guarded")
+    if joints and interface in TOOL_COMMANDS:
         raise UserError(
-            "the policy's actions are positions of joints: use --follow driver, and --interface joint_trajectory, "
-            "joint_trajectory_chunk or position_array"
+            "the policy's actions are positions of joints: use --interface joint_trajectory, joint_trajectory_chunk or "
+            "position_array"
         )
+    if follow == Follow.GUARDED.value and not joints:
+        raise UserError("--follow guarded is for policies whose actions are positions of joints")
     default = "joint_trajectory_chunk" if joints else "pose"
     return DrivenRobot(arm, interface or default, Follow(follow or Follow.DRIVER), joints=joints)
 

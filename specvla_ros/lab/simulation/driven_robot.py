@@ -20,19 +20,23 @@ from specvla_ros.control.convention import GRIPPER, ActionConvention, ActionFram
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver, UnreachableError, trajectory_point
+from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.joint_space import JointKinematics, JointMotion, JointSpace
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import PoseHistory
 from specvla_ros.control.robot_model import JointModel
+from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_model
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
-from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Point, Twist
+from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Twist
+from specvla_ros.lab.simulation.guarded_arm import ArmGuard, Passed, trajectory
 from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, DisplacementFollower, TableRobot
 from specvla_ros.lab.simulation.world import CONTROL_HZ
 
 _STEPS = round(1.0 / CONTROL_HZ / CONTROL_DT_S)
 # The tool of an arm whose joints are moved may touch the table: then the arm pushes against it, within its torques.
 _TOUCH_M = 0.01
+_PATIENCE_S = 3.0  # until the guard passes
 _CHUNK_S = 0.3  # motion in a chunk before it brakes, at least
 
 
@@ -40,6 +44,7 @@ class Follow(str, Enum):
     """The follower of the policy's actions."""
 
     DRIVER = "driver"  # the driver's control
+    GUARDED = "guarded"  # the driver's control of joints, whose commands pass the guard
     PLAIN = "plain"  # a plain follower, like common bridges: values / dt, added to the tool's commanded pose
 
 
@@ -105,13 +110,15 @@ class DrivenRobot(TableRobot):
             "joint_trajectory_chunk": self._chunk,
             "position_array": lambda target: self._solver.follow(target)[0],
         }[command]
+        self._guard: ArmGuard | None = None
+        if follow is Follow.GUARDED:
+            self._guard = ArmGuard(arm, self._model, self._limits, command)
         self.refused: Counter[str] = Counter()
 
     def reset(self, task: str, seed: int) -> None:
         super().reset(task, seed)
         self._commanded.reset()
         self._now_s = 0.0
-        self._solver.start(self._joint_positions())
         start = self._measured()
         self._history = PoseHistory[Any]()
         fingers = self._arm.gripper
@@ -121,9 +128,24 @@ class DrivenRobot(TableRobot):
         )
         self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, np.ones(6)), start
         self._history.add(0.0, start)
-        self._actions.rest_at(start)
-        self._chunks.start()
+        self._begin()
         self.refused = Counter()
+        if self._guard is not None:
+            self._wait_for(self._guard)
+
+    def _begin(self) -> None:
+        """Starts the motion at the measured arm."""
+        self._solver.start(self._joint_positions())
+        self._actions.rest_at(self._measured())
+        self._chunks.start()
+
+    def _wait_for(self, guard: ArmGuard) -> None:
+        guard.start(self.instruction)
+        while not guard.passing:
+            if self._now_s > _PATIENCE_S:
+                raise UserError(f"the guard does not let the arm '{self._arm.name}' move: {guard.reason}")
+            guard.act(self._now_s, self._now_s)
+            self._step()
 
     def _space_and_motion(self) -> tuple[ActionSpace[Any], Motion[Any]]:
         if isinstance(self._solver, JointKinematics):
@@ -143,6 +165,8 @@ class DrivenRobot(TableRobot):
             self._plain.take(values, self.action_dt)
             self._fingers.take(float(values[6]), self._convention.gripper)
             return
+        if self._guard is not None:
+            self._guard.act(self._now_s - age_s, self._now_s)
         rows = values.reshape(1, -1)
         action = StampedAction(self._now_s - age_s, rows, self._convention, names=self.action_names)
         try:
@@ -152,25 +176,42 @@ class DrivenRobot(TableRobot):
 
     def advance(self) -> None:
         for _ in range(_STEPS):
-            self._now_s += CONTROL_DT_S
-            try:
-                if (command := self._send(self._target())) is not None:
-                    self._commanded.controller.take(command, self._now_s)
-            except UnreachableError:
-                self.refused["unreachable"] += 1
-                self._actions.hold(self._now_s)
-            position = self._fingers.position
-            if position is not None:
-                self._commanded.gripper.obey(self._commanded.gripper.array, np.array([position]), self._now_s)
-            self._commanded.advance(self._now_s)
-            self.moved()
+            self._step()
+
+    def _step(self) -> None:
+        self._now_s += CONTROL_DT_S
+        command = None
+        try:
+            command = self._send(self._target())
+        except UnreachableError:
+            self.refused["unreachable"] += 1
+            self._actions.hold(self._now_s)
+        self._obey(self._guarded(command))
+        self._commanded.advance(self._now_s)
+        self.moved()
+
+    def _guarded(self, command: Any) -> Passed:
+        """The commands that reach the arm. While the guard passes none, the motion stays at the measured arm."""
+        if self._guard is None:
+            return Passed(command, self._fingers.position)
+        passed = self._guard.step(self.world, command, self._fingers.position, self._now_s)
+        if not self._guard.passing:
+            self.refused["guard"] += 1
+            self._begin()
+        return passed
+
+    def _obey(self, passed: Passed) -> None:
+        if passed.command is not None:
+            self._commanded.controller.take(passed.command, self._now_s)
+        if passed.gripper is not None:
+            self._commanded.gripper.obey(self._commanded.gripper.array, np.array([passed.gripper]), self._now_s)
 
     def moved(self) -> None:
         """Measures the arm after a control step."""
         self._history.add(self._now_s, self._measured())
 
     def _target(self) -> Target[Any]:
-        if self._follow is Follow.DRIVER:
+        if self._follow is not Follow.PLAIN:
             target = self._actions.step(self._now_s)
             if not self._by_velocity:
                 return target
@@ -180,14 +221,9 @@ class DrivenRobot(TableRobot):
         return Target(self._sent, way / CONTROL_DT_S)
 
     def _trajectory(self, target: Target[Any]) -> JointTrajectory:
-        nothing = np.zeros(0)
-        point = Point(TRAJECTORY_AHEAD_S, trajectory_point(*self._solver.follow(target)), nothing, nothing)
-        return JointTrajectory(0.0, self._arm.joints, (point,))
+        ahead = trajectory_point(*self._solver.follow(target))
+        return trajectory(self._arm.joints, JointPath(np.array([TRAJECTORY_AHEAD_S]), ahead[None]))
 
     def _chunk(self, target: Target[Any]) -> JointTrajectory | None:
         path = self._chunks.next(target, self._actions, self._now_s)
-        if path is None or path.velocities is None:
-            return None
-        nothing = np.zeros(0)
-        states = zip(path.times_s.tolist(), path.positions, path.velocities, strict=True)
-        return JointTrajectory(0.0, self._arm.joints, tuple(Point(*state, nothing) for state in states))
+        return None if path is None else trajectory(self._arm.joints, path)

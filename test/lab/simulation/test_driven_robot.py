@@ -3,6 +3,7 @@
 
 from collections import deque
 
+import numpy as np
 import pytest
 from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
@@ -60,7 +61,43 @@ def test_actions_of_joints_get_there_with_late_images(command):
     robot.close()
 
 
-@pytest.mark.parametrize("follow, interface", [("driver", "pose"), ("driver", "twist"), ("plain", "")])
-def test_joints_are_not_moved_by_commands_of_the_tool(follow, interface):
-    with pytest.raises(UserError, match="positions of joints: use --follow driver, and --interface joint_trajectory,"):
-        make_robot("table", follow=follow, interface=interface, joints=True)
+@pytest.mark.parametrize(
+    "follow, interface, joints, why",
+    [
+        ("driver", "pose", True, "positions of joints: use --interface joint_trajectory,"),
+        ("driver", "twist", True, "positions of joints: use --interface joint_trajectory,"),
+        ("plain", "", True, "positions of joints, which need --follow driver or guarded"),
+        ("guarded", "", False, "--follow guarded is for policies whose actions are positions of joints"),
+    ],
+)
+def test_joints_are_not_moved_by_commands_of_the_tool(follow, interface, joints, why):
+    with pytest.raises(UserError, match=why):
+        make_robot("table", follow=follow, interface=interface, joints=joints)
+
+
+@needs_gl
+def test_the_guard_passes_what_the_driver_sends():
+    robot = DrivenRobot(command="joint_trajectory_chunk", follow=Follow.GUARDED, image_size=32, joints=True)
+    goals = JointGoals(robot.world.model, robot.world.arm)
+    robot.reset("lift_blue", 0)
+    for _ in range(robot.max_steps):
+        robot.take(goals.displacement(demonstrate(robot.task, robot.state()), robot.feel()[:7]))
+        for _ in range(4):
+            robot.advance()
+        if robot.succeeded():
+            break
+    assert robot.succeeded() and not robot.refused
+    robot.close()
+
+
+@needs_gl
+def test_the_guard_keeps_back_what_the_driver_must_not_send():
+    robot = DrivenRobot(command="position_array", follow=Follow.GUARDED, image_size=32, joints=True)
+    robot.reset("lift_blue", 0)
+    begin = robot.feel()[:7]
+    robot._send = lambda target: begin + 1.0  # a leap of 1 rad
+    for _ in range(10):
+        robot.advance()
+    assert robot.refused["guard"] > 0
+    np.testing.assert_allclose(robot.feel()[:7], begin, atol=0.02)
+    robot.close()
