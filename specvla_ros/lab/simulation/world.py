@@ -130,7 +130,8 @@ class World:
         self._dress(layout)
         mujoco.mj_forward(self.model, self.data)
         self._osc.reset(self.data)
-        self._move_hand_to(layout.hand)
+        if self.arm.does_tasks:
+            self._move_hand_to(layout.hand)
         self.data.time = 0.0
 
     def control_step(self, action: np.ndarray) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import ARMS, TABLE_ARM
+from specvla_ros.lab.simulation.arms import ARMS, SO101, TABLE_ARM
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 from specvla_ros.lab.simulation.robot import IMAGE_SIZE
 from specvla_ros.lab.simulation.rollout import Clock
@@ -25,8 +25,8 @@ class SimRobotParameters:
 
     robot: str = parameter(
         TABLE_ARM.name,
-        "The arm at the table; panda and ur5e need the models in requirements/robots.txt.",
-        choices=tuple(arm.name for arm in ARMS),
+        "The arm at the table; others than table need requirements/robots.txt. so101 is too small for the tasks.",
+        choices=tuple(arm.name for arm in (*ARMS, SO101)),
     )
     command: str = parameter(
         ACTIONS,

@@ -69,7 +69,7 @@ class SimRobot(Node):
         with parameters_declared(self, SimRobotParameters):
             self._chosen = read_parameters(self, SimRobotParameters)
             self._starts = episode_starts(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
-            self.robot = TableRobot(self._chosen.image_size, choose_arm(self._chosen.robot))
+            self.robot = TableRobot(self._chosen.image_size, choose_arm(self._chosen.robot, for_tasks=False))
             self._record: MotionRecorder | None = None
             if self._chosen.record:
                 self._record = MotionRecorder(Path(self._chosen.record).expanduser(), self.robot.world)
