@@ -5,15 +5,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from specvla_ros.control.motor_calibration import radians_per_percent
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
 
 _AUTO = "auto"
 NO_NAMES = ("",)
+_GRIPPER_UNIT = 0.01  # of LeRobot's grippers, 0 to 100
 
 # Columns of a tool action's values, in order; a robot without a gripper has the first six.
 ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
@@ -50,8 +53,10 @@ class Rotation(str, Enum):
 class JointUnit(str, Enum):
     """Unit of joint positions in the training data; published positions are in radians, or metres."""
 
-    RAD = "rad"  # or metres
-    DEG = "deg"  # as LeRobot's motors give them with use_degrees
+    RAD = "rad"  # or metres; a gripper among them is 0 to 1
+    # As LeRobot's motors give them; a gripper among them is 0 to 100.
+    DEG = "deg"  # with use_degrees
+    PERCENT = "percent"  # without: -100 to 100 of the range in the calibration file
 
 
 class GripperSign(str, Enum):
@@ -76,14 +81,17 @@ class ActionConvention:
     rotation: Rotation = Rotation.ROTATION_VECTOR  # encoding of rotations
     gripper: GripperSign = GripperSign.OPEN_HIGH  # meaning of the last value
     translation_unit_m: float = 1.0  # metres per unit of x, y, z; published values are in metres
-    rotation_unit_rad: float = 1.0  # radians per unit of roll, pitch, yaw, or joints; published values are in radians
+    rotation_unit_rad: float = 1.0  # radians per unit of roll, pitch, yaw; published values are in radians
     joints: tuple[str, ...] = ()  # names of the columns, in the policy's order; empty: ACTION_NAMES
+    joint_units: tuple[float, ...] = ()  # radians, or a gripper's openness, per unit of each of `joints`; empty: 1
 
     def scales(self, names: Sequence[str]) -> np.ndarray:
         """Metres or radians per unit of each column, float64 [columns]."""
+        if self.joint_units:
+            return np.array(self.joint_units)
         unit = dict.fromkeys(ACTION_NAMES[:3], self.translation_unit_m)
-        unit |= dict.fromkeys((*ACTION_NAMES[3:6], *self.joints), self.rotation_unit_rad)
-        return np.array([1.0 if name == GRIPPER else unit.get(name, 1.0) for name in names])
+        unit |= dict.fromkeys(ACTION_NAMES[3:6], self.rotation_unit_rad)
+        return np.array([1.0 if name in self.joints else unit.get(name, 1.0) for name in names])
 
 
 @dataclass(frozen=True)
@@ -161,9 +169,12 @@ class ConventionSettings:
     )
     joint_unit: str = parameter(
         _AUTO,
-        "Unit of joint positions in the training data: rad (or metres) or deg. It must be given for joints.",
+        "Unit of joint positions in the training data: rad (or metres), with a gripper from 0 to 1; or, as LeRobot's "
+        "motors give them, deg or percent (-100 to 100 of the calibrated range), with a gripper from 0 to 100. Without "
+        "a known dataset it must be given.",
         choices=_choices(JointUnit),
     )
+    calibration: str = parameter("", "Calibration file of LeRobot's motors, for joint_unit: percent.")
 
     def __post_init__(self) -> None:
         check(self)
@@ -222,8 +233,23 @@ class ConventionSettings:
                 f"action.joints has {len(joints)} names, but the policy's actions have {len(columns)} values: "
                 "name each, in the order of the training data"
             )
-        unit = found.pop("joint_unit")
-        return ActionConvention(rotation_unit_rad=math.pi / 180 if unit is JointUnit.DEG else 1.0, **found)
+        return ActionConvention(joint_units=self._units(found.pop("joint_unit"), joints), **found)
+
+    def _units(self, unit: JointUnit, joints: Sequence[str]) -> tuple[float, ...]:
+        """Radians, or a gripper's openness, per unit of each joint; empty: all are 1."""
+        turning = [name for name in joints if name != GRIPPER]
+        if unit is JointUnit.RAD:
+            return ()
+        if unit is JointUnit.PERCENT and not self.calibration:
+            raise UserError(
+                "action.joint_unit is percent, whose angle depends on each motor's calibration: set action.calibration "
+                "to the robot's calibration file of LeRobot"
+            )
+        found = np.full(len(turning), math.pi / 180)
+        if unit is JointUnit.PERCENT:
+            found = radians_per_percent(Path(self.calibration).expanduser(), turning)
+        units = dict(zip(turning, found.tolist(), strict=True)) | {GRIPPER: _GRIPPER_UNIT}
+        return tuple(units[name] for name in joints)
 
 
 def _require(found: Mapping[str, Any], unnorm_key: str) -> None:
@@ -244,7 +270,7 @@ _WHAT = {
     "gripper": "action.gripper (open_high, close_high or none)",
     "translation_unit_m": "action.translation_unit (1.0 if x, y, z are metres)",
     "joints": "action.joints (names of the joints, in the order of the action's values)",
-    "joint_unit": "action.joint_unit (rad or deg)",
+    "joint_unit": "action.joint_unit (rad, deg or percent)",
     "rotation_unit_rad": "action.rotation_unit (1.0 if the rotation is in radians)",
 }
 

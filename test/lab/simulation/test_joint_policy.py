@@ -97,7 +97,7 @@ def test_a_chunk_of_joint_positions_is_where_the_arm_goes(answer, command):
 @pytest.mark.parametrize(
     "changed, words",
     [
-        ({"joint_unit": "auto"}, r"action\.joint_unit \(rad or deg\)"),
+        ({"joint_unit": "auto"}, r"action\.joint_unit \(rad, deg or percent\)"),
         ({"joints": ("",)}, r"action\.joints \(names of the joints"),
         ({"reference": "auto"}, r"action\.reference"),
         ({"joints": ARM.joints[:6]}, "has 6 names, but"),
@@ -119,5 +119,5 @@ def test_a_gripper_beside_the_joints_is_not_an_angle(answer):
     settings = replace(OF_JOINTS, joints=(*ARM.joints[:6], "gripper"), gripper="close_high")
     action = published(answer, settings)
     assert action.names[-1] == "gripper"
-    np.testing.assert_allclose(action.values[:, 6], answer.actions[:, 6])
+    np.testing.assert_allclose(action.values[:, 6], answer.actions[:, 6] / 100)
     np.testing.assert_allclose(action.values[:, :6], np.radians(answer.actions[:, :6]))
