@@ -207,6 +207,16 @@ def load_complete(
     return loaded
 
 
+def _columns(norm_stats: Mapping[str, Any], unnorm_key: str) -> tuple[str, ...] | None:
+    """Names of an action's values; None if the statistics are missing or malformed, which loading reports."""
+    from specvla_ros.models.codecs.statistics import select_statistics
+
+    try:
+        return select_statistics(norm_stats, unnorm_key).names
+    except UserError:
+        return None
+
+
 def _lacking(checkpoint: Path, model: ModelSettings, action: ConventionSettings | None) -> str:
     """Describes what an OpenVLA checkpoint lacks; empty: nothing. Loading reports the faults of other families."""
     from specvla_ros.models.families.openvla.config import read_config
@@ -222,7 +232,8 @@ def _lacking(checkpoint: Path, model: ModelSettings, action: ConventionSettings 
         datasets = [model.unnorm_key] if model.unnorm_key else [*config.norm_stats]
         dt_s = None if config.action_codec == "bins" else 1.0  # other codecs' files may give it
         known = [key for key in datasets if known_dataset(key) is not None]
-        checks.append(partial(action.convention, (known or datasets or [""])[0], dt_s))
+        key = (known or datasets or [""])[0]
+        checks.append(partial(action.convention, key, dt_s, _columns(config.norm_stats, key)))
     try:
         together(*checks)
     except UserError as error:

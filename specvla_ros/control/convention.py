@@ -194,8 +194,7 @@ class ConventionSettings:
         Raises:
             UserError: neither the settings nor a source give every value; names the parameters to set.
         """
-        dataset = known_dataset(unnorm_key)
-        known_joints = dataset is not None and dataset.frame is ActionFrame.JOINTS and self.frame == _AUTO
+        dataset, known_joints = known_dataset(unnorm_key), positions_joints(unnorm_key) and self.frame == _AUTO
         if known_joints or self.frame == ActionFrame.JOINTS.value or self.joints != NO_NAMES:
             return self._of_joints(unnorm_key, dt_s, columns)
         said: dict[str, Any] = {
@@ -212,7 +211,7 @@ class ConventionSettings:
         return ActionConvention(**found)
 
     def _of_joints(self, unnorm_key: str, dt_s: float | None, columns: Sequence[str] | None) -> ActionConvention:
-        dataset, joints = known_dataset(unnorm_key), self.joints
+        joints = self.joints
         if joints == NO_NAMES:
             joints = () if columns is None or tuple(columns) == default_names(len(columns)) else tuple(columns)
         found: dict[str, Any] = {
@@ -223,8 +222,8 @@ class ConventionSettings:
             "joints": joints or None,
             "joint_unit": _said(JointUnit, self.joint_unit),
         }
-        if dataset is not None and dataset.frame is ActionFrame.JOINTS:
-            found = {name: value or getattr(dataset, name, None) for name, value in found.items()}
+        if positions_joints(unnorm_key):
+            found = {name: value or getattr(known_dataset(unnorm_key), name, None) for name, value in found.items()}
         _require(found, unnorm_key)
         if found["frame"] is not ActionFrame.JOINTS:
             raise UserError(f"action.frame is {self.frame}, but action.joints names joints: set action.frame to joints")
@@ -296,6 +295,12 @@ class Dataset:
     translation_unit_m: float | None = None
     rotation_unit_rad: float | None = None
     joint_unit: JointUnit | None = None  # of joint positions, whose names the checkpoint gives
+
+
+def positions_joints(unnorm_key: str) -> bool:
+    """True for a dataset whose actions are known to be positions of joints."""
+    dataset = known_dataset(unnorm_key)
+    return dataset is not None and dataset.frame is ActionFrame.JOINTS
 
 
 def known_dataset(unnorm_key: str) -> Dataset | None:

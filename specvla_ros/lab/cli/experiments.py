@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from specvla_ros.control.convention import positions_joints
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli import options
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, Taken, takes_policy
@@ -40,7 +41,8 @@ class Moving:
     interface: str | None = parameter(
         None,
         "Commands that move the arm: the policy's actions directly (action), or the poses of driver and guard (pose). "
-        "Default: action for the table's arm, pose for the others.",
+        "Default: action for the table's arm, pose for the others. A policy of joints always moves them through driver "
+        "and guard.",
         choices=("action", "pose"),
     )
 
@@ -62,8 +64,9 @@ def demo(
     the stop.
     """
     try:
-        from specvla_ros.lab.ros.demo.run import DemoRobot, run_demo
+        from specvla_ros.lab.ros.demo.run import CHUNKS, DemoRobot, run_demo
         from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+        from specvla_ros.models.families.openvla.config import read_config
     except ImportError as error:
         raise UserError(
             f"the demo needs ROS 2 and this package's messages ({error}). The pip wheel has neither: build from the "
@@ -74,7 +77,11 @@ def demo(
     if chosen.model.device == "auto":
         parameters["device"] = "cpu"  # sufficient for the nano policy, and a GPU may be busy
     arm = choose_arm(robot or TABLE_ARM.name)
-    interface = moving.interface or ("action" if arm is TABLE_ARM else "pose")
+    usual = "action" if arm is TABLE_ARM else "pose"
+    of_joints = positions_joints(chosen.model.unnorm_key or next(iter(read_config(chosen.checkpoint).norm_stats), ""))
+    if of_joints and moving.interface:
+        raise UserError(f"--interface {moving.interface} is for actions of the tool, but the policy's position joints")
+    interface = CHUNKS if of_joints else moving.interface or usual
     exit_code = run_demo(
         out,
         chosen.checkpoint,

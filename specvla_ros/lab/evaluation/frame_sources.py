@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specvla_ros.control.convention import positions_joints
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop
 from specvla_ros.engine.settings import EngineSettings
@@ -18,7 +19,7 @@ from specvla_ros.lab.bags.finder import bags_in, find_bags
 from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames, choose_topics, rgb_from_message
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
-from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, moves_joints, tasks_of
+from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.models.observation import Observation
@@ -117,7 +118,7 @@ def simulation_source(
     names = tasks_of(world, tasks)
     seen: list[Observation] = []
     decoder = Engine(policy, lossless(policy, engine or EngineSettings()))
-    robot = make_robot(world, joints=moves_joints(policy))
+    robot = make_robot(world, joints=positions_joints(policy.unnorm_key))
     rollout = Rollout(decoder, robot, Clock.LOCKSTEP, tick_time(), on_look=seen.append)
     for episode in count():
         rollout.run(names[episode % len(names)], first_seed + episode)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specvla_ros.control.convention import ActionFrame, known_dataset
+from specvla_ros.control.convention import positions_joints
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
@@ -102,7 +102,7 @@ def _engine_and_robot(
 ) -> tuple[Engine | HostedEngine, SimulatedRobot]:
     """Engine and robot of a process, cached because loading takes longer than an episode."""
     engine = HostedEngine(host) if host is not None else Engine(policy_of(settings), settings.engine)
-    joints = moves_joints(engine.target)
+    joints = positions_joints(engine.target.unnorm_key)
     robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface, joints=joints)
     _check_actions(engine.target, robot)
     if isinstance(engine, Engine):
@@ -122,12 +122,6 @@ def policy_of(settings: SimulateSettings) -> Target:
     """
     key = settings.model.unnorm_key or ("" if settings.world == TABLE else original_of(settings.world))
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
-
-
-def moves_joints(policy: PolicyFacts) -> bool:
-    """True for a policy whose actions are known to be positions of joints."""
-    dataset = known_dataset(policy.unnorm_key)
-    return dataset is not None and dataset.frame is ActionFrame.JOINTS
 
 
 def make_robot(
@@ -163,7 +157,7 @@ def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
     taken = len(robot.action_names)
     if len(low) != taken:
         raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes {taken}")
-    if moves_joints(policy):
+    if positions_joints(policy.unnorm_key):
         if policy.codec.names != robot.action_names:
             names, own = (", ".join(each) for each in (policy.codec.names, robot.action_names))
             raise UserError(f"the policy moves the joints {names}, but this robot has {own}")

@@ -62,7 +62,8 @@ def simulation_limits(arm: Arm) -> Limits:
     )
 
 
-def _touching(limits: Limits) -> Limits:
+def touching(limits: Limits) -> Limits:
+    """The limits of a tool that may touch the table."""
     x, y, z = limits.workspace_min
     return replace(limits, workspace_min=(x, y, z - _TOUCH_M))
 
@@ -98,7 +99,7 @@ class DrivenRobot(TableRobot):
         self._convention, stop_s = ActionConvention(ACTION_DT_S), self._limits.stop_s
         if joints:
             self.action_names = (*arm.joints, GRIPPER)
-            self._limits, self._model = _touching(self._limits), _accelerating(self._model, arm)
+            self._limits, self._model = touching(self._limits), _accelerating(self._model, arm)
             self._convention = replace(self._convention, frame=ActionFrame.JOINTS, joints=self.action_names)
             stop_s = self._model.stop_s
         self._solver = JointKinematics(self._model) if joints else JointSolver(self._model, CONTROL_DT_S)

@@ -16,6 +16,7 @@ from rclpy.executors import ExternalShutdownException
 from rich.console import Console
 from rich.live import Live
 
+from specvla_ros.control.guard.settings import Output
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.paired import Rate
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings
@@ -29,20 +30,25 @@ from specvla_ros.lab.ros.sim_robot.episodes import ACTIONS
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC, JOINTS_TOPIC, WRIST_TOPIC
 from specvla_ros.lab.simulation import require_gl
 from specvla_ros.lab.simulation.arms import Arm
+from specvla_ros.lab.simulation.driven_robot import simulation_limits, touching
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
 from specvla_ros.models.observation import normalise_instruction
 from specvla_ros.msg import SimEpisode
+from specvla_ros.ros.driver.parameters import JOINTS
 from specvla_ros.ros.wiring import Remaps, RobotTopics, image_remappings
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import merge_parameters
 
 PARAMETERS_FILE, ROBOT_FILE, BLACK_BOX = "parameters.yaml", "robot.yaml", "black_box"
+MODEL_FILE = "robot.xml"
+CHUNKS = Output.JOINT_TRAJECTORY_CHUNK.value
 DRIVER_LOG, GUARD_LOG = "driver.log", "guard.log"
 _CONFIGURE_TIMEOUT_S = 300.0
 _DIAGNOSTICS_PERIOD_S = 0.25  # short enough for the live view and for the counts at the demo's end
 _SILENCE_S = 60.0  # maximum time without news of an episode
 _CLOCK = "realtime"
+_STOP_S = 0.15  # of a joint from full speed: fits into the guard's stop_time_s
 _OWN_NODES = ("/driver", "/guard", "/policy", "/sim_robot")
 _DISCOVERY_S = 1.0  # until nodes that run already are seen
 _REMEMBERED_S = 25.0  # DDS lists a killed process's nodes for 20 s
@@ -67,12 +73,21 @@ class DemoRobot:
         return self.interface != ACTIONS
 
     @property
+    def of_joints(self) -> bool:
+        """True if the policy's actions are positions of the joints."""
+        return self.interface == CHUNKS
+
+    @property
     def topics(self) -> RobotTopics:
-        commands = {name: f"/sim_robot/command/{name}" for name in (self.interface, "gripper")}
+        command = Output(self.interface).topic if self.commanded else self.interface
+        commands = {name: f"/sim_robot/command/{name}" for name in (command, "gripper")}
         return RobotTopics("/sim_robot/tool_pose", "/joint_states", "/instruction", commands)
 
-    def parameters(self) -> dict[str, Any]:
-        """Parameters of driver and guard by name: the simulated arms' limits, and this arm's workspace and gripper."""
+    def parameters(self, out: Path) -> dict[str, Any]:
+        """Parameters of driver and guard by name: the simulated arms' limits, and this arm's workspace and gripper.
+
+        An arm that is moved by its joints also has their limits, and its kinematics in a file in `out`.
+        """
         config = Path(get_package_share_directory("specvla_ros"), "config", "robots", "simulated.yaml")
         return {
             **merge_parameters([config], {}, node="driver"),
@@ -83,6 +98,22 @@ class DemoRobot:
             "gripper.closed_value": self.arm.gripper.closed[0],
             "diagnostics_period_s": _DIAGNOSTICS_PERIOD_S,
             "use_sim_time": True,
+            **(self._of_joints(out / MODEL_FILE) if self.of_joints else {}),
+        }
+
+    def _of_joints(self, model: Path) -> dict[str, Any]:
+        arm = self.arm
+        model.parent.mkdir(parents=True, exist_ok=True)
+        model.write_text(arm.kinematics(), encoding="utf-8")
+        speeds = [min(speed, _STOP_S * limit) for speed, limit in zip(arm.speed, arm.acceleration, strict=True)]
+        return {
+            "tool_pose_source": "joint_states",
+            "joints.names": list(arm.joints),
+            "joints.model": str(model.resolve()),
+            "joints.tool": "pinch",
+            "joints.max_speed": speeds,
+            "joints.max_acceleration": list(arm.acceleration),
+            "limits.workspace_min": list(touching(simulation_limits(arm)).workspace_min),
         }
 
 
@@ -199,9 +230,12 @@ def _start_robot(
     nodes.start("lab.ros.sim_robot.node", *(f"{name}:={value}" for name, value in world.items()))
     limits = {}
     if robot.commanded:
-        limits = robot.parameters()
+        limits = robot.parameters(out)
         write_parameters(out / ROBOT_FILE, limits, ["Parameters of driver and guard in `specvla demo`."])
-        nodes.start("ros.driver.node", params_file=out / ROBOT_FILE, remaps=robot.topics.driver, log=out / DRIVER_LOG)
+        space = [f"action_space:={JOINTS}"] if robot.of_joints else []
+        nodes.start(
+            "ros.driver.node", *space, params_file=out / ROBOT_FILE, remaps=robot.topics.driver, log=out / DRIVER_LOG
+        )
     if shown is not None:
         of_the_arm = {name: value for name, value in limits.items() if name.startswith("limits.")}
         given = {name: json.dumps(value) for name, value in (values_of(shown) | of_the_arm).items()}
