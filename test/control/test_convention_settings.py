@@ -132,7 +132,7 @@ def test_the_page_says_what_the_table_says(key: str) -> None:
     if dataset.frame and dataset.rotation and dataset.gripper:
         units = f"{dataset.translation_unit_m:g} m, {dataset.rotation_unit_rad:g} rad"
         assert cells[3:7] == [dataset.frame.value, dataset.rotation.value, dataset.gripper.value, units]
-    elif dataset.frame is ActionFrame.JOINTS:
+    elif dataset.frame is ActionFrame.JOINTS and dataset.gripper:
         assert cells[3:7] == ["joints", "-", dataset.gripper.value, "1 rad"]
     else:
         assert cells[3] == (dataset.gripper.value if dataset.gripper else "not known")

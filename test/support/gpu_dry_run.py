@@ -97,7 +97,7 @@ def _modes(real: _Modes) -> _Modes:
     """The head is not in a file, and the answers are of another rule."""
 
     def modes(job: steps.Job, tokens: int = TOKENS) -> dict[str, EngineSettings]:
-        rule, small, chosen = launches.CASES["spec"].acceptance, job.size == "tiny", real(job, tokens)
+        rule, small, chosen = launches.CASES["spec"].settings.acceptance, job.size == "tiny", real(job, tokens)
         depth = 2 if small else chosen["spec"].draft.depth  # a graph of each depth
         return {
             name: replace(each, acceptance=rule, draft=replace(each.draft, head="random", depth=depth))

@@ -242,6 +242,7 @@ def test_a_stop_ends_where_the_controller_can_brake_and_never_goes_back(way_rad,
 
 def trajectory(sent):
     path = sent.path or JointPath(np.array([sent.after_s]), sent.positions[None], np.zeros((1, 2)))
+    assert path.velocities is not None
     rows = zip(path.times_s, path.positions, path.velocities, strict=True)
     points = tuple(Point(time_s, place, velocity, np.zeros(0)) for time_s, place, velocity in rows)
     return JointTrajectory(0.0, ("shoulder", "elbow"), points)

@@ -2,6 +2,7 @@
 """The driver's control takes simulated arms through the tasks, whatever interface they have."""
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_actions_of_joints_get_there_with_late_images(command):
     robot = DrivenRobot(command=command, image_size=32, joints=True)
     goals = JointGoals(robot.world.model, robot.world.arm)
     robot.reset("lift_red", 0)
-    seen = deque(maxlen=3)  # states and joints, 0.1 s old at the oldest
+    seen: deque[Any] = deque(maxlen=3)  # states and joints, 0.1 s old at the oldest
     for step in range(4 * robot.max_steps):
         seen.append((robot.state(), robot.feel()[:7]))
         if step % 4 == 3:

@@ -33,8 +33,8 @@ def test_the_joints_take_the_hand_to_its_goal_and_upright(move, offset):
 @settings(max_examples=40, deadline=None)
 def test_a_goal_has_one_posture_wherever_the_arm_comes_from(move, one, other):
     goal = TOOL.pose_at(HOME).displaced(np.array(move))
-    postures = [GOALS.posture(goal, HOME + start) for start in (one, other)]
-    np.testing.assert_allclose(*postures, atol=1e-3)
+    first, second = (GOALS.posture(goal, HOME + start) for start in (one, other))
+    np.testing.assert_allclose(first, second, atol=1e-3)
 
 
 def test_of_the_postures_at_a_goal_it_is_the_one_nearest_home():

@@ -79,7 +79,7 @@ def test_its_model_is_that_of_the_urdf_moved_forward():
     real = load_robot_model(urdf())
     table, data = ToolKinematics(joint_model(SO101.model(), SO101)), mujoco.MjData(real.model)
     rng = np.random.default_rng(0)
-    for positions in rng.uniform(*table.ranges.T, (10, 5)):
+    for positions in rng.uniform(table.ranges[:, 0], table.ranges[:, 1], (10, 5)):
         for name, position in zip(SO101.joints, positions, strict=True):
             data.joint(name).qpos = position
         mujoco.mj_kinematics(real.model, data)

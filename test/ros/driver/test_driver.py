@@ -77,10 +77,12 @@ def test_twists_take_the_tool_there_and_are_zero_and_fresh_at_rest():
 
 
 @pytest.mark.parametrize("output", ["pose", "twist"])
-def test_a_command_is_stamped_with_the_time_that_its_motion_was_computed_for(output):
+def test_a_command_is_stamped_with_the_time_that_its_motion_was_computed_for(output, monkeypatch):
     with arm(output=output) as robot:
         robot.start()
-        computed, step = [], robot.driver._driver.step
+        driver = robot.driver._driver
+        assert driver is not None
+        computed, step = [], driver.step
 
         def preempted(now_s, steady_s):
             target = step(now_s, steady_s)
@@ -88,7 +90,7 @@ def test_a_command_is_stamped_with_the_time_that_its_motion_was_computed_for(out
             computed.append(now_s)
             return target
 
-        robot.driver._driver.step = preempted
+        monkeypatch.setattr(driver, "step", preempted)
         sent = robot.poses if output == "pose" else robot.twists
         robot.until(lambda: len(computed) > 5)
         robot.until(lambda: abs(stamp_s(sent[-1]) - computed[-1]) < 1e-6)
