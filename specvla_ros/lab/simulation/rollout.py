@@ -283,7 +283,8 @@ def check_senses(policy: "PolicyFacts", robot: SimulatedRobot) -> None:
             f"but this robot has {len(robot.cameras)}: {', '.join(robot.cameras)}"
         )
     felt = len(robot.state_names)
-    if policy.state_dims not in (0, felt) or not {*policy.state_names} <= {*robot.state_names}:
+    known = {*policy.state_names} <= {*robot.state_names} if policy.state_names else policy.state_dims in (0, felt)
+    if not known:
         wanted = ", ".join(policy.state_names) or f"{policy.state_dims} numbers"
         raise UserError(
             f"{policy.directory} needs a state of {wanted}, but this robot's state has {felt}"

@@ -127,7 +127,6 @@ def _write_untrained(out: Path, data: dataset.DemonstrationSet, training: Policy
     if init is not None:
         _copy_checkpoint(init, out, data.instructions)
         if _continues(init, data, training):
-            shutil.copytree(init / CODEC_FOLDER, out / CODEC_FOLDER)
             return
     else:
         norm_stats = {training.unnorm_key: dataset.action_statistics(data.actions)}
@@ -152,14 +151,16 @@ def _check_joints(data: dataset.DemonstrationSet, training: PolicyTraining) -> N
 
 
 def _continues(init: Path, data: dataset.DemonstrationSet, training: PolicyTraining) -> bool:
-    """True if a checkpoint was trained on chunks of such data: it keeps its statistics and its tokens for actions."""
-    config, described = read_config(init), init / CODEC_FOLDER / CODEC_FILE
-    if config.action_codec != training.codec or training.unnorm_key not in config.norm_stats or not described.exists():
+    """True if a checkpoint was trained on such data: it keeps its statistics, so that its tokens mean the same.
+
+    A FAST tokenizer is fitted again, since it cannot write coefficients larger than those that it was fitted on.
+    """
+    config = read_config(init)
+    if not config.action_codec == training.codec == "bins" or training.unnorm_key not in config.norm_stats:
         return False
     names = select_statistics(config.norm_stats, training.unnorm_key).given_names
-    shape, kept = _chunk_shape(data, training, training.unnorm_key), read_checkpoint_json(described).raw
-    inputs = (len(config.cameras), config.state_names) == (data.images.shape[1], data.state_names)
-    return names == data.action_names and inputs and shape == {name: kept.get(name) for name in shape}
+    inputs = (len(config.cameras), config.state_names)
+    return names == data.action_names and inputs == (data.images.shape[1], data.state_names)
 
 
 def _chunk_shape(data: dataset.DemonstrationSet, training: PolicyTraining, unnorm_key: str) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def test_a_policy_of_two_cameras_and_a_state_is_given_them(robot):
         ({"cameras": ("a", "b", "c")}, r"images of 3 cameras \(a, b, c\), but this robot has 2: front, wrist"),
         ({"cameras": ()}, "images of 0 cameras"),
         ({"state_dims": 8}, "a state of 8 numbers, but this robot's state has 9: joint1, joint2"),
+        ({"state_dims": 2, "state_names": ("joint1", "hip")}, "a state of joint1, hip, but this robot's state has 9"),
     ],
 )
 def test_a_policy_that_needs_more_than_the_robot_has_is_refused(robot, needs, why):
@@ -108,6 +109,18 @@ def test_a_policy_that_needs_more_than_the_robot_has_is_refused(robot, needs, wh
     expert.target = SimpleNamespace(**vars(ExpertEngine.target) | needs)
     with pytest.raises(UserError, match=why):
         Rollout(as_engine(expert), robot, Clock.LOCKSTEP, pace(0.1))
+
+
+def test_a_policy_may_read_a_part_of_the_state(robot):
+    expert = ExpertEngine(robot)
+    expert.target = SimpleNamespace(
+        **vars(ExpertEngine.target) | {"state_dims": 2, "state_names": ("joint2", "joint1")}
+    )
+    looked: list[Observation] = []
+    Rollout(as_engine(expert), robot, Clock.LOCKSTEP, pace(0.1), on_look=looked.append).run("lift_red", 0)
+    assert all(seen.state is not None and seen.state.shape == (2,) for seen in looked)
+    newest = looked[-1].state
+    assert newest is not None and np.abs(newest - robot.feel()[[1, 0]]).max() < 0.2
 
 
 def test_policy_without_actions_ends_the_episode_and_never_moves_the_robot(robot):

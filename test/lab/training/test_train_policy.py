@@ -375,6 +375,15 @@ def test_a_policy_of_joints_learns_their_displacements_and_names_them(tmp_path, 
     np.testing.assert_allclose([low[:2], high[:2]], np.quantile(chunks[..., :2].reshape(-1, 2), (0.01, 0.99), axis=0))
 
 
+def test_a_policy_that_is_trained_further_keeps_its_statistics(tmp_path) -> None:
+    write_joint_bags(tmp_path / "bags")
+    write_joint_bags(tmp_path / "more", bags=22)
+    changes = dict(steps=2, validate_every=2, unnorm_key="specvla_joints", topics=STATE)
+    train_policy([tmp_path / "bags"], tmp_path / "first", training(**changes))
+    train_policy([tmp_path / "more"], tmp_path / "second", training(**changes, init=str(tmp_path / "first")))
+    assert (tmp_path / "second" / "config.json").read_bytes() == (tmp_path / "first" / "config.json").read_bytes()
+
+
 def test_joints_without_their_state_or_under_a_tools_name_are_refused(tmp_path) -> None:
     write_joint_bags(tmp_path / "bags")
     for changes, why in (
