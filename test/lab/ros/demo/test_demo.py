@@ -54,11 +54,22 @@ def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path, tasks):
     assert "data:video/mp4" in (tmp_path / "report.html").read_text()
 
 
+def test_a_policy_of_joints_is_not_asked_for_poses():
+    run = subprocess.run(
+        [*COMMAND, "--policy", "joints", "--interface", "pose"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert "--interface pose is for actions of the tool, but the policy's position joints" in " ".join(
+        run.stderr.split()
+    )
+
+
 @pytest.mark.nightly
 @needs_gl
-def test_commanded_arm_moves_through_driver_and_guard(tmp_path):
+@pytest.mark.parametrize("policy, interface", [("nano", "pose"), ("joints", "joint_trajectory_chunk")])
+def test_commanded_arm_moves_through_driver_and_guard(tmp_path, policy, interface):
+    how = ["--policy", policy, *(["--interface", interface] if policy == "nano" else [])]
     run = subprocess.run(
-        [*COMMAND, "--out", str(tmp_path), "--interface", "pose", "--task", "lift_red"],
+        [*COMMAND, "--out", str(tmp_path), *how, "--task", "lift_red"],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -68,7 +79,7 @@ def test_commanded_arm_moves_through_driver_and_guard(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert run.returncode == (0 if summary["success"]["successes"] else 1)
     context = summary["context"]
-    assert (context["settings"]["robot"], context["settings"]["interface"]) == ("table", "pose")
+    assert (context["settings"]["robot"], context["settings"]["interface"]) == ("table", interface)
     assert set(context["refused"]) == {"driver", "guard"}
     assert context["refused"]["guard"]["not_enabled"] >= 1, "nothing goes through before the operator enables it"
     assert "Driver and guard" in (tmp_path / "report.html").read_text()
