@@ -216,6 +216,16 @@ ROUNDS = st.lists(
 )
 
 
+def test_an_answer_that_lacks_only_its_last_token_feeds_nothing(head: EagleHead) -> None:
+    made = drafter(head)
+    made.draft([request(3, 1, 5, 0, 4)])
+    before = made._grower.keys.nan_to_num().clone()
+    (tree,) = made.draft([request(3, 1, 7, 5, 0)])
+    assert len(tree) == 1 and made._grower.keys.nan_to_num().equal(before)
+    made.draft([replace(request(3, 1, 7, 5, 0), mid_prompt=True)])
+    assert not made._grower.keys.nan_to_num().equal(before), "a chunk of a prompt does"
+
+
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ROUNDS)
 def test_a_captured_draft_gives_the_same_trees(
@@ -228,7 +238,8 @@ def test_a_captured_draft_gives_the_same_trees(
         for slot, (new, levels, text) in wanted.items():
             first = fed.get(slot, 0) if fed.get(slot, 0) + new <= 30 else 0
             fed[slot] = first + new
-            requests.append(replace(request(slot, slot, first + new, first, levels), in_text=text))
+            asked = request(slot, slot, first + new, first, levels)
+            requests.append(replace(asked, in_text=text, mid_prompt=not levels))
             whole.append(replace(request(slot, slot, first + new, 0, levels), in_text=text))
         trees = captured.draft(requests)
         with pytest.MonkeyPatch.context() as patch:
