@@ -65,6 +65,7 @@ class JointGate(SmoothGate[np.ndarray]):
         # Of the command, if there is one: its points, and the linear path from the output to them.
         self._commanded: np.ndarray  # float64 [points, joints]
         self._path: JointPath
+        self._ahead_s = 0.0  # of its first point
         self._chunks = ChunkCheck(settings, kinematics)
         self._reached_s = 0.0  # when the output was where it is, on the steady clock
         self._passes_chunks = False  # motion passes, and chunks may go out whole
@@ -256,11 +257,14 @@ class JointGate(SmoothGate[np.ndarray]):
         positions = self._ordered(command)
         if isinstance(positions, Refusal):
             return positions
-        refusal = self._problem(positions, command.times_s, measured) or self._jump(positions, elapsed_s)
+        # Between the first points of two chunks lies the time by which they are ahead, besides that between messages.
+        step_s = abs(elapsed_s + float(command.times_s[0]) - self._ahead_s)
+        refusal = self._problem(positions, command.times_s, measured) or self._jump(positions, step_s)
         refusal = refusal or self._tool_outside(positions, measured)
         if refusal is not None:
             return refusal
         self._commanded, path = positions, JointPath(command.times_s, positions)
+        self._ahead_s = float(command.times_s[0])
         self._path = path if self._sent is None else path.from_state(self._sent, self._velocity[:, 0])
         return positions[0]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.guarding import JOINTS, LIMITS, rig, settings
 
+from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.chunk import ChunkCheck
 from specvla_ros.control.guard.commands import JointCommand, SentJoints, Stamp
 from specvla_ros.control.guard.gate import Bounds
@@ -205,6 +206,27 @@ def test_point_by_point_it_is_known_what_the_controller_does_while_the_guard_is_
     late = each.tick().sent
     where, velocity = sent.path.at(0.04)
     np.testing.assert_allclose(late.positions, where, atol=0.02 * np.abs(velocity).max() + 1e-3)
+
+
+def test_chunks_whose_first_points_are_unevenly_ahead_are_no_jump():
+    """Points are 20 ms apart, so the first one that is in time is up to 20 ms nearer or further ahead."""
+    each = passing()
+    begun_s, path = each.steady_s, smooth(0.18, seconds=0.45, points=10)
+    for ahead in (0, 2, 0, 2, 0, 2):
+        each.advance(0.01)
+        command = left_of(each, path, begun_s, velocities=True)
+        cut = replace(
+            command,
+            positions=command.positions[ahead:],
+            times_s=command.times_s[ahead:],
+            velocities=command.velocities[ahead:],
+        )
+        each.hear(command=cut)
+        each.tick()
+    assert each.guard.state is State.PASSING and not each.guard.tally.counts[Cause.OVER_SPEED]
+    each.advance(0.01)
+    each.hear(command=replace(cut, positions=cut.positions + 0.1, stamp=Stamp(each.clock_ns)))
+    assert each.guard.tally.counts[Cause.OVER_SPEED] == 1, "a jump of the motion still is one"
 
 
 @pytest.mark.parametrize("way_rad", [0.02, 0.1])
