@@ -162,7 +162,7 @@ def with_branches(
 
     firsts = [1 if tree is None else len(tree) for tree in grown]
     sizes = [first + sum(map(len, more)) for first, more in zip(firsts, branches, strict=True)]
-    words = [_NUMBERS * _even(n) + _even(-(-n // 2)) + 2 * _even(-(-n // 8)) for n in sizes]
+    words = [sum(_sections(n)) for n in sizes]
     # New memory each time: the copy may still be running at the next draft.
     memory = torch.zeros(sum(words), dtype=torch.int64, pin_memory=device.type == "cuda")
     host = [_in_memory(part, n) for part, n in zip(memory.split(words), sizes, strict=True)]
@@ -185,8 +185,14 @@ def with_branches(
     return trees
 
 
-def _even(words: int) -> int:
-    return words + words % 2  # 16-byte alignment: Triton recompiles a kernel for less aligned pointers
+def _sections(n: int) -> tuple[int, int, int, int]:
+    """Words of 8 bytes for the numbers, log_probs, valid and relaxable of n nodes."""
+
+    def even(words: int) -> int:  # 16-byte alignment: Triton recompiles a kernel for less aligned pointers
+        return words + words % 2
+
+    flags = even(-(-n // 8))
+    return _NUMBERS * even(n), even(-(-n // 2)), flags, flags
 
 
 def _in_memory(memory: Tensor, n: int) -> Tree:
@@ -195,8 +201,7 @@ def _in_memory(memory: Tensor, n: int) -> Tree:
 
     from specvla_kernels.layout import Ancestry
 
-    sections = _NUMBERS * _even(n), _even(-(-n // 2)), _even(-(-n // 8)), _even(-(-n // 8))
-    numbers, log_probs, valid, relaxable = memory.split(sections)
+    numbers, log_probs, valid, relaxable = memory.split(_sections(n))
     tokens, *above = numbers.view(_NUMBERS, -1)[:, :n].unbind()
     return Tree(
         tokens,

@@ -162,10 +162,9 @@ class JointGate(SmoothGate[np.ndarray]):
         """The path through the output, due after `step_s`, that continues for a message's way and then brakes."""
         assert self._sent is not None
         velocity, acceleration = self._velocity[:, 0], self._bounds.acceleration
-        later = self._sent + velocity * _HEARD_S
-        rest = later + velocity * np.abs(velocity) / (2 * acceleration)
-        if ((rest < np.minimum(self._low, self._sent)) | (rest > np.maximum(self._high, self._sent))).any():
+        if self._leaves(self._sent, self._velocity, _HEARD_S).any():
             return JointPath.braking(self._sent, velocity, acceleration).delayed(step_s)
+        later = self._sent + velocity * _HEARD_S
         path = JointPath.braking(later, velocity, acceleration).delayed(step_s + _HEARD_S)
         return path.begun_at(step_s, self._sent, velocity)
 
@@ -281,11 +280,15 @@ class JointGate(SmoothGate[np.ndarray]):
         return self._ahead(command, sent, now)[0], 0.0
 
     def _inside(self, sent: np.ndarray, velocity: np.ndarray, dt_s: float) -> np.ndarray:
-        rest = sent + (velocity * dt_s + stopping_way(velocity, self._bounds))[:, 0]
-        low, high = np.minimum(self._low, sent), np.maximum(self._high, sent)
-        leaves = (rest < low - 1e-9) | (rest > high + 1e-9)
         brakes = braked(self._velocity, self._bounds, dt_s)
-        return self._slow_enough(sent, brakes, np.where(leaves[:, None], brakes, velocity))
+        leaves = self._leaves(sent, velocity, dt_s)[:, None]
+        return self._slow_enough(sent, brakes, np.where(leaves, brakes, velocity))
+
+    def _leaves(self, sent: np.ndarray, velocity: np.ndarray, seconds: float) -> np.ndarray:
+        """The joints that leave their range if they keep a velocity for some time and then brake; bool [joints]."""
+        rest = sent + (velocity * seconds + stopping_way(velocity, self._bounds))[:, 0]
+        low, high = np.minimum(self._low, sent), np.maximum(self._high, sent)
+        return (rest < low - 1e-9) | (rest > high + 1e-9)
 
     def _slow_enough(self, sent: np.ndarray, brakes: np.ndarray, velocity: np.ndarray) -> np.ndarray:
         """The velocity closest to `velocity` within the tool's speed limit; any from `brakes` to it is reachable."""

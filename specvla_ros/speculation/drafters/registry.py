@@ -315,7 +315,8 @@ class Drafters:
 
         `token_of` gives the token of a request's root.
         """
-        trees = [reduce(Tree.joined_with, _trees(mine), root) for root, mine in zip(roots, drafts, strict=True)]
+        grew = [[each for each in reversed(mine) if isinstance(each, Tree)] for mine in drafts]
+        trees = [reduce(Tree.joined_with, mine, root) for root, mine in zip(roots, grew, strict=True)]
         known = [[each for each in reversed(mine) if isinstance(each, Branches) and len(each)] for mine in drafts]
         some = [i for i, mine in enumerate(known) if mine]
         if some:
@@ -344,10 +345,6 @@ class Drafters:
     def release(self) -> None:
         for drafter in self.by_name.values():
             drafter.release()
-
-
-def _trees(drafts: Sequence[Tree | Branches]) -> list[Tree]:
-    return [each for each in reversed(drafts) if isinstance(each, Tree)]
 
 
 def _added(draft: Tree | Branches) -> int:
