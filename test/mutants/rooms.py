@@ -22,7 +22,9 @@ _CHUNKS = (*_of("speculation", "chunk_shift"), *_of("engine", "relaxed_chunks"))
 # which take longest, come last.
 NEAR = {
     f"{CONTROL}guard/watch.py": _of("control/guard", "watch", "tool_gates", "gate", "joint_gate", "guard"),
-    f"{CONTROL}guard/joint_gate.py": _of("control/guard", "joint_gate", "tool_gates", "gate", "watch", "guard"),
+    f"{CONTROL}guard/joint_gate.py": _of(
+        "control/guard", "joint_gate", "chunk", "tool_gates", "gate", "watch", "guard"
+    ),
     f"{CONTROL}guard/tool_gates.py": _of("control/guard", "tool_gates", "gate", "watch", "joint_gate", "guard"),
     f"{CONTROL}guard/chunk.py": _of("control/guard", "chunk", "guard"),
     f"{CONTROL}guard/guard.py": _of("control/guard", "guard"),
@@ -41,13 +43,17 @@ NEAR = {
     f"{CONTROL}inverse_kinematics.py": _of("control", "inverse_kinematics"),
     f"{CONTROL}convention.py": _of("control", "convention_settings"),
     f"{CONTROL}joint_order.py": _of("control", "joint_order"),
+    f"{CONTROL}motor_calibration.py": _of("control", "motor_calibration"),
     f"{CONTROL}robot_model.py": _of("control", "robot_model", "inverse_kinematics"),
     f"{GUARD}black_box.py": _of("ros/guard", "black_box"),
     GUARD: _of("ros/guard", "node"),
     DRIVER: ("test/ros/driver",),
     f"{ENGINE}kv_cache.py": _of("engine", "segment", "engine"),
     f"{ENGINE}mailbox.py": _of("engine", "mailbox", "staleness", "streams", "pictures"),
-    f"{ENGINE}outcome.py": _of("engine", "ensemble", "engine"),
+    f"{ENGINE}pictures.py": _of("engine", "pictures"),
+    f"{ENGINE}ensemble.py": _of("engine", "ensemble"),
+    f"{ENGINE}given.py": _of("engine", "every_target", "thoughts"),
+    f"{ENGINE}outcome.py": _of("engine", "engine"),
     f"{ENGINE}verifier.py": _of("engine", "speculation", "changing_rules"),
     f"{ENGINE}scheduler.py": _of("engine", "pipelining", "streams", "engine"),
     f"{ENGINE}cuda_graphs.py": _of("engine", "captured_decoding"),
