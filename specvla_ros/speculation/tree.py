@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from specvla_kernels.layout import Ancestry
@@ -162,46 +166,49 @@ def with_branches(
 
     firsts = [1 if tree is None else len(tree) for tree in grown]
     sizes = [first + sum(map(len, more)) for first, more in zip(firsts, branches, strict=True)]
-    words = [sum(_sections(n)) for n in sizes]
+    words = [_sections(n)[-1].stop for n in sizes]
     # New memory each time: the copy may still be running at the next draft.
     memory = torch.zeros(sum(words), dtype=torch.int64, pin_memory=device.type == "cuda")
-    host = [_in_memory(part, n) for part, n in zip(memory.split(words), sizes, strict=True)]
-    depths = [
-        _write(tree, root, first, more) for tree, root, first, more in zip(host, roots, firsts, branches, strict=True)
-    ]
-    there = memory.to(device, non_blocking=True).split(words)
+    host = memory.numpy()
+    starts = accumulate(words, initial=0)
+    depths = [_write(host[next(starts) :], *each) for each in zip(sizes, roots, firsts, branches, strict=True)]
     trees = []
     places: list[Tensor] = []
     values: list[Tensor] = []
+    there = memory.to(device, non_blocking=True).split(words)
     for part, n, tree, depth in zip(there, sizes, grown, depths, strict=True):
-        made = _in_memory(part, n)
-        if tree is None:
-            trees.append(replace(made, depth=depth))
-            continue
-        trees.append(replace(made, depth=max(depth, tree.depth), uploaded_below=None))
-        places += [column[: len(tree)] for column in made.columns]
-        values += tree.columns
+        made = _in_memory(part, n, depth, below=tree is None)
+        if tree is not None:
+            made = replace(made, depth=max(depth, tree.depth))
+            places += [column[: len(tree)] for column in made.columns]
+            values += tree.columns
+        trees.append(made)
     copy_together(places, values)
     return trees
 
 
-def _sections(n: int) -> tuple[int, int, int, int]:
-    """Words of 8 bytes for the numbers, log_probs, valid and relaxable of n nodes."""
+@cache
+def _sections(n: int) -> tuple[slice, slice, slice, slice]:
+    """Sections of the memory of n nodes, in words of 8 bytes: numbers, log_probs, valid and relaxable."""
 
     def even(words: int) -> int:  # 16-byte alignment: Triton recompiles a kernel for less aligned pointers
         return words + words % 2
 
     flags = even(-(-n // 8))
-    return _NUMBERS * even(n), even(-(-n // 2)), flags, flags
+    a, b, c, d = accumulate((_NUMBERS * even(n), even(-(-n // 2)), flags, flags))
+    return slice(0, a), slice(a, b), slice(b, c), slice(c, d)
 
 
-def _in_memory(memory: Tensor, n: int) -> Tree:
-    """A tree of n nodes whose columns are in one contiguous memory, int64 [words]; its depth is not known."""
+def _in_memory(memory: Tensor, n: int, depth: int, *, below: bool) -> Tree:
+    """A tree of n nodes whose columns are in one contiguous memory, int64 [words].
+
+    `below`: the memory holds the ancestry of the nodes after the root, too.
+    """
     import torch
 
     from specvla_kernels.layout import Ancestry
 
-    numbers, log_probs, valid, relaxable = memory.split(_sections(n))
+    numbers, log_probs, valid, relaxable = (memory[section] for section in _sections(n))
     tokens, *above = numbers.view(_NUMBERS, -1)[:, :n].unbind()
     return Tree(
         tokens,
@@ -209,18 +216,16 @@ def _in_memory(memory: Tensor, n: int) -> Tree:
         log_probs.view(torch.float32)[:n],
         valid.view(torch.bool)[:n],
         relaxable.view(torch.bool)[:n],
-        depth=n - 1,
-        uploaded_below=Ancestry(*(column[: n - 1] for column in above[3:])),
+        depth,
+        uploaded_below=Ancestry(*(column[: n - 1] for column in above[3:])) if below else None,
     )
 
 
-def _write(tree: Tree, root: int, first: int, branches: Sequence[Branches]) -> int:
-    """Writes the root and, from node `first` on, the host's nodes; returns their depth.
+def _write(memory: NDArray[np.int64], n: int, root: int, first: int, branches: Sequence[Branches]) -> int:
+    """Writes the root and, from node `first` on, the host's nodes, as `_in_memory` lays them out; returns their depth.
 
     The nodes between are overwritten on the device.
     """
-    import torch
-
     from specvla_kernels.layout import ancestry_columns
 
     tokens, parents, relaxable = [root, *[0] * (first - 1)], [-1, *[0] * (first - 1)], [True] * first
@@ -230,11 +235,12 @@ def _write(tree: Tree, root: int, first: int, branches: Sequence[Branches]) -> i
         parents += [start + parent if parent >= 0 else 0 for parent in each.parents]
         relaxable += [each.relaxable] * len(each)
     whole = ancestry_columns(parents)
-    after_root = ancestry_columns([parent - 1 for parent in parents[1:]])
-    values = tokens, *whole, *after_root
-    for column, numbers in zip((tree.tokens, *tree.ancestry.columns, *tree.below.columns), values, strict=True):
-        column.copy_(torch.tensor(numbers))
-    tree.relaxable.copy_(torch.tensor(relaxable))
-    tree.valid.fill_(True)
-    tree.log_probs[first:] = -torch.inf
+    below = ancestry_columns([parent - 1 for parent in parents[1:]])
+    numbers, log_probs, valid, may_relax = (memory[section] for section in _sections(n))
+    numbers = numbers.reshape(_NUMBERS, -1)
+    numbers[:4, :n] = tokens, *whole
+    numbers[4:, : n - 1] = below
+    log_probs.view(np.float32)[first:n] = -np.inf
+    valid.view(np.bool_)[:n] = True
+    may_relax.view(np.bool_)[:n] = relaxable
     return max(whole[1])
