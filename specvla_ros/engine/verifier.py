@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, product
+from itertools import accumulate, chain, islice, product
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from specvla_kernels.compare_drafts import MIN_NODES, Nodes, PackedTrees
 from specvla_kernels.device import blocks, copy_together, to_device
 from specvla_kernels.graph_capture import Captures
 from specvla_kernels.greedy_choice import greedy_choice
+from specvla_kernels.repetition_penalty import EarlierIds
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
-from specvla_ros.models.generation import NO_RULES, GreedyRules, seen_ids
+from specvla_ros.models.generation import NO_RULES, GreedyRules
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule, ByDistance, Verification, accept
 from specvla_ros.speculation.rules.strict import Strict
@@ -67,10 +68,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A forward's inputs to verification, uploaded; `seen`: bool [requests, vocab], the ids up to each root."""
+    """A forward's inputs to verification, uploaded; `earlier`: the ids up to each root, for a penalty."""
 
     groups: list[Group]
-    seen: Tensor | None = None
+    earlier: EarlierIds | None = None
 
 
 class Verifier:
@@ -110,11 +111,15 @@ class Verifier:
         by_rule: dict[int, list[int]] = {}
         for index, part in enumerate(parts):
             by_rule.setdefault(id(part.rule), []).append(index)
-        groups = [self._group(parts, indices, starts) for indices in by_rule.values()]
+        numbers = [_numbers(parts, indices, starts) for indices in by_rule.values()]
+        if self._generation.penalises:
+            numbers += EarlierIds.numbers([part.ids for part in parts], [len(part.tree) for part in parts])
+        sizes = [*map(len, numbers)]
+        uploaded = iter(to_device([*chain(*numbers)], self._cache.keys.device).split(sizes) if parts else ())
+        groups = [_group(parts, indices, next(uploaded)) for indices in by_rule.values()]
         if not parts or not self._generation.penalises:
             return Prepared(groups)
-        ids = [part.ids for part in parts]
-        return Prepared(groups, seen_ids(ids, self._vocab_size, self._cache.keys.device))
+        return Prepared(groups, EarlierIds(next(uploaded), next(uploaded).view(3, -1)))
 
     def verify(
         self, result: ForwardResult, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Prepared
@@ -127,14 +132,15 @@ class Verifier:
         if not parts:
             return []
         groups = prepared.groups
-        trees = [(part.tree.tokens, part.tree.ancestry) for part in parts]
-        logits = self._generation.apply(result.logits, trees, prepared.seen)
-        known = result.choices if logits is result.logits else None
-        choices = greedy_choice(logits) if known is None else known
-        paths = list(self._paths(logits, choices, hidden, parts, groups))
+        nodes = _side_by_side([part.tree for part in parts])
+        choices, logits = result.choices, result.logits
+        if self._generation.changes_choices or choices is None:
+            logits = self._generation.apply(logits, nodes.tokens, nodes.ancestors, prepared.earlier)
+            choices = greedy_choice(logits)
+        paths = list(self._paths(nodes, logits, choices, hidden, parts, groups))
         for group, path in zip(groups, paths, strict=True):
-            nodes = path[:, : group.max_depth + 1]
-            commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
+            taken = path[:, : group.max_depth + 1]
+            commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, taken)
         flat = [path.flatten() for path in paths]
         numbers = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())  # the tick's one read-back
         commits: dict[int, Commit] = {}
@@ -154,7 +160,10 @@ class Verifier:
         device = self._cache.keys.device
         first = torch.zeros(1, dtype=torch.int64, device=device)
         root, ids = Nodes(*Tree.from_root(first).columns), self._actions
-        greedy_choice(torch.zeros(1, max(1, self._vocab_size), device=device))
+        logits = torch.zeros(1, max(1, self._vocab_size), device=device)
+        if self._generation.penalises:
+            self._generation.apply(logits, first, first, EarlierIds(first, first.repeat(3, 1)))
+        greedy_choice(logits)
         for n in blocks(MIN_NODES, self._max_nodes):
             rows = torch.arange(n, device=device)[None]
             packed = PackedTrees(root, choices=first, positions=first, rows=rows)
@@ -172,27 +181,15 @@ class Verifier:
     def release(self) -> None:
         """See Capturable: compiled operators are kept."""
 
-    def _group(self, parts: Sequence[VerifyInput], indices: Sequence[int], starts: Sequence[int]) -> Group:
-        mine = [parts[index] for index in indices]
-        requests, n = len(mine), max(len(part.tree) for part in mine)
-        numbers = [*(part.position for part in mine), *(part.slot for part in mine), *(part.root_row for part in mine)]
-        for index, part in zip(indices, mine, strict=True):
-            rows = range(starts[index], starts[index] + len(part.tree))
-            numbers += [*rows, *[starts[-1]] * (n - len(rows))]
-        uploaded = to_device(numbers, self._cache.keys.device)
-        positions, slots, root_rows, flat = uploaded.split([requests, requests, requests, requests * n])
-        max_depth = max(part.tree.depth for part in mine)
-        return Group(tuple(indices), mine[0].rule, max_depth, positions, slots, root_rows, rows=flat.view(requests, n))
-
     def _paths(
         self,
+        nodes: Nodes,
         logits: Tensor,
         choices: Tensor,
         hidden: Sequence[Tensor],
         parts: Sequence[VerifyInput],
         groups: Sequence[Group],
     ) -> Iterator[Tensor]:
-        nodes = _side_by_side([part.tree for part in parts])
         for group in groups:
             rows = None if len(parts) == 1 else group.rows
             trees = PackedTrees(nodes, choices, group.positions, rows)
@@ -213,6 +210,24 @@ class Verifier:
                 distances=self._distances,
             )
             yield accept(rule, verification)
+
+
+def _numbers(parts: Sequence[VerifyInput], indices: Sequence[int], starts: Sequence[int]) -> list[int]:
+    """The numbers of a group's tensors, in their order; `starts`: each part's first row, and the row after the last."""
+    mine = [parts[index] for index in indices]
+    numbers = [*(part.position for part in mine), *(part.slot for part in mine), *(part.root_row for part in mine)]
+    n = max(len(part.tree) for part in mine)
+    for index, part in zip(indices, mine, strict=True):
+        rows = range(starts[index], starts[index] + len(part.tree))
+        numbers += [*rows, *[starts[-1]] * (n - len(rows))]
+    return numbers
+
+
+def _group(parts: Sequence[VerifyInput], indices: Sequence[int], uploaded: Tensor) -> Group:
+    requests, max_depth = len(indices), max(parts[index].tree.depth for index in indices)
+    positions, slots, root_rows = uploaded[: 3 * requests].view(3, requests)
+    rows = uploaded[3 * requests :].view(requests, -1)
+    return Group(tuple(indices), parts[indices[0]].rule, max_depth, positions, slots, root_rows, rows)
 
 
 def _side_by_side(trees: Sequence[Tree]) -> Nodes:

@@ -4,7 +4,6 @@
 A repetition penalty counts all ids before a token, including the prompt's; in a tree, the ids on the node's own path.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specvla_kernels.device import to_device
-from specvla_kernels.layout import Ancestry
+from specvla_kernels.repetition_penalty import EarlierIds, penalise_repeats
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.settings.json_file import shown
@@ -32,22 +30,23 @@ class GreedyRules:
     max_new_tokens: int | None = None  # generate's limit on an answer's length; None: not given
 
     @property
+    def changes_choices(self) -> bool:
+        return self.penalises or bool(self.allowed_ids)
+
+    @property
     def penalises(self) -> bool:
         return self.repetition_penalty != 1.0
 
-    def apply(self, logits: Tensor, trees: Sequence[tuple[Tensor, Ancestry]], seen: Tensor | None) -> Tensor:
-        """Applies the rules to logits, without a read-back.
+    def apply(self, logits: Tensor, tokens: Tensor, ancestors: Tensor, earlier: EarlierIds | None) -> Tensor:
+        """Applies the rules to logits, which may change in place, without a read-back.
 
         Args:
             logits: float32 [nodes of all trees, vocab].
-            trees: tokens int64 [n] and ancestry of each request's tree, in the logits' order.
-            seen: bool [requests, vocab], the ids of prompt and answer up to each tree's root; None: no penalty.
+            tokens, ancestors: int64 [nodes of all trees], see `Tree`.
+            earlier: the ids of prompt and answer up to each tree's root; None: no penalty.
         """
-        if seen is not None:
-            parts = zip(trees, seen, strict=True)
-            counted = torch.cat([_seen_at_nodes(tokens, ancestry, before) for (tokens, ancestry), before in parts])
-            penalty = self.repetition_penalty
-            logits = torch.where(counted, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        if earlier is not None:
+            logits = penalise_repeats(logits, self.repetition_penalty, tokens, ancestors, earlier)
         if not self.allowed_ids:
             return logits
         return logits.masked_fill(_others(self.allowed_ids, logits.shape[1], logits.device), -torch.inf)
@@ -62,26 +61,6 @@ def _others(allowed_ids: tuple[int, ...], vocab: int, device: torch.device) -> T
     others = torch.ones(vocab, dtype=torch.bool)
     others[list(allowed_ids)] = False
     return others.to(device)
-
-
-def _seen_at_nodes(tokens: Tensor, ancestry: Ancestry, before: Tensor) -> Tensor:
-    """Mask of the ids up to and including each node, bool [n, vocab]."""
-    n, vocab = len(tokens), len(before)
-    if n == 1:
-        return before[None]
-    nodes = torch.arange(n, device=tokens.device)
-    on_path = (ancestry.ancestors[:, None] >> nodes & 1).to(torch.uint8)
-    on_path[:, 0] = 0  # `before` already has the root; after a prompt its token has no meaning
-    counts = torch.zeros(n, vocab, dtype=torch.uint8, device=tokens.device)
-    counts.scatter_add_(1, tokens.clamp(0, vocab - 1).expand(n, n), on_path)
-    return counts.bool() | before
-
-
-def seen_ids(ids: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:
-    """Mask of the ids of several requests, bool [requests, vocab]."""
-    flat = [request * vocab + i for request, mine in enumerate(ids) for i in {*mine}]
-    seen = torch.zeros(len(ids) * vocab, dtype=torch.bool, device=device)
-    return seen.index_fill(0, to_device(flat, device), True).view(len(ids), vocab)
 
 
 # Other settings that change greedy decoding in transformers' generate, with their neutral values.

@@ -41,6 +41,7 @@ from specvla_kernels.layernorm_residual import layernorm_residual_triton
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
 from specvla_kernels.patch_embedding import patch_embedding_triton
+from specvla_kernels.repetition_penalty import EarlierIds, penalise_repeats_triton
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_residual_triton, rmsnorm_triton
 from specvla_kernels.rope_write_kv import rope_write_kv_triton
 from specvla_kernels.rounded_linear import (
@@ -209,6 +210,12 @@ def _greedy() -> None:
     greedy_choice_triton(torch.empty(16, 32064, device=_META))
 
 
+def _penalty() -> None:
+    ids = _whole(64)
+    earlier = EarlierIds(_whole(512), _whole(3, 64))
+    penalise_repeats_triton(torch.empty(64, 151936, device=_META), 1.05, ids, ids, earlier)
+
+
 def _expand(k: int, *, window: bool = False, chosen: bool = False, rows: bool = True) -> None:
     """A level in the middle of a tree, and the first."""
     scores = torch.empty(4, 5 * k * k, device=_META)
@@ -247,6 +254,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "the trial, bf16": partial(try_product, _META, torch.bfloat16),
     "the trial, fp32": partial(try_product, _META, torch.float32),
     "greedy_choice": _greedy,
+    "repetition_penalty": _penalty,
     "accept_within, one node": partial(_within, 1, 0, 1),
     "accept_within, 16 nodes": partial(_within, 16, 7, 1),
     "accept_within, 16 nodes, packed": partial(_within, 16, 7, 4),

@@ -7,20 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from specvla_kernels.repetition_penalty import EarlierIds
 from specvla_ros.errors import UserError
-from specvla_ros.models.generation import GreedyRules, read_end_ids, seen_ids
+from specvla_ros.models.generation import GreedyRules, read_end_ids
 from specvla_ros.speculation.tree import Branches, Tree, with_branches
 
 VOCAB = 12
+
+
+def applied(logits: torch.Tensor, tree: Tree, before: list[int]) -> torch.Tensor:
+    ids, of_nodes = map(torch.tensor, EarlierIds.numbers([before], [len(tree)]))
+    earlier = EarlierIds(ids, of_nodes.view(3, -1))
+    return GreedyRules(repetition_penalty=2.0).apply(logits, tree.tokens, tree.ancestry.ancestors, earlier)
 
 
 def penalised(before: list[int], root: int, chains: list[tuple[int, ...]]) -> dict[tuple[int, ...], set[int]]:
     """The ids whose logits the penalty changes after each node, by the node's path."""
     branches = Branches.from_chains(chains, max_depth=4, max_nodes=8)
     (tree,) = with_branches([root], [None], [[branches]], torch.device("cpu"))
-    logits = torch.ones(len(tree), VOCAB)
-    seen = seen_ids([before], VOCAB, logits.device)
-    changed = GreedyRules(repetition_penalty=2.0).apply(logits, [(tree.tokens, tree.ancestry)], seen) != 1
+    changed = applied(torch.ones(len(tree), VOCAB), tree, before) != 1
     tokens, parents = tree.tokens.tolist(), tree.ancestry.parents.tolist()
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, len(tree)):
@@ -41,9 +46,7 @@ def test_the_root_behind_a_prompt_stands_for_no_id() -> None:
 def test_what_is_positive_is_divided_and_what_is_negative_multiplied() -> None:
     logits = torch.tensor([[4.0, -4.0, 0.0, 4.0]])
     tree = Tree.from_root(torch.tensor(0))
-    seen = seen_ids([[0, 1, 2]], 4, logits.device)
-    changed = GreedyRules(repetition_penalty=2.0).apply(logits, [(tree.tokens, tree.ancestry)], seen)
-    assert changed.tolist() == [[2.0, -8.0, 0.0, 4.0]]
+    assert applied(logits, tree, [0, 1, 2]).tolist() == [[2.0, -8.0, 0.0, 4.0]]
 
 
 def test_the_ends_of_an_answer_are_the_generations_else_the_models(tmp_path: Path) -> None:

@@ -4,13 +4,12 @@
 import numpy as np
 import torch
 
+from specvla_kernels.repetition_penalty import EarlierIds
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.codecs.codec import Codec
-from specvla_ros.models.generation import seen_ids
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.speculation.tree import Tree
 
 
 @torch.inference_mode()
@@ -19,7 +18,6 @@ def answer_of(target: Target, codec: Codec, observation: Observation) -> list[in
     decoder, layout, tokens = target.decoder, target.prompt_layout(observation), [*observation.answer_ids]
     assert len(tokens) < codec.max_tokens and not codec.end(tokens, 0), "nothing is left to decode"
     prompt = target.prompt_embeddings(observation, layout.ids)
-    one = Tree.from_root(torch.zeros(1, dtype=torch.int64))
     while not (end := codec.end(tokens, len(observation.answer_ids))):
         rows = torch.cat((prompt, decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
         positions = None
@@ -28,7 +26,10 @@ def answer_of(target: Target, codec: Codec, observation: Observation) -> list[in
             positions = np.concatenate((layout.positions, np.tile(behind, (len(layout.positions), 1))), axis=1)
         cache = new_cache(decoder, slots=1, slot_rows=len(rows))
         logits = packed_forward(decoder, [Segment(0, 0, rows, positions=positions)], cache).logits
-        seen = seen_ids([(*layout.ids, *tokens)], logits.shape[1], logits.device)
-        chosen = target.generation.apply(logits, [(one.tokens, one.ancestry)], seen)
+        ids = torch.tensor([*layout.ids, *tokens])
+        earlier = EarlierIds(ids, torch.tensor([[0], [0], [len(ids)]]))
+        chosen = target.generation.apply(
+            logits, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), earlier
+        )
         tokens.append(int(chosen.argmax()))
     return tokens[:end]
