@@ -35,7 +35,7 @@ from specvla_kernels.int8_linear import int8_linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rounded_linear import round_rows, round_weight, rounded_linear
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.lab.evaluation.run_directory import cpu_name, git_revision
 from specvla_ros.lab.planning.limits import spec_vla_relaxed
 from specvla_ros.models.quantization import QUANTIZATIONS
@@ -48,10 +48,10 @@ _GEMM_ROWS = (1, 8, 16, 64, 128, 192, 256, 320, 384)
 _TESTS = {
     "captured": ("engine/test_captured_decoding.py", "engine/test_captured_vision.py",
                  "engine/test_captured_families.py", "engine/test_current_device.py", "engine/test_kernel_check.py"),
-    "kernels": ("kernels",),
+    "drafts": ("speculation/test_eagle_drafter.py",),
     "engine": ("engine/test_packed_forward.py", "engine/test_speculation.py", "engine/test_pipelining.py",
                "engine/test_verification_kernels.py"),
-    "drafts": ("speculation/test_eagle_drafter.py",),
+    "kernels": ("kernels",),
 }  # fmt: skip
 _FEW_TESTS = {"captured": ("kernels/test_graph_capture.py",)}
 _LIBRARIES = ("torch", "triton", "numpy", "transformers", "accelerate", "torchao", "vllm", "flash-attn", "pytest")
@@ -306,8 +306,11 @@ def formats(job: Job) -> None:
 
 def ticks(job: Job) -> None:
     """Times vision, forward, verification and draft inside a tick by events, and the device's wait for the host."""
+    chosen = _modes(job)
+    for name in ("spec", "specpipe"):  # with the drafts of the shipped profiles
+        chosen[f"{name}, temporal"] = replace(chosen[name], draft=_temporal(chosen[name].draft))
     with _policy(job) as policy:
-        for name, settings in _modes(job).items():
+        for name, settings in chosen.items():
             if job.lacks(name):
                 engine = make_engine(policy, settings, None if job.fake else Trace(spec_vla_relaxed("goal")))
                 job.put(name, _stages(engine, job))
@@ -441,6 +444,11 @@ def _modes(job: Job, tokens: int = TOKENS) -> dict[str, EngineSettings]:
     spec = chosen["spec"]
     chosen["spec, window mass"] = replace(spec, draft=replace(spec.draft, children="window_mass"))
     return chosen
+
+
+def _temporal(draft: DraftSettings) -> DraftSettings:
+    """Drafts of the last action beside the head's."""
+    return engine_settings_from(values={"draft.nodes": draft.nodes, "draft.temporal": True}).draft
 
 
 def _engine(job: Job, policy: RandomPolicy, settings: EngineSettings, *, graphs: bool = True) -> EngineTurns:
