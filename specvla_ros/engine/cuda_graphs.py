@@ -56,8 +56,10 @@ class ForwardSizes:
     @staticmethod
     def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
         """Sizes for a policy whose prompts may have any length that fits a slot."""
-        thought = settings.max_reasoning_tokens if settings.think_every_s else 0
-        prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + thought + 1)
+        given = settings.max_reasoning_tokens if settings.think_every_s else 0
+        if settings.commit != "none":
+            given = policy.codec.max_tokens
+        prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + given + 1)
         spreads = settings.spreads if policy.causal_prompt else (1,)
         return ForwardSizes(settings.slots, settings.tree_nodes, tuple(prompts), spreads)
 

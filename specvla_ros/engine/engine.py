@@ -15,6 +15,7 @@ import torch
 from specvla_kernels.device import device_fault, distrust_kernels, on_device, operators_on
 from specvla_ros.engine.batch import Batch, TickWork
 from specvla_ros.engine.ensemble import ChunkEnsemble
+from specvla_ros.engine.executed import ExecutedActions
 from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.kernel_check import kernel_fault
 from specvla_ros.engine.kv_cache import LESS_MEMORY, allocate_cache
@@ -119,6 +120,7 @@ class Engine:
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
         self._thoughts.forget(stream)
+        self._executed.forget(stream)
         flushed = self.scheduler.flush(DropReason.EPOCH_CHANGED, before_epoch, stream)
         return flushed + self.mailbox.close(stream, DropReason.EPOCH_CHANGED, before_epoch)
 
@@ -164,7 +166,9 @@ class Engine:
                 self.scheduler.learn(batch, self.last_work, self.tick_time(self.last_work, batch.elapsed_s))
             ended = self.scheduler.release()  # in stamp order, each frame once
             self._thoughts.void(ended)
-            return self._ensemble.averaged(ended) + self._partial_actions()
+            published = self._ensemble.averaged(ended) + self._partial_actions()
+            self._executed.learn(published)
+            return published
         except Exception as error:  # any: the robot's node must survive it
             _log.exception("a tick failed")
             self._lost = device_fault(self.target.decoder.device)
@@ -199,6 +203,7 @@ class Engine:
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
         self._thoughts.forget(stream)
+        self._executed.forget(stream)
         return self.flush(stream=stream)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
@@ -315,7 +320,7 @@ class Engine:
         """Lays out the prompt of the starting frame, and drafts the tree verified with the end of a prompt."""
         if batch.admitted is not None:
             observation = batch.admitted.observation
-            given = self._thoughts.given_to(observation, thinking=self.scheduler.renews(observation.stream))
+            given = self._given_to(observation)
             try:
                 layout = self._prompt_layout(observation, given)
             except UserError as error:
@@ -342,6 +347,12 @@ class Engine:
                         self._codec.position(answer),
                     )
                 )
+
+    def _given_to(self, seen: Observation) -> Given:
+        if self.settings.commit == "none":
+            return self._thoughts.given_to(seen, thinking=self.scheduler.renews(seen.stream))
+        age_s = self.mailbox.age_s(seen) + self.scheduler.first_actions_s
+        return self._executed.given_to(seen, age_s, self.scheduler.before(seen))
 
     def _embed(self, batch: Batch) -> None:
         """Computes the starting prompts. A failure drops only its own frame."""
@@ -420,6 +431,9 @@ class Engine:
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
         step_s = settings.step_s(codec)
         ensemble = ChunkEnsemble(codec, settings.ensemble, step_s)
+        executed = ExecutedActions(codec, step_s)
+        if settings.commit == "executed":
+            executed.check(causal_prompt=target.causal_prompt, ensemble=settings.ensemble)
         cache = allocate_cache(target, settings, codec.max_tokens)
         context = DraftContext(settings.draft, target, settings.slots, cache.slot_rows, step_s, codec)
         drafter, fallback = make_drafters(context, wanted=settings.drafts, needed=not settings.chooses)
@@ -446,6 +460,7 @@ class Engine:
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
         self._ensemble, self._thoughts = ensemble, Thoughts(settings.think_every_s, codec)
+        self._executed = executed
 
     def _change_settings(self, settings: EngineSettings) -> None:
         self.settings = self.scheduler.settings = settings

@@ -15,6 +15,7 @@ class Given:
 
     tokens: tuple[int, ...] = ()
     text_ns: int = 0  # stamp of the image that they were written from; 0: unknown
+    actions: int = 0  # number of actions in the tokens, with decode.commit
     # True if nothing is given, to renew the thought that is given to newer images meanwhile: these do not overtake it.
     renews: bool = False
 
@@ -44,3 +45,8 @@ class Given:
 
 
 NOTHING_GIVEN = Given()
+
+
+def task_of(seen: Observation) -> tuple[object, ...]:
+    """The task that an answer is written for; only answers of the same task are given to an image."""
+    return seen.epoch, seen.instruction, seen.prompt_ids

@@ -126,6 +126,10 @@ class Mailbox:
         assert waiting is not None
         return self.dropped_for_age(waiting.observation, max_age_s, DropReason.STALE) or waiting
 
+    def age_s(self, observation: Observation) -> float:
+        """Age of an observation's image in seconds; 0 without a clock."""
+        return (self.now_ns() - observation.stamp_ns) * 1e-9 if self.now_ns is not None else 0.0
+
     def dropped_for_age(self, observation: Observation, max_age_s: float, reason: DropReason) -> Drop | None:
         """A drop if the observation is older than the limit (0: no limit), else None."""
         if self.now_ns is None:

@@ -35,6 +35,10 @@ class DropReason(str, Enum):
     ENGINE_FAULT = "engine_fault"  # an exception inside a tick
 
 
+BROKEN = (DropReason.NOT_AN_ACTION, DropReason.BROKEN_OFF, DropReason.NOT_FINITE)
+"""Reasons of answers that are not actions."""
+
+
 @dataclass(frozen=True)
 class Freshness:
     """Checks image stamps: on arrival, at the start, when the action is ready and when it is published."""
@@ -116,6 +120,7 @@ class Action:
     text_tokens: tuple[int, ...] = ()  # text before the action
     text_ns: int = 0  # stamp of the image that the text was written from; older with decode.think_every_s
     partial: bool = False  # True if more of the answer follows, unless its frame is dropped
+    given: int = 0  # number of its first actions that are those of the answer before, by decode.commit
 
     @property
     def values(self) -> np.ndarray:

@@ -226,15 +226,15 @@ class FirstActions:
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._mean_s = 0.0  # F, over about the last ten answers
+        self.mean_s = 0.0  # F, over about the last ten answers
 
     def add(self, seconds: float) -> None:
         """Records the time from an answer's start to its first actions."""
-        self._mean_s = _MEMORY * self._mean_s + (1 - _MEMORY) * seconds if self._mean_s else seconds
+        self.mean_s = _MEMORY * self.mean_s + (1 - _MEMORY) * seconds if self.mean_s else seconds
 
     def last(self, actions: int, age_s: float, *, newer_s: float = 0.0) -> bool:
         """True if the published actions last until a newer image's; `newer_s`: time since that image was started."""
-        return self._mean_s > 0 and actions * self._step_s >= age_s + max(0.0, self._mean_s - newer_s)
+        return self.mean_s > 0 and actions * self._step_s >= age_s + max(0.0, self.mean_s - newer_s)
 
 
 class Chooser:

@@ -174,9 +174,12 @@ class Scheduler:
         self._drop_overtaken()
 
     def learn(self, batch: Batch, work: TickWork, seconds: float) -> None:
-        """Updates the requests and the choice of the pace with a tick's time."""
+        """Updates the requests, the time to first actions and the choice of the pace with a tick's time."""
         for share in batch.shares:
             share.request.spent_s += seconds
+        for request in batch.answered:
+            if not request.handed_out and not request.late:
+                self._first_actions.add(request.spent_s)
         if self.chooser is None or not batch.shares:
             return
         prompts = [share.request.spread for share in batch.shares if share.prompt_rows]
@@ -191,14 +194,24 @@ class Scheduler:
         """True if a robot's next thought is being written, while newer images are given the last one."""
         return bool(self._renewing(stream))
 
-    def ahead_of(self, seen: Observation) -> tuple[int, ...]:
-        """Committed tokens of the previous image's answer, if in flight with the same instruction; else empty."""
+    @property
+    def first_actions_s(self) -> float:
+        """Mean time from an answer's start to its first actions, of the last ones; 0 before the first."""
+        return self._first_actions.mean_s
+
+    def before(self, seen: Observation) -> Request | None:
+        """The request of the previous image, if in flight with the same instruction."""
         older = [
             each
             for each in self._of(seen.stream)
             if each.observation.stamp_ns < seen.stamp_ns and each.observation.epoch == seen.epoch
         ]
-        return tuple(older[-1].tokens) if older else ()
+        return older[-1] if older else None
+
+    def ahead_of(self, seen: Observation) -> tuple[int, ...]:
+        """Committed tokens of the previous image's answer, if in flight with the same instruction; else empty."""
+        before = self.before(seen)
+        return tuple(before.tokens) if before is not None else ()
 
     def book_time(self, batch: Batch) -> None:
         """Adds a tick's time to the requests still in flight."""
@@ -237,7 +250,7 @@ class Scheduler:
         found = []
         for request in oldest.values():
             actions = self._begun(request)
-            if request.handed_out < len(actions) < self._codec.horizon:
+            if max(request.handed_out, request.given.actions) < len(actions) < self._codec.horizon:
                 if not request.handed_out:
                     self._first_actions.add(request.spent_s)
                 request.handed_out = len(actions)
@@ -348,6 +361,7 @@ class Scheduler:
             record=request.record(self.settings.mode, len(self.requests)),
             finished_ns=time.monotonic_ns(),
             partial=partial,
+            given=request.given.actions,
         )
 
     def _drop_overtaken(self) -> None:

@@ -2,7 +2,7 @@
 """Settings of the engine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -87,6 +87,15 @@ class EngineSettings:
         maximum=3600.0,
         writable=True,
     )
+    commit: str = parameter(
+        "none",
+        "Start of an answer of several actions. none: decoded from its image alone. executed: the actions that the "
+        "robot executes until the answer's own are out are given, from the answer before (real-time chunking), so that "
+        "the motion continues and they cost no forward. Lossy. Only for policies that write digits, and never with "
+        "decode.ensemble. Assumes that the robot follows published actions, each for as long as decode.chunk_step_s.",
+        choices=("none", "executed"),
+        writable=True,
+    )
     partial_actions: bool = parameter(
         True,
         "Publish the first actions of an answer while the rest is decoded, as messages with the same stamp. Only for "
@@ -111,8 +120,9 @@ class EngineSettings:
     )
     chunk_step_s: float = parameter(
         0.0,
-        "Duration of one action of a chunk, for decode.ensemble, decode.tail and draft.chunk_shift; 0: as the "
-        "checkpoint says. If neither gives it, successive images are one action apart and answers are decoded whole.",
+        "Duration of one action of a chunk, for decode.ensemble, decode.tail, decode.commit and draft.chunk_shift; 0: "
+        "as the checkpoint says. If neither gives it, successive images are one action apart, answers are decoded "
+        "whole, and decode.commit is refused.",
         unit="s",
         minimum=0.0,
         maximum=60.0,
@@ -164,9 +174,18 @@ class EngineSettings:
             )
 
     @property
+    def gives_nothing(self) -> bool:
+        """True if each answer is decoded from its image alone, from its first token."""
+        return not self.think_every_s and self.commit == "none"
+
+    def giving_nothing(self) -> "EngineSettings":
+        """The same settings with `gives_nothing`."""
+        return replace(self, think_every_s=0.0, commit="none")
+
+    @property
     def lossless(self) -> bool:
         """True if answers are plain decoding's, except at near ties in half precision."""
-        return not self.think_every_s and (self.acceptance.rule == "strict" or not self.drafts)
+        return self.gives_nothing and (self.acceptance.rule == "strict" or not self.drafts)
 
     @property
     def followed_preset(self) -> str:

@@ -8,13 +8,11 @@ forward, and only the action is decoded. Lossy: the policy would have written an
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specvla_ros.engine.given import Given
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.given import Given, task_of
+from specvla_ros.engine.outcome import BROKEN, Drop, Outcome
 from specvla_ros.engine.request import Request
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
-
-_BROKEN = (DropReason.NOT_AN_ACTION, DropReason.NOT_FINITE)
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Thoughts:
     def given_to(self, seen: Observation, *, thinking: bool) -> Given:
         """The start of an image's answer; `thinking`: the robot's next thought is being written."""
         last = self._last.get(seen.stream)
-        if seen.answer_ids or last is None or last.task != _task(seen):
+        if seen.answer_ids or last is None or last.task != task_of(seen):
             return Given(seen.answer_ids)
         if seen.stamp_ns - last.stamp_ns >= self._every_ns and not thinking:
             return Given(renews=True)
@@ -55,19 +53,15 @@ class Thoughts:
         if not self._every_ns or request.given.tokens or not text:
             return
         last = self._last.get(seen.stream)
-        if last is None or last.task != _task(seen) or last.stamp_ns < seen.stamp_ns:
-            self._last[seen.stream] = Thought(_task(seen), seen.stamp_ns, text)
+        if last is None or last.task != task_of(seen) or last.stamp_ns < seen.stamp_ns:
+            self._last[seen.stream] = Thought(task_of(seen), seen.stamp_ns, text)
 
     def void(self, outcomes: Iterable[Outcome]) -> None:
         """Forgets the thoughts of robots with a broken answer, so that the next image has its own thought."""
         for outcome in outcomes:
-            if isinstance(outcome, Drop) and outcome.reason in _BROKEN:
+            if isinstance(outcome, Drop) and outcome.reason in BROKEN:
                 self.forget(outcome.observation.stream)
 
     def forget(self, stream: str | None = None) -> None:
         """Forgets a robot's thought; None: all."""
         self._last = {} if stream is None else {name: each for name, each in self._last.items() if name != stream}
-
-
-def _task(seen: Observation) -> tuple[object, ...]:
-    return seen.epoch, seen.instruction, seen.prompt_ids

@@ -148,10 +148,10 @@ def calibrate(
     """
     directory = RunDirectory(out, "calibrate")
     directory.check()
-    if base.engine.think_every_s:
+    if not base.engine.gives_nothing:
         raise UserError(
-            "calibrate looks for fast exact settings, and decode.think_every_s is not exact: leave it at 0, and "
-            "measure it with specvla simulate and compare"
+            "calibrate looks for fast exact settings, and decode.think_every_s and decode.commit are not exact: leave "
+            "them at 0 and none, and measure them with specvla simulate and compare"
         )
     spec = replace(base.engine, mode="spec")
     plain = Trial(_PLAIN, None, replace(base.engine, mode="ar", acceptance=AcceptanceSettings()))

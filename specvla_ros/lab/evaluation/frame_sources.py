@@ -133,10 +133,10 @@ def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
     """
     codec = policy.codec.with_text(engine.max_reasoning_tokens)
     if codec.max_tokens <= _LONG_ANSWER:
-        return replace(engine, mode="ar", think_every_s=0.0)
+        return replace(engine.giving_nothing(), mode="ar")
     chunks = codec.horizon > 1
     drafts = adjusted(DraftSettings(nodes=48, head=NO_HEAD), chunk_shift=chunks, temporal=not chunks)
-    return replace(engine, mode="spec", draft=drafts, acceptance=AcceptanceSettings(), think_every_s=0.0)
+    return replace(engine.giving_nothing(), mode="spec", draft=drafts, acceptance=AcceptanceSettings())
 
 
 @dataclass

@@ -187,6 +187,11 @@ def simulate(
     tick_time(settings.emulate)  # an unknown device fails here
     if plan.per_engine and settings.clock is Clock.REALTIME:
         raise UserError(f"--per-engine {plan.per_engine} needs --clock lockstep: in real time each robot has its own")
+    if settings.engine.commit != "none":
+        raise UserError(
+            "decode.commit needs a robot that follows all actions of an answer, and a simulated one follows the first: "
+            "leave it at none; python -m benchmarks.robot.commit measures it on a robot that does"
+        )
     if settings.world != TABLE and settings.robot != TABLE_ARM.name:
         raise UserError(f"--robot {settings.robot} needs --world table; {settings.world} has its own robot")
     if settings.world == TABLE:

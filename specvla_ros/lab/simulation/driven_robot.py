@@ -162,14 +162,15 @@ class DrivenRobot(TableRobot):
         return self._solver.place_of(self._joint_positions()) if self._of_joints else self.world.tool()
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
+        """See SimulatedRobot. Also takes an answer's first actions [n, dims], and later more of the same answer."""
         if self._follow is Follow.PLAIN:
             self._plain.take(values, self.action_dt)
             self._fingers.take(float(values[6]), self._convention.gripper)
             return
         if self._guard is not None:
             self._guard.act(self._now_s - age_s, self._now_s)
-        rows = values.reshape(1, -1)
-        action = StampedAction(self._now_s - age_s, rows, self._convention, names=self.action_names)
+        rows, stamp_s = np.atleast_2d(values), round(self._now_s - age_s, 9)
+        action = StampedAction(stamp_s, rows, self._convention, partial=values.ndim > 1, names=self.action_names)
         try:
             self._actions.take(action, self._now_s)
         except ActionRefusedError as error:

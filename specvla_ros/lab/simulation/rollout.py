@@ -64,7 +64,8 @@ class EpisodeResult:
     succeeded: bool  # the task was done in time
     steps: int  # actions that the robot took
     time_s: float  # world time to success, or to the end
-    # Per action: world time from its image until it was taken (realtime), or decoding time (lockstep).
+    # Per action: world time from its image until it was taken (realtime), or decoding time (lockstep). One that starts
+    # with actions of the answer before (decode.commit) is taken when these have passed.
     latency_s: tuple[float, ...] = ()
     acted_s: tuple[float, ...] = ()  # world time at which each action was taken; empty in lockstep
     # Realtime only: age of the image that the robot acts on, averaged over world time after the first action. It
@@ -122,6 +123,7 @@ class Rollout:
         on_look: called with each observation given to the engine.
         on_act: called with each action that the robot takes.
         time_limit: multiple of the task's time after which an episode fails.
+        chunks: in real time, the robot follows all actions of an answer; it takes them all at once, [n, dims].
     """
 
     def __init__(
@@ -134,6 +136,8 @@ class Rollout:
         on_look: Callable[[Observation], None] = lambda _: None,
         on_act: Callable[[Action], None] = lambda _: None,
         time_limit: float = 1.0,
+        *,
+        chunks: bool = False,
     ) -> None:
         from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 
@@ -155,6 +159,7 @@ class Rollout:
         self._on_look = on_look
         self._on_act = on_act
         self._time_limit = time_limit
+        self._chunks = chunks
         self._per_action = round(robot.action_dt / robot.control_dt)
 
     def run(self, task: str, seed: int, instruction: str = "") -> EpisodeResult:
@@ -245,14 +250,19 @@ class Rollout:
                 episode.tally.add(outcome.record)
             stamp_ns, begun_ns = outcome.observation.stamp_ns, episode.begun_ns
             episode.begun_ns = stamp_ns if outcome.partial else 0
-            if stamp_ns == begun_ns:  # only the first action of an answer is followed
-                continue
             looked_s = (outcome.observation.stamp_ns - _START_NS) * 1e-9
+            age_s = episode.passed * self._robot.control_dt - looked_s
+            if self._chunks:
+                self._robot.take(outcome.actions, age_s)
+            if stamp_ns == begun_ns:  # the first action of an answer is already followed
+                continue
+            acted_s = max(episode.thought_s, looked_s + outcome.given * self._robot.action_dt, *episode.acted_s[-1:])
             if seconds is None:
-                episode.acted_s.append(episode.thought_s)
-            episode.act(outcome, episode.thought_s - looked_s if seconds is None else seconds)
+                episode.acted_s.append(acted_s)
+            episode.act(outcome, acted_s - looked_s if seconds is None else seconds)
             self._on_act(outcome)
-            self._robot.take(outcome.values, episode.passed * self._robot.control_dt - looked_s)
+            if not self._chunks:
+                self._robot.take(outcome.values, age_s)
 
     def _advance(self, episode: _Episode, until: int) -> None:
         while episode.passed < until and not episode.succeeded:

@@ -70,6 +70,9 @@ class SaysNumbers(Protocol):
         invalid are left out.
         """
 
+    def spelled(self, tokens: Sequence[int], first: int, stop: int) -> tuple[int, ...]:
+        """The tokens of an answer's complete actions from `first` to before `stop`, as another answer starts."""
+
     def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
         """Possible continuations of an answer's unfinished number; empty if a draft has the same unfinished number."""
 

@@ -169,6 +169,12 @@ class DigitsCodec(WrittenChunkCodec):
         words = [*takewhile(self._is_number, self._words(known)[:-1])]
         return self._values(words[: self.horizon * len(self.names)])
 
+    def spelled(self, tokens: Sequence[int], first: int, stop: int) -> tuple[int, ...]:
+        """See `SaysNumbers`; each number with the space after it."""
+        dims = len(self.names)
+        words = self._words(tokens)[first * dims : stop * dims]
+        return self._tokens_of("".join(f"{word} " for word in words))
+
     def _values(self, words: Sequence[str]) -> np.ndarray:
         """Converts numbers to the robot's units, float64 [n], action by action."""
         low, high = self.action_range
@@ -198,7 +204,9 @@ class DigitsCodec(WrittenChunkCodec):
         width = np.where(high > low, high - low, np.float32(1))
         shares = (np.clip(actions.astype(np.float32), low, high) - low) / width
         numbers = np.around(shares * np.float32(self.bins)).astype(np.int64).flatten().tolist()
-        text = " ".join(map(str, numbers))
+        return self._tokens_of(" ".join(map(str, numbers)))
+
+    def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self.space_id if each == " " else self.digit_ids[int(each)] for each in text)
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:

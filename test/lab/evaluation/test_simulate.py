@@ -17,6 +17,7 @@ from support.patience import wait_until
 from typer.testing import CliRunner
 
 from specvla_ros.engine.outcome import DecodeRecord
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.evaluation import simulate as simulation
@@ -168,6 +169,11 @@ def test_workers_that_share_an_engine_see_the_same_episodes_though_it_is_killed(
 def test_in_real_time_no_engine_is_shared(policy, tmp_path):
     with pytest.raises(UserError, match="--per-engine 2 needs --clock lockstep"):
         simulate(SimulateSettings(policy, clock=Clock.REALTIME), SimulatePlan(per_engine=2), tmp_path)
+
+
+def test_a_robot_that_follows_one_action_of_an_answer_is_not_given_the_last_ones(policy, tmp_path):
+    with pytest.raises(UserError, match=r"decode\.commit needs a robot that follows all actions of an answer"):
+        simulate(SimulateSettings(policy, engine=EngineSettings(commit="executed")), SimulatePlan(), tmp_path)
 
 
 @needs_gl

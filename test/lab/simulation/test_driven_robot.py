@@ -2,6 +2,7 @@
 """The driver's control takes simulated arms through the tasks, whatever interface they have."""
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.gl import needs_gl
 from support.nightly import nightly_but
 from support.pace import invented_pace
 
+from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.simulate import make_robot
 from specvla_ros.lab.simulation.collect import demonstrate
@@ -33,6 +35,38 @@ def test_the_driver_gets_there_with_late_actions_by_every_interface(command):
     robot = DrivenRobot(command=command, image_size=32)
     assert succeeded(robot) == 3
     assert not robot.refused
+    robot.close()
+
+
+@needs_gl
+def test_a_chunk_is_followed_to_its_end_and_continues_from_its_start():
+    """Eight rows of 1 cm from the image of 0.1 s ago, the first two at first: the arm moves 8 cm."""
+    robot, rows = DrivenRobot(image_size=32), np.tile([0.01, 0, 0, 0, 0, 0, 1.0], (8, 1))
+    robot.reset("lift_red", 0)
+    begin = robot.world.tool().position[0]
+    for step in range(60):
+        if step in (2, 5):  # 0.1 s and 0.25 s after the image
+            robot.take(rows[: 2 if step == 2 else 8], age_s=step * robot.control_dt)
+        robot.advance()
+    assert not robot.refused
+    assert robot.world.tool().position[0] - begin == pytest.approx(0.08, abs=0.005)
+    robot.close()
+
+
+@needs_gl
+def test_in_a_rollout_the_image_of_an_answer_counts_from_its_first_own_action():
+    class Continuing(ExpertEngine):
+        def tick(self):
+            answers = [each for each in super().tick() if isinstance(each, Action)]
+            return [replace(each, actions=np.tile(each.actions, (4, 1)), given=3) for each in answers]
+
+    robot = DrivenRobot(image_size=32)
+    taken: list[np.ndarray] = []
+    robot.take = lambda values, age_s=0.0: taken.append(values)  # type: ignore[method-assign]
+    engine = as_engine(Continuing(robot))
+    result = Rollout(engine, robot, Clock.REALTIME, SLOW, chunks=True).run("lift_red", 0)
+    assert taken and all(values.shape == (4, 7) for values in taken)
+    assert min(result.latency_s) == pytest.approx(3 * robot.action_dt), "an answer takes less"
     robot.close()
 
 
