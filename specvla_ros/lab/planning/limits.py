@@ -198,6 +198,7 @@ def drive(
     *,
     stale: AcceptanceLengths | None = None,
     frames: int = 0,
+    first_tokens: int = 0,
 ) -> DrivenLoop:
     """Drives the engine's scheduler with a runner that only counts.
 
@@ -205,6 +206,7 @@ def drive(
         seconds: duration of a tick; only mode auto needs it.
         stale: accept lengths of requests that were started while others were in flight; None: `lengths`.
         frames: number of counted frames; 0: enough for stable figures.
+        first_tokens: tokens of an answer's first action, from which on the robot acts on it; 0: on the whole answer.
     """
     settings = EngineSettings(
         mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks, streams=mode.robots
@@ -230,6 +232,7 @@ def drive(
     ticks: list[Tick] = []
     actions: list[tuple[str, int, int]] = []
     admitted: dict[tuple[str, int], int] = {}  # tick by robot and stamp
+    out: set[tuple[str, int]] = set()  # answers in flight whose first action is out
     dropped = in_flight = counted = answers = warm_ticks = 0
     wanted = frames or max(_FEWEST, _FRAMES * _USUAL_TOKENS // action_tokens)
     while counted < wanted:
@@ -240,8 +243,8 @@ def drive(
         batch = scheduler.schedule()
         if batch.admitted is not None:
             scheduler.begin(batch, layout, even_rows(prompt_rows, scheduler.spread))
-        begun = [_frame(share.request.observation) for share in batch.shares if share.begins]
-        admitted |= dict.fromkeys(begun, number)
+        starting = [_frame(share.request.observation) for share in batch.shares if share.begins]
+        admitted |= dict.fromkeys(starting, number)
         in_flight = max(in_flight, len(batch.shares))
         forward = _forward(batch, mode, (action_tokens - 1) // 2)
         drafts = [mode.drafts and share.request.drafts for share in batch.verified]
@@ -256,14 +259,18 @@ def drive(
             scheduler.learn(batch, work, seconds(ticks[-1]))
             chooser.play()
         outcomes = scheduler.release()
+        oldest = {each.observation.stream: each for each in reversed(scheduler.requests)}.values()
         answers += len(outcomes)
         if not warm_ticks and number >= _WARM_UP_TICKS and (chooser is None or answers >= _LEARNING):
             warm_ticks = number
         if warm_ticks:
-            counted += len(begun)
+            counted += len(starting)
             answered = [_frame(outcome.observation) for outcome in outcomes if isinstance(outcome, Action)]
             followed = {robot: (robot, stamp) for robot, stamp in answered}  # one per robot and tick
-            actions += [(robot, admitted[frame], number) for robot, frame in followed.items()]
+            first = {_frame(each.observation) for each in oldest if len(each.tokens) >= first_tokens > 0}
+            acted = [frame for frame in (*followed.values(), *first) if frame not in out]
+            out = first
+            actions += [(frame[0], admitted[frame], number) for frame in acted]
             dropped += len(outcomes) - len(followed)
     return DrivenLoop(ticks, warm_ticks, actions, dropped, in_flight)
 

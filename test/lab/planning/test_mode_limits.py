@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -250,6 +251,16 @@ def test_a_request_that_was_begun_beside_others_may_be_drafted_worse() -> None:
     assert max(last + 1 - first for _, first, last in beside.actions) == 7
     at_prompt = drive(Mode("spec", "spec", nodes=8, at_prompt=True), 290, 7, all_of_it, frames=50)
     assert {last + 1 - first for _, first, last in at_prompt.actions} == {1}
+
+
+def test_a_robot_may_act_on_an_answers_first_tokens() -> None:
+    """One token per forward: an answer of 7 tokens takes 7 forwards, and its first three are out after 3."""
+    nothing, seven = AcceptanceLengths("nothing", (1.0,)), Mode("ar", "ar")
+    for first_tokens, forwards in ((0, 7), (3, 3), (7, 7)):
+        run = drive(seven, 290, 7, nothing, frames=50, first_tokens=first_tokens)
+        assert {last + 1 - first for _, first, last in run.actions} == {forwards}
+        assert len({first for _, first, _ in run.actions}) == len(run.actions), "each answer is acted on once"
+        assert {later - sooner for (_, sooner, _), (_, later, _) in pairwise(run.actions)} == {7}
 
 
 def test_the_age_of_an_image_grows_until_the_next_action_comes() -> None:
