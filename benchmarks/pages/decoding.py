@@ -26,13 +26,24 @@ def _age(result: Result) -> Result:
 
 
 def _ages(rows: Sequence[Result], modes: Sequence[str]) -> str:
-    cells = [["device", "tokens", *(f"{mode}, s" for mode in modes), "auto, p95, s", "over the best", "over spec"]]
+    cells = [
+        [
+            "device",
+            "tokens",
+            *(f"{mode}, s" for mode in modes),
+            "auto, p95, s",
+            "first action, s",
+            "over the best",
+            "over spec",
+        ]
+    ]
     for row in rows:
         found = row["modes"]
         ages = [f"{found[mode]['age_s']:.3g}" for mode in modes]
         compared = (row["over_best"], row["over_spec"])
         over = [f"{each['share']:+.1%} ± {(each['high'] - each['low']) / 2:.1%}" for each in compared]
-        cells.append([row["device"], str(row["tokens"]), *ages, f"{found['auto']['p95_s']:.3g}", *over])
+        first = f"{row['first_action']['age_s']:.3g}" if row["first_action"] else ""
+        cells.append([row["device"], str(row["tokens"]), *ages, f"{found['auto']['p95_s']:.3g}", first, *over])
     return table(cells)
 
 
