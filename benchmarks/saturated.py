@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.acceptance_trace import ANYTHING, Trace
 from benchmarks.harness import synchronise
-from benchmarks.random_policy import TEXT_TOKENS, RandomPolicy, frame
+from benchmarks.random_policy import TEXT_TOKENS, frame
 from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
@@ -25,6 +25,7 @@ from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.lab.tally import percentiles
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import RoundedLinear
 from specvla_ros.models.target import Target
@@ -118,22 +119,36 @@ def compete(contestants: Mapping[Any, Contestant], *, actions: int, repeats: int
     return {name: contestant.summary() for name, contestant in contestants.items()}
 
 
+def random_frames() -> Iterator[Observation]:
+    """Endless images of a camera."""
+    return (frame(time.monotonic_ns()) for _ in itertools.count())
+
+
 class EngineTurns:
-    """A decoding mode as a contestant. Its engine and memory exist for one turn or, with `keep`, for all turns."""
+    """A decoding mode as a contestant. Its engine and memory exist for one turn or, with `keep`, for all turns.
+
+    Args:
+        lengths: accept lengths of a trace to follow; None: the policy's own.
+        frames: makes the images of a turn.
+    """
 
     def __init__(
         self,
-        policy: RandomPolicy,
+        policy: OpenVLATarget,
         settings: EngineSettings,
-        lengths: AcceptanceLengths,
+        lengths: AcceptanceLengths | None,
+        frames: Callable[[], Iterator[Observation]] = random_frames,
         *,
         graphs: bool = True,
         keep: bool = False,
     ) -> None:
-        self._policy, self._settings, self._trace = policy, settings, Trace(lengths)
+        self._policy, self._settings, self._frames = policy, settings, frames
+        self._trace = Trace(lengths) if lengths is not None else None
         self._graphs, self._keep = graphs, keep
         self._engine: Engine | None = None
         self._latency_s: list[float] = []
+        self._first_s: list[float] = []  # latency of first actions
+        self._begun_ns = 0  # stamp of the answer whose first action is out
         self._prepared_s: list[float] = []
         self._rates_hz: list[float] = []
         self._ages_s: list[float] = []
@@ -155,10 +170,11 @@ class EngineTurns:
         fresh = self._engine is None
         engine = self._engine or make_engine(self._policy, self._settings, self._trace, graphs=self._graphs)
         engine.reset()
-        run = Saturated(engine, (frame(time.monotonic_ns()) for _ in itertools.count()))
+        engine.takes_partial = True
+        run = Saturated(engine, self._frames())
         done = 0
         while done < min(_WARM, actions):
-            done += sum(isinstance(outcome, Action) for outcome, _ in run.tick())
+            done += sum(isinstance(outcome, Action) and not outcome.partial for outcome, _ in run.tick())
         admitted = len(run.admitted_s)
         synchronise(device)
         started, acted = time.perf_counter(), list[tuple[float, float]]()
@@ -179,11 +195,17 @@ class EngineTurns:
         self._engine = engine if self._keep else None
 
     def _add(self, outcome: Outcome, seconds: float) -> bool:
-        """True if the outcome is an action; the only drop allowed is being overtaken."""
+        """True if a robot acts on the outcome, an answer's first actions; the only drop allowed is being overtaken."""
         if isinstance(outcome, Action):
-            self._latency_s.append(seconds)
-            self._actions.append(outcome)
-            return True
+            stamp_ns = outcome.observation.stamp_ns
+            first = stamp_ns != self._begun_ns
+            self._begun_ns = stamp_ns if outcome.partial else 0
+            if first:
+                self._first_s.append(seconds)
+            if not outcome.partial:
+                self._latency_s.append(seconds)
+                self._actions.append(outcome)
+            return first
         if outcome.reason is not DropReason.OVERTAKEN:
             raise RuntimeError(f"a frame was dropped: {outcome.reason.value}: {outcome.detail}")
         self._overtaken += 1
@@ -193,6 +215,7 @@ class EngineTurns:
         """Returns the figures for a result."""
         records = [action.record for action in self._actions]
         return rate_and_latency(self._latency_s, self._rates_hz, self._peak_bytes) | {
+            "first_action_s": _percentiles(self._first_s),
             "image_age_s": statistics.median(self._ages_s),
             "pictures_s": statistics.fmean(self._prepared_s),
             "forwards_per_action": statistics.fmean(record.forwards for record in records),
@@ -213,9 +236,13 @@ def rate_and_latency(latency_s: Sequence[float], rates_hz: Sequence[float], peak
     return {
         "action_rate_hz": statistics.median(rates_hz),
         "rates_hz": list(rates_hz),
-        "latency_s": {name: value for name, value in percentiles(latency_s).items() if name in ("mean", "p50", "p95")},
+        "latency_s": _percentiles(latency_s),
         "peak_bytes": peak_bytes,
     }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    return {name: value for name, value in percentiles(seconds).items() if name in ("mean", "p50", "p95")}
 
 
 def mode_settings(

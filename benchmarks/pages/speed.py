@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields for the speed benchmarks: shares, labels, columns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from benchmarks.pages.tables import Result, named, newer_words, table, views
 
@@ -43,9 +43,24 @@ def _decode_modes(result: Result) -> Result:
         modes = [run(row) for row in named(size.get("modes", {}), "mode")]
         return {"any_modes": bool(modes), "modes": modes, "any_formats": bool(rows), "formats": rows}
 
+    if "policies" in result:
+        return {"policies": [{"cells": table(_of_policies(result["policies"]))}], "traced": False}
     alone = not any("modes" in size for size in result["sizes"].values())
-    flags = {"no_vision": not result["vision"], "all_modes": not alone, "formats_alone": alone}
-    return {**flags, "of_sizes": ", ".join(result["sizes"]), **_by_size(result, view)}
+    flags = {"traced": True, "no_vision": not result["vision"], "all_modes": not alone, "formats_alone": alone}
+    return {**flags, "policies": [], "of_sizes": ", ".join(result["sizes"]), **_by_size(result, view)}
+
+
+def _of_policies(policies: Mapping[str, Result]) -> list[list[str]]:
+    cells = [
+        ["policy", "tokens", "mode", "forwards", "first action p50, ms", "/ ar", "image age, ms", "/ ar", "actions/s"]
+    ]
+    for name, policy in policies.items():
+        for mode, row in policy["modes"].items():
+            first = [f"{row['first_action_s']['p50'] * 1e3:.0f}", f"{row['first_over_ar']:.2f}"]
+            age = [f"{row['image_age_s'] * 1e3:.0f}", f"{row['age_over_ar']:.2f}"]
+            shown = [mode, f"{row['forwards_per_action']:.1f}", *first, *age, f"{row['action_rate_hz']:.1f}"]
+            cells.append([name, str(policy["tokens"]), *shown])
+    return cells
 
 
 def _kernels(result: Result) -> Result:

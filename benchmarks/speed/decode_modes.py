@@ -10,6 +10,10 @@ modes on unquantised ones.
     python -m benchmarks.speed.decode_modes                                  # this CPU: tiny
     python -m benchmarks.speed.decode_modes --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
 
+Bundled policies with their own weights, images and decoding settings, in ar, spec and auto:
+
+    python -m benchmarks.speed.decode_modes --policies nano,fast,digits --actions 10 --repeats 3
+
 The gain from int8 on a CPU, for short and for long answers:
 
     python -m benchmarks.speed.decode_modes --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 3
@@ -17,15 +21,27 @@ The gain from int8 on a CPU, for short and for long answers:
         --tokens 53 --trace chunks:digits-2 --nodes 12 --repeats 3
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
 from typing import Annotated, Any
 
 import transformers
 import typer
 
 from benchmarks.acceptance_trace import TRACE_HELP, describe, trace_drafts, trace_lengths
-from benchmarks.harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
+from benchmarks.harness import (
+    FRAMES_FIRST_SEED,
+    Device,
+    Dtype,
+    Out,
+    Sizes,
+    chosen_names,
+    dtype_on,
+    finish,
+    result_head,
+)
 from benchmarks.random_policy import (
     NO_PICTURES,
     PICTURES,
@@ -38,21 +54,29 @@ from benchmarks.random_policy import (
 )
 from benchmarks.saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
 from benchmarks.transformers_baseline import GenerateTurns
+from specvla_ros.engine.settings import engine_settings_from
+from specvla_ros.lab.bundled.policies import bundled_names, find_policy
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.planning.limits import AcceptanceLengths
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import require_openvla
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import QUANTIZATIONS
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import NO_HEAD, DraftSettings
 
 CHUNKS = (1, 2, 3)
 BASELINE, COMPILED, PLAIN = "transformers", "transformers, compiled", "ar"
 UNQUANTISED = "none"
 _LOSSLESS = ("ar", "pipeline")
 _QUANTISED_MODES = (PLAIN, "spec", "specpipe")
+_PICTURES, _PERIOD_NS = 60, 200_000_000  # images of a bundled policy, and the time between them in their stamps
 _ALONE = (PLAIN, "spec")  # several frames in flight need many actions, these only a few
 
 
 def main(
     context: typer.Context,
     sizes: Sizes = "tiny",
+    policies: Annotated[str, typer.Option(help="Bundled policies, comma-separated, instead of random weights.")] = "",
     device: Device = "cpu",
     dtype: Dtype = "",
     trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "goal",
@@ -70,6 +94,11 @@ def main(
     out: Out = None,
 ) -> None:
     """Measures rate, latency and memory of every mode and of transformers' generate."""
+    if policies:
+        names = chosen_names("--policies", policies, bundled_names())
+        found = {name: _bundled(name, device, actions, repeats) for name in names}
+        finish(result_head(context, dtype_on(device, dtype)) | {"policies": found}, out)
+        return
     chosen, formats = dtype_on(device, dtype), _formats(quantization)
     lengths, draft = trace_lengths(trace, nodes), trace_drafts(trace, nodes)
     result = result_head(context, chosen, transformers=transformers.__version__) | {
@@ -90,6 +119,27 @@ def main(
             parameters = sum(p.numel() for p in policy.decoder.parameters())
             result["sizes"][name] = {"parameters": parameters} | measured
     finish(result, out)
+
+
+def _bundled(name: str, device: str, actions: int, repeats: int) -> dict[str, Any]:
+    """Returns the figures of a bundled policy's modes on images of its own episodes."""
+    directory, decoding = find_policy(Path(name))
+    own = engine_settings_from(params_file=decoding)
+    policy = require_openvla(load_target(directory, device=device))
+    seen = [*islice(simulation_source(policy, FRAMES_FIRST_SEED, engine=own), _PICTURES)]
+
+    def frames() -> Iterator[Observation]:
+        return (replace(each, stamp_ns=(i + 1) * _PERIOD_NS) for i, each in enumerate(cycle(seen)))
+
+    plain = DraftSettings(head=NO_HEAD)
+    settings = {mode: replace(own, mode=mode) for mode in (PLAIN, "spec", "auto")}
+    settings["auto, no drafter"] = replace(own, mode="auto", draft=plain)
+    turns = {mode: EngineTurns(policy, each, None, frames, keep=True) for mode, each in settings.items()}
+    rows = compete(turns, actions=actions, repeats=repeats)
+    for row in rows.values():
+        row["first_over_ar"] = row["first_action_s"]["p50"] / rows[PLAIN]["first_action_s"]["p50"]
+        row["age_over_ar"] = row["image_age_s"] / rows[PLAIN]["image_age_s"]
+    return {"tokens": len(turns[PLAIN].tokens), "modes": rows}
 
 
 def _formats(quantization: str) -> list[str]:

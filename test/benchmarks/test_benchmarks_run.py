@@ -78,6 +78,23 @@ def test_newer_images_are_given_the_last_thought_in_closed_loop(tmp_path: Path):
 
 
 @pytest.mark.nightly
+def test_the_robots_share_of_a_continued_answer_is_given_in_closed_loop(tmp_path: Path):
+    result = run("benchmarks.robot.commit", tmp_path / "out.json", "--episodes", 1, "--devices", "thor")
+    alone, continued = result["rows"]
+    assert alone["given"] == 0 and continued["given"] > 0.2 and alone["age_ratio"]["ratio"] == 1
+    assert alone["success"]["first"] == continued["success"]["first"]
+    assert continued["jump"]["seams"] > 0 and continued["jump"]["mm_median"] < alone["jump"]["mm_median"]
+
+
+@pytest.mark.nightly
+def test_a_bundled_policys_modes_take_turns(tmp_path: Path):
+    chosen = ["--policies", "nano", "--actions", 2, "--repeats", 1]
+    modes = run("benchmarks.speed.decode_modes", tmp_path / "out.json", *chosen)["policies"]["nano"]["modes"]
+    assert modes["ar"]["forwards_per_action"] == 7 and modes["auto, no drafter"]["forwards_per_action"] == 7
+    assert modes["spec"]["forwards_per_action"] < 7 and modes["ar"]["first_over_ar"] == 1
+
+
+@pytest.mark.nightly
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     weights = ["--quantization", "none,w8a8,int4,fp8"]
     result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
