@@ -5,8 +5,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.benchmark_runs import run
 from support.text_models import write_text_model
 
@@ -14,9 +17,14 @@ from benchmarks.acceptance_trace import Trace, trace_lengths
 from benchmarks.harness import ColdTimer, command
 from benchmarks.papers.spec_vla import PAPERS_R, threshold
 from benchmarks.results_page import RESULTS
+from benchmarks.robot.fast_bound import first_action_bounds_mm
 from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bundled.policies import bundled_policy
 from specvla_ros.lab.planning.limits import AcceptanceLengths, spec_vla_relaxed
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.fast import FastCodec
+from specvla_ros.models.codecs.fast_tokenizer import cosines
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.tree import Tree
 
@@ -84,6 +92,29 @@ def test_the_robots_share_of_a_continued_answer_is_given_in_closed_loop(tmp_path
     assert alone["given"] == 0 and continued["given"] > 0.2 and alone["age_ratio"]["ratio"] == 1
     assert alone["success"]["first"] == continued["success"]["first"]
     assert continued["jump"]["seams"] > 0 and continued["jump"]["mm_median"] < alone["jump"]["mm_median"]
+
+
+@pytest.fixture(scope="module")
+def fast_codec() -> FastCodec:
+    codec = load_target(bundled_policy("fast"), device="cpu").codec
+    assert isinstance(codec, FastCodec)
+    return codec
+
+
+@given(known=st.integers(0, 56), seed=st.integers(0, 2**32 - 1))
+def test_no_answer_in_fast_tokens_leaves_the_bound_of_its_first_coefficients(
+    fast_codec: FastCodec, known: int, seed: int
+):
+    codec = fast_codec
+    rng, low = np.random.default_rng(seed), codec.tokenizer.min_token
+    written = rng.integers(low, -low, 56, endpoint=True)
+    middle = np.where(np.arange(56) < known, written, 0)
+    positions = [
+        codec.statistics.unnormalise((cosines(8).T @ (each.reshape(8, 7) / codec.tokenizer.scale))[0])[:3]
+        for each in (written, middle)
+    ]
+    bound_mm = first_action_bounds_mm(codec)[known]
+    assert np.linalg.norm(positions[0] - positions[1]) * 1e3 <= bound_mm * (1 + 1e-9) + 1e-9
 
 
 @pytest.mark.nightly
