@@ -69,10 +69,10 @@ class BrokenDigits(DigitsCodec):
         return "12 numbers instead of 56"
 
 
-def broken(target: Target) -> Target:
+def with_codec(target: Target, codec: type[DigitsCodec], **values: Any) -> Target:
     own = target.codec
     assert isinstance(target, OpenVLATarget) and isinstance(own, DigitsCodec)
-    return replace(target, codec=BrokenDigits(**{field.name: getattr(own, field.name) for field in fields(own)}))
+    return replace(target, codec=codec(**{field.name: getattr(own, field.name) for field in fields(own)} | values))
 
 
 @pytest.mark.parametrize("mode", nightly_but(lambda mode: mode in ("ar", "specpipe"), MODES))
@@ -115,13 +115,27 @@ def test_nothing_is_handed_out_early_where_it_is_not_asked_for_or_not_exact(name
 
 
 def test_an_answer_that_breaks_its_grammar_after_its_first_actions_is_dropped_as_such() -> None:
-    engine = engine_of(broken(policy()))
+    engine = engine_of(with_codec(policy(), BrokenDigits))
     *begun, last = outcomes_of(engine, [frame(1)])
     assert begun and all(isinstance(each, Action) and each.partial for each in begun)
     assert isinstance(last, Drop) and (last.reason, last.detail) == (DropReason.BROKEN_OFF, "12 numbers instead of 56")
     engine.takes_partial = False
     (only,) = outcomes_of(engine, [frame(2)])
     assert isinstance(only, Drop) and only.reason is DropReason.NOT_AN_ACTION
+
+
+@pytest.mark.parametrize("commit", ["none", "executed"])
+def test_of_answers_that_never_end_each_is_told_and_the_next_image_gets_its_turn(commit: str) -> None:
+    endless = with_codec(policy(), DigitsCodec, end_ids=frozenset(), limit=64)
+    engine = engine_of(endless, mode="auto", commit=commit)
+    outcomes = [*outcomes_of(engine, [frame(n) for n in range(1, 4)], every=30)]
+    ended = [each for each in outcomes if not (isinstance(each, Action) and each.partial)]
+    assert sorted(each.observation.stamp_ns for each in ended) == [1, 2, 3]
+    assert {(each.reason, each.detail) for each in ended if isinstance(each, Drop)} == {
+        (DropReason.BROKEN_OFF, "the answer has no end token after 64 tokens")
+    }
+    assert len(outcomes) > len(ended) and not engine.scheduler.requests
+    assert engine.cache.free_slots == engine.cache.slots
 
 
 def test_a_flush_ends_an_answer_whose_first_actions_are_out() -> None:

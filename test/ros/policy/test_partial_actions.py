@@ -62,6 +62,19 @@ def test_nothing_of_an_answer_goes_out_once_another_instruction_came() -> None:
         assert r.actions[-1].instruction == "lift the green cube"
 
 
+def test_nothing_of_an_answer_goes_out_once_the_policy_is_deactivated() -> None:
+    with robot(bundled_policy("digits"), instruction="lift the red cube") as r:
+        r.start()
+        r.images.publish(seen(r))
+        r.until(lambda: r.actions)
+        assert r.actions[0].partial
+        assert r.policy.trigger_deactivate().name == "SUCCESS"
+        r.spin(0.2)  # one may have been on its way
+        count = len(r.actions)
+        r.spin(0.5)
+        assert len(r.actions) == count and all(action.partial for action in r.actions)
+
+
 def test_an_answer_goes_out_whole_where_that_is_asked_for() -> None:
     chosen: dict[str, Any] = {"decode.partial_actions": False}
     with robot(bundled_policy("digits"), instruction="lift the red cube", **chosen) as r:
