@@ -4,8 +4,8 @@
 python -m benchmarks.robot.commit --episodes 10
 
 The digits policy with its own decoding settings, at the stage times of emulated devices. The driver's control follows
-all actions of its answers. A jump is the difference between the action that a new answer has for the time at which it
-arrives and the one that the answer before had for it, or rest if that one had none.
+all actions of its answers. A jump is the difference between the first own action of a new answer that is not past when
+it arrives, and the action that the answer before had for that time, or rest if it had none.
 """
 
 import math
@@ -48,39 +48,25 @@ from specvla_ros.models.target import Target
 POLICY = "digits"
 
 
-class Seams(DrivenRobot):
-    """A driven arm that notes the jumps from answer to answer, float64 [6] each."""
+class Recorded(DrivenRobot):
+    """A driven arm that records what it is given of each answer: first the start, at last all of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.jumps: list[np.ndarray] = []
-        self._plan: tuple[float, np.ndarray] | None = None  # stamp and actions of the followed answer
-
-    def reset(self, task: str, seed: int) -> None:
-        super().reset(task, seed)
-        self._plan = None
+        self.received: list[np.ndarray] = []
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
-        stamp_s = round(self._now_s - age_s, 6)
-        if self._plan is not None and stamp_s > self._plan[0]:
-            before, due = self._plan[1], self._due(self._plan[0])
-            rest = np.zeros(values.shape[1])
-            jump = values[min(self._due(stamp_s), len(values) - 1)] - (before[due] if due < len(before) else rest)
-            self.jumps.append(jump[:6])
-        self._plan = stamp_s, values
+        self.received.append(values)
         super().take(values, age_s)
-
-    def _due(self, stamp_s: float) -> int:
-        return math.floor((self._now_s - stamp_s) / ACTION_DT_S + 1e-6)
 
 
 @dataclass
 class Run:
-    """The episodes of one setting, the first publication of each answer, and the jumps between answers."""
+    """The episodes of one setting."""
 
     episodes: dict[tuple[str, int], EpisodeResult] = field(default_factory=dict)
-    actions: list[Action] = field(default_factory=list)
-    jumps: list[np.ndarray] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)  # actions of each answer
+    jumps: list[np.ndarray] = field(default_factory=list)  # float64 [6] each
 
 
 def main(
@@ -106,14 +92,32 @@ def main(
 
 
 def _run(policy: Target, settings: EngineSettings, device: str, seeds: Sequence[int]) -> Run:
-    engine, robot, run = Engine(policy, settings), Seams(), Run()
+    engine, robot, run = Engine(policy, settings), Recorded(), Run()
     engine.warm_up()
-    rollout = Rollout(engine, robot, Clock.REALTIME, tick_time(device), on_act=run.actions.append, chunks=True)
+    first: list[tuple[Action, int]] = []  # first publication of each answer, and how much was received before it
+
+    def note(action: Action) -> None:
+        first.append((action, len(robot.received) - 1))
+
+    rollout = Rollout(engine, robot, Clock.REALTIME, tick_time(device), on_act=note, chunks=True)
     for seed in seeds:
         for task in TASKS:
-            run.episodes[task.name, seed] = rollout.run(task.name, seed)
-    run.jumps = robot.jumps
+            episode = run.episodes[task.name, seed] = rollout.run(task.name, seed)
+            run.given += [action.given for action, _ in first]
+            for (before, _), (action, received), late_s in zip(first, first[1:], episode.latency_s[1:], strict=False):
+                run.jumps.append(_jump(before, robot.received[received - 1], action, late_s))
+            first.clear()
+            robot.received.clear()
     return run
+
+
+def _jump(before: Action, plan: np.ndarray, action: Action, late_s: float) -> np.ndarray:
+    """See the module; `plan`: all actions of the answer before, `late_s`: age of the image when it is acted on."""
+    first = max(action.given, min(math.floor(late_s / ACTION_DT_S + 1e-6), len(action.actions) - 1))
+    apart_s = (action.observation.stamp_ns - before.observation.stamp_ns) * 1e-9
+    there = first + round(apart_s / ACTION_DT_S)
+    planned = plan[there] if there < len(plan) else np.zeros(len(action.names))
+    return np.asarray(action.actions[first] - planned)[:6]
 
 
 def _figures(run: Run, without: Run) -> dict[str, Any]:
@@ -129,7 +133,7 @@ def _figures(run: Run, without: Run) -> dict[str, Any]:
         "success": compare_episodes(without.episodes, run.episodes).as_json(),
         "latency_s": statistics.fmean(latency for each in found for latency in each.latency_s),
         "actions_per_s": sum(each.steps for each in found) / sum(each.time_s for each in found),
-        "given": statistics.fmean(action.given for action in run.actions),
+        "given": statistics.fmean(run.given),
         "jump": {"seams": len(mm)}
         | {f"mm_{name}": float(np.quantile(mm, share)) for name, share in (("median", 0.5), ("p95", 0.95))}
         | {"deg_p95": float(np.quantile(deg, 0.95))},
