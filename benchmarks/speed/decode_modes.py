@@ -21,7 +21,7 @@ The gain from int8 on a CPU, for short and for long answers:
         --tokens 53 --trace chunks:digits-2 --nodes 12 --repeats 3
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -54,13 +54,12 @@ from benchmarks.random_policy import (
 )
 from benchmarks.saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
 from benchmarks.transformers_baseline import GenerateTurns
-from specvla_ros.engine.settings import engine_settings_from
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.lab.bundled.policies import bundled_names, find_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import require_openvla
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.settings import NO_HEAD, DraftSettings
 
@@ -128,18 +127,19 @@ def _bundled(name: str, device: str, actions: int, repeats: int) -> dict[str, An
     policy = require_openvla(load_target(directory, device=device))
     seen = [*islice(simulation_source(policy, FRAMES_FIRST_SEED, engine=own), _PICTURES)]
 
-    def frames() -> Iterator[Observation]:
-        return (replace(each, stamp_ns=(i + 1) * _PERIOD_NS) for i, each in enumerate(cycle(seen)))
+    def turns_of(settings: EngineSettings) -> EngineTurns:
+        frames = (replace(each, stamp_ns=(i + 1) * _PERIOD_NS) for i, each in enumerate(cycle(seen)))
+        return EngineTurns(policy, settings, None, lambda: frames, keep=True)  # a turn continues where the last ended
 
     plain = DraftSettings(head=NO_HEAD)
     settings = {mode: replace(own, mode=mode) for mode in (PLAIN, "spec", "auto")}
     settings["auto, no drafter"] = replace(own, mode="auto", draft=plain)
-    turns = {mode: EngineTurns(policy, each, None, frames, keep=True) for mode, each in settings.items()}
+    turns = {mode: turns_of(each) for mode, each in settings.items()}
     rows = compete(turns, actions=actions, repeats=repeats)
     for row in rows.values():
         row["first_over_ar"] = row["first_action_s"]["p50"] / rows[PLAIN]["first_action_s"]["p50"]
         row["age_over_ar"] = row["image_age_s"] / rows[PLAIN]["image_age_s"]
-    return {"tokens": len(turns[PLAIN].tokens), "modes": rows}
+    return {"modes": rows}
 
 
 def _formats(quantization: str) -> list[str]:
