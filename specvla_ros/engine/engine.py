@@ -351,8 +351,8 @@ class Engine:
     def _given_to(self, seen: Observation) -> Given:
         if self.settings.commit == "none":
             return self._thoughts.given_to(seen, thinking=self.scheduler.renews(seen.stream))
-        age_s = self.mailbox.age_s(seen) + self.scheduler.first_actions_s
-        return self._executed.given_to(seen, age_s, self.scheduler.before(seen))
+        scheduler = self.scheduler
+        return self._executed.given_to(seen, scheduler.age_at_first_actions_s(seen), scheduler.before(seen))
 
     def _embed(self, batch: Batch) -> None:
         """Computes the starting prompts. A failure drops only its own frame."""

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specvla_ros.engine.given import NOTHING_GIVEN, Given, task_of
+from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.outcome import BROKEN, Action, Outcome
 from specvla_ros.engine.request import Request
 from specvla_ros.errors import UserError
@@ -79,7 +79,7 @@ class ExecutedActions:
             before: its robot's newest request in flight; None: none.
         """
         last = self._last.get(seen.stream) if before is None else self._begun(before)
-        if seen.answer_ids or last is None or last.task != task_of(seen):
+        if seen.answer_ids or last is None or last.task != seen.task:
             return Given(seen.answer_ids)
         first = max(0, round((seen.stamp_ns - last.stamp_ns) * 1e-9 / self._step_s))
         executed = math.floor(age_s / self._step_s + 1e-9)
@@ -94,7 +94,7 @@ class ExecutedActions:
         for outcome in outcomes:
             seen = outcome.observation
             if isinstance(outcome, Action):
-                self._last[seen.stream] = Chunk(task_of(seen), seen.stamp_ns, outcome.tokens, len(outcome.actions))
+                self._last[seen.stream] = Chunk(seen.task, seen.stamp_ns, outcome.tokens, len(outcome.actions))
             elif outcome.reason in BROKEN:
                 self.forget(seen.stream)
 
@@ -106,4 +106,4 @@ class ExecutedActions:
         seen, tokens = request.observation, tuple(request.tokens)
         assert isinstance(self._codec, SaysNumbers)
         actions = len(self._codec.begun(tokens)) // len(self._codec.names)
-        return Chunk(task_of(seen), seen.stamp_ns, tokens, actions)
+        return Chunk(seen.task, seen.stamp_ns, tokens, actions)

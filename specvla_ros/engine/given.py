@@ -45,8 +45,3 @@ class Given:
 
 
 NOTHING_GIVEN = Given()
-
-
-def task_of(seen: Observation) -> tuple[object, ...]:
-    """The task that an answer is written for; only answers of the same task are given to an image."""
-    return seen.epoch, seen.instruction, seen.prompt_ids

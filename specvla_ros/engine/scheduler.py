@@ -194,10 +194,12 @@ class Scheduler:
         """True if a robot's next thought is being written, while newer images are given the last one."""
         return bool(self._renewing(stream))
 
-    @property
-    def first_actions_s(self) -> float:
-        """Mean time from an answer's start to its first actions, of the last ones; 0 before the first."""
-        return self._first_actions.mean_s
+    def age_at_first_actions_s(self, seen: Observation) -> float:
+        """Expected age of an image when its first actions are out, if its answer starts now.
+
+        The mean of the last answers; before the first, and without the clock of the stamps, less.
+        """
+        return self._mailbox.age_s(seen) + self._first_actions.mean_s
 
     def before(self, seen: Observation) -> Request | None:
         """The request of the previous image, if in flight with the same instruction."""

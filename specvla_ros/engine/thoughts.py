@@ -8,7 +8,7 @@ forward, and only the action is decoded. Lossy: the policy would have written an
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specvla_ros.engine.given import Given, task_of
+from specvla_ros.engine.given import Given
 from specvla_ros.engine.outcome import BROKEN, Drop, Outcome
 from specvla_ros.engine.request import Request
 from specvla_ros.models.codecs.codec import Codec
@@ -41,7 +41,7 @@ class Thoughts:
     def given_to(self, seen: Observation, *, thinking: bool) -> Given:
         """The start of an image's answer; `thinking`: the robot's next thought is being written."""
         last = self._last.get(seen.stream)
-        if seen.answer_ids or last is None or last.task != task_of(seen):
+        if seen.answer_ids or last is None or last.task != seen.task:
             return Given(seen.answer_ids)
         if seen.stamp_ns - last.stamp_ns >= self._every_ns and not thinking:
             return Given(renews=True)
@@ -53,8 +53,8 @@ class Thoughts:
         if not self._every_ns or request.given.tokens or not text:
             return
         last = self._last.get(seen.stream)
-        if last is None or last.task != task_of(seen) or last.stamp_ns < seen.stamp_ns:
-            self._last[seen.stream] = Thought(task_of(seen), seen.stamp_ns, text)
+        if last is None or last.task != seen.task or last.stamp_ns < seen.stamp_ns:
+            self._last[seen.stream] = Thought(seen.task, seen.stamp_ns, text)
 
     def void(self, outcomes: Iterable[Outcome]) -> None:
         """Forgets the thoughts of robots with a broken answer, so that the next image has its own thought."""

@@ -34,6 +34,11 @@ class Observation:
     state: np.ndarray | None = None  # float [dims], the proprioceptive state in the units of the training data
     stream: str = ""  # name of the robot; stamps and epochs of different streams cannot be compared
 
+    @property
+    def task(self) -> tuple[object, ...]:
+        """Equal for observations of which one may continue what was written for another of the same stream."""
+        return self.epoch, self.instruction, self.prompt_ids
+
     def __post_init__(self) -> None:
         if not isinstance(self.images, Mapping):
             object.__setattr__(self, "images", {ONLY_CAMERA: self.images})

@@ -90,7 +90,7 @@ class Model:
     def tick(self) -> list[Outcome]:
         """A tick, before which the start of an answer that begins in it is worked out."""
         scheduler = self.engine.scheduler
-        executed = int(scheduler.first_actions_s / DT_S + 1e-9)
+        executed = int(scheduler.age_at_first_actions_s(frame(0.0)) / DT_S + 1e-9)
         before = [(each.observation, rows_of(tuple(each.tokens), whole=False)) for each in scheduler.requests]
         outcomes = self.engine.tick()
         for request in scheduler.requests:

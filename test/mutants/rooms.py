@@ -52,6 +52,7 @@ NEAR = {
     f"{ENGINE}mailbox.py": _of("engine", "mailbox", "staleness", "streams", "pictures"),
     f"{ENGINE}pictures.py": _of("engine", "pictures"),
     f"{ENGINE}ensemble.py": _of("engine", "ensemble"),
+    f"{ENGINE}executed.py": _of("engine", "executed"),
     f"{ENGINE}given.py": _of("engine", "every_target", "thoughts"),
     f"{ENGINE}outcome.py": _of("engine", "engine"),
     f"{ENGINE}verifier.py": _of("engine", "speculation", "changing_rules"),

@@ -130,4 +130,5 @@ def test_a_reader_goes_down_and_seldom_back() -> None:
     for name, walk in found.items():
         assert walk["climbs"] == walk["callbacks"] == [], name
         # A tick calls scheduler, runner, verifier and drafters in turn, and the scheduler again, which learns its pace.
-        assert len(walk["returns"]) <= (15 if name == "tick" else 10), name
+        # What it published may start the next answer.
+        assert len(walk["returns"]) <= (16 if name == "tick" else 10), name
