@@ -54,12 +54,15 @@ from benchmarks.random_policy import (
 )
 from benchmarks.saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
 from benchmarks.transformers_baseline import GenerateTurns
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.lab.bundled.policies import bundled_names, find_policy
-from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.evaluation.frame_sources import lossless, simulation_source
 from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import require_openvla
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.settings import NO_HEAD, DraftSettings
 
@@ -125,7 +128,10 @@ def _bundled(name: str, device: str, actions: int, repeats: int) -> dict[str, An
     directory, decoding = find_policy(Path(name))
     own = engine_settings_from(params_file=decoding)
     policy = require_openvla(load_target(directory, device=device))
-    seen = [*islice(simulation_source(policy, FRAMES_FIRST_SEED, engine=own), _PICTURES)]
+    exact = Engine(policy, lossless(policy, own))
+    source = simulation_source(policy, FRAMES_FIRST_SEED, engine=own)
+    # Not all answers of a policy are actions.
+    seen = [each for i, each in enumerate(islice(source, _PICTURES), 1) if _answers(exact, each, i)]
 
     def turns_of(settings: EngineSettings) -> EngineTurns:
         frames = (replace(each, stamp_ns=(i + 1) * _PERIOD_NS) for i, each in enumerate(cycle(seen)))
@@ -140,6 +146,11 @@ def _bundled(name: str, device: str, actions: int, repeats: int) -> dict[str, An
         row["first_over_ar"] = row["first_action_s"]["p50"] / rows[PLAIN]["first_action_s"]["p50"]
         row["age_over_ar"] = row["image_age_s"] / rows[PLAIN]["image_age_s"]
     return {"modes": rows}
+
+
+def _answers(engine: Engine, seen: Observation, stamp_ns: int) -> bool:
+    """True if the answer to an image is an action."""
+    return isinstance(engine.act(replace(seen, stamp_ns=stamp_ns)), Action)
 
 
 def _formats(quantization: str) -> list[str]:
