@@ -57,6 +57,21 @@ def _first_actions(result: Result) -> Result:
     return {"cells": table(cells), "starts": min(row["starts"] for row in result["rows"])}
 
 
+def _commit(result: Result) -> Result:
+    cells = [
+        ["device", "commit", "age", "ratio", "given", "first own action", "answers/s", "success", "points", "jump"]
+    ]
+    for row in result["rows"]:
+        compared = ["", ""] if row["commit"] == "none" else [interval(row["age_ratio"]), points(row["success"])]
+        shown = [f"{row['picture_age_s']:.2f} s", compared[0], f"{row['given']:.1f}", f"{row['latency_s']:.2f} s"]
+        success, jump = row["success"]["second"], row["jump"]
+        jumps = f"median {jump['mm_median']:.0f} mm, p95 {jump['mm_p95']:.0f} mm"
+        cells.append(
+            [row["device"], row["commit"], *shown, f"{row['actions_per_s']:.1f}", rate(success), compared[1], jumps]
+        )
+    return {"cells": table(cells), "starts": min(row["success"]["first"]["episodes"] for row in result["rows"])}
+
+
 def _thinking(result: Result) -> Result:
     cells = [["think every", "age", "ratio", "given", "forwards", "success", "points", "jump at seams", "jump within"]]
     for i, row in enumerate(result["rows"]):
@@ -141,4 +156,4 @@ def _by_nodes(policy: Result) -> Result:
     return {**policy, "tokens": f"{policy['plain']['forwards_per_action']:.0f}", "rows": shown}
 
 
-VIEWS = views(_age, _first_actions, _thinking, _pipelining, _draft_nodes)
+VIEWS = views(_age, _first_actions, _commit, _thinking, _pipelining, _draft_nodes)
