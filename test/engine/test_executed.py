@@ -191,6 +191,20 @@ def outcomes_of(engine: Engine, observation: Observation) -> Iterator[Outcome]:
         yield from engine.tick()
 
 
+def test_each_of_several_robots_goes_on_with_its_own_actions() -> None:
+    engine = engine_of(policy(), tick_s=0.1, streams=2)
+    before: dict[str, tuple[int, ...]] = {}
+    for stamp_s in (0.0, 0.2):
+        for picture, name in enumerate(("left", "right")):
+            action = engine.act(replace(frame(stamp_s, picture), stream=name))
+            assert isinstance(action, Action)
+            if name in before:
+                start = sum(rows_of(before[name], whole=True)[1 : 1 + action.given], ())
+                assert action.given and action.tokens[: len(start)] == start
+            before[name] = action.tokens
+    assert before["left"] != before["right"]
+
+
 @pytest.mark.parametrize("change", ["nothing", "epoch", "instruction", "reset", "close", "switch", "own start"])
 def test_another_task_is_not_begun_with_the_actions_of_the_last(change: str) -> None:
     engine = engine_of(policy(), tick_s=0.1)
