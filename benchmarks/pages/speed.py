@@ -51,15 +51,13 @@ def _decode_modes(result: Result) -> Result:
 
 
 def _of_policies(policies: Mapping[str, Result]) -> list[list[str]]:
-    cells = [
-        ["policy", "tokens", "mode", "forwards", "first action p50, ms", "/ ar", "image age, ms", "/ ar", "actions/s"]
-    ]
+    cells = [["policy", "mode", "forwards", "first action p50, ms", "/ ar", "image age, ms", "/ ar", "actions/s"]]
     for name, policy in policies.items():
         for mode, row in policy["modes"].items():
             first = [f"{row['first_action_s']['p50'] * 1e3:.0f}", f"{row['first_over_ar']:.2f}"]
             age = [f"{row['image_age_s'] * 1e3:.0f}", f"{row['age_over_ar']:.2f}"]
             shown = [mode, f"{row['forwards_per_action']:.1f}", *first, *age, f"{row['action_rate_hz']:.1f}"]
-            cells.append([name, str(policy["tokens"]), *shown])
+            cells.append([name, *shown])
     return cells
 
 

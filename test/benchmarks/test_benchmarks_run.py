@@ -121,7 +121,7 @@ def test_no_answer_in_fast_tokens_leaves_the_bound_of_its_first_coefficients(
 def test_a_bundled_policys_modes_take_turns(tmp_path: Path):
     chosen = ["--policies", "nano", "--actions", 2, "--repeats", 1]
     modes = run("benchmarks.speed.decode_modes", tmp_path / "out.json", *chosen)["policies"]["nano"]["modes"]
-    assert modes["ar"]["forwards_per_action"] == 7 and modes["auto, no drafter"]["forwards_per_action"] == 7
+    assert modes["ar"]["forwards_per_action"] == 7 <= modes["auto, no drafter"]["forwards_per_action"]
     assert modes["spec"]["forwards_per_action"] < 7 and modes["ar"]["first_over_ar"] == 1
 
 
