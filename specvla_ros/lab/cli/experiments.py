@@ -109,8 +109,8 @@ class Acting:
     )
     follow: str = parameter(
         "simulator",
-        "simulator: the arm's own follower. driver: the driver's control. guarded: the same for joints, with the guard "
-        "behind it. plain: values / dt.",
+        "simulator: the arm's own follower. driver: the driver's control. guarded: the same, with the guard behind it. "
+        "plain: values / dt.",
         choices=("simulator", "driver", "guarded", "plain"),
     )
     interface: str | None = parameter(

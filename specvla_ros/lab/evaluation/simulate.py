@@ -145,8 +145,11 @@ def make_robot(
             "the policy's actions are positions of joints: use --interface joint_trajectory, joint_trajectory_chunk or "
             "position_array"
         )
-    if follow == Follow.GUARDED.value and not joints:
-        raise UserError("--follow guarded is for policies whose actions are positions of joints")
+    if follow == Follow.GUARDED.value and not joints and interface not in ("", *TOOL_COMMANDS):
+        raise UserError(
+            f"--follow guarded with --interface {interface} is for policies whose actions are positions of joints: the "
+            "simulated tool accelerates faster than the guard lets the joints; use --interface pose or twist"
+        )
     default = "joint_trajectory_chunk" if joints else "pose"
     return DrivenRobot(arm, interface or default, Follow(follow or Follow.DRIVER), joints=joints)
 

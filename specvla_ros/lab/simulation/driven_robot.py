@@ -44,7 +44,7 @@ class Follow(str, Enum):
     """The follower of the policy's actions."""
 
     DRIVER = "driver"  # the driver's control
-    GUARDED = "guarded"  # the driver's control of joints, whose commands pass the guard
+    GUARDED = "guarded"  # the same, and its commands pass the guard
     PLAIN = "plain"  # a plain follower, like common bridges: values / dt, added to the tool's commanded pose
 
 

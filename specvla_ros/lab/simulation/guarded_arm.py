@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard between the driver's joint commands and a simulated arm, in simulation time."""
+"""The guard between the driver's commands and a simulated arm, in simulation time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,23 +8,26 @@ import numpy as np
 
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.commands import (
+    Command,
     GripperCommand,
     Instant,
     JointCommand,
     JointPositions,
-    SentJoints,
+    Sent,
+    SentTwist,
     Stamp,
     ToolPose,
+    TwistCommand,
 )
 from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.limits import JointLimits, Limits
-from specvla_ros.control.pose import quaternion
+from specvla_ros.control.pose import Pose, quaternion
 from specvla_ros.control.robot_model import JointModel, ToolKinematics
 from specvla_ros.lab.simulation.arms import Arm
-from specvla_ros.lab.simulation.controllers import BASE_FRAME, JointTrajectory, Point
+from specvla_ros.lab.simulation.controllers import BASE_FRAME, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.world import World
 
 _STOP_TIME_S = 0.5  # from full speed with the driver's acceleration
@@ -44,24 +47,16 @@ class ArmGuard:
 
     Args:
         model: kinematics and limits of the driver's motion; `limits`: those of the tool.
-        output: the command interface, one of the guard's for joints.
+        output: the command interface. Those of joints need a model with limits of acceleration.
     """
 
     def __init__(self, arm: Arm, model: JointModel, limits: Limits, output: str) -> None:
-        assert model.max_acceleration is not None
         kinematics, fingers = ToolKinematics(model), arm.gripper
-        self._joints = JointLimits(
-            names=arm.joints,
-            position_min=tuple(kinematics.ranges[:, 0].tolist()),
-            position_max=tuple(kinematics.ranges[:, 1].tolist()),
-            max_speed=tuple((_FASTER * model.max_speed).tolist()),
-            max_acceleration=tuple((2 * model.max_acceleration).tolist()),
-        )
         settings = GuardSettings(
             output=output,
             base_frame=BASE_FRAME,
             limits=limits,
-            joints=self._joints,
+            joints=_joint_limits(arm, model, kinematics.ranges) if Output(output).of_joints else JointLimits(),
             gripper=GripperLimits("array", fingers.joints[0], fingers.open[0], fingers.closed[0]),
             stop_time_s=_STOP_TIME_S,
         )
@@ -93,18 +88,35 @@ class ArmGuard:
         guard.joints(JointPositions(stamp, world.arm.joint_names, world.joint_state()[0]), now)
         guard.enable(True, now)
         if command is not None:
-            guard.command(_joint_command(stamp, command), now)
+            guard.command(_command(stamp, command), now)
         if gripper is not None:
             guard.gripper(GripperCommand(None, np.array([gripper])), now)
         outcome = guard.tick(now)
-        sent = outcome.sent if isinstance(outcome.sent, SentJoints) and not outcome.sent.sent_before else None
-        return Passed(None if sent is None else self._robots(sent), outcome.gripper)
+        return Passed(None if outcome.sent is None else self._robots(outcome.sent, now_s), outcome.gripper)
 
-    def _robots(self, sent: SentJoints) -> Any:
+    def _robots(self, sent: Sent, now_s: float) -> Any:
+        """The guard's message as the arm's controller takes it; None: the controller has it already."""
+        if isinstance(sent, Pose):
+            return BASE_FRAME, sent
+        if isinstance(sent, SentTwist):
+            return Twist(now_s, BASE_FRAME, sent.velocity[:3], sent.velocity[3:])
+        if sent.sent_before:
+            return None
         if self._settings.kind is Output.POSITION_ARRAY:
             return sent.positions
-        ahead = trajectory_point(sent.positions, sent.velocities)
-        return trajectory(self._joints.names, sent.path or JointPath(np.array([TRAJECTORY_AHEAD_S]), ahead[None]))
+        ahead, names = trajectory_point(sent.positions, sent.velocities), self._settings.joints.names
+        return trajectory(names, sent.path or JointPath(np.array([TRAJECTORY_AHEAD_S]), ahead[None]))
+
+
+def _joint_limits(arm: Arm, model: JointModel, ranges: np.ndarray) -> JointLimits:
+    assert model.max_acceleration is not None
+    return JointLimits(
+        names=arm.joints,
+        position_min=tuple(ranges[:, 0].tolist()),
+        position_max=tuple(ranges[:, 1].tolist()),
+        max_speed=tuple((_FASTER * model.max_speed).tolist()),
+        max_acceleration=tuple((2 * model.max_acceleration).tolist()),
+    )
 
 
 def trajectory(names: tuple[str, ...], path: JointPath) -> JointTrajectory:
@@ -115,7 +127,13 @@ def trajectory(names: tuple[str, ...], path: JointPath) -> JointTrajectory:
     return JointTrajectory(0.0, names, tuple(Point(*state, nothing) for state in states))
 
 
-def _joint_command(stamp: Stamp, command: Any) -> JointCommand:
+def _command(stamp: Stamp, command: Any) -> Command:
+    """The driver's command, as its output makes it; see `DrivenRobot`."""
+    if isinstance(command, Twist):
+        return TwistCommand(stamp, np.concatenate([command.linear, command.angular]))
+    if isinstance(command, tuple):
+        frame, pose = command
+        return ToolPose(Stamp(stamp.ns, frame), pose.position, quaternion(pose.rotation))
     if not isinstance(command, JointTrajectory):
         return JointCommand(stamp, None, np.asarray(command)[None], np.zeros(1))
     points = command.points

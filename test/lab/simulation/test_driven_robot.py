@@ -16,7 +16,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.simulate import make_robot
 from specvla_ros.lab.simulation.collect import demonstrate
-from specvla_ros.lab.simulation.commanded_arm import COMMANDS
+from specvla_ros.lab.simulation.commanded_arm import COMMANDS, TOOL_COMMANDS
 from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
 from specvla_ros.lab.simulation.joint_goals import JointGoals
 from specvla_ros.lab.simulation.rollout import Clock, Rollout
@@ -102,12 +102,27 @@ def test_actions_of_joints_get_there_with_late_images(command):
         ("driver", "pose", True, "positions of joints: use --interface joint_trajectory,"),
         ("driver", "twist", True, "positions of joints: use --interface joint_trajectory,"),
         ("plain", "", True, "positions of joints, which need --follow driver or guarded"),
-        ("guarded", "", False, "--follow guarded is for policies whose actions are positions of joints"),
+        ("guarded", "position_array", False, "the guard lets the joints; use --interface pose or twist"),
     ],
 )
-def test_joints_are_not_moved_by_commands_of_the_tool(follow, interface, joints, why):
+def test_interfaces_that_do_not_fit_the_actions_are_refused(follow, interface, joints, why):
     with pytest.raises(UserError, match=why):
         make_robot("table", follow=follow, interface=interface, joints=joints)
+
+
+@needs_gl
+@pytest.mark.parametrize("command", TOOL_COMMANDS)
+def test_the_guard_passes_what_the_driver_sends_for_actions_of_the_tool(command):
+    robot = DrivenRobot(command=command, follow=Follow.GUARDED, image_size=32)
+    robot.reset("lift_blue", 0)
+    for _ in range(2 * robot.max_steps):
+        robot.take(demonstrate(robot.task, robot.state()))
+        for _ in range(4):
+            robot.advance()
+        if robot.succeeded():
+            break
+    assert robot.succeeded() and not robot.refused
+    robot.close()
 
 
 @needs_gl
