@@ -14,7 +14,7 @@ from specvla_ros.control.motor_calibration import radians_per_percent
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
 
-_AUTO = "auto"
+AUTO, AS_PUBLISHED = "auto", "as_published"
 NO_NAMES = ("",)
 _GRIPPER_UNIT = 0.01  # of LeRobot's grippers, 0 to 100
 
@@ -107,7 +107,7 @@ class StampedAction:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    return (_AUTO, *(each.value for each in kind))
+    return (AUTO, *(each.value for each in kind))
 
 
 @dataclass(frozen=True)
@@ -124,25 +124,25 @@ class ConventionSettings:
         maximum=10.0,
     )
     reference: str = parameter(
-        _AUTO,
+        AUTO,
         "Reference of an action's pose: the pose of tool or joints at the image's stamp (delta), or the base frame or "
         "the joints' zeros (absolute); auto: as in the known dataset.",
         choices=_choices(Reference),
     )
     frame: str = parameter(
-        _AUTO,
+        AUTO,
         "Frame in which a displacement is given, or joints for positions of action.joints; auto: as in the known "
         "dataset.",
         choices=_choices(ActionFrame),
     )
     rotation: str = parameter(
-        _AUTO,
+        AUTO,
         "Encoding of rotations: axis times angle, or roll, pitch, yaw about the fixed axes; auto: as in the known "
         "dataset.",
         choices=_choices(Rotation),
     )
     gripper: str = parameter(
-        _AUTO,
+        AUTO,
         "Whether a larger value opens or closes the gripper; auto: as in the known dataset.",
         choices=_choices(GripperSign),
     )
@@ -168,13 +168,25 @@ class ConventionSettings:
         "tool.",
     )
     joint_unit: str = parameter(
-        _AUTO,
+        AUTO,
         "Unit of joint positions in the training data: rad (or metres), with a gripper from 0 to 1; or, as LeRobot's "
         "motors give them, deg or percent (-100 to 100 of the calibrated range), with a gripper from 0 to 100. Without "
         "a known dataset it must be given.",
         choices=_choices(JointUnit),
     )
-    calibration: str = parameter("", "Calibration file of LeRobot's motors, for joint_unit: percent.")
+    calibration: str = parameter("", "Calibration file of LeRobot's motors, for a unit of percent.")
+    state_unit: str = parameter(
+        AUTO,
+        "Unit of the joints in the state that the policy was trained with; those on topic `state`, in radians, are "
+        "converted to it: deg or percent, as in action.joint_unit. as_published: the topic has the right unit. Must be "
+        "given for a policy that reads a state and whose actions are in deg or percent.",
+        choices=(AUTO, AS_PUBLISHED, JointUnit.DEG.value, JointUnit.PERCENT.value),
+    )
+    state_gripper: tuple[float, ...] = parameter(
+        (0.0, 0.0),
+        "Positions of the joint called gripper on topic `state`, closed and open, which become 0 and 100 with "
+        "action.state_unit.",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -194,7 +206,7 @@ class ConventionSettings:
         Raises:
             UserError: neither the settings nor a source give every value; names the parameters to set.
         """
-        dataset, known_joints = known_dataset(unnorm_key), positions_joints(unnorm_key) and self.frame == _AUTO
+        dataset, known_joints = known_dataset(unnorm_key), positions_joints(unnorm_key) and self.frame == AUTO
         if known_joints or self.frame == ActionFrame.JOINTS.value or self.joints != NO_NAMES:
             return self._of_joints(unnorm_key, dt_s, columns)
         said: dict[str, Any] = {
@@ -232,16 +244,20 @@ class ConventionSettings:
                 f"action.joints has {len(joints)} names, but the policy's actions have {len(columns)} values: "
                 "name each, in the order of the training data"
             )
-        return ActionConvention(joint_units=self._units(found.pop("joint_unit"), joints), **found)
+        return ActionConvention(joint_units=self._scales(found.pop("joint_unit"), joints), **found)
 
-    def _units(self, unit: JointUnit, joints: Sequence[str]) -> tuple[float, ...]:
-        """Radians, or a gripper's openness, per unit of each joint; empty: all are 1."""
+    def _scales(self, unit: JointUnit, joints: Sequence[str]) -> tuple[float, ...]:
+        return () if unit is JointUnit.RAD else self.units(unit, joints, "action.joint_unit")
+
+    def units(self, unit: JointUnit, joints: Sequence[str], what: str) -> tuple[float, ...]:
+        """Radians, or a gripper's openness, per unit of each joint as LeRobot gives it.
+
+        `what` names the parameter of the unit. Raises UserError for percent without a calibration.
+        """
         turning = [name for name in joints if name != GRIPPER]
-        if unit is JointUnit.RAD:
-            return ()
         if unit is JointUnit.PERCENT and not self.calibration:
             raise UserError(
-                "action.joint_unit is percent, whose angle depends on each motor's calibration: set action.calibration "
+                f"{what} is percent, whose angle depends on each motor's calibration: set action.calibration "
                 "to the robot's calibration file of LeRobot"
             )
         found = np.full(len(turning), math.pi / 180)
@@ -275,7 +291,7 @@ _WHAT = {
 
 
 def _said(kind: Any, value: str) -> Any:
-    return None if value == _AUTO else kind(value)
+    return None if value == AUTO else kind(value)
 
 
 # Facts with their sources. A value without a source is None, and the user must set it.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.control.joint_parts import TOLERANCE_S, JointParts, positions_by_name
+from specvla_ros.control.state_units import StateUnits
 from specvla_ros.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -20,9 +21,17 @@ class StateReader:
         names: names of the values in the policy's order; empty: taken from the first message.
         dims: number of values the policy reads; 0: all.
         tolerance_s: maximum difference between the stamps of merged parts.
+        units: conversion of the named values; None: they are read as published.
     """
 
-    def __init__(self, names: Sequence[str], dims: int = 0, tolerance_s: float = TOLERANCE_S) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        dims: int = 0,
+        tolerance_s: float = TOLERANCE_S,
+        units: StateUnits | None = None,
+    ) -> None:
+        self._units = units
         self._parts, self._dims, self._tolerance_s = JointParts(names, tolerance_s), dims, tolerance_s
         self.stamp_ns = 0  # stamp of the newest part of the last complete state
         if names and dims and len(names) != dims:
@@ -55,7 +64,8 @@ class StateReader:
         if not self._parts.add(message.name, message.position, stamp_ns):
             return None
         self.stamp_ns = max(self._parts.stamps())
-        return np.array(self._parts.values())
+        state = np.array(self._parts.values())
+        return state if self._units is None else self._units.converted(state)
 
     def _checked(self, values: list[float]) -> np.ndarray:
         if self._dims and len(values) != self._dims:

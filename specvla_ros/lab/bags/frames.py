@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.control.joint_parts import TOLERANCE_S
+from specvla_ros.control.state_units import StateConvention
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.lerobot.dataset import as_episode
 from specvla_ros.messages.image_message import is_depth, rgb_from_compressed, rgb_from_image, stamp_ns
 from specvla_ros.messages.state_message import StateReader
 from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
@@ -47,10 +50,25 @@ class TopicChoice:
     state_names: tuple[str, ...] = ()  # the state's values in the policy's order; empty: as in the first message
     state_dims: int = 0  # number of the state's values; 0: any
     sync_tolerance_s: float = TOLERANCE_S  # maximum difference of stamps from the first camera's
+    action: ConventionSettings | None = None  # as the user gave it; None: not at all
+    convention: StateConvention | None = None  # of the state; None: it is read as recorded
 
     def of(self, policy: PolicyFacts) -> TopicChoice:
         """Returns a copy completed with the policy's own state names and dimensions."""
-        return replace(self, state_names=self.state_names or policy.state_names, state_dims=policy.state_dims)
+        names, convention = self.state_names or policy.state_names, None
+        if self.action is not None:
+            convention = StateConvention(self.action, policy.unnorm_key, policy.codec.names)
+        return replace(self, state_names=names, state_dims=policy.state_dims, convention=convention)
+
+    def states(self, bag: Bag) -> StateReader:
+        """Reads the state's messages; those of a dataset already have the unit of the training data.
+
+        Raises UserError if the state's names or its unit do not follow from the choice.
+        """
+        units = None
+        if self.convention is not None and self.state_topic and as_episode(bag.path) is None:
+            units = self.convention.units(self.state_names)
+        return StateReader(self.state_names, self.state_dims, self.sync_tolerance_s, units)
 
 
 DEFAULT_TOPICS = TopicChoice()
@@ -101,8 +119,7 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
     note = ""
     if choice.image_topic and image.name != choice.image_topic:
         note = f"bag {bag.path} holds {choice.image_topic} only compressed: reading {image.name}"
-    states = StateReader(choice.state_names, choice.state_dims, choice.sync_tolerance_s)
-    return ReplayTopics(image, instruction, action, note, cameras, state, states, choice.sync_tolerance_s)
+    return ReplayTopics(image, instruction, action, note, cameras, state, choice.states(bag), choice.sync_tolerance_s)
 
 
 @dataclass(frozen=True)

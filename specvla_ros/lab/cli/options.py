@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.control.joint_parts import TOLERANCE_S
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.parameter_options import Taken
@@ -93,6 +94,8 @@ Images = Annotated[BagOptions, Taken(fixed={"action_topic": ""})]
 def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
     """The topics to read from bags; instruction and state, where not given, come from the policy's parameter file."""
     topics, in_file, usual = of_bags.topics, chosen.in_file, BagOptions()
+    if chosen.action != ConventionSettings():
+        topics = replace(topics, action=chosen.action)
     if not (of_bags.instruction or of_bags.instruction_topic):
         topics = replace(topics, instruction=in_file.get("instruction") or None)
     names = in_file.get("state_names", ["all"])

@@ -191,7 +191,7 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
             "does not draft; add --mode spec",
             err=True,
         )
-    conventions = {name: value for name, value in in_file.items() if publishes and name.startswith(prefix)}
+    conventions = {name: value for name, value in in_file.items() if name.startswith(prefix)}
     action = with_values(ConventionSettings(), conventions | of_actions)
     ours = frozenset(typed & {*values_of(engine)})
     return PolicyOptions(checkpoint, model_settings(in_file | of_loading, model), engine, action, in_file, ours)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -248,7 +248,7 @@ def replay(
     directory = _open_output(out_dir)
     policy = engine.target
     check_senses(policy, topics.cameras, topics.state_topic)
-    topics = topics.of(policy)
+    topics = replace(topics, action=action).of(policy)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
         if chosen.note:

@@ -19,6 +19,7 @@ from rclpy.subscription import Subscription
 from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
 
+from specvla_ros.control.state_units import StateConvention
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
 from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
@@ -198,6 +199,15 @@ def image_topic(camera: str, cameras: Sequence[str]) -> str:
     return "image" if len(cameras) == 1 or camera == ONLY_CAMERA else f"{camera}/image"
 
 
+def state_reader(policy: "PolicyFacts", chosen: RobotParameters) -> StateReader:
+    """Reads the policy's state from messages; raises UserError if its names or its unit do not follow."""
+    names = policy.state_names if chosen.state_names == ALL_NUMBERS else chosen.state_names
+    units = None
+    if policy.state_dims:
+        units = StateConvention(chosen.action, policy.unnorm_key, policy.codec.names).units(names)
+    return StateReader(names, policy.state_dims, chosen.sync_tolerance_s, units)
+
+
 class ObservationInput:
     """Subscribes to the images of each camera and to the state, until `destroy`.
 
@@ -219,8 +229,7 @@ class ObservationInput:
         on_bad: Callable[[DropReason, str], None],
     ) -> None:
         self._node, self._camera_names = node, policy.cameras
-        names = policy.state_names if chosen.state_names == ALL_NUMBERS else chosen.state_names
-        self._states = StateReader(names, policy.state_dims, chosen.sync_tolerance_s)
+        self._states = state_reader(policy, chosen)
         self._on_frames, self._on_bad = on_frames, on_bad
         lead, *others = policy.cameras
         state = [STATE_TOPIC] if policy.state_dims else []

@@ -28,7 +28,7 @@ from specvla_ros.policy_parameters import RobotParameters
 from specvla_ros.ros.node import STEADY
 from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
 from specvla_ros.ros.policy.inference_thread import InferenceThread
-from specvla_ros.ros.policy.inputs import Frames, Instruction, InstructionInput, ObservationInput
+from specvla_ros.ros.policy.inputs import Frames, Instruction, InstructionInput, ObservationInput, state_reader
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ class RobotPart:
         target = policy.target
         convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s, target.codec.names)
         self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
+        state_reader(target, chosen)  # what it refuses is refused before images arrive
         self._policy = policy
         self._instruction = InstructionInput(self._node, chosen.instruction, self._on_new_instruction)
 

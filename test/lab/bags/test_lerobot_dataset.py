@@ -4,6 +4,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from support import bags
 
+from specvla_ros.control.convention import ConventionSettings
+from specvla_ros.control.state_units import StateConvention
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.finder import find_bags
-from specvla_ros.lab.bags.frames import BagFrame, TopicChoice, bag_frames, choose_topics, rgb_from_message
+from specvla_ros.lab.bags.frames import (
+    JOINT_STATE,
+    BagFrame,
+    TopicChoice,
+    bag_frames,
+    choose_topics,
+    rgb_from_message,
+)
 from specvla_ros.lab.bags.lerobot.dataset import _opened
 from specvla_ros.lab.bags.reader import bag_files, open_bag
 from specvla_ros.lab.evaluation.run_directory import bag_hashes
@@ -281,3 +292,19 @@ def test_damaged_bytes_never_raise_another_error(tmp_path: Path, version: str, n
                 frames_of(path)
         except UserError:
             pass
+
+
+def test_a_state_of_a_dataset_keeps_its_unit_and_one_of_a_bag_becomes_the_policys(tmp_path: Path) -> None:
+    convention = StateConvention(ConventionSettings(joints=("a", "b"), state_unit="deg"), "", ())
+    joints = TopicChoice(state_topic="/joint_states", state_names=("b", "a"), convention=convention)
+    stamp = bags.START_NS
+    values, nothing = np.array([np.pi, np.pi / 2]), np.empty(0)
+    state = bags.TYPES[JOINT_STATE](
+        header=bags.header(stamp), name=["a", "b"], position=values, velocity=nothing, effort=nothing
+    )
+    entry: bags.Entry = ("/joint_states", JOINT_STATE, stamp, state)
+    (frame,), _ = frames_of(bags.write_bag(tmp_path / "bag", [*bags.episode(1), entry]), joints)
+    assert frame.state is not None and frame.state == pytest.approx([90, 180])
+    wanted = np.load(DATASETS / "v30_read.npz")["observation.state"]
+    frames, _ = frames_of(DATASETS / "v30" / "episode_000000", replace(BOTH, convention=convention))
+    assert np.array([frame.state for frame in frames]).tolist() == wanted[:9].tolist()
