@@ -44,6 +44,7 @@ NEAR = {
     f"{CONTROL}convention.py": _of("control", "convention_settings"),
     f"{CONTROL}joint_order.py": _of("control", "joint_order"),
     f"{CONTROL}motor_calibration.py": _of("control", "motor_calibration"),
+    f"{CONTROL}state_units.py": _of("control", "state_units"),
     f"{CONTROL}robot_model.py": _of("control", "robot_model", "inverse_kinematics"),
     f"{GUARD}black_box.py": _of("ros/guard", "black_box"),
     GUARD: _of("ros/guard", "node"),

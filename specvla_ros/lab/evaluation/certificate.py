@@ -25,6 +25,7 @@ from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import TopicChoice
+from specvla_ros.lab.bags.lerobot.dataset import as_episode, name_of, origin
 from specvla_ros.lab.evaluation import page
 from specvla_ros.lab.evaluation.compare import compare, deviation
 from specvla_ros.lab.evaluation.frame_sources import frames_in
@@ -146,7 +147,7 @@ def certify(
 
     Raises UserError if a bag cannot be read or the settings do not fit the policy.
     """
-    if len({bag.name for bag in bags}) < len(bags):
+    if len({*map(name_of, bags)}) < len(bags):
         raise UserError(
             "two bags have the same name, by which the certificate identifies them: rename one of the bag directories"
         )
@@ -159,13 +160,13 @@ def certify(
         engines = {_PLAIN: Engine(policy, plainly), _OWN: Engine(policy, asked)}
         for observation, answers in compare(engines, frames_in(policy, [bag], topics), in_flight=True):
             plain = answers[_PLAIN].outcome
-            comparison.add(found, bag.name, observation, plain, answers[_OWN].outcome)
+            comparison.add(found, name_of(bag), observation, plain, answers[_OWN].outcome)
             if isinstance(plain, Action):
                 for each in (of_bag, digest):
                     each.update(np.asarray((*plain.text_tokens, *plain.tokens), np.int64).tobytes())
             on_frame(total.frames + found.frames)
         found.digest = of_bag.hexdigest()
-        of_bags[bag.name] = {"files": bag_hashes(bag)} | vars(found)
+        of_bags[name_of(bag)] = {"files": bag_hashes(bag)} | vars(found)
         total.add(found)
     total.digest = digest.hexdigest()
     strict = settings.lossless
@@ -186,6 +187,7 @@ def certify(
         "tie": comparison.tie,
         "ties_looked_at": comparison.has_margins,
         "bags": of_bags,
+        "datasets": [origin(path) for path in dict.fromkeys(bag.parent for bag in bags if as_episode(bag) is not None)],
         "details": comparison.details,
         "result": vars(total) | {"deviation": comparison.deviation(), "differences": comparison.differences},
     }

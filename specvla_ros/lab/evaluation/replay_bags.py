@@ -15,7 +15,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.lab.bags.frames import TopicChoice
-from specvla_ros.lab.bags.lerobot.dataset import as_episode
+from specvla_ros.lab.bags.lerobot.dataset import as_episode, name_of
 from specvla_ros.lab.bags.reader import BAG_SUFFIXES, open_bag
 from specvla_ros.lab.evaluation.replay import BAG_DIRECTORY, FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
 from specvla_ros.lab.evaluation.replay_page import write_bags_report
@@ -80,7 +80,7 @@ def named_bags(bags: Sequence[Path]) -> dict[str, Path]:
 def _name(bag: Path) -> str:
     bag = bag.resolve()
     if as_episode(bag) is not None:
-        return f"{bag.parent.name}_{bag.name}"
+        return name_of(bag)
     return bag.stem if bag.suffix in BAG_SUFFIXES else bag.name
 
 

@@ -2,6 +2,7 @@
 """A replay of a dataset's episode gives the answers that the same images give as a bag."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,10 +120,22 @@ def test_training_reads_a_dataset_as_it_reads_bags(tmp_path: Path) -> None:
     assert [data.instructions[i] for i in data.instruction_of[:, 0]] == read["tasks"].tolist()
 
 
-def test_a_policy_is_certified_on_a_dataset_with_the_hashes_of_its_files(policy: OpenVLATarget) -> None:
-    episodes = find_bags([DATASETS / "v21"]).bags
+def test_a_policy_is_certified_on_datasets_that_are_named_with_the_hashes_of_their_files(
+    policy: OpenVLATarget, tmp_path: Path
+) -> None:
+    snapshot = shutil.copytree(DATASETS / "v30", tmp_path / "datasets--somebody--pick_cubes" / "snapshots" / "0b5c")
+    folder = shutil.copytree(DATASETS / "v21", tmp_path / "mine")
+    left = folder / ".cache/huggingface/download/meta/info.json.metadata"
+    left.parent.mkdir(parents=True)
+    left.write_text("77aa\n1234etag\n1700000000.0\n")
+    episodes = find_bags([DATASETS / "v21", folder, snapshot]).bags
     settings = EngineSettings(mode="spec", draft=adjusted(DraftSettings(head=NO_HEAD), temporal=True))
     found = certify(policy, settings, episodes, FRONT).content
-    assert (found["result"]["frames"], found["result"]["differing"]) == (15, 0)
-    assert [*found["bags"]] == ["episode_000000", "episode_000001"]
-    assert all(len(each["files"]) == 4 for each in found["bags"].values())
+    assert (found["result"]["frames"], found["result"]["differing"]) == (45, 0)
+    assert sorted(found["bags"]) == sorted(f"{of}_episode_00000{i}" for of in ("v21", "mine", "0b5c") for i in (0, 1))
+    assert all(len(each["files"]) == 4 for name, each in found["bags"].items() if name.startswith("v21"))
+    assert sorted(found["datasets"], key=lambda each: each["name"]) == [
+        {"name": "mine", "codebase_version": "v2.1", "revision": "77aa"},
+        {"name": "somebody/pick_cubes", "codebase_version": "v3.0", "revision": "0b5c"},
+        {"name": "v21", "codebase_version": "v2.1", "revision": None},
+    ]

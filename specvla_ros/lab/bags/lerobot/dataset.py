@@ -109,6 +109,26 @@ def episode_files(path: Path) -> tuple[Path, ...]:
     return (dataset.path / INFO_FILE, tasks, episode.data, *(video.path for video in episode.videos.values()))
 
 
+def name_of(bag: Path) -> str:
+    """The name that results give a bag: its own, or that of a dataset's episode after the dataset's."""
+    return bag.name if as_episode(bag) is None else f"{bag.parent.resolve().name}_{bag.name}"
+
+
+def origin(dataset: Path) -> dict[str, str | None]:
+    """Identifies a dataset for other people: its name, codebase version, and the hub's commit if it was downloaded.
+
+    The commit is that of a snapshot in the hub's cache, or the one that a download to a folder leaves beside its files
+    (huggingface_hub's `local_dir`).
+    """
+    version, folder = open_dataset(dataset).version, dataset.resolve()
+    if folder.parent.name == "snapshots":  # datasets--OWNER--NAME/snapshots/COMMIT
+        name = folder.parent.parent.name.removeprefix("datasets--").replace("--", "/")
+        return {"name": name, "codebase_version": version, "revision": folder.name}
+    left = folder / f".cache/huggingface/download/{INFO_FILE}.metadata"
+    lines = left.read_text(encoding="utf-8", errors="replace").splitlines() if left.is_file() else []
+    return {"name": folder.name, "codebase_version": version, "revision": lines[0].strip() if lines else None}
+
+
 def refuse_dataset(path: Path) -> None:
     """Raises UserError if a path that should be one recording is a whole dataset."""
     if is_dataset(path):
