@@ -4,22 +4,27 @@
 import importlib.metadata
 import importlib.util
 import itertools
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.gl import needs_gl
 from support.nightly import nightly_but
+from typer.testing import CliRunner
 
 from specvla_ros.control.robot_model import ToolKinematics
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, choose_arm, joint_model
+from specvla_ros.lab.cli.app import app
+from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, UR5E, choose_arm, joint_model
 from specvla_ros.lab.simulation.collect import bag_name, demonstrate
 from specvla_ros.lab.simulation.robot import DisplacementFollower, TableRobot
 from specvla_ros.lab.simulation.tasks import TASKS, draw_layout
 from specvla_ros.lab.simulation.world import CONTROL_HZ, SCALE, World, upright_error
 
+CONFIG = Path(__file__).parents[3] / "config" / "robots"
 HAS_MODELS = importlib.util.find_spec("robosuite") is not None
 OPEN, CLOSE = -1.0, 1.0
 
@@ -107,6 +112,18 @@ def test_kinematics_alone_are_those_of_the_arm_at_the_table(world):
     assert [alone.joint(name).range.tolist() for name in arm.joints] == [
         world.model.joint(name).range.tolist() for name in arm.joints
     ]
+
+
+@pytest.mark.skipif(not HAS_MODELS, reason="needs requirements/robots.txt")
+@pytest.mark.parametrize("arm, prefix, tool", [(PANDA, "panda_", "panda_hand_tcp"), (UR5E, "", "tool0")])
+def test_the_parameter_file_of_a_real_arm_fits_its_kinematics(arm, prefix, tool, tmp_path):
+    model = re.sub(r'"(joint\d)"', rf'"{prefix}\1"', arm.kinematics()).replace('"pinch"', f'"{tool}"')
+    (tmp_path / "arm.xml").write_text(model)
+    file = CONFIG / f"{arm.name}_joints.yaml"
+    done = CliRunner().invoke(app, ["robot", "check", str(file), "--urdf", str(tmp_path / "arm.xml")])
+    assert done.exit_code == 0, done.output
+    assert not re.search("^wrong", done.output, re.MULTILINE)
+    assert "8 of 8 corners" in done.output
 
 
 def test_resting_arm_rests(world):
