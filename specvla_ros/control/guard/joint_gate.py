@@ -12,7 +12,17 @@ from specvla_ros.control.guard.chunk import ChunkCheck
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, Sent, SentJoints, Stamp
 from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, SmoothGate, braked, stopping_way
 from specvla_ros.control.guard.settings import GuardSettings, Output
-from specvla_ros.control.guard.tool_gates import AHEAD_S, ANSWERS_S, EDGE_M, leads_out, text, tool_bounds, within
+from specvla_ros.control.guard.tool_gates import (
+    AHEAD_S,
+    ANSWERS_S,
+    EDGE_M,
+    leads_out,
+    slow_enough,
+    text,
+    tool_bounds,
+    tool_problem,
+    within,
+)
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, kept_in, trajectory_point
 from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.robot_model import ToolKinematics
@@ -24,8 +34,6 @@ _REPEAT_S = 0.05  # a chunk is sent again, in case a message was lost
 _MOVED = 0.005  # radians or metres, more than encoder noise
 _SAGS, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
 _UNANSWERED = 0.03  # max radians or metres commanded to a joint for ANSWERS_S that it does not follow
-# Margins on the measured tool's speed limit: a factor for an arm that overshoots, and m/s for sensor noise.
-_TOOL_SPEED, _TOOL_NOISE = 1.25, 0.03
 
 
 @dataclass(frozen=True)
@@ -203,20 +211,8 @@ class JointGate(SmoothGate[np.ndarray]):
         return [*found, *self._not_moved(measured, detail)]
 
     def _tool_problems(self, measured: Measured) -> list[Refusal]:
-        """Checks where the measured tool would come to rest if it braked now, and its speed."""
-        tool, bounds = measured.tool, self._tool_bounds
-        velocity = np.zeros(3) if measured.velocity is None else measured.velocity
-        if tool is None or self._held:
-            return []
-        blocks = np.stack([velocity, np.zeros(3)])
-        rest = tool.position + velocity * AHEAD_S + stopping_way(blocks, bounds)[0]
-        if not within(rest, self._settings.limits.widened(tool.position, EDGE_M)):
-            return [Refusal(Cause.OUTSIDE, f"the tool moves to {text(rest)} m, outside the workspace")]
-        speed, most = float(np.linalg.norm(velocity)), float(bounds.speed[0])
-        if speed <= _TOOL_SPEED * most + _TOOL_NOISE:
-            return []
-        detail = f"the joints move the tool at {speed:.3f} m/s, and limits.linear_speed is {most:g}"
-        return [Refusal(Cause.TOOL_TOO_FAST, detail)]
+        found = None if self._held else tool_problem(measured, self._tool_bounds, self._settings.limits)
+        return [] if found is None else [found]
 
     def _leads_out(self) -> list[Refusal]:
         """Checks where the tool of the sent joints would come to rest if they braked now."""
@@ -294,15 +290,9 @@ class JointGate(SmoothGate[np.ndarray]):
         """The velocity closest to `velocity` within the tool's speed limit; any from `brakes` to it is reachable."""
         if self._kinematics is None:
             return velocity
-        moves = self._kinematics.tool_moves(sent)[:3]
-        slow, more = moves @ brakes[:, 0], moves @ (velocity - brakes)[:, 0]
-        # Maximum share for which the tool's speed, |slow + share * more|, is within the limit.
-        room, along, square = self._tool_speed**2 - slow @ slow, slow @ more, more @ more
-        if square + 2 * along <= room:
-            return velocity
-        self._joined = False  # the resulting lag is not the driver's fault
-        share = (np.sqrt(along**2 + square * room) - along) / square if room > 0 else 0.0
-        return brakes + share * (velocity - brakes)
+        slower = slow_enough(self._kinematics.tool_moves(sent)[:3], brakes, velocity, self._tool_speed)
+        self._joined = self._joined and slower is velocity  # the resulting lag is not the driver's fault
+        return slower
 
     def _told(self, sent: np.ndarray) -> np.ndarray:
         return kept_in(self._low, self._high, sent, self._velocity[:, 0])

@@ -23,7 +23,7 @@ from specvla_ros.control.pose import Pose, quaternion_matrix
 
 _ZERO = np.zeros((2, 3))
 _UNITS = (("m/s", "limits.linear_speed"), ("rad/s", "limits.angular_speed"))
-_JITTER_S = 0.05  # max delay of one of two commands by a busy machine
+JITTER_S = 0.05  # max delay of one of two commands by a busy machine
 _ROUNDING = 1e-9
 _STANDS_M = 0.0005  # max distance from the measured tool of a target that copied its pose
 EDGE_M = 0.01  # tolerance for a driver that brakes at the workspace's very edge
@@ -31,6 +31,8 @@ AHEAD_S = 0.03  # delay of commands to the robot
 _MOVED_M, _MOVED_RAD = 0.001, 0.005  # more than sensor noise
 ANSWERS_S = 0.2  # motion at full speed for this long without any response: the robot does not follow
 _APART = np.array([0.01, 0.05])  # max metres and radians of an arm at rest from its commanded pose
+# Margins on the speed limit of a tool moved by joints: a factor for an arm that overshoots, and m/s for sensor noise.
+_TOOL_SPEED, _TOOL_NOISE = 1.25, 0.03
 
 
 def tool_bounds(settings: GuardSettings) -> Bounds:
@@ -71,6 +73,36 @@ def leads_out(place: np.ndarray, here: np.ndarray, limits: Limits, edge_m: float
 def within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
     """True if a position, float64 [3], lies between two corners."""
     return bool((here >= box[0] - _ROUNDING).all() and (here <= box[1] + _ROUNDING).all())
+
+
+def tool_problem(measured: Measured, bounds: Bounds, limits: Limits) -> Refusal | None:
+    """Refusal of the motion of a tool moved by joints: where it would come to rest if it braked now, or its speed."""
+    tool, velocity = measured.tool, np.zeros(3) if measured.velocity is None else measured.velocity
+    if tool is None:
+        return None
+    rest = tool.position + velocity * AHEAD_S + stopping_way(np.stack([velocity, np.zeros(3)]), bounds)[0]
+    if not within(rest, limits.widened(tool.position, EDGE_M)):
+        return Refusal(Cause.OUTSIDE, f"the tool moves to {text(rest)} m, outside the workspace")
+    speed, most = float(np.linalg.norm(velocity)), float(bounds.speed[0])
+    if speed <= _TOOL_SPEED * most + _TOOL_NOISE:
+        return None
+    detail = f"the joints move the tool at {speed:.3f} m/s, and limits.linear_speed is {most:g}"
+    return Refusal(Cause.TOOL_TOO_FAST, detail)
+
+
+def slow_enough(moves: np.ndarray, brakes: np.ndarray, velocity: np.ndarray, speed: float) -> np.ndarray:
+    """The velocity of joints, float64 [joints, 1], closest to `velocity` at which the tool keeps a speed limit.
+
+    `moves`: float64 [3, joints], of the tool by each joint. Any velocity from `brakes` to `velocity` is reachable.
+    """
+    slow, more = moves @ brakes[:, 0], moves @ (velocity - brakes)[:, 0]
+    # Maximum share for which the tool's speed, |slow + share * more|, is within the limit.
+    room, along, square = speed**2 - slow @ slow, slow @ more, more @ more
+    if square + 2 * along <= room:
+        return velocity
+    share = (np.sqrt(along**2 + square * room) - along) / square if room > 0 else 0.0
+    slower: np.ndarray = brakes + share * (velocity - brakes)
+    return slower
 
 
 def _moves(before: Pose, after: Pose) -> bool:
@@ -161,7 +193,7 @@ class TwistGate(Gate):
         if self._command is None:
             return None
         change = lengths(velocity - self._command)
-        if (change <= self._bounds.acceleration * (elapsed_s + _JITTER_S)).all():
+        if (change <= self._bounds.acceleration * (elapsed_s + JITTER_S)).all():
             return None
         detail = f"the twist changed by {change[0]:.4g} m/s and {change[1]:.4g} rad/s within {elapsed_s:.3f} s"
         return Refusal(Cause.OVER_ACCELERATION, f"{detail}, more than the limits of acceleration allow")
