@@ -20,8 +20,10 @@ from specvla_ros.control.guard.commands import (
     GripperCommand,
     JointCommand,
     JointPositions,
+    JointVelocities,
     Sent,
     SentTwist,
+    SentVelocities,
     Stamp,
     ToolPose,
     TwistCommand,
@@ -74,9 +76,9 @@ def path_message(names: tuple[str, ...], path: JointPath) -> JointTrajectory:
     return message
 
 
-def array_message(positions: np.ndarray) -> Float64MultiArray:
-    """Message of commanded joint positions, float64 [joints]."""
-    return Float64MultiArray(data=positions.tolist())
+def array_message(values: np.ndarray) -> Float64MultiArray:
+    """Message of commanded joint positions or velocities, float64 [joints]."""
+    return Float64MultiArray(data=values.tolist())
 
 
 def gripper_message(position: float, gripper: GripperLimits) -> Float64MultiArray | JointTrajectory:
@@ -146,6 +148,11 @@ def array_command(message: Float64MultiArray, sent_ns: int | None) -> JointComma
     return JointCommand(Stamp(sent_ns), None, np.array([message.data]), np.zeros(1))
 
 
+def velocities_command(message: Float64MultiArray, sent_ns: int | None) -> JointVelocities:
+    """Commanded joint velocities, in the order of the parameters."""
+    return JointVelocities(Stamp(sent_ns), np.array(message.data))
+
+
 def joint_positions(message: JointState) -> JointPositions:
     """Measured joint positions."""
     return JointPositions(stamp_of(message.header), tuple(message.name), np.array(message.position))
@@ -170,6 +177,8 @@ def sent_message(
         return twist_message(sent.velocity, stamp_ns, settings.base_frame)
     if isinstance(sent, Pose):
         return pose_message(sent, stamp_ns, settings.base_frame)
+    if isinstance(sent, SentVelocities):
+        return array_message(sent.velocities)
     if settings.kind is Output.POSITION_ARRAY:
         return array_message(sent.positions)
     if sent.path is not None:
@@ -184,6 +193,7 @@ COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
     Output.JOINT_TRAJECTORY: (Output.JOINT_TRAJECTORY.topic, JointTrajectory, trajectory_command),
     Output.JOINT_TRAJECTORY_CHUNK: (Output.JOINT_TRAJECTORY_CHUNK.topic, JointTrajectory, trajectory_command),
     Output.POSITION_ARRAY: (Output.POSITION_ARRAY.topic, Float64MultiArray, array_command),
+    Output.VELOCITY_ARRAY: (Output.VELOCITY_ARRAY.topic, Float64MultiArray, velocities_command),
 }
 GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {
     GripperOutput.ARRAY: ("gripper", Float64MultiArray, gripper_array),

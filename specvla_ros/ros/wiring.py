@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from specvla_ros.control.guard.settings import Output
 from specvla_ros.errors import UserError
 
-COMMANDS = ("pose", "twist", "joint_trajectory", "joint_positions", "gripper", "gripper_trajectory")
+_MOTION = dict.fromkeys(each.topic for each in Output if each is not Output.NONE)
+COMMANDS = (*_MOTION, "gripper", "gripper_trajectory")
 Remaps = list[tuple[str, str]]
 
 

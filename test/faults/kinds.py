@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from support.fault_scene import DRIVER_GRAPH_S, GRAPH_S, IMAGE_DELAY_S, ActionMessage, Frame, Scene
 
-from specvla_ros.control.guard.commands import JointCommand, ToolPose, TwistCommand
+from specvla_ros.control.guard.commands import JointCommand, JointVelocities, Stamp, ToolPose, TwistCommand
 from specvla_ros.control.guard.settings import Output
 from specvla_ros.lab.simulation.controllers import COMMAND_TIMEOUT_S
 from specvla_ros.lab.simulation.tasks import TASKS
@@ -318,6 +318,8 @@ def _moved(right: Any, share: float) -> Any:
         return replace(right, position=right.position + share * _LEAP_M)
     if isinstance(right, TwistCommand):
         return replace(right, velocity=right.velocity + share * 10 * _LEAP_M)
+    if isinstance(right, JointVelocities):
+        return replace(right, velocities=right.velocities + share * 10 * _LEAP_RAD)
     assert isinstance(right, JointCommand)
     return replace(right, positions=right.positions + share * _LEAP_RAD)
 
@@ -378,6 +380,8 @@ def _twins() -> list[Fault]:
             return replace(tool, position=tool.position + way)
         if scene.setup.output == "twist":
             return TwistCommand(stamp, np.full(6, 0.05))
+        if scene.setup.output == "velocity_array":
+            return JointVelocities(Stamp(None), np.full(len(scene.arm.joints), 0.05))
         names = None if scene.setup.output == "position_array" else scene.arm.joints
         return JointCommand(stamp, names, scene.joint_positions()[None] + way, np.full(1, 0.06 if names else 0.0))
 

@@ -35,7 +35,7 @@ def run(fault: str, output: str, *, guarded: bool = True, seed: int = 1, **chang
 
 
 @pytest.mark.parametrize(
-    "output", nightly_but(lambda output: output in ("pose", "position_array", "joint_trajectory_chunk"), COMMANDS)
+    "output", nightly_but(lambda output: output in ("pose", "velocity_array", "joint_trajectory_chunk"), COMMANDS)
 )
 def test_a_driver_that_is_killed_stops_the_arm_in_time_and_within_limits(output):
     found = run("kill driver", output)

@@ -26,6 +26,7 @@ NEAR = {
         "control/guard", "joint_gate", "chunk", "tool_gates", "gate", "watch", "guard"
     ),
     f"{CONTROL}guard/tool_gates.py": _of("control/guard", "tool_gates", "gate", "watch", "joint_gate", "guard"),
+    f"{CONTROL}guard/velocity_gate.py": _of("control/guard", "velocity_gate", "guard"),
     f"{CONTROL}guard/chunk.py": _of("control/guard", "chunk", "guard"),
     f"{CONTROL}guard/guard.py": _of("control/guard", "guard"),
     f"{CONTROL}guard/": _of("control/guard", "gate", "tool_gates", "joint_gate", "watch", "guard"),
@@ -36,6 +37,7 @@ NEAR = {
     f"{CONTROL}joint_path.py": _of("control", "joint_path"),
     f"{CONTROL}joint_parts.py": _of("messages", "state_message"),
     f"{CONTROL}joint_space.py": _of("control", "joint_space"),
+    f"{CONTROL}joint_velocity.py": _of("control", "joint_velocity"),
     f"{CONTROL}gripper.py": _of("control", "gripper", "follower"),
     f"{CONTROL}bounded_motion.py": _of("control", "bounded_motion"),
     f"{CONTROL}limits.py": _of("control", "limits", "bounded_motion"),

@@ -70,6 +70,7 @@ class Arm:
         node.create_subscription(TwistStamped, "/driver/twist", self._on_twist, COMMAND)
         node.create_subscription(JointTrajectory, "/driver/joint_trajectory", self._on_trajectory, COMMAND)
         node.create_subscription(Float64MultiArray, "/driver/joint_positions", self._on_array, COMMAND)
+        node.create_subscription(Float64MultiArray, "/driver/joint_velocities", self._on_velocities, COMMAND)
         node.create_subscription(Float64MultiArray, "/driver/gripper", self.grippers.append, COMMAND)
         node.create_subscription(DiagnosticArray, "/diagnostics", self.diagnostics.append, DIAGNOSTICS)
         self.actions = node.create_publisher(VlaAction, "action", ACTION)
@@ -176,6 +177,12 @@ class Arm:
         self.arrays.append(message)
         data = np.array(message.data)
         self.joints = dict(zip(self.joints, data if self.wired is None else data[list(self.wired)], strict=True))
+
+    def _on_velocities(self, message: Float64MultiArray) -> None:
+        """Each joint goes on at its velocity for a control step."""
+        self.arrays.append(message)
+        data = np.array(message.data)
+        self.joints = dict(zip(self.joints, np.array([*self.joints.values()]) + 0.01 * data, strict=True))
 
     def _on_twist(self, message: TwistStamped) -> None:
         if self.twists:

@@ -33,9 +33,11 @@ from specvla_ros.control.guard.commands import (
     Instant,
     JointCommand,
     JointPositions,
+    JointVelocities,
     Sent,
     SentJoints,
     SentTwist,
+    SentVelocities,
     Stamp,
     ToolPose,
     TwistCommand,
@@ -49,6 +51,7 @@ from specvla_ros.control.inverse_kinematics import (
     trajectory_point,
 )
 from specvla_ros.control.joint_path import JointPath
+from specvla_ros.control.joint_velocity import JointTracking
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
 from specvla_ros.control.robot_model import JointModel, ToolKinematics
@@ -363,6 +366,7 @@ class Scene:
         if self.setup.output == "joint_trajectory_chunk":
             model = planned(model)
         self._solver = JointSolver(model, CONTROL_DT_S)
+        self._tracking = JointTracking(self._solver, model)
         self._chunks = TrajectoryChunks(self._solver, self.settings.joints.chunk_s, bounds.stop_s)
         follower = ActionFollower(
             ToolSpace(bounds, max_step_rad=1.5), BoundedMotion(bounds), self._gripper, self._history
@@ -384,6 +388,7 @@ class Scene:
         if self.settings.kind.of_joints:
             self._solver.start(self._joints)
             self._chunks.start()
+            self._tracking.rest()
 
     def _count_publishers(self) -> None:
         self.driver.action_publishers = 1 + self.publishers["action"]
@@ -450,6 +455,9 @@ class Scene:
             if path is None:
                 return None
             return JointCommand(stamp, self.arm.joints, path.positions, path.times_s, path.velocities)
+        if output == "velocity_array":
+            measured = self._joints if not self.driver.problem and not self.driver.guarded else None
+            return JointVelocities(Stamp(None), self._tracking.next(target, measured, CONTROL_DT_S))
         positions, velocities = self._solver.follow(target)
         if output == "position_array":
             return JointCommand(stamp, None, positions[None], np.zeros(1))
@@ -536,6 +544,8 @@ def _robots_command(command: Command, now_s: float) -> Any:
     if isinstance(command, TwistCommand):
         stamp_s = (command.stamp.ns or 0) * 1e-9
         return Twist(stamp_s, command.stamp.frame_id, command.velocity[:3], command.velocity[3:])
+    if isinstance(command, JointVelocities):
+        return command.velocities
     if command.names is None:
         return command.positions[0]
     return _trajectory(command.names, JointPath(command.times_s, command.positions, command.velocities))
@@ -561,6 +571,8 @@ def _sent_command(sent: Sent, scene: Scene) -> Any:
         return Twist(scene.time.clocks.s, BASE_FRAME, sent.velocity[:3], sent.velocity[3:])
     if isinstance(sent, Pose):
         return BASE_FRAME, Pose(sent.position, sent.rotation)
+    if isinstance(sent, SentVelocities):
+        return sent.velocities
     assert isinstance(sent, SentJoints)
     if scene.setup.output == "position_array":
         return sent.positions

@@ -34,6 +34,7 @@ TYPES = {
     "twist": TwistStamped,
     "joint_trajectory": JointTrajectory,
     "joint_positions": Float64MultiArray,
+    "joint_velocities": Float64MultiArray,
 }
 TOPICS = {
     "pose": "pose",
@@ -41,6 +42,7 @@ TOPICS = {
     "joint_trajectory": "joint_trajectory",
     "joint_trajectory_chunk": "joint_trajectory",
     "position_array": "joint_positions",
+    "velocity_array": "joint_velocities",
 }
 # A busy machine may pause a test for long; what is tested is what happens, not when.
 PATIENT = {"command_timeout_s": 0.5, "state_timeout_s": 1.0, "enable_timeout_s": 1.0, "action_timeout_s": 2.0}
@@ -117,6 +119,8 @@ class Scene:
         if kind == "pose":
             return self.pose_at(self.position)
         positions = [0.5 * self.position, -self.position]
+        if kind == "joint_velocities":
+            return Float64MultiArray(data=[0.5 * self.speed, -self.speed])
         if kind == "joint_positions":
             return Float64MultiArray(data=positions)
         points = [JointTrajectoryPoint(positions=positions)]

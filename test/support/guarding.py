@@ -14,9 +14,11 @@ from specvla_ros.control.guard.commands import (
     Instant,
     JointCommand,
     JointPositions,
+    JointVelocities,
     Sent,
     SentJoints,
     SentTwist,
+    SentVelocities,
     Stamp,
     ToolPose,
     TwistCommand,
@@ -95,6 +97,8 @@ class Rig:
         positions = np.array([[2 * swing, -swing]])
         if self.output == "position_array":
             return JointCommand(Stamp(None), None, positions, np.zeros(1))
+        if self.output == "velocity_array":
+            return JointVelocities(Stamp(None), 0.12 * np.cos(0.6 * self.phase_s) * np.array([2.0, -1.0]))
         if self.output == "joint_trajectory_chunk":
             return self._chunk()
         return JointCommand(Stamp(self.clock_ns), ("elbow", "shoulder"), positions[:, ::-1], np.array([0.01]))
@@ -149,6 +153,9 @@ class Rig:
         if isinstance(sent, SentTwist):
             last_s = self.sent[-2][0] if len(self.sent) > 1 else self.steady_s
             self.tool = self.tool + sent.velocity[:3] * min(self.steady_s - last_s, 0.1)
+        elif isinstance(sent, SentVelocities):
+            last_s = self.sent[-2][0] if len(self.sent) > 1 else self.steady_s
+            self.joints = self.joints + sent.velocities * (self.steady_s - last_s)
         elif isinstance(sent, Pose):
             self.tool = sent.position
         elif isinstance(sent, SentJoints):
@@ -190,6 +197,8 @@ def velocities(sent: list[tuple[float, Sent | None]], *, output: str = "") -> li
         dt_s = at_s - before_s
         if isinstance(now, SentTwist):
             found.append((at_s, dt_s, now.velocity.reshape(2, 3)))
+        elif isinstance(now, SentVelocities):
+            found.append((at_s, dt_s, now.velocities[:, None]))
         elif isinstance(now, Pose) and isinstance(before, Pose):
             turn = now.rotation @ before.rotation.T
             vector = np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]]) / 2

@@ -54,7 +54,10 @@ class IdealDriver:
         if self._command == "twist":
             velocity = self._values[:6] / ACTION_DT_S * moving
             return Twist(now_s, BASE_FRAME, velocity[:3], velocity[3:])
-        self._joints = self._solve(self._goal)
+        before, self._joints = self._joints, self._solve(self._goal)
+        if self._command == "velocity_array":
+            measured = self._world.joint_state()[0][: len(self._joints)]
+            return (self._joints - before) / step_s + 6.0 * (before - measured)
         if self._command == "position_array":
             return self._joints
         point = Point(_AHEAD_S, self._joints, _NOTHING, _NOTHING)

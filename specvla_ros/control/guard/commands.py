@@ -58,6 +58,14 @@ class JointCommand:
 
 
 @dataclass(frozen=True)
+class JointVelocities:
+    """Commanded joint velocities, in the order of the parameters."""
+
+    stamp: Stamp
+    velocities: np.ndarray  # float64 [joints]
+
+
+@dataclass(frozen=True)
 class GripperCommand:
     """Commanded gripper position."""
 
@@ -101,5 +109,12 @@ class SentJoints:
     sent_before: bool = False  # the controller has this motion already, from an earlier message
 
 
-Command = TwistCommand | ToolPose | JointCommand
-Sent = SentTwist | Pose | SentJoints
+@dataclass(frozen=True)
+class SentVelocities:
+    """Outgoing joint velocities: float64 [joints], in the order of the parameters."""
+
+    velocities: np.ndarray
+
+
+Command = TwistCommand | ToolPose | JointCommand | JointVelocities
+Sent = SentTwist | Pose | SentJoints | SentVelocities

@@ -13,6 +13,7 @@ from specvla_ros.control.guard.joint_gate import JointGate
 from specvla_ros.control.guard.robot_state import Obedience, StateRule
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import PoseGate, TwistGate
+from specvla_ros.control.guard.velocity_gate import JointVelocityGate
 from specvla_ros.control.guard.watch import Watch
 from specvla_ros.control.robot_model import ToolKinematics
 
@@ -298,9 +299,11 @@ class Guard:
 
 
 def _gate(settings: GuardSettings, kinematics: ToolKinematics | None) -> Gate:
-    if settings.kind is Output.TWIST:
-        return TwistGate(settings)
-    return PoseGate(settings) if settings.kind is Output.POSE else JointGate(settings, kinematics)
+    if settings.kind is Output.VELOCITY_ARRAY:
+        return JointVelocityGate(settings, kinematics)
+    if settings.kind.of_joints:
+        return JointGate(settings, kinematics)
+    return PoseGate(settings) if settings.kind is Output.POSE else TwistGate(settings)
 
 
 def _gripper_problem(command: GripperCommand, settings: GuardSettings) -> Refusal | None:

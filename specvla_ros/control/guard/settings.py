@@ -23,6 +23,7 @@ class Output(str, Enum):
     JOINT_TRAJECTORY = "joint_trajectory"
     JOINT_TRAJECTORY_CHUNK = "joint_trajectory_chunk"
     POSITION_ARRAY = "position_array"
+    VELOCITY_ARRAY = "velocity_array"
 
     @property
     def of_joints(self) -> bool:
@@ -32,9 +33,10 @@ class Output(str, Enum):
     @property
     def topic(self) -> str:
         """Name of the topics of these commands."""
-        return "joint_positions" if self is Output.POSITION_ARRAY else self.value.removesuffix("_chunk")
+        return _ARRAYS.get(self.value) or self.value.removesuffix("_chunk")
 
 
+_ARRAYS = {"position_array": "joint_positions", "velocity_array": "joint_velocities"}
 JOINT_OUTPUTS = tuple(each.value for each in Output if each.of_joints)
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from specvla_ros.control.convention import positions_joints
+from specvla_ros.control.guard.settings import Output
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli import options
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, Taken, takes_policy
@@ -116,7 +117,7 @@ class Acting:
     interface: str | None = parameter(
         None,
         "Command interface for --follow driver, guarded or plain; default: pose, or joint_trajectory_chunk for joints.",
-        choices=("pose", "twist", "joint_trajectory", "joint_trajectory_chunk", "position_array"),
+        choices=tuple(each.value for each in Output if each is not Output.NONE),
     )
 
 

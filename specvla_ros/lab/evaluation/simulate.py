@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.control.convention import positions_joints
+from specvla_ros.control.guard.settings import JOINT_OUTPUTS
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
@@ -141,10 +142,7 @@ def make_robot(
     if joints and follow == Follow.PLAIN.value:
         raise UserError("the policy's actions are positions of joints, which need --follow driver or guarded")
     if joints and interface in TOOL_COMMANDS:
-        raise UserError(
-            "the policy's actions are positions of joints: use --interface joint_trajectory, joint_trajectory_chunk or "
-            "position_array"
-        )
+        raise UserError(f"the policy's actions are positions of joints: use --interface {', '.join(JOINT_OUTPUTS)}")
     if follow == Follow.GUARDED.value and not joints and interface not in ("", *TOOL_COMMANDS):
         raise UserError(
             f"--follow guarded with --interface {interface} is for policies whose actions are positions of joints: the "

@@ -31,6 +31,7 @@ from mcap.exceptions import McapError
 from mcap.reader import make_reader
 
 from specvla_ros.control.guard.cause import Cause
+from specvla_ros.control.guard.settings import Output
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.message_types import MessageTypes
@@ -62,7 +63,7 @@ class Stop:
     """One stop of a moving robot."""
 
     file: str
-    output: str  # the kind of command: pose, twist, joint_trajectory, position_array
+    output: str  # the kind of command: pose, twist, joint_trajectory, position_array, velocity_array
     cause: str
     time_zero: str  # the event that time zero is taken from, in words
     speed_m_s: float
@@ -190,6 +191,8 @@ class BlackBoxFile:
             self._types.learn(each.msgtype, each.msgdef)
         self._command = self._connections[0].msgtype if self._connections else ""
         self.output = _OUTPUTS.get(self._command, "")
+        if self.output and self._connections[0].topic.endswith(Output.VELOCITY_ARRAY.topic):
+            self.output = Output.VELOCITY_ARRAY.value
         if not self.output:
             raise NotMeasuredError("its first topic is not a motion command: not written by the guard's black box")
         self.tool = ToolMotion(list(self._poses()))

@@ -17,6 +17,7 @@ from specvla_ros.lab.simulation.controllers import (
     JointTrajectoryController,
     PositionArray,
     TwistServo,
+    VelocityArray,
 )
 from specvla_ros.lab.simulation.world import World
 
@@ -26,6 +27,7 @@ _CONTROLLERS: dict[str, Callable[[World], Controller]] = {
     "joint_trajectory": lambda world: JointTrajectoryController(world.arm.joints),
     "joint_trajectory_chunk": lambda world: JointTrajectoryController(world.arm.joints, from_desired=True),
     "position_array": lambda world: PositionArray(),
+    "velocity_array": lambda world: VelocityArray(),
 }
 COMMANDS = tuple(_CONTROLLERS)
 TOOL_COMMANDS = ("pose", "twist")  # of the tool; the others are of the joints

@@ -17,6 +17,7 @@ from specvla_ros.control.robot_model import ToolKinematics
 CONTROL_DT_S = 0.01  # the controllers' period: 100 Hz is common for ros2_control and Servo
 BASE_FRAME = "base_link"
 TOOL_FRAME = "tool0"
+_HELD_RAD = 0.1  # max lead of a velocity's integral over its joint
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,32 @@ class PositionArray:
 
     def update(self, measured: JointState, now_s: float) -> JointState:
         return JointState(self._reference, np.zeros_like(self._reference))
+
+
+class VelocityArray:
+    """Joint velocities, by the rules of a forward velocity controller (ros2_controllers, forward_controllers_base.cpp).
+
+    - The newest array holds without a timeout: in silence the joints keep moving.
+    - An array with non-finite values is dropped. An array of another length is an error: the controller manager then
+      deactivates the real controller; this one drops the array.
+
+    The joints' own position control follows the velocities' integral. It does not run away from joints that are held.
+    """
+
+    def start(self, measured: JointState) -> None:
+        self._velocity, self._position = np.zeros_like(measured.positions), measured.positions.copy()
+
+    def take(self, command: np.ndarray, now_s: float) -> None:
+        if command.shape != self._velocity.shape:
+            raise CommandRefusedError(f"it has {command.size} values for {self._velocity.size} joints")
+        if not np.isfinite(command).all():
+            raise CommandRefusedError("its values are not all finite")
+        self._velocity = command.copy()
+
+    def update(self, measured: JointState, now_s: float) -> JointState:
+        reached = self._position + self._velocity * CONTROL_DT_S
+        self._position = np.clip(reached, measured.positions - _HELD_RAD, measured.positions + _HELD_RAD)
+        return JointState(self._position, self._velocity)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver, UnreachableError, trajectory_point
 from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.joint_space import JointKinematics, JointMotion, JointSpace
+from specvla_ros.control.joint_velocity import JointTracking
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import PoseHistory
 from specvla_ros.control.robot_model import JointModel
@@ -103,6 +104,7 @@ class DrivenRobot(TableRobot):
             self._convention = replace(self._convention, frame=ActionFrame.JOINTS, joints=self.action_names)
             stop_s = self._model.stop_s
         self._solver = JointKinematics(self._model) if joints else JointSolver(self._model, CONTROL_DT_S)
+        self._tracking = JointTracking(self._solver, self._model)
         self._chunks = TrajectoryChunks(self._solver, max(JointLimits().chunk_s, stop_s + _CHUNK_S), stop_s)
         self._send: Callable[[Target[Any]], Any] = {  # None: nothing this time
             "pose": lambda target: (BASE_FRAME, target.pose),
@@ -110,6 +112,7 @@ class DrivenRobot(TableRobot):
             "joint_trajectory": self._trajectory,
             "joint_trajectory_chunk": self._chunk,
             "position_array": lambda target: self._solver.follow(target)[0],
+            "velocity_array": lambda target: self._tracking.next(target, self._joint_positions(), CONTROL_DT_S),
         }[command]
         self._guard: ArmGuard | None = None
         if follow is Follow.GUARDED:
@@ -139,6 +142,7 @@ class DrivenRobot(TableRobot):
         self._solver.start(self._joint_positions())
         self._actions.rest_at(self._measured())
         self._chunks.start()
+        self._tracking.rest()
 
     def _wait_for(self, guard: ArmGuard) -> None:
         guard.start(self.instruction)

@@ -13,8 +13,10 @@ from specvla_ros.control.guard.commands import (
     Instant,
     JointCommand,
     JointPositions,
+    JointVelocities,
     Sent,
     SentTwist,
+    SentVelocities,
     Stamp,
     ToolPose,
     TwistCommand,
@@ -88,11 +90,24 @@ class ArmGuard:
         guard.joints(JointPositions(stamp, world.arm.joint_names, world.joint_state()[0]), now)
         guard.enable(True, now)
         if command is not None:
-            guard.command(_command(stamp, command), now)
+            guard.command(self._command(stamp, command), now)
         if gripper is not None:
             guard.gripper(GripperCommand(None, np.array([gripper])), now)
         outcome = guard.tick(now)
         return Passed(None if outcome.sent is None else self._robots(outcome.sent, now_s), outcome.gripper)
+
+    def _command(self, stamp: Stamp, command: Any) -> Command:
+        """The driver's command, as its output makes it; see `DrivenRobot`."""
+        if isinstance(command, Twist):
+            return TwistCommand(stamp, np.concatenate([command.linear, command.angular]))
+        if isinstance(command, tuple):
+            frame, pose = command
+            return ToolPose(Stamp(stamp.ns, frame), pose.position, quaternion(pose.rotation))
+        if isinstance(command, JointTrajectory):
+            return _trajectory_command(stamp, command)
+        if self._settings.kind is Output.VELOCITY_ARRAY:
+            return JointVelocities(stamp, command)
+        return JointCommand(stamp, None, command[None], np.zeros(1))
 
     def _robots(self, sent: Sent, now_s: float) -> Any:
         """The guard's message as the arm's controller takes it; None: the controller has it already."""
@@ -100,6 +115,8 @@ class ArmGuard:
             return BASE_FRAME, sent
         if isinstance(sent, SentTwist):
             return Twist(now_s, BASE_FRAME, sent.velocity[:3], sent.velocity[3:])
+        if isinstance(sent, SentVelocities):
+            return sent.velocities
         if sent.sent_before:
             return None
         if self._settings.kind is Output.POSITION_ARRAY:
@@ -127,15 +144,7 @@ def trajectory(names: tuple[str, ...], path: JointPath) -> JointTrajectory:
     return JointTrajectory(0.0, names, tuple(Point(*state, nothing) for state in states))
 
 
-def _command(stamp: Stamp, command: Any) -> Command:
-    """The driver's command, as its output makes it; see `DrivenRobot`."""
-    if isinstance(command, Twist):
-        return TwistCommand(stamp, np.concatenate([command.linear, command.angular]))
-    if isinstance(command, tuple):
-        frame, pose = command
-        return ToolPose(Stamp(stamp.ns, frame), pose.position, quaternion(pose.rotation))
-    if not isinstance(command, JointTrajectory):
-        return JointCommand(stamp, None, np.asarray(command)[None], np.zeros(1))
+def _trajectory_command(stamp: Stamp, command: JointTrajectory) -> JointCommand:
     points = command.points
     moving = np.array([point.velocities for point in points]) if len(points[0].velocities) else None
     positions, times_s = np.array([point.positions for point in points]), np.array([point.time_s for point in points])

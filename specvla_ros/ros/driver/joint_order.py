@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a position_array is in the controller's order: by asking the controller, or by a trial on the arm."""
+"""Checks that an array of joints is in the controller's order: by asking the controller, or by a trial on the arm."""
 
 import time
 from collections.abc import Mapping
@@ -30,6 +30,11 @@ class JointOrder:
         self._names, self._limits = context.joints, chosen.limits
         self._controller = chosen.joints.controller.rstrip("/") if output.by_order else ""
         tries = output.by_order and chosen.joints.check_order and not self._controller
+        if tries and not output.tries_order:
+            raise UserError(
+                f"output: {chosen.output} sends joints without names: set joints.controller to the controller's node, "
+                "which is asked for their order, or joints.check_order to false"
+            )
         self.pending = tries and context.solver is not None  # whether a trial is still needed
         self.problem = f"{self._controller} has not reported its joints yet" if self._controller else ""
         self._client: Client | None = None

@@ -85,8 +85,17 @@ class DriverNode(ManagedNode):
         self._model, self._solver = model, _joint_commands(chosen, model)
         names, joints_stop_s = ((), 0.0) if model is None else (model.joints, model.stop_s)
         stop_s = joints_stop_s if chosen.action_space == JOINTS else chosen.limits.stop_s
-        context = OutputContext(self, chosen.base_frame, names, self._solver, chosen.joints.chunk_s, stop_s)
-        self._output_context = context
+        self._output_context = OutputContext(
+            self,
+            chosen.base_frame,
+            names,
+            self._solver,
+            model,
+            self._measured_joints,
+            1.0 / chosen.rate_hz,
+            chosen.joints.chunk_s,
+            stop_s,
+        )
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
         self._order = JointOrder(self._output_context, chosen, self._output)
         self._gripper = Gripper(chosen.gripper)
@@ -174,6 +183,11 @@ class DriverNode(ManagedNode):
             self._on_bad(str(error))
         else:
             self._on_pose(stamp_s, pose)
+
+    def _measured_joints(self) -> Mapping[str, float] | None:
+        """The joints as far as they may correct the motion."""
+        driver = self._driver
+        return None if driver is None or driver.problem or driver.guarded else self._joints or None
 
     def _on_bad(self, what: str) -> None:
         self._refusals["bad_state"] += 1

@@ -4,7 +4,7 @@
 Other packages add outputs by the entry point group `specvla_ros.robot_outputs`; see docs/how-to/add-a-robot-output.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +23,8 @@ from specvla_ros.control.gripper import GripperOutput, GripperSettings
 from specvla_ros.control.guard.settings import JOINT_OUTPUTS
 from specvla_ros.control.inverse_kinematics import JointSolver, kept_in
 from specvla_ros.control.joint_space import JointKinematics
+from specvla_ros.control.joint_velocity import JointTracking
+from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
 from specvla_ros.ros.motion_messages import (
     GRIPPERS,
@@ -49,6 +51,10 @@ class OutputContext:
     joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none given
     # The joints of targets: by inverse kinematics, or the targets themselves; None: no robot model given.
     solver: JointSolver | JointKinematics | None = None
+    model: JointModel | None = None  # of the solver
+    # The joints' positions by name; None while they are unknown, or motion is blocked.
+    measured: Callable[[], Mapping[str, float] | None] = lambda: None
+    period_s: float = 0.01  # of the control steps
     chunk_s: float = 0.5  # longest trajectory that is sent ahead, its braking included
     stop_s: float = 0.2  # duration of braking from full speed
     publishers: list[Any] = field(default_factory=list)
@@ -94,10 +100,12 @@ class RobotOutput(Protocol):
         follows_velocity: True if velocities are sent, so that the robot must be measured continuously; otherwise
             positions are sent.
         by_order: True if joints are sent without names, so that their order must be the controller's.
+        tries_order: True if small motions may find out the order of such joints.
     """
 
     follows_velocity: bool = False
     by_order: bool = False
+    tries_order: bool = True
 
     def connect(self, follower: ActionFollower[Any]) -> None:
         """Takes the follower whose targets are sent, when the driver is activated; it tells what comes next."""
@@ -109,7 +117,7 @@ class RobotOutput(Protocol):
         """Sends the command of one control step, or raises UnreachableError."""
 
     def send_positions(self, positions: np.ndarray) -> None:
-        """Sends joint positions, float64 [n], unchanged; only for outputs that are `by_order`."""
+        """Sends joint positions, float64 [n], unchanged; only for outputs that are `by_order` and `tries_order`."""
 
 
 @ROBOT_OUTPUTS.register("none", order=0)
@@ -230,6 +238,31 @@ class PositionArrayOutput(RobotOutput):
 
     def send_positions(self, positions: np.ndarray) -> None:
         self._publisher.publish(array_message(positions))
+
+
+@ROBOT_OUTPUTS.register("velocity_array", order=50)
+class VelocityArrayOutput(RobotOutput):
+    """Float64MultiArray on `~/joint_velocities`, for ros2_control's forward velocity controllers.
+
+    The joints' velocities in the order of `joints.names`, at the control rate, zeros at rest. The controller keeps the
+    last ones: a driver that stops sending leaves the arm in motion.
+    """
+
+    by_order, tries_order = True, False  # a trial that breaks off would leave a joint in motion
+
+    def __init__(self, context: OutputContext) -> None:
+        self._solver, self._context = context.require_solver("velocity_array"), context
+        assert context.model is not None
+        self._tracking = JointTracking(self._solver, context.model)
+        self._publisher = context.create_publisher(Float64MultiArray, "~/joint_velocities")
+
+    def start(self, joint_positions: Mapping[str, float]) -> None:
+        self._solver.start(joint_positions)
+        self._tracking.rest()
+
+    def send(self, target: Target[Any], now: Time) -> None:
+        measured = self._context.measured()
+        self._publisher.publish(array_message(self._tracking.next(target, measured, self._context.period_s)))
 
 
 class GripperCommands:

@@ -17,11 +17,11 @@ TOOL, JOINTS = "tool", "joints"
 
 @dataclass(frozen=True)
 class JointParameters(Joints):
-    """The arm's joints, and how the order of a position_array is checked."""
+    """The arm's joints, and how the order of an array is checked."""
 
     controller: str = parameter(
         "",
-        "Node of the controller that takes a position_array, such as /forward_position_controller. Before any motion "
+        "Node of the controller that takes an array of joints, such as /forward_position_controller. Before any motion "
         "the driver asks it for its joints, whose order must be that of joints.names.",
     )
     check_order: bool = parameter(

@@ -18,9 +18,11 @@ from specvla_ros.control.guard.commands import (
     GripperCommand,
     JointCommand,
     JointPositions,
+    JointVelocities,
     Sent,
     SentJoints,
     SentTwist,
+    SentVelocities,
     Stamp,
     ToolPose,
     TwistCommand,
@@ -32,7 +34,8 @@ from specvla_ros.errors import UserError
 
 LATCHING = [cause for cause in Cause if cause.latches]
 RAMP_S = 0.125  # speed over acceleration, of every block of the limits
-OUTPUTS = ("twist", "pose", "joint_trajectory", "joint_trajectory_chunk", "position_array")
+OUTPUTS = ("twist", "pose", "joint_trajectory", "joint_trajectory_chunk", "position_array", "velocity_array")
+UNSTAMPED = ("position_array", "velocity_array")
 FAULTS = (
     *("none", "none", "none", "no_command", "no_tool", "no_joints", "no_enable", "no_action", "wild", "nan", "frame"),
     *("stop", "clear", "disable", "tool_nan", "tool_jump", "joints_jump", "clock_back", "clock_ahead", "clock_still"),
@@ -67,6 +70,8 @@ def wild(output: str, each: Rig, random: np.random.Generator):
     if output == "pose":
         turn = random.normal(size=4)
         return ToolPose(each.stamp, each.tool + random.normal(size=3) * scale, tuple(turn / np.linalg.norm(turn)))
+    if output == "velocity_array":
+        return JointVelocities(Stamp(None), random.normal(size=2) * scale)
     points = int(random.integers(1, 5))
     positions = each.joints + random.normal(size=(points, 2)) * scale
     stamp = Stamp(None if output == "position_array" else each.clock_ns)
@@ -113,6 +118,8 @@ def spoiled(command, fault: str):
     if fault == "old_command":
         stamp = command.stamp
         return replace(command, stamp=replace(stamp, ns=stamp.ns - 10**9 if stamp.ns is not None else None))
+    if isinstance(command, JointVelocities):
+        return replace(command, velocities=command.velocities * np.nan)
     if fault == "frame" and not isinstance(command, JointCommand):
         return replace(command, stamp=replace(command.stamp, frame_id="camera"))
     if isinstance(command, TwistCommand):
@@ -132,9 +139,7 @@ class Truth:
         self.longest_s, self.last_s = 0.0, each.steady_s
 
     def note(self, each: Rig, fault: str, without: set[str]) -> None:
-        judged = (
-            {"nan", "frame", "wild"} if each.output == "position_array" else {"nan", "frame", "wild", "old_command"}
-        )
+        judged = {"nan", "frame", "wild"} if each.output in UNSTAMPED else {"nan", "frame", "wild", "old_command"}
         for name in self.heard_s:
             if name not in without and not (name == "command" and fault in judged):
                 self.heard_s[name] = each.steady_s
@@ -226,6 +231,8 @@ def test_a_right_driver_is_followed_closely(output: str) -> None:
         assert each.guard.state is State.PASSING, each.guard.reason
         if output == "twist":
             np.testing.assert_allclose(each.sent[-1][1].velocity, each.command().velocity, atol=1e-6)
+        elif output == "velocity_array":
+            np.testing.assert_allclose(each.sent[-1][1].velocities, each.command().velocities, atol=1e-6)
         elif output == "pose":
             np.testing.assert_allclose(each.sent[-1][1].position, each.command().position, atol=0.002)
         else:
@@ -266,6 +273,8 @@ def test_a_late_tick_does_not_send_what_it_missed_in_one_message(output: str, la
         step, most = np.abs(after.positions - before.positions), np.array(JOINTS.max_speed) * MOVES_S
     elif isinstance(before, Pose) and isinstance(after, Pose):
         step, most = np.abs(after.position - before.position).max(), LIMITS.linear_speed * MOVES_S
+    elif isinstance(before, SentVelocities):
+        step, most = np.abs(after.velocities - before.velocities), np.array(JOINTS.max_acceleration) * MOVES_S
     else:
         step, most = np.abs(after.velocity - before.velocity)[:3], LIMITS.linear_acceleration * MOVES_S
     assert (np.asarray(step) <= most + 1e-9).all()

@@ -78,7 +78,7 @@ def test_a_plain_follower_does_not():
 
 
 @needs_gl
-@pytest.mark.parametrize("command", ["joint_trajectory_chunk", "position_array"])
+@pytest.mark.parametrize("command", ["joint_trajectory_chunk", "position_array", "velocity_array"])
 def test_actions_of_joints_get_there_with_late_images(command):
     robot = DrivenRobot(command=command, image_size=32, joints=True)
     goals = JointGoals(robot.world.model, robot.world.arm)
@@ -126,8 +126,9 @@ def test_the_guard_passes_what_the_driver_sends_for_actions_of_the_tool(command)
 
 
 @needs_gl
-def test_the_guard_passes_what_the_driver_sends():
-    robot = DrivenRobot(command="joint_trajectory_chunk", follow=Follow.GUARDED, image_size=32, joints=True)
+@pytest.mark.parametrize("command", ["joint_trajectory_chunk", "velocity_array"])
+def test_the_guard_passes_what_the_driver_sends(command):
+    robot = DrivenRobot(command=command, follow=Follow.GUARDED, image_size=32, joints=True)
     goals = JointGoals(robot.world.model, robot.world.arm)
     robot.reset("lift_blue", 0)
     for _ in range(robot.max_steps):

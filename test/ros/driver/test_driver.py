@@ -136,6 +136,25 @@ def test_joints_take_the_tool_there(output):
             assert all(message.points[0].time_from_start.nanosec > 0 for message in robot.trajectories)
 
 
+def test_joint_velocities_take_the_tool_there_and_end_in_zeros():
+    with arm(output="velocity_array", **JOINT_OUTPUT) as robot:
+        robot.joints = HOME
+        robot.start()
+        start = tool_of([*HOME.values()])
+        robot.act()
+        robot.rest()
+        robot.until(lambda: not any(robot.arrays[-1].data))
+        assert_at(tool_of([*robot.joints.values()]), start.displaced(np.array(MOVE[:6])), 2e-3)
+        sent = np.array([message.data for message in robot.arrays])
+        assert np.abs(sent).max() <= np.array(JOINT_OUTPUT["joints__max_speed"]).max()
+
+
+def test_the_order_of_velocities_is_asked_for_and_not_tried(capfd):
+    with arm(output="velocity_array", **{**JOINT_OUTPUT, "joints__check_order": True}) as robot:
+        assert robot.driver.trigger_configure().name == "FAILURE"
+        assert "set joints.controller to the controller's node" in capfd.readouterr().err
+
+
 def test_another_parts_joint_states_are_no_error():
     """A gripper has a publisher of its own, and knows nothing of the arm; what is not commanded may be NaN."""
     heard: list[Any] = []

@@ -11,10 +11,11 @@ from rclpy.parameter import Parameter
 from support.guard_scene import PARAMETERS, TOPICS
 
 from specvla_ros.ros.guard.node import GuardNode
+from specvla_ros.ros.wiring import COMMANDS
 
 POLICY = Path(__file__).resolve().parents[3] / "config" / "sros2" / "specvla.policy.xml"
 REMAPPED = ["-r", "action:=/policy/action"]
-for _kind in ("pose", "twist", "joint_trajectory", "joint_positions", "gripper", "gripper_trajectory"):
+for _kind in COMMANDS:
     REMAPPED += ["-r", f"command/{_kind}:=/driver/{_kind}"]
 
 

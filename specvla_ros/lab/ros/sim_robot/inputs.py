@@ -246,6 +246,7 @@ _INTERFACES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "joint_trajectory": (JointTrajectoryMessage, "joint_trajectory", _trajectory),
     "joint_trajectory_chunk": (JointTrajectoryMessage, "joint_trajectory", _trajectory),
     "position_array": (Float64MultiArray, "joint_positions", _array),
+    "velocity_array": (Float64MultiArray, "joint_velocities", _array),
 }
 
 

@@ -44,6 +44,7 @@ TYPES = {
     "joint_trajectory": (JointTrajectory, "joint_trajectory"),
     "joint_trajectory_chunk": (JointTrajectory, "joint_trajectory"),
     "position_array": (Float64MultiArray, "joint_positions"),
+    "velocity_array": (Float64MultiArray, "joint_velocities"),
 }
 
 
@@ -62,7 +63,7 @@ def to_message(command: str, value: Any, stamp: Time) -> Any:
         linear.x, linear.y, linear.z = value.linear.tolist()
         angular.x, angular.y, angular.z = value.angular.tolist()
         return message
-    if command == "position_array":
+    if command.endswith("_array"):
         return Float64MultiArray(data=value.tolist())
     ahead = Duration(nanosec=round(value.points[0].time_s * 1e9))
     point = JointTrajectoryPoint(positions=value.points[0].positions.tolist(), time_from_start=ahead)
@@ -249,6 +250,7 @@ def bad(command: str, s: Scene) -> list[Any]:
             JointTrajectory(joint_names=names, points=[point, point]),
         ],
         "position_array": [Float64MultiArray(data=[0.0] * 6), Float64MultiArray(data=[math.nan] * 7)],
+        "velocity_array": [Float64MultiArray(data=[0.0] * 6), Float64MultiArray(data=[math.nan] * 7)],
     }[command.removesuffix("_chunk")]
 
 

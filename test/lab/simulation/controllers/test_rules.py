@@ -36,6 +36,7 @@ def bad_command(command: str, value: float) -> object:
         "twist": Twist(1.0, BASE_FRAME, np.array([0.1, 0.0, value]), np.zeros(3)),
         "joint_trajectory": JointTrajectory(0.0, TABLE_ARM.joints, (Point(0.1, joints, NOTHING, NOTHING),)),
         "position_array": joints,
+        "velocity_array": joints,
     }[command.removesuffix("_chunk")]
 
 
@@ -77,6 +78,7 @@ def test_a_new_start_forgets_what_was_commanded(world, command):
             0.0, TABLE_ARM.joints, (Point(0.5, HOME.positions + 0.1, NOTHING, NOTHING),)
         ),
         "position_array": HOME.positions + 0.1,
+        "velocity_array": np.full(7, 0.1),
     }[command.removesuffix("_chunk")]
     controller.take(good, 1.0)
     assert np.abs(controller.update(HOME, 1.0).positions - HOME.positions).max() > 1e-5

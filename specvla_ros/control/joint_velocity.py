@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joint velocities that keep an arm at its targets, for a robot that takes no positions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.control.bounded_motion import Target
+from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.control.joint_space import JointKinematics
+from specvla_ros.control.robot_model import JointModel
+
+_GAIN = 6.0  # 1/s, as for tool velocities
+_REACHED = 5e-4  # rad or m: at rest, nearer errors are left
+
+
+class JointTracking:
+    """Velocities of the targets' joints, corrected by the measured error, within the speed limits.
+
+    A velocity interface follows inexactly: without the correction its joints drift from the targets.
+    """
+
+    def __init__(self, commands: JointSolver | JointKinematics, model: JointModel) -> None:
+        self._commands, self._model = commands, model
+        self.rest()
+
+    def rest(self) -> None:
+        """Starts at rest."""
+        self._velocity = np.zeros(len(self._model.joints))  # sent last
+
+    def next(self, target: Target[Any], measured: Mapping[str, float] | None, passed_s: float) -> np.ndarray:
+        """The velocities to send, float64 [n]; raises UnreachableError.
+
+        `measured`: joint positions by name; None if unknown, and it slews to the targets' own velocities.
+        """
+        positions, velocities = self._commands.follow(target)
+        if not target.moving:  # a redundant arm's posture may still creep
+            velocities = np.zeros_like(velocities)
+        self._velocity = self._towards(positions, velocities, measured, passed_s)
+        return self._velocity
+
+    def _towards(
+        self, positions: np.ndarray, velocities: np.ndarray, measured: Mapping[str, float] | None, passed_s: float
+    ) -> np.ndarray:
+        model = self._model
+        if measured is None:
+            if model.max_acceleration is None:
+                return velocities
+            most = model.max_acceleration * passed_s
+            return self._velocity + np.clip(velocities - self._velocity, -most, most)
+        missing = positions - np.array([measured[name] for name in model.joints])
+        missing = np.where((velocities == 0) & (np.abs(missing) < _REACHED), 0.0, missing)
+        return np.clip(velocities + _GAIN * missing, -model.max_speed, model.max_speed)
