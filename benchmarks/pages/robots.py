@@ -65,6 +65,17 @@ def _live_driving(result: Result) -> Result:
     return {"rows": rows, "starts": rows[0]["success"]["episodes"]}
 
 
+def _joint_actions(result: Result) -> Result:
+    found: dict[str, Result] = result["policies"]
+    tasks = next(iter(found.values()))["tasks"]
+    return {
+        "columns": [{"policy": name, **each} for name, each in found.items()],
+        "tasks": [{"task": task, "of": [each["tasks"][task] for each in found.values()]} for task in tasks],
+        "starts": next(iter(found.values()))["success"]["episodes"],
+        "last_seed": result["first_seed"] + result["episodes_per_task"] - 1,
+    }
+
+
 _BUDGETS_S = (0.5, 1.0, 2.0)
 
 
@@ -112,4 +123,4 @@ def _serving_under_load(result: Result) -> Result:
     }
 
 
-VIEWS = views(_simulation, _driving, _chunk_output, _live_driving, _robots_per_device, _serving_under_load)
+VIEWS = views(_simulation, _driving, _chunk_output, _joint_actions, _live_driving, _robots_per_device, _serving_under_load)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Success of a policy whose actions move the joints, against one whose actions move the tool, on paired starts.
+
+python -m benchmarks.robot.joint_actions --episodes 20 --seed 7000
+
+Both act through the driver's control and the guard, in lockstep, as in `specvla simulate --follow guarded`. The tool's
+motion is sent as poses, that of the joints as chunks of a trajectory.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.harness import Episodes, Out, Seed, Work, Workers, finish, result_head, show_progress
+from benchmarks.results_page import RESULTS, weights_digest
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.bundled.policies import bundled_policy
+from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
+from specvla_ros.lab.simulation.driven_robot import Follow
+
+
+def main(
+    context: typer.Context,
+    episodes: Episodes = 20,
+    seed: Seed = 7000,
+    workers: Workers = 1,
+    policies: Annotated[str, typer.Option(help="Bundled policies; the first is the reference.")] = "nano,joints",
+    work: Work = Path("joint-actions-benchmark"),
+    out: Out = RESULTS / "joint_actions.json",
+) -> None:
+    """Runs the missing episodes."""
+    plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
+    rows, before = {}, None
+    for name in policies.split(","):
+        policy = bundled_policy(name)
+        settings = SimulateSettings(policy, follow=Follow.GUARDED.value, engine=EngineSettings("ar"))
+        into = work / f"{name}-{weights_digest(policy)[:8]}"
+        summary = simulate(settings, plan, into, partial(show_progress, name))
+        done = read_episodes(into)
+        before = before or done
+        rows[name] = {
+            "policy_weights": weights_digest(policy),
+            "success": summary.success.as_json(),
+            "tasks": {task: found.success.as_json() for task, found in summary.tasks.items()},
+            "against": compare_episodes(before, done).as_json(),
+        }
+    finish(result_head(context) | {"first_seed": seed, "episodes_per_task": episodes, "policies": rows}, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
