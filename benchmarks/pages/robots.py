@@ -123,4 +123,6 @@ def _serving_under_load(result: Result) -> Result:
     }
 
 
-VIEWS = views(_simulation, _driving, _chunk_output, _joint_actions, _live_driving, _robots_per_device, _serving_under_load)
+VIEWS = views(
+    _simulation, _driving, _chunk_output, _joint_actions, _live_driving, _robots_per_device, _serving_under_load
+)
