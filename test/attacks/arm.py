@@ -24,7 +24,7 @@ _HOME = (0.5, 0.0, 0.2)
 _DOWN = (0.0, 1.0, 0.0, 0.0)  # w x y z
 SPEED = 0.45  # m/s
 _WORKSPACE = ((0.28, -0.32, 0.015), (0.80, 0.32, 0.45))
-_LIMITS = {
+LIMITS = {
     "limits.linear_speed": SPEED,
     "limits.angular_speed": 2.5,
     "limits.linear_acceleration": 6.0,
@@ -39,7 +39,7 @@ _LIMITS = {
 }
 # A busy machine is late; what is asked here is what goes out, not when.
 _PATIENT = {"tool_pose_timeout_s": 2.0}
-_PATIENT_GUARD = {"command_timeout_s": 1.0, "state_timeout_s": 2.0, "enable_timeout_s": 2.0, "action_timeout_s": 5.0}
+PATIENT_GUARD = {"command_timeout_s": 1.0, "state_timeout_s": 2.0, "enable_timeout_s": 2.0, "action_timeout_s": 5.0}
 STEP_M = 0.02
 STILL_M = 0.001
 _TOLERANCE = 1.1  # of the speed between two commands: their stamps are taken a little apart
@@ -50,7 +50,7 @@ STAMPS_S = (-(10**9), -60.0, -3.0, 1.0, 60.0, 10**8)
 def robot_file(scratch: Path) -> Path:
     """Parameters of driver and guard for the arm that is played here."""
     path = scratch / "robot.yaml"
-    write_parameters(path, {"output": "pose", "base_frame": "base_link", **_LIMITS})
+    write_parameters(path, {"output": "pose", "base_frame": "base_link", **LIMITS})
     return path
 
 
@@ -152,7 +152,7 @@ def _place(message: PoseStamped) -> tuple[float, float, float]:
 def arm_beside(name: str, scratch: Path, domain: int) -> Iterator[tuple[Arm, NodeProcess]]:
     """Driver or guard as a process, and everybody around it."""
     guard = name == "guard"
-    parameters: dict[str, object] = {"black_box_s": 0.0, **_PATIENT_GUARD} if guard else {**_PATIENT}
+    parameters: dict[str, object] = {"black_box_s": 0.0, **PATIENT_GUARD} if guard else {**_PATIENT}
     with attacker(domain) as user:
         process = NodeProcess(name, scratch / f"{name}.log", parameters, files=(robot_file(scratch),))
         with running(process):

@@ -12,10 +12,12 @@ from attacks.commands import attack_commands
 from attacks.driver import attack_driver
 from attacks.guard import attack_guard, attack_pairs
 from attacks.images import attack_images
+from attacks.joint_guard import attack_joint_guard
 from attacks.tally import Silent, Tally
 from support.checkpoints import shard, write_checkpoint
 from support.nightly import nightly_but
 
+from specvla_ros.control.guard.settings import JOINT_OUTPUTS
 from specvla_ros.errors import UserError
 
 pytestmark = pytest.mark.attack
@@ -82,6 +84,12 @@ def test_commands(tmp_path: Path) -> None:
 def test_nodes_of_a_robot(tmp_path: Path, attack: Callable[..., Tally]) -> None:
     tally = attack(tmp_path, int(os.environ["ROS_DOMAIN_ID"]), limit=3, seed=1)
     assert tally.tried >= 3
+    assert not tally.failures, "\n".join(tally.failures)
+
+
+def test_the_guard_of_joints(tmp_path: Path) -> None:
+    tally = attack_joint_guard(tmp_path, int(os.environ["ROS_DOMAIN_ID"]), limit=2, seed=1)
+    assert tally.tried == 3 * len(JOINT_OUTPUTS)
     assert not tally.failures, "\n".join(tally.failures)
 
 
