@@ -16,7 +16,7 @@ _REACHED = 5e-4  # rad or m: at rest, nearer errors are left
 
 
 class JointTracking:
-    """Velocities of the targets' joints, corrected by the measured error, within the speed limits.
+    """Velocities of the targets' joints, corrected by the measured error, within the limits of speed and acceleration.
 
     A velocity interface follows inexactly: without the correction its joints drift from the targets.
     """
@@ -32,7 +32,7 @@ class JointTracking:
     def next(self, target: Target[Any], measured: Mapping[str, float] | None, passed_s: float) -> np.ndarray:
         """The velocities to send, float64 [n]; raises UnreachableError.
 
-        `measured`: joint positions by name; None if unknown, and it slews to the targets' own velocities.
+        `measured`: joint positions by name; None if unknown, and nothing is corrected.
         """
         positions, velocities = self._commands.follow(target)
         if not target.moving:  # a redundant arm's posture may still creep
@@ -44,11 +44,11 @@ class JointTracking:
         self, positions: np.ndarray, velocities: np.ndarray, measured: Mapping[str, float] | None, passed_s: float
     ) -> np.ndarray:
         model = self._model
-        if measured is None:
-            if model.max_acceleration is None:
-                return velocities
-            most = model.max_acceleration * passed_s
-            return self._velocity + np.clip(velocities - self._velocity, -most, most)
-        missing = positions - np.array([measured[name] for name in model.joints])
-        missing = np.where((velocities == 0) & (np.abs(missing) < _REACHED), 0.0, missing)
-        return np.clip(velocities + _GAIN * missing, -model.max_speed, model.max_speed)
+        if measured is not None:
+            missing = positions - np.array([measured[name] for name in model.joints])
+            missing = np.where((velocities == 0) & (np.abs(missing) < _REACHED), 0.0, missing)
+            velocities = np.clip(velocities + _GAIN * missing, -model.max_speed, model.max_speed)
+        if model.max_acceleration is None:
+            return velocities
+        most = model.max_acceleration * passed_s  # a correction that begins must not jump
+        return self._velocity + np.clip(velocities - self._velocity, -most, most)

@@ -94,7 +94,7 @@ def test_the_plan_has_each_fault_in_each_mode_by_each_output():
     jobs = list(plan(2000, 10, 0, names=names, speeds=[0.25, 0.1]))
     kinds = {(job.fault, job.mode, job.output) for job in jobs if job.guarded}
     of_joints = sum(fault.of_joints for fault in FAULTS.values())
-    assert len(kinds) == (len(FAULTS) - of_joints) * 20 + of_joints * 12
+    assert len(kinds) == (len(FAULTS) - of_joints) * 24 + of_joints * 16
     assert sum(not job.guarded for job in jobs) == 10
     assert len({job.key for job in jobs}) == len(jobs)
 
