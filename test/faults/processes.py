@@ -258,8 +258,10 @@ def _act(job: RealJob, hands: Hands, settings: GuardSettings, since_s: float, bo
     files = {path.name for path in box.iterdir()}
     if since_s:
         watch.tell_robot(TIDY)
-    if not watch.until(watch.moves, _MOVES_S):
-        raise UserError(f"the arm did not move; the guard: {watch.states[-1:]}")
+    if not watch.until(lambda: watch.moves() or watch.stopped, _MOVES_S) or (
+        watch.clear_stop() and not watch.until(watch.moves, _MOVES_S)
+    ):
+        raise UserError(f"the arm did not move; the guard: {watch.said[-3:]}")
     moved_s = watch.now_s
     watch.forget_lateness()
     watch.spin(hands.random.uniform(0.0, _BEGINS_S))
@@ -280,6 +282,7 @@ def _act(job: RealJob, hands: Hands, settings: GuardSettings, since_s: float, bo
         "load": os.getloadavg()[0],
         "slip_s": watch.slip_s,
         "loop_late_ms": watch.late_ms,
+        "guard_said": [(at_s - hands.began_s, *words) for at_s, *words in watch.said if at_s > since_s],
         "black_box_said": watch.box,
         "black_box": sorted({path.name for path in box.iterdir()} - files),
     }

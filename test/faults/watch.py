@@ -43,6 +43,7 @@ class Watch:
 
     Attributes:
         states: when on the arm's time the guard was in which state for which cause, each change.
+        said: the same, with its reason in words.
         action_s: when the last action came that may be followed.
         gripped: when the guard sent which position to the gripper.
         box: what the guard says of its black box.
@@ -52,6 +53,7 @@ class Watch:
 
     def __init__(self, output: str) -> None:
         self.states, self.gripped = list[tuple[float, str, str]](), list[tuple[float, float]]()
+        self.said: list[tuple[float, str, str]] = []
         self.box, self.late_ms, self.action_s = dict[str, str](), 0.0, 0.0
         self.alter: Callable[[Any], list[Any]] = lambda message: [message]
         self._times = (0.0, time.time(), 0.0, 0.0)
@@ -148,7 +150,9 @@ class Watch:
     def _on_state(self, message: GuardState, info: Any) -> None:
         state = _STATES[message.state], message.cause
         if not self.states or self.states[-1][1:] != state:
-            self.states.append((self._at(info["source_timestamp"] * 1e-9), *state))
+            at_s = self._at(info["source_timestamp"] * 1e-9)
+            self.states.append((at_s, *state))
+            self.said.append((at_s, state[0], message.reason))
 
     def _on_gripper(self, message: Float64MultiArray, info: Any) -> None:
         self.gripped.append((self._at(info["source_timestamp"] * 1e-9), message.data[0]))
