@@ -63,6 +63,11 @@ class _Plan:
         allowed = _DEPARTED if passed_s < self.path.end_s else _MISSED
         return bool(np.abs(self.path.at(passed_s)[0] - positions).max() > allowed)
 
+    def state(self, now_s: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions, velocities and coming accelerations, float64 [joints] each."""
+        position, velocity = self.path.at(now_s - self.begun_s)
+        return position, velocity, (self.path.at(now_s - self.begun_s + _STEP_S)[1] - velocity) / _STEP_S
+
     def left(self, now_s: float) -> JointPath:
         """The path from now."""
         passed_s = now_s - self.begun_s
@@ -99,6 +104,8 @@ class TrajectoryChunks:
         here, moving = self._commands.follow(target)
         made_for, plan = (follower.changes, round(follower.scale, 1)), self._plan
         if plan is None or plan.made_for != made_for or plan.departs(here, now_s):
+            if plan is not None:
+                here, moving = self._commands.resume(*plan.state(now_s))
             path, whole = self._path(follower, here, moving, now_s)
             path = path if plan is None else _from_state(path, *plan.path.at(now_s - plan.begun_s))
             self._plan = plan = _Plan(path, now_s, made_for, np.inf if whole else now_s + self._horizon_s / 2)

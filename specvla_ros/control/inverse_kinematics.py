@@ -62,13 +62,27 @@ class JointSolver(ToolKinematics):
         self._posture.set_target(q)
         self._began = q
 
+    def resume(
+        self, positions: np.ndarray, velocities: np.ndarray, accelerations: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Continues from joints in motion, float64 [n] each; returns the state that `plan` begins at.
+
+        The solution for a tool pose depends on the steps taken: from the last command it could lead away from them.
+        """
+        q, self.positions = self._configuration.q.copy(), positions
+        q[self._addresses] = positions
+        self._configuration.update(q)
+        if self._reach is not None:
+            self._reach.resume(velocities, accelerations)
+        return positions, velocities
+
     def plan(self, targets: "Sequence[Target[Pose]]") -> tuple[np.ndarray, np.ndarray]:
         """Positions and velocities of the joints at coming targets, float64 [targets, n] each; see `follow`."""
         ahead = self._ahead or JointSolver(self._robot, self._period_s)
         ahead._configuration.update(self._configuration.q.copy())
         ahead._posture.set_target(self._began)
         if self._reach is not None and ahead._reach is not None:
-            ahead._reach.resume(self._reach)
+            ahead._reach.resume(*self._reach.state)
         ahead.positions, self._ahead = self.positions, ahead
         followed = [ahead.follow(target) for target in targets]
         return np.array([positions for positions, _ in followed]), np.array([moving for _, moving in followed])
@@ -139,9 +153,14 @@ class _Reach:
     def rest(self) -> None:
         self._velocity = self._accelerating = np.zeros(len(self._speed))
 
-    def resume(self, other: "_Reach") -> None:
-        """Continues from another's last step."""
-        self._velocity, self._accelerating = other._velocity, other._accelerating
+    @property
+    def state(self) -> tuple[np.ndarray, np.ndarray]:
+        """Velocities and accelerations of the last step, float64 [n] each."""
+        return self._velocity, self._accelerating
+
+    def resume(self, velocity: np.ndarray, acceleration: np.ndarray) -> None:
+        """Continues from a step's velocities and accelerations."""
+        self._velocity, self._accelerating = velocity, acceleration
 
     def moved(self, velocity: np.ndarray, passed_s: float) -> None:
         self._accelerating, self._velocity = (velocity - self._velocity) / passed_s, velocity

@@ -36,6 +36,7 @@ class JointKinematics(ToolKinematics):
     def __init__(self, robot: JointModel) -> None:
         super().__init__(robot)
         self.joints, self.positions = robot.joints, np.zeros(len(robot.joints))  # commanded last
+        self._velocities = np.zeros(len(robot.joints))
 
     def start(self, positions: Mapping[str, float]) -> None:
         """Starts at measured joint positions; raises UserError if one is missing or outside the joint's range."""
@@ -43,8 +44,14 @@ class JointKinematics(ToolKinematics):
 
     def follow(self, target: Target[Posture]) -> tuple[np.ndarray, np.ndarray]:
         """Positions and velocities of the joints, float64 [n] each."""
-        self.positions = target.pose.positions
-        return self.positions, target.velocity
+        self.positions, self._velocities = target.pose.positions, target.velocity
+        return self.positions, self._velocities
+
+    def resume(
+        self, positions: np.ndarray, velocities: np.ndarray, accelerations: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The state that `plan` begins at: that of the last target, wherever the joints are."""
+        return self.positions, self._velocities
 
     def plan(self, targets: Sequence[Target[Posture]]) -> tuple[np.ndarray, np.ndarray]:
         """Positions and velocities of the joints at coming targets, float64 [targets, n] each."""

@@ -2,19 +2,29 @@
 """A chunk is the motion that the driver has planned: nothing in the past, within limits, and at rest at its end."""
 
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
 from control.test_joint_space import ACCELERATION, CONTROL_S, NAMES, SPEED, START, Arm, model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fault_scene import kinematics
 from support.nightly import examples
 
-from specvla_ros.control.action_space import ActionRefusedError
-from specvla_ros.control.bounded_motion import Target
+from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
+from specvla_ros.control.bounded_motion import BoundedMotion, Target
 from specvla_ros.control.chunks import TrajectoryChunks, planned
+from specvla_ros.control.convention import ActionConvention, StampedAction
+from specvla_ros.control.follower import ActionFollower
+from specvla_ros.control.gripper import Gripper, GripperSettings
+from specvla_ros.control.guard.gate import TOLERANCE
 from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.control.limits import Limits
+from specvla_ros.control.pose import Pose, PoseHistory
+from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation.arms import TABLE_ARM
 from specvla_ros.lab.simulation.controllers import JointState, JointTrajectory, JointTrajectoryController, Point
 
 LONGEST_S = 0.6
@@ -164,3 +174,30 @@ def test_a_tools_motion_becomes_joints_by_the_inverse_kinematics_that_the_other_
     followed = [solver.follow(target) for target in targets]
     np.testing.assert_allclose(planned, [positions for positions, _ in followed], atol=1e-9)
     np.testing.assert_allclose(speeds, [moving for _, moving in followed], atol=1e-9)
+
+
+def test_new_plans_for_a_tool_continue_the_one_before_within_the_joints_speeds():
+    """A tool pose has many postures: which one is solved for depends on the steps before."""
+    speed, draw = 0.05 * np.array(TABLE_ARM.acceleration), np.random.default_rng(1)
+    acceleration = 0.5 * np.array(TABLE_ARM.acceleration)
+    bounds: dict[str, Any] = {"max_acceleration": acceleration, "max_jerk": 25 * acceleration}
+    solver = JointSolver(planned(JointModel(kinematics(TABLE_ARM), TABLE_ARM.joints, "pinch", speed, **bounds)), 0.01)
+    limits = Limits(0.25, 0.75, 3.0, 6.0, 75.0, 150.0, (-1.0, -1.0, -1.0), (1.0, 1.0, 1.0))
+    solver.start(dict(zip(TABLE_ARM.joints, TABLE_ARM.home, strict=False)))
+    history = PoseHistory[Pose]()
+    gripper = Gripper(GripperSettings(open_value=0.08, closed_value=0.0))
+    follower = ActionFollower(ToolSpace(limits, 0.3, 1.5), BoundedMotion(limits), gripper, history)
+    follower.rest_at(solver.pose_at(solver.positions))
+    chunks = TrajectoryChunks(solver, LONGEST_S, limits.stop_s)
+    for step in range(400):
+        now_s = 100.0 + 0.01 * step
+        target = follower.step(now_s)
+        history.add(now_s, target.pose)
+        path = chunks.next(target, follower, now_s)
+        if path is not None:
+            speeds = np.abs(np.diff(path.positions, axis=0)) / np.diff(path.times_s)[:, None]
+            assert (speeds <= speed * TOLERANCE).all(), f"step {step}: {(speeds / speed).max():.3f}"
+        if step % 25 == 0:
+            way = np.concatenate([draw.uniform(-0.08, 0.08, 3), draw.uniform(-0.3, 0.3, 3), [1.0]])
+            with suppress(ActionRefusedError):
+                follower.take(StampedAction(now_s, way[None], ActionConvention(0.2)), now_s)
