@@ -220,6 +220,9 @@ def test_a_model_that_is_found_from_one_folder_only_is_told(tmp_path: Path, monk
 def test_a_chunk_needs_time_for_motion_and_for_a_stop(tmp_path: Path) -> None:
     values = {**joint_output(tmp_path, Z1), "output": "joint_trajectory_chunk"}
     code, output = check(tmp_path, values)
+    assert code == 1 and any("with 16 rad/s², 0.8 of its acceleration" in line for line in wrong(output)), output
+    values["joints.max_acceleration"] = [25.0]
+    code, output = check(tmp_path, values)
     assert code == 0 and "s of motion are sent ahead" in output, output
     code, output = check(tmp_path, {**values, "joints.chunk_s": 0.2})
     assert code == 1 and any("joints.chunk_s is 0.2 s, but within the limits a stop" in line for line in wrong(output))

@@ -7,7 +7,7 @@ along the motion between its points, and it must end at rest, soon.
 
 import numpy as np
 
-from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds
+from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.guard.tool_gates import EDGE_M
 from specvla_ros.control.joint_path import SAMPLES, JointPath
@@ -22,9 +22,14 @@ class ChunkCheck:
 
     def __init__(self, settings: GuardSettings, kinematics: ToolKinematics | None) -> None:
         self._joints, self._limits, self._kinematics = settings.joints, settings.limits, kinematics
+        self._braking = settings.joint_braking
 
-    def unfit(self, path: JointPath, bounds: Bounds, tool_speed: float) -> str:
-        """Describes why a path may not be sent whole; empty: it may. `tool_speed`: m/s, at the present speed scale."""
+    def unfit(self, path: JointPath, speed: np.ndarray, tool_speed: float) -> str:
+        """Describes why a path may not be sent whole; empty: it may.
+
+        Args:
+            speed, tool_speed: float64 [joints] and m/s, at the present speed scale.
+        """
         if path.velocities is None or len(path.times_s) < 2:
             return "its points have no velocities" if path.velocities is None else "it has a single point"
         if (np.abs(path.velocities[-1]) > REST).any():
@@ -33,9 +38,9 @@ class ChunkCheck:
             return f"it ends {path.end_s:.2f} s ahead, and joints.chunk_s is {self._joints.chunk_s:g}"
         positions, velocities, accelerations = path.sampled()
         return (
-            self._too_high("speed", velocities, bounds.speed * TOLERANCE)
-            or self._too_high("acceleration", accelerations, bounds.acceleration * TOLERANCE)
-            or self._out_of_range(positions)
+            self._too_high("speed", velocities, speed * TOLERANCE)
+            or self._too_high("acceleration", accelerations, self._joints.accelerations * TOLERANCE)
+            or self._out_of_range(positions, velocities)
             or self._tool_problem(positions, path.times_s, tool_speed)
         )
 
@@ -47,11 +52,16 @@ class ChunkCheck:
             return ""
         return f"the {what} of {self._joints.names[worst]} would be {found[worst]:.3g}, more than {allowed[worst]:.3g}"
 
-    def _out_of_range(self, positions: np.ndarray) -> str:
+    def _out_of_range(self, positions: np.ndarray, velocities: np.ndarray) -> str:
+        """Checks where the joints go, and where they would come to rest if they were stopped on their way."""
         low = np.minimum(self._joints.position_min, positions[0]) - _ROUNDING
         high = np.maximum(self._joints.position_max, positions[0]) + _ROUNDING
-        outside = ((positions < low) | (positions > high)).any(axis=0)
-        return f"{self._joints.names[int(outside.argmax())]} would leave its range" if outside.any() else ""
+        rest = positions + velocities * np.abs(velocities) / (2 * self._braking)
+        for places, when in ((positions, ""), (rest, " if it were stopped")):
+            outside = ((places < low) | (places > high)).any(axis=0)
+            if outside.any():
+                return f"{self._joints.names[int(outside.argmax())]} would leave its range{when}"
+        return ""
 
     def _tool_problem(self, positions: np.ndarray, times_s: np.ndarray, tool_speed: float) -> str:
         if self._kinematics is None:  # then the guard knows the tool's motion only as it is measured

@@ -11,7 +11,7 @@ from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.chunk import ChunkCheck
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, Sent, SentJoints, Stamp
 from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Bounds, SmoothGate, braked, stopping_way
-from specvla_ros.control.guard.settings import GuardSettings, Output
+from specvla_ros.control.guard.settings import HEARD_S, GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import (
     AHEAD_S,
     ANSWERS_S,
@@ -29,7 +29,6 @@ from specvla_ros.control.robot_model import ToolKinematics
 
 _NO_TIME_S = 1e-6
 _CATCH_UP = 0.25  # fraction of a joint's speed with which a controller may make up for its lag
-_HEARD_S = 0.02  # after which a controller follows a message: one on its way, and a control period
 _REPEAT_S = 0.05  # a chunk is sent again, in case a message was lost
 _MOVED = 0.005  # radians or metres, more than encoder noise
 _SAGS, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
@@ -66,7 +65,7 @@ class JointGate(SmoothGate[np.ndarray]):
         joints = settings.joints
         count = len(joints.names)
         lead, sags, moved = (np.full(count, most) for most in (settings.max_lead_rad, _SAGS, _MOVED_BY_HAND))
-        bounds = Bounds(joints.speeds, joints.accelerations)
+        bounds = Bounds(joints.speeds, settings.joint_braking)
         super().__init__(settings, bounds, np.zeros((count, 1)), lead, apart=lead, sags=sags, moved=moved)
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
@@ -117,7 +116,7 @@ class JointGate(SmoothGate[np.ndarray]):
         times_s = command.times_s + passed_s - _transit_s(command.stamp, now)
         path = JointPath(times_s, self._commanded, velocities)
         path = path.from_state(self._sent, self._velocity[:, 0])
-        unfit = self._chunks.unfit(path, self._pace, self._tool_speed)
+        unfit = self._chunks.unfit(path, self._pace.speed, self._tool_speed)
         self._split = unfit or self._split
         self._taken["followed point by point" if unfit else "passed whole"] += 1
         if not unfit:
@@ -170,26 +169,29 @@ class JointGate(SmoothGate[np.ndarray]):
         """The path through the output, due after `step_s`, that continues for a message's way and then brakes."""
         assert self._sent is not None
         velocity, acceleration = self._velocity[:, 0], self._bounds.acceleration
-        if self._leaves(self._sent, self._velocity, _HEARD_S).any():
+        if self._leaves(self._sent, self._velocity, HEARD_S).any():
             return JointPath.braking(self._sent, velocity, acceleration).delayed(step_s)
-        later = self._sent + velocity * _HEARD_S
-        path = JointPath.braking(later, velocity, acceleration).delayed(step_s + _HEARD_S)
+        later = self._sent + velocity * HEARD_S
+        path = JointPath.braking(later, velocity, acceleration).delayed(step_s + HEARD_S)
         return path.begun_at(step_s, self._sent, velocity)
 
     def stop(self, measured: Measured, now: Instant, dt_s: float) -> Sent | None:
         self._catch_up(now)
         if self._passes_chunks and self._sent is not None:
-            self._followed = None if self.at_rest else self._braking(self._sent, now)
+            continued = self._followed or self._led
+            self._followed = None if self.at_rest or continued is None else self._braking(continued, now)
         self._passes_chunks, self._led = False, None
         if self._followed is not None and not self.at_rest:
             return self._chunk(self._followed, now)
         self._followed = None
         return super().stop(measured, now, self._step_s(now, dt_s))
 
-    def _braking(self, sent: np.ndarray, now: Instant) -> _Followed:
+    def _braking(self, followed: _Followed, now: Instant) -> _Followed:
+        """Continues as the controller does until it hears of the stop, and then brakes."""
         self._told_s = -np.inf
-        path = JointPath.braking(sent, self._velocity[:, 0], self._bounds.acceleration)
-        return _Followed(path, now.steady_s - self._passed_s(now))
+        position, velocity = followed.at(replace(now, steady_s=now.steady_s + HEARD_S))
+        path = JointPath.braking(position, velocity[:, 0], self._bounds.acceleration).delayed(HEARD_S)
+        return _Followed(path.begun_at(0.0, *followed.path.at(now.steady_s - followed.begun_s)), now.steady_s)
 
     def _passed_s(self, now: Instant) -> float:
         """Time since the output was where it is."""
@@ -319,7 +321,7 @@ class JointGate(SmoothGate[np.ndarray]):
         at the measured joints, and must not make up for its lag too fast; a stop does not wait for this.
         """
         if not self._passes_chunks:
-            return np.full(len(left.times_s), _HEARD_S)
+            return np.full(len(left.times_s), HEARD_S)
         need_s = np.full(len(left.times_s), TRAJECTORY_AHEAD_S)
         if self._here is None or self._sent is None:
             return need_s

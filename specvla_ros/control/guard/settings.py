@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
+import numpy as np
+
 from specvla_ros.control.convention import NO_NAMES
 from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.robot_state import StateRule
@@ -37,6 +39,10 @@ class Output(str, Enum):
 
 
 _ARRAYS = {"position_array": "joint_positions", "velocity_array": "joint_velocities"}
+# For motion sent ahead: share of the joints' acceleration with which the guard moves and brakes, and the time after
+# which a controller follows a message: its way, and a control period. The arm joins the new motion from wherever it is
+# by then; braked as hard as it can, it would swing beyond its end.
+CHUNK_BRAKING, HEARD_S = 0.8, 0.02
 JOINT_OUTPUTS = tuple(each.value for each in Output if each.of_joints)
 
 
@@ -144,10 +150,17 @@ class GuardSettings:
     def ramp_s(self) -> float:
         """Maximum duration of a stop within the limits, plus one period before it and one for rounding up."""
         if self.kind.of_joints:
-            return float((self.joints.speeds / self.joints.accelerations).max()) + 2 / self.rate_hz
+            heard_s = HEARD_S if self.kind is Output.JOINT_TRAJECTORY_CHUNK else 0.0
+            return float((self.joints.speeds / self.joint_braking).max()) + 2 / self.rate_hz + heard_s
         limits = self.limits
         linear = limits.linear_speed / limits.linear_acceleration
         return max(linear, limits.angular_speed / limits.angular_acceleration) + 2 / self.rate_hz
+
+    @property
+    def joint_braking(self) -> np.ndarray:
+        """Accelerations with which the guard moves and brakes joints, float64 [joints]."""
+        share = CHUNK_BRAKING if self.kind is Output.JOINT_TRAJECTORY_CHUNK else 1.0
+        return share * self.joints.accelerations
 
     def completed(self) -> "GuardSettings":
         """Fills in missing joint limits if joints are commanded; see `robot_model.completed`."""
@@ -173,9 +186,12 @@ class GuardSettings:
         """The speed and acceleration that `ramp_s` comes from."""
         if self.kind.of_joints:
             joints = self.joints
-            worst = int((joints.speeds / joints.accelerations).argmax())
-            speed, acceleration = joints.speeds[worst], joints.accelerations[worst]
-            return f"{joints.names[worst]} brakes from {speed:.3g} rad/s with {acceleration:.3g} rad/s²"
+            worst = int((joints.speeds / self.joint_braking).argmax())
+            speed, acceleration = joints.speeds[worst], self.joint_braking[worst]
+            words = f"{joints.names[worst]} brakes from {speed:.3g} rad/s with {acceleration:.3g} rad/s²"
+            if self.kind is not Output.JOINT_TRAJECTORY_CHUNK:
+                return words
+            return f"{words}, {CHUNK_BRAKING:g} of its acceleration, {HEARD_S:g} s after the stop"
         limits = self.limits
         return (
             f"limits.* brake from {limits.linear_speed:g} m/s with {limits.linear_acceleration:g} m/s² and from "

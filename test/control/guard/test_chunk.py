@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk goes out whole only if nothing on its way, between its points too, is beyond a limit."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -11,13 +12,12 @@ from support.guarding import JOINTS, LIMITS, rig, settings
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.chunk import ChunkCheck
 from specvla_ros.control.guard.commands import JointCommand, SentJoints, Stamp
-from specvla_ros.control.guard.gate import Bounds
 from specvla_ros.control.guard.guard import State
+from specvla_ros.control.guard.settings import CHUNK_BRAKING, HEARD_S
 from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.pose import Pose
 from specvla_ros.lab.simulation.controllers import JointState, JointTrajectory, JointTrajectoryController, Point
 
-BOUNDS = Bounds(JOINTS.speeds, JOINTS.accelerations)
 LENGTH_M = 0.5  # of the arm in these tests, which turns about the origin with its first joint
 
 
@@ -39,7 +39,7 @@ def smooth(way_rad=0.1, seconds=0.4, points=9, joint=0):
 
 
 def unfit(path, *, kinematics=None, tool_speed=LIMITS.linear_speed, **changes):
-    return ChunkCheck(settings("joint_trajectory_chunk", **changes), kinematics).unfit(path, BOUNDS, tool_speed)
+    return ChunkCheck(settings("joint_trajectory_chunk", **changes), kinematics).unfit(path, JOINTS.speeds, tool_speed)
 
 
 def test_a_smooth_motion_within_the_limits_goes_out_whole():
@@ -65,10 +65,8 @@ ends_moving.velocities[-1, 0] = 0.1
     ],
 )
 def test_a_motion_that_breaks_a_limit_between_or_at_its_points_does_not(path, words):
-    accelerations = JOINTS.accelerations if "elbow" not in words else np.array([8.0, 10.0])
-    found = ChunkCheck(settings("joint_trajectory_chunk"), None).unfit(
-        path, Bounds(JOINTS.speeds, accelerations), LIMITS.linear_speed
-    )
+    changes = {} if "elbow" not in words else {"joints": replace(JOINTS, max_acceleration=(8.0, 10.0))}
+    found = unfit(path, **changes)
     assert re.match(words.replace("(", r"\("), found), found
 
 
@@ -79,6 +77,13 @@ def test_a_joint_that_swings_out_of_its_range_between_two_points_does_not():
     path = JointPath(np.array([0.0, 0.15, 0.3, 0.45]), positions, speeds)
     assert unfit(path) == "shoulder would leave its range" and low < high
     assert unfit(replace(path, positions=positions - 0.05)) == ""
+
+
+def test_a_joint_that_could_not_be_stopped_before_the_end_of_its_range_does_not():
+    path = smooth(0.2, seconds=0.4)  # it brakes harder than the guard does
+    at_the_end = replace(path, positions=path.positions + np.array([JOINTS.position_max[0] - 0.2, 0.0]))
+    assert unfit(at_the_end) == "shoulder would leave its range if it were stopped"
+    assert unfit(replace(path, positions=at_the_end.positions - 0.05)) == ""
 
 
 def test_the_tool_is_held_to_its_speed_and_to_the_workspace():
@@ -258,8 +263,31 @@ def test_a_stop_ends_where_the_controller_can_brake_and_never_goes_back(way_rad,
         step()
     stopped = np.array(commanded[18:])
     assert (np.diff(stopped) > -1e-6).all(), "it does not go back"
-    brakes_s = speed / JOINTS.accelerations[0] + 0.03  # a message on its way and a control period
-    assert np.ptp(stopped[round(brakes_s / 0.01) :]) < 1e-5, "it stands by then"
+    brakes_s = speed / (CHUNK_BRAKING * JOINTS.accelerations[0]) + HEARD_S
+    assert np.ptp(stopped[math.ceil(brakes_s / 0.01) + 1 :]) < 1e-5, "it stands by then, and a control period"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("moved", [12, 18, 24])
+def test_a_stop_asks_no_more_of_the_arm_than_it_can_however_late_the_controller_hears_of_it(late, moved):
+    each, controller = passing(), JointTrajectoryController(("shoulder", "elbow"), from_desired=True)
+    controller.start(JointState(each.joints.copy(), np.zeros(2)))
+    begun_s, path, commanded, waiting = each.steady_s, smooth(0.1), [], []
+    for step in range(moved + 25):
+        each.advance(0.01)
+        each.hear(command=left_of(each, path, begun_s, velocities=True) if step < moved else None)
+        if step == moved:
+            each.guard.press_stop("test", each.now)
+        sent, now_s = each.tick().sent, each.steady_s - begun_s
+        waiting.append(None if sent.sent_before else trajectory(sent))
+        if len(waiting) > late and (heard := waiting.pop(0)) is not None:
+            controller.take(heard, now_s)
+        reference = controller.update(JointState(each.joints, np.zeros(2)), now_s)
+        each.joints = reference.positions
+        commanded.append(reference.positions[0])
+    accelerations = np.diff(commanded, n=2) / 0.01**2
+    assert np.abs(np.diff(commanded)).max() > 0.002
+    assert np.abs(accelerations[moved - 2 :]).max() <= 0.9 * JOINTS.accelerations[0]
 
 
 def trajectory(sent):
