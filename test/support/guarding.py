@@ -23,9 +23,9 @@ from specvla_ros.control.guard.commands import (
     ToolPose,
     TwistCommand,
 )
-from specvla_ros.control.guard.guard import STALL_S, Guard, Outcome, State
+from specvla_ros.control.guard.guard import Guard, Outcome, State
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.control.inverse_kinematics import trajectory_point
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose
 
@@ -186,11 +186,10 @@ def rig(output: str, **changes: Any) -> Rig:
 def velocities(sent: list[tuple[float, Sent | None]], *, output: str = "") -> list[tuple[float, float, np.ndarray]]:
     """Of what went out: time, seconds since the one before, and float64 [blocks, dims] velocity.
 
-    A trajectory's point lies ahead: while the guard stands still the controller goes there. A robot that is sent to
+    A trajectory's point lies ahead: while the guard is late the controller goes there. A robot that is sent to other
     positions waits for a late message, and goes there at once: in two periods, as it is judged. Along a chunk it goes
     on by itself.
     """
-    of_trajectory = output.startswith("joint_trajectory")
     found = []
     follows = False  # a chunk
     for (before_s, before), (at_s, now) in pairwise(sent):
@@ -208,7 +207,7 @@ def velocities(sent: list[tuple[float, Sent | None]], *, output: str = "") -> li
             if follows:
                 found.append((at_s, dt_s, ((now.positions - before.positions) / dt_s)[:, None]))
                 continue
-            stood = of_trajectory and dt_s > STALL_S
-            reached = trajectory_point(before.positions, before.velocities) if stood else before.positions
+            late_s = max(dt_s - MOVES_S, 0.0) if output.startswith("joint_trajectory") else 0.0
+            reached = before.positions + before.velocities * min(late_s, TRAJECTORY_AHEAD_S)
             found.append((at_s, dt_s, ((now.positions - reached) / min(dt_s, MOVES_S))[:, None]))
     return found

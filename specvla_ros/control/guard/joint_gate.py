@@ -186,6 +186,13 @@ class JointGate(SmoothGate[np.ndarray]):
         self._followed = None
         return super().stop(measured, now, self._step_s(now, dt_s))
 
+    def _brake_lost_time(self, dt_s: float) -> float:
+        lost_s = dt_s - self._longest_s
+        if lost_s > 0 and self._sent is not None and self._settings.kind is Output.JOINT_TRAJECTORY:
+            # Meanwhile the controller continued towards its last point: an output before that would take the arm back.
+            self._sent = self._sent + self._told(self._sent) * min(lost_s, TRAJECTORY_AHEAD_S)
+        return super()._brake_lost_time(dt_s)
+
     def _braking(self, followed: _Followed, now: Instant) -> _Followed:
         """Continues as the controller does until it hears of the stop, and then brakes."""
         self._told_s = -np.inf

@@ -28,6 +28,7 @@ from specvla_ros.control.guard.commands import (
     TwistCommand,
 )
 from specvla_ros.control.guard.guard import STALL_S, Guard, State
+from specvla_ros.control.guard.settings import CHUNK_BRAKING
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
@@ -171,9 +172,11 @@ def assert_within_limits(each: Rig) -> None:
         if of_joints
         else np.array([LIMITS.linear_acceleration, LIMITS.angular_acceleration])
     )
-    # Of a chunk it is the mean velocity of a tick, and half a tick's acceleration differs from the one at its end.
-    mean = 1.6 if each.output == "joint_trajectory_chunk" else 1.0
-    last_s, last = -np.inf, None
+    # Of a chunk it is the mean velocity of a tick, and the cubic to the next output begins with four times its mean
+    # acceleration, a share of the limit.
+    ahead = each.output == "joint_trajectory_chunk"
+    mean = 4 * CHUNK_BRAKING if ahead else 1.0
+    last_s, last_dt_s, last = -np.inf, 0.0, None
     for at_s, dt_s, velocity in found:
         length = np.linalg.norm(velocity, axis=1)
         assert np.isfinite(length).all()
@@ -185,8 +188,9 @@ def assert_within_limits(each: Rig) -> None:
             assert length.max() < 1e-9, "a process that did not run begins at rest"
         elif last is not None and abs(at_s - dt_s - last_s) < 1e-9:
             change = np.linalg.norm(velocity - last, axis=1)
-            assert (change <= acceleration * dt_s * (mean + 1e-6) + 1e-6).all(), (at_s, dt_s, change)
-        last_s, last = at_s, velocity
+            between_s = max(dt_s, (dt_s + last_dt_s) / 2) if ahead else dt_s
+            assert (change <= acceleration * between_s * (mean + 1e-6) + 1e-6).all(), (at_s, dt_s, change)
+        last_s, last_dt_s, last = at_s, dt_s, velocity
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -270,7 +274,10 @@ def test_a_late_tick_does_not_send_what_it_missed_in_one_message(output: str, la
     step: np.ndarray | np.floating
     most: np.ndarray | float
     if isinstance(before, SentJoints) and isinstance(after, SentJoints):
-        step, most = np.abs(after.positions - before.positions), np.array(JOINTS.max_speed) * MOVES_S
+        ends = [each.positions for each in (before, after)]
+        if output == "joint_trajectory":  # meanwhile the robot goes on to the point that it was sent
+            ends = [trajectory_point(each.positions, each.velocities) for each in (before, after)]
+        step, most = np.abs(ends[1] - ends[0]), np.array(JOINTS.max_speed) * MOVES_S
     elif isinstance(before, Pose) and isinstance(after, Pose):
         step, most = np.abs(after.position - before.position).max(), LIMITS.linear_speed * MOVES_S
     elif isinstance(before, SentVelocities):

@@ -12,7 +12,7 @@ from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, SentJoints, Stamp
 from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.joint_gate import JointGate
-from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.control.pose import Pose
 from specvla_ros.control.robot_model import ToolKinematics
 
@@ -144,6 +144,21 @@ def test_a_trajectory_gives_measured_joints_the_time_that_their_speed_needs() ->
     point = far.positions + TRAJECTORY_AHEAD_S * far.velocities
     assert far.after_s == pytest.approx((np.abs(point - each.joints) / JOINTS.max_speed).max())
     assert far.after_s > 0.15
+
+
+def test_a_stop_after_a_late_tick_does_not_take_back_what_the_controller_went_meanwhile() -> None:
+    each = rig("joint_trajectory")
+    each.until_passing()
+    each.run(0.3)
+    last = each.tick().sent
+    assert isinstance(last, SentJoints) and last.velocities[0] > 0.1
+    reached = last.positions[0] + 0.025 * last.velocities[0]  # by half of 50 ms, on the way to a point 60 ms ahead
+    each.advance(0.05)
+    each.hear(["command"])
+    each.guard.press_stop("test", each.now)
+    stop = each.tick().sent
+    assert isinstance(stop, SentJoints)
+    assert trajectory_point(stop.positions, stop.velocities)[0] >= reached
 
 
 def test_no_point_of_a_trajectory_lies_beyond_a_joints_range() -> None:
