@@ -113,7 +113,8 @@ class TrajectoryChunks:
         if now_s - self._sent_s < _REPEAT_S - _ROUNDING:
             return None
         self._sent_s = now_s
-        return plan.left(now_s)
+        left = plan.left(now_s)  # the cubics between points may swing a little out of a joint's range
+        return replace(left, positions=np.clip(left.positions, *self._commands.ranges.T))
 
     def _path(
         self, follower: ActionFollower[Any], here: np.ndarray, moving: np.ndarray, now_s: float

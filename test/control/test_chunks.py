@@ -159,6 +159,16 @@ def test_a_newer_action_replaces_what_was_planned_at_once():
     assert (path.positions[-1] < before.positions[-1]).all()
 
 
+def test_no_point_is_beyond_the_range_of_a_joint_that_goes_to_its_end():
+    robot, high = Robot(), 3.0
+    for _ in range(120):
+        robot.arm.take(np.array([min(high, robot.arm.at[0] + 0.2), *START[1:]]))
+        for _ in range(7):
+            robot.step()
+    assert robot.arm.at[0] == pytest.approx(high)
+    assert max(path.positions[:, 0].max() for _, path in robot.sent) <= high
+
+
 def test_a_chunk_too_short_to_stop_in_is_refused():
     with pytest.raises(UserError, match=r"joints.chunk_s is 0.2 s, but within the limits a stop alone takes 0.\d\d s"):
         TrajectoryChunks(Robot().arm.kinematics, 0.2, model().stop_s)
