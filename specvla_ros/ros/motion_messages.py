@@ -54,21 +54,27 @@ def pose_message(pose: Pose, stamp_ns: int, frame_id: str) -> PoseStamped:
 
 
 def trajectory_message(
-    names: tuple[str, ...], positions: np.ndarray, velocities: np.ndarray, after_s: float = TRAJECTORY_AHEAD_S
+    names: tuple[str, ...],
+    positions: np.ndarray,
+    velocities: np.ndarray,
+    after_s: float = TRAJECTORY_AHEAD_S,
+    stamp_ns: int = 0,
 ) -> JointTrajectory:
     """One point, TRAJECTORY_AHEAD_S ahead of `positions` at `velocities`, float64 [joints], to be reached in `after_s`.
 
-    A nearer point makes an arm swing, as the controller starts each trajectory at the measured joints. The stamp is
-    zero, which the controller reads as "now".
+    A nearer point makes an arm swing, as the controller starts each trajectory at the measured joints. The controller
+    reads a stamp of zero as "now".
     """
-    return _one_point(names, trajectory_point(positions, velocities).tolist(), after_s)
+    message = _one_point(names, trajectory_point(positions, velocities).tolist(), after_s)
+    message.header = _header(stamp_ns, "")
+    return message
 
 
-def path_message(names: tuple[str, ...], path: JointPath) -> JointTrajectory:
-    """All points of a path with velocities; the stamp is zero, "now"."""
+def path_message(names: tuple[str, ...], path: JointPath, stamp_ns: int = 0) -> JointTrajectory:
+    """All points of a path with velocities; a stamp of zero means "now"."""
     assert path.velocities is not None
     points = zip(path.positions.tolist(), path.velocities.tolist(), path.times_s.tolist(), strict=True)
-    message = JointTrajectory(joint_names=list(names))
+    message = JointTrajectory(header=_header(stamp_ns, ""), joint_names=list(names))
     message.points = [
         JointTrajectoryPoint(positions=at, velocities=moving, time_from_start=_duration(time_s))
         for at, moving, time_s in points

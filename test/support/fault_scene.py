@@ -496,7 +496,7 @@ class Scene:
 
     def _on_command(self, message: Message, now: Instant) -> None:
         command = message.value
-        if isinstance(command, JointCommand):  # without a stamp: the node takes that of DDS, put on its own clock
+        if isinstance(command, JointCommand) and command.names is None:  # a position array has no stamp: DDS's is taken
             transit_ns = round((now.steady_s - message.sent_s) * 1e9)
             command = replace(command, stamp=Stamp(now.clock_ns - transit_ns))
         self.guard.command(command, now)

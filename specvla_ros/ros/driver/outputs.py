@@ -187,7 +187,8 @@ class JointTrajectoryOutput(RobotOutput):
         positions, velocities = self._solver.follow(target)
         low, high = self._solver.ranges.T
         velocities = kept_in(low, high, positions, velocities)
-        self._publisher.publish(trajectory_message(self._joints, positions, velocities))
+        message = trajectory_message(self._joints, positions, velocities, stamp_ns=now.nanoseconds)
+        self._publisher.publish(message)
 
 
 @ROBOT_OUTPUTS.register("joint_trajectory_chunk", order=35)
@@ -214,7 +215,7 @@ class TrajectoryChunkOutput(RobotOutput):
     def send(self, target: Target[Any], now: Time) -> None:
         path = self._chunks.next(target, self._follower, now.nanoseconds * 1e-9)
         if path is not None:
-            self._publisher.publish(path_message(self._joints, path))
+            self._publisher.publish(path_message(self._joints, path, now.nanoseconds))
 
 
 @ROBOT_OUTPUTS.register("position_array", order=40)

@@ -134,6 +134,8 @@ def test_joints_take_the_tool_there(output):
         if output != "position_array":
             assert all(message.joint_names == JOINTS for message in robot.trajectories)
             assert all(message.points[0].time_from_start.nanosec > 0 for message in robot.trajectories)
+            stamps = [stamp_s(message) for message in robot.trajectories]
+            assert stamps[0] > 0 and (np.diff(stamps) > 0).all(), "by the time that the motion was computed for"
 
 
 def test_joint_velocities_take_the_tool_there_and_end_in_zeros():
