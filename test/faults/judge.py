@@ -15,6 +15,10 @@ SPEED_SHARE, ACCELERATION_SHARE, OUTSIDE_M = 1.25, 4.0, 0.01
 _TOUCHED_S = 0.2
 # Below these a tool stands: a millimetre in a tenth of a second.
 STANDS_M_S, STANDS_RAD_S = 0.01, 0.1
+# A tool that stands and touches something, such as fingers that close on it, is shaken by less than this.
+SHAKES_M, SHAKES_RAD = 0.001, 0.01
+# Share of a joint's own limit of speed at which it is at that limit, and how long before an excess of the tool.
+_AT_LIMIT, _JUST_S = 0.98, 0.3
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Extremes:
         outside_m: how far out of the workspace the tool was.
         tool_share: speed of the tool, also where joints are commanded.
         free_speed_share: as speed_share, while the arm touches nothing.
+        at_joint_limit: whether the tool exceeded its limits only while a joint of the arm was at its own limit of
+            speed, or just before: the arm cannot do what it is sent. A guard of tool commands does not know its joints.
     """
 
     speed_share: float
@@ -34,6 +40,7 @@ class Extremes:
     outside_m: float
     tool_share: float
     free_speed_share: float
+    at_joint_limit: bool
 
     @property
     def beyond(self) -> list[str]:
@@ -92,24 +99,35 @@ class Judge:
         if self._settings.kind.of_joints:
             speed = (np.abs(rows["joint_velocity"]) / joints.speeds).max(axis=1)
             changes = np.diff(rows["joint_velocity"], axis=0) / np.diff(self._times_s)[:, None]
-            accelerations = np.abs(changes) / joints.accelerations
+            accelerations = (np.abs(changes) / joints.accelerations).max(axis=1)
         else:
             speed = tool_speed
             bounds = (limits.linear_acceleration, limits.angular_acceleration)
-            accelerations = _lengths(acceleration(rows)[1:]) / bounds
+            accelerations = (_lengths(acceleration(rows)[1:]) / bounds).max(axis=1)
         position = rows["position"]
+        over = later & (speed > SPEED_SHARE)
+        over[1:] |= free[1:] & (accelerations > ACCELERATION_SHARE)
         outside = np.maximum(np.array(limits.workspace_min) - position, position - np.array(limits.workspace_max))
+        outside_m = float(outside[later].max(initial=0.0))
+        by_joint = not self._settings.kind.of_joints and outside_m <= OUTSIDE_M and bool(over.any())
         return Extremes(
             float(speed[later].max(initial=0.0)),
-            float(accelerations.max(axis=1)[free[1:]].max(initial=0.0)),
-            float(outside[later].max(initial=0.0)),
+            float(accelerations[free[1:]].max(initial=0.0)),
+            outside_m,
             float(tool_speed[later].max(initial=0.0)),
             float(speed[free].max(initial=0.0)),
+            by_joint and bool(self._at_joint_limit()[over].all()),
         )
 
     def moved_between(self, begin_s: float, end_s: float) -> bool:
-        """Whether the arm moved at any moment between."""
-        return bool((self._moving & (self._times_s > begin_s) & (self._times_s < end_s)).any())
+        """Whether the arm moved at any moment between; a tool that something shakes does not."""
+        moving = self._moving & (self._times_s > begin_s) & (self._times_s < end_s)
+        touched = self._touched()
+        if (moving & ~touched).any():
+            return True
+        steps_s = np.diff(self._times_s, prepend=self._times_s[0])
+        ways = (self._speeds * steps_s[:, None])[moving & touched].sum(axis=0)
+        return bool((ways > (SHAKES_M, SHAKES_RAD)).any())
 
     def speed_at(self, time_s: float) -> float:
         """Of the tool, m/s."""
@@ -125,6 +143,13 @@ class Judge:
         way = self._record.rows["position"][np.flatnonzero(inside)[0] : until + 1]
         distance_m = float(np.linalg.norm(np.diff(way, axis=0), axis=1).sum())
         return Stop(self.speed_at(begin_s), float(self._times_s[until] - begin_s), distance_m)
+
+    def _at_joint_limit(self) -> np.ndarray:
+        """Whether a joint is at its limit of speed, or was just now; bool [rows]."""
+        shares = (np.abs(self._record.rows["joint_velocity"]) / self._settings.joints.speeds).max(axis=1)
+        since = np.searchsorted(self._times_s, self._times_s - _JUST_S)
+        counts = np.concatenate([[0], np.cumsum(shares >= _AT_LIMIT)])
+        return counts[1:] > counts[since]
 
     def _touched(self) -> np.ndarray:
         """Whether the arm touches anything but itself, or did a moment ago; bool [rows]."""
@@ -146,6 +171,8 @@ def describe() -> dict[str, Any]:
         "outside_m": OUTSIDE_M,
         "stands_m_s": STANDS_M_S,
         "stands_rad_s": STANDS_RAD_S,
+        "shakes_m": SHAKES_M,
+        "shakes_rad": SHAKES_RAD,
     }
 
 

@@ -13,6 +13,8 @@ from faults.timing import Timing
 from support.fault_scene import Scene, Setup
 
 from specvla_ros.control.guard.guard import State
+from specvla_ros.control.guard.settings import Output
+from specvla_ros.control.guard.tool_gates import ANSWERS_S
 from specvla_ros.lab.simulation.motion_record import read_motion_record
 
 _SETTLED_S, _BEGINS_S, _MOVES_S, _AFTER_S = 4.0, (0.3, 3.0), 1.0, 3.0
@@ -62,6 +64,7 @@ def run_fault(job: Job, timing: Timing, fault: Fault | None = None, *, paired: b
     if paired and found["beyond_then"]:
         alone = _run(job, timing, NONE)
         found["caused"] = sorted(set(found["beyond_then"]) - set(alone["beyond_then"]))
+    found["at_joint_limit"] = found["at_joint_limit"] and job.limited  # else the arm's limits are others
     return asdict(job) | found
 
 
@@ -116,7 +119,9 @@ def _found(scene: Scene, judge: Judge, fault: Fault, times: _Times) -> dict[str,
     if fault.noticed is not None:
         noticed_s = fault.noticed(scene, times.began_s, times.ended_s)
     over_s = min(times.ended_s, resumed_s) if left_s < times.ended_s else times.ended_s
-    told_s = max(left_s, times.ended_s) if fault.deaf else left_s
+    told_s = left_s
+    if fault.deaf:
+        told_s = max(left_s, times.ended_s) + (_makes_up_s(scene) if left_s < np.inf else 0.0)
     windows = [(noticed_s + stop_time_s, over_s), (told_s + stop_time_s, resumed_s)]
     promised = [(begin_s, end_s) for begin_s, end_s in windows if begin_s < end_s]
     stop = judge.stop(noticed_s, over_s) if noticed_s < left_s else judge.stop(left_s, resumed_s)
@@ -137,6 +142,11 @@ def _found(scene: Scene, judge: Judge, fault: Fault, times: _Times) -> dict[str,
         if scene.setup.guarded
         else {},
     }
+
+
+def _makes_up_s(scene: Scene) -> float:
+    """How long an arm of positions makes up for what it was sent in vain, and is brought back: see safety.md."""
+    return 0.0 if scene.settings.kind is Output.TWIST else ANSWERS_S + scene.settings.ramp_s
 
 
 def _left_and_resumed(scene: Scene, times: _Times) -> tuple[float, float]:

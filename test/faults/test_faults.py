@@ -15,6 +15,7 @@ from support.fault_scene import Scene, Setup
 from support.nightly import nightly_but
 
 from benchmarks.results_page import SAFETY, safety_page
+from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 from specvla_ros.lab.simulation.motion_record import (
     TOUCHES_ITSELF,
@@ -74,6 +75,39 @@ def test_the_judge_holds_the_arm_to_the_limits(tmp_path: Path):
     x, y, z = settings.limits.workspace_min
     smaller = replace(settings.limits, workspace_min=(x, y, z + 0.3))
     assert Judge(record, replace(settings, limits=smaller)).extremes().beyond == ["workspace"]
+
+
+@pytest.fixture
+def twists(tmp_path: Path) -> tuple[MotionRecord, GuardSettings]:
+    """A second of a task by twists, and its settings."""
+    scene = Scene(Setup("table", "twist", 0.25, TIMING, 1, limited=True), tmp_path / "record")
+    scene.time.run_until(1.0)
+    scene.close()
+    return read_motion_record(tmp_path / "record"), scene.settings
+
+
+@pytest.mark.parametrize(
+    ("touching", "rows", "moves"), [(0, 1, True), (TOUCHES_THING, 1, False), (TOUCHES_THING, 20, True)]
+)
+def test_a_standing_tool_that_something_shakes_does_not_move(twists, touching, rows, moves):
+    record, settings = twists
+    seen = record.rows.copy()
+    seen["velocity"], seen["touching"] = 0.0, touching
+    seen["velocity"][40 : 40 + rows, 0] = 0.02
+    assert Judge(MotionRecord(record.arm, seen), settings).moved_between(0.2, 0.9) is moves
+
+
+@pytest.mark.parametrize(("share", "named"), [(1.0, True), (0.9, False)])
+def test_what_a_tool_does_while_a_joint_is_at_its_own_limit_is_named_apart(twists, share, named):
+    record, settings = twists
+    seen = record.rows.copy()
+    seen["velocity"], seen["touching"] = 0.0, 0
+    seen["velocity"][50, 0] = 2 * settings.limits.linear_speed
+    seen["joint_velocity"][30:40] = share * settings.joints.speeds
+    found = Judge(MotionRecord(record.arm, seen), settings).extremes()
+    assert "speed" in found.beyond and found.at_joint_limit is named
+    run_ = run("press stop", "twist") | {"beyond": ["speed"], "caused": ["speed"], "at_joint_limit": named}
+    assert summary([run_])["caused"] == (0 if named else 1)
 
 
 @pytest.mark.parametrize("fault", ["late guard", "busy machine"])

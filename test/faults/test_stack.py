@@ -124,7 +124,7 @@ def test_what_is_counted_is_what_was_found():
     ],
 )
 def test_only_an_arm_that_servo_sent_on_while_it_was_held_leaps_by_itself(fault, output, since_s, until_s, own):
-    fast, slow = Extremes(2.0, 5.0, 0.0, 2.0, 2.0), Extremes(0.5, 1.0, 0.0, 0.5, 0.5)
+    fast, slow = Extremes(2.0, 5.0, 0.0, 2.0, 2.0, False), Extremes(0.5, 1.0, 0.0, 0.5, 0.5, False)
     judge = SimpleNamespace(extremes=lambda begin_s, end_s: fast if begin_s < until_s and since_s < end_s else slow)
     seen = SimpleNamespace(fault=REAL_FAULTS[fault], moved_s=5.0, ended_s=12.0, over_s=20.0)
     assert _by_itself(judge, fast, seen, output) is own  # type: ignore[arg-type]
