@@ -13,7 +13,7 @@ import numpy as np
 from faults.robot_process import CLOCKS, LIES, LINK_LOST, PROTECTIVE_STOP, STUCK
 
 from specvla_ros.control.guard.cause import Cause
-from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.lab.simulation.controllers import COMMAND_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ def _silence_of_actions(hands: Hands, settings: GuardSettings) -> float:
     return hands.watch.action_s + settings.action_timeout_s
 
 
+def _alone_s(settings: GuardSettings) -> float:
+    """How long an arm continues that hears nothing: Servo's timeout, or to the end of a chunk."""
+    return settings.joints.chunk_s if settings.kind is Output.JOINT_TRAJECTORY_CHUNK else COMMAND_TIMEOUT_S
+
+
 _AT_ONCE = _after(lambda settings: _MESSAGE_S)
 _STATE = _after(lambda settings: settings.state_timeout_s)
 _ENABLE = _after(lambda settings: settings.enable_timeout_s)
@@ -109,7 +114,7 @@ _OF_PROCESS: dict[str, Notice] = {
     "camera": _silence_of_actions,
     "policy": _silence_of_actions,
     "driver": _after(lambda settings: settings.command_timeout_s),
-    "guard": _after(lambda settings: COMMAND_TIMEOUT_S),
+    "guard": _after(_alone_s),
     "operator": _ENABLE,
 }
 _OF_LIE: dict[str, Notice] = {"silent": _STATE, "of NaN": _AT_ONCE, "old": _STATE, "leaps": _AT_ONCE}
@@ -165,9 +170,8 @@ def _robot() -> dict[str, RealFault]:
         found[name] = kind(name, noticed, latches, of_joints=topic == "joint_states")
     for name in CLOCKS:
         found[name] = kind(name, _OF_CLOCK.get(name, _AT_ONCE), halts=True, on_clock=True)
-    lost = _after(lambda settings: COMMAND_TIMEOUT_S)
     return found | {
-        LINK_LOST: kind(LINK_LOST, lost, _HELD, halts=True),
+        LINK_LOST: kind(LINK_LOST, _after(_alone_s), _HELD, halts=True),
         PROTECTIVE_STOP: kind(PROTECTIVE_STOP, _AT_ONCE, _HELD, brakes=True),
         STUCK: kind(STUCK, _AT_ONCE, _HELD, brakes=True),
     }
