@@ -14,7 +14,7 @@ import numpy as np
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver
-from specvla_ros.control.joint_path import JointPath
+from specvla_ros.control.joint_path import REPEAT_S, JointPath
 from specvla_ros.control.joint_space import JointKinematics
 from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
@@ -23,7 +23,6 @@ _STEP_S = 0.02  # between two points
 # Share of the acceleration that is planned: the controller's cubic to the first point needs more than the plan.
 _PLANNED_ACCELERATION = 0.75
 _LEAD_S = TRAJECTORY_AHEAD_S  # to the first point
-_REPEAT_S = 0.05
 _ROUNDING = 1e-9
 _DEPARTED = 0.01  # rad or m, of the plan from the motion: a new plan is made
 _MISSED = 1e-4  # the same at rest
@@ -58,7 +57,7 @@ class _Plan:
     def departs(self, positions: np.ndarray, now_s: float) -> bool:
         """True if the motion is no longer the planned one, or is planned no further."""
         passed_s = now_s - self.begun_s
-        if now_s >= self.renewed_s or passed_s < _REPEAT_S:
+        if now_s >= self.renewed_s or passed_s < REPEAT_S:
             return now_s >= self.renewed_s
         allowed = _DEPARTED if passed_s < self.path.end_s else _MISSED
         return bool(np.abs(self.path.at(passed_s)[0] - positions).max() > allowed)
@@ -110,7 +109,7 @@ class TrajectoryChunks:
             path = path if plan is None else _from_state(path, *plan.path.at(now_s - plan.begun_s))
             self._plan = plan = _Plan(path, now_s, made_for, np.inf if whole else now_s + self._horizon_s / 2)
             self._sent_s = -np.inf
-        if now_s - self._sent_s < _REPEAT_S - _ROUNDING:
+        if now_s - self._sent_s < REPEAT_S - _ROUNDING:
             return None
         self._sent_s = now_s
         left = plan.left(now_s)  # the cubics between points may swing a little out of a joint's range

@@ -7,6 +7,7 @@ import numpy as np
 
 # Samples of each segment, at its ends and its middle: its speed is quadratic in time, its acceleration linear.
 SAMPLES = 3
+REPEAT_S = 0.05  # what is left of a path is sent again after this time, in case a message was lost
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,11 @@ from specvla_ros.control.guard.tool_gates import (
     within,
 )
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, kept_in, trajectory_point
-from specvla_ros.control.joint_path import JointPath
+from specvla_ros.control.joint_path import REPEAT_S, JointPath
 from specvla_ros.control.robot_model import ToolKinematics
 
 _NO_TIME_S = 1e-6
 _CATCH_UP = 0.25  # fraction of a joint's speed with which a controller may make up for its lag
-_REPEAT_S = 0.05  # a chunk is sent again, in case a message was lost
 _MOVED = 0.005  # radians or metres, more than encoder noise
 _SAGS, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
 _UNANSWERED = 0.03  # max radians or metres commanded to a joint for ANSWERS_S that it does not follow
@@ -41,6 +40,7 @@ class _Followed:
 
     path: JointPath
     begun_s: float  # on the steady clock
+    whole: bool = True  # False: point by point, and this is what the controller does if no further message comes
 
     def at(self, now: Instant) -> tuple[np.ndarray, np.ndarray]:
         position, velocity = self.path.at(now.steady_s - self.begun_s)
@@ -77,7 +77,6 @@ class JointGate(SmoothGate[np.ndarray]):
         self._reached_s = 0.0  # when the output was where it is, on the steady clock
         self._passes_chunks = False  # motion passes, and chunks may go out whole
         self._followed: _Followed | None = None
-        self._led: _Followed | None = None  # what the controller does if no further message comes, point by point
         self._told_s = -np.inf  # when the controller was sent it last, on the steady clock
         self._taken: Counter[str] = Counter()  # chunks, by how they were sent
         self._split = ""  # why one was not passed whole, in words; empty: all were
@@ -108,7 +107,8 @@ class JointGate(SmoothGate[np.ndarray]):
         refusal = super().take(command, measured, now)
         if not self._passes_chunks or self._sent is None:
             return refusal
-        self._led, self._followed, self._told_s = self._followed or self._led, None, -np.inf
+        self._no_longer_whole()
+        self._told_s = -np.inf
         if refusal is not None:
             return refusal
         velocities = None if command.velocities is None else command.velocities[:, self._order(command)]
@@ -120,7 +120,7 @@ class JointGate(SmoothGate[np.ndarray]):
         self._split = unfit or self._split
         self._taken["followed point by point" if unfit else "passed whole"] += 1
         if not unfit:
-            self._followed, self._led = _Followed(path, now.steady_s - passed_s), None
+            self._followed = _Followed(path, now.steady_s - passed_s)
         return None
 
     def report(self) -> dict[str, object]:
@@ -129,14 +129,17 @@ class JointGate(SmoothGate[np.ndarray]):
 
     def _catch_up(self, now: Instant) -> None:
         """Takes over the state of a controller that continues by itself."""
-        followed = self._followed or self._led
-        if followed is not None:
-            self._sent, self._velocity = followed.at(now)
+        if self._followed is not None:
+            self._sent, self._velocity = self._followed.at(now)
             self._reached_s = now.steady_s
+
+    def _no_longer_whole(self) -> None:
+        if self._followed is not None:
+            self._followed = replace(self._followed, whole=False)
 
     def begin(self, measured: Measured) -> None:
         super().begin(measured)
-        self._followed = self._led = None
+        self._followed = None
         self._unmoved_from, self._sent_then = measured.joints, self._sent
         self._unanswered_s = np.zeros(len(self._names))
 
@@ -145,7 +148,7 @@ class JointGate(SmoothGate[np.ndarray]):
             unanswered = np.abs(self._sent - self._sent_then) > _UNANSWERED
             self._unanswered_s = np.where(unanswered, self._unanswered_s + dt_s, 0.0)
         self._passes_chunks = self._settings.kind is Output.JOINT_TRAJECTORY_CHUNK
-        if self._followed is not None:
+        if self._followed is not None and self._followed.whole:
             self._joined, self._lost_s = True, 0.0
             return self._chunk(self._followed, now)
         if self._passes_chunks and self._sent is not None:
@@ -161,7 +164,7 @@ class JointGate(SmoothGate[np.ndarray]):
         if not isinstance(point, SentJoints):
             return point
         path = self._then_rest(min(dt_s, self._longest_s))
-        self._led = _Followed(path.from_state(*begun), now.steady_s)
+        self._followed = _Followed(path.from_state(*begun), now.steady_s, whole=False)
         self._catch_up(now)
         return replace(point, positions=begun[0], velocities=begun[1], path=path)
 
@@ -178,9 +181,9 @@ class JointGate(SmoothGate[np.ndarray]):
     def stop(self, measured: Measured, now: Instant, dt_s: float) -> Sent | None:
         self._catch_up(now)
         if self._passes_chunks and self._sent is not None:
-            continued = self._followed or self._led
-            self._followed = None if self.at_rest or continued is None else self._braking(continued, now)
-        self._passes_chunks, self._led = False, None
+            followed = self._followed
+            self._followed = None if self.at_rest or followed is None else self._braking(followed, now)
+        self._passes_chunks = False
         if self._followed is not None and not self.at_rest:
             return self._chunk(self._followed, now)
         self._followed = None
@@ -239,10 +242,10 @@ class JointGate(SmoothGate[np.ndarray]):
         super().scale(share)
         self._tool_speed = share * self._settings.limits.linear_speed
         if self._passes_chunks:  # until a chunk is slow enough
-            self._led, self._followed = self._followed or self._led, None
+            self._no_longer_whole()
 
     def halt(self, now: Instant) -> None:
-        if self._followed or self._led:  # the controller continued; `stop` brakes it
+        if self._followed:  # the controller continued; `stop` brakes it
             return
         if self._sent is not None and self._settings.kind is not Output.POSITION_ARRAY:
             self._sent = trajectory_point(self._sent, self._told(self._sent))  # where the controller moved and holds
@@ -310,7 +313,7 @@ class JointGate(SmoothGate[np.ndarray]):
         """The message of a chunk: the points that the controller reaches in time, or its end as soon as it can."""
         self._catch_up(now)
         assert self._sent is not None
-        known = now.steady_s - self._told_s < _REPEAT_S
+        known = now.steady_s - self._told_s < REPEAT_S
         self._told_s = self._told_s if known else now.steady_s
         point, left = self._message(self._sent), followed.path.after(now.steady_s - followed.begun_s)
         if left is None:
