@@ -152,7 +152,9 @@ class ActionFollower(Generic[Place]):
         passed = sum(step.due_s <= now_s for step in steps)
         remaining = deque(steps[min(passed, len(steps) - 1) :])
         if not self._aim(remaining, now_s):
-            raise ActionRefusedError(RefusalReason.BLOCKED, "no motion to its goal stays within the workspace")
+            raise ActionRefusedError(
+                RefusalReason.BLOCKED, "no motion to its goal stays within workspace and speed limits"
+            )
         self._steps = remaining
         self.changes += 1
         self._begun = replace(begun, rows=len(action.values)) if action.partial else None

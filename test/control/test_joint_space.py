@@ -87,6 +87,10 @@ class Arm:
             self.take(values, **how)
         return why.value
 
+    def tool_speed(self):
+        before, now = (self.kinematics.pose_at(each).position for each in self.sent[-2:])
+        return np.linalg.norm(now - before) / CONTROL_S
+
     @property
     def at(self):
         return self.target.pose.positions
@@ -122,11 +126,27 @@ def test_the_joints_end_where_the_newest_image_meant_and_keep_every_limit(action
                 RefusalReason.NO_POSE,
             )
         else:
-            arm.take(values, age_s=age_s, convention=convention)
-            newest_s, goal = stamp_s, wanted if absolute else arm.history.at(stamp_s).positions + values
+            newest_s = stamp_s
+            try:
+                arm.take(values, age_s=age_s, convention=convention)
+                goal = wanted if absolute else arm.history.at(stamp_s).positions + values
+            except ActionRefusedError as refused:  # at its limit, the tool would exceed it on the way to any other goal
+                assert refused.refusal is RefusalReason.BLOCKED and arm.tool_speed() > 0.5 * LIMITS.linear_speed
         arm.run(steps * CONTROL_S)
     arm.run(8.0)
     np.testing.assert_allclose(arm.at, goal, atol=1e-4)
+    assert_within_limits(arm)
+
+
+def test_a_goal_beside_fast_motion_is_reached_at_the_tools_speed():
+    """It takes several tries to find a motion that is slow enough, since the joints are already fast."""
+    arm = Arm()
+    for turn, steps in ((-0.375, 11), (0.0, 23)):
+        arm.take((0.0, 0.0, turn), convention=DELTA)
+        arm.run(steps * CONTROL_S)
+    arm.take((0.0, 0.25, 0.0), convention=DELTA)
+    arm.run(8.0)
+    assert arm.at[1] == pytest.approx(START[1] + 0.25, abs=1e-4)
     assert_within_limits(arm)
 
 
