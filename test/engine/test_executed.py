@@ -93,9 +93,10 @@ class Model:
         executed = int(scheduler.age_at_first_actions_s(frame(0.0)) / DT_S + 1e-9)
         before = [(each.observation, rows_of(tuple(each.tokens), whole=False)) for each in scheduler.requests]
         outcomes = self.engine.tick()
-        for request in scheduler.requests:
-            if request.observation.stamp_ns not in self.starts:
-                self.starts[request.observation.stamp_ns] = self.expected(request.observation, before, executed)
+        answered = [each.observation for each in outcomes if isinstance(each, Action)]  # some within this one tick
+        for seen in [*(request.observation for request in scheduler.requests), *answered]:
+            if seen.stamp_ns not in self.starts:
+                self.starts[seen.stamp_ns] = self.expected(seen, before, executed)
         for outcome in outcomes:
             if isinstance(outcome, Action):
                 self.published = outcome.observation, rows_of(outcome.tokens, whole=not outcome.partial)

@@ -45,11 +45,11 @@ FOUND = {
 
 
 def test_each_fault_meets_each_output_of_each_robot():
-    jobs = plan(11 * len(REAL_FAULTS), 0, list(REAL_FAULTS), list(COMMANDS), ["panda", "ur5e"])
+    jobs = plan(13 * len(REAL_FAULTS), 0, list(REAL_FAULTS), list(COMMANDS), ["panda", "ur5e"])
     met = Counter((job.fault, job.output, job.robot) for job in jobs)
     of_joints = sum(fault.of_joints for fault in REAL_FAULTS.values())
-    assert len(met) == 10 * (len(REAL_FAULTS) - of_joints) + 6 * of_joints
-    assert len({job.key for job in jobs}) == len(jobs) == 11 * len(REAL_FAULTS)
+    assert len(met) == 12 * (len(REAL_FAULTS) - of_joints) + 8 * of_joints
+    assert len({job.key for job in jobs}) == len(jobs) == 13 * len(REAL_FAULTS)
 
 
 def test_the_first_rounds_of_a_longer_run_are_those_of_a_shorter_one():
