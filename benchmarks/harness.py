@@ -52,7 +52,10 @@ def dtype_on(device: str, dtype: str) -> torch.dtype:
 def result_head(context: typer.Context, dtype: torch.dtype | None = None, **versions: str) -> dict[str, Any]:
     """Returns benchmark, command, date, revision and hardware, with `versions` of libraries other than torch."""
     module = (context.info_name or "").rpartition(" ")[2]
-    options = {option.name: context.params[option.name] for option in context.command.params if option.name}
+    given = {
+        option.name: (context.params[option.name], option.default) for option in context.command.params if option.name
+    }
+    options = {name: value for name, (value, usual) in given.items() if not isinstance(value, bool) or value != usual}
     head = {
         "benchmark": module.rpartition(".")[2],
         "command": command(module, {name: value for name, value in options.items() if name not in _WHERE}),
@@ -87,14 +90,14 @@ def command(module: str, options: Mapping[str, object]) -> str:
 
     Args:
         module: the script's module, with its package.
-        options: values by name; true, empty and None are defaults and omitted; false becomes `--no-…`.
+        options: values by name; empty and None are omitted, true becomes `--…` and false `--no-…`.
     """
     words = [f"python -m {module}" if module.startswith("benchmarks.") else f"PYTHONPATH=test python -m {module}"]
     for name, value in options.items():
         option = name.replace("_", "-")
-        if value is False:
-            words.append(f"--no-{option}")
-        elif value is not True and value not in ("", None):
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value not in ("", None):
             words.append(f"--{option} {value}")
     return " ".join(words)
 

@@ -262,7 +262,7 @@ def test_a_contestant_that_fails_says_why():
 def test_a_command_names_what_was_chosen():
     options = {"sizes": "tiny", "device": "cpu", "dtype": "", "vision": False, "wide": True}
     assert command("benchmarks.speed.decode_modes", options) == (
-        "python -m benchmarks.speed.decode_modes --sizes tiny --device cpu --no-vision"
+        "python -m benchmarks.speed.decode_modes --sizes tiny --device cpu --no-vision --wide"
     )
 
 
