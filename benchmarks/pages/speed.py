@@ -154,4 +154,30 @@ def _formats(result: Result) -> Result:
     }
 
 
-VIEWS = views(_tick_cost, _decode_modes, _sensitivity, _kernels, _launches, _formats)
+def _cpu_engines(result: Result) -> Result:
+    rows: dict[str, Result] = result["rows"]
+
+    def fastest(part: str, like: str) -> float:
+        return min(float(row[part]) for name, row in rows.items() if _class(name) == _class(like))
+
+    cells = [["", "prompt, ms", "× fastest", "token, ms", "× fastest", "drafted token, ms", "× fastest", "same"]]
+    for name, row in rows.items():
+        if ", lookup" in name:
+            continue
+        drafted = rows[f"{name}, lookup"]
+        pairs = [(row, "prompt_s", name), (row, "token_s", name), (drafted, "token_s", f"{name}, lookup")]
+        times = [
+            cell
+            for mine, part, like in pairs
+            for cell in (f"{mine[part] * 1e3:.2f}", f"{mine[part] / fastest(part, like):.2f}")
+        ]
+        cells.append([name, *times, f"{row['same']:.0%}"])
+    return {"table": table(cells), **result["options"]}
+
+
+def _class(name: str) -> tuple[bool, bool]:
+    """Rows that are compared: by 8 bits and by drafting."""
+    return "8 bits" in name, "lookup" in name
+
+
+VIEWS = views(_tick_cost, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines)
