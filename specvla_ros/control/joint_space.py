@@ -28,6 +28,7 @@ _FOLLOWING, _NEAR = 0.2, 0.02  # rad or m, as the tool's rotation
 _TOLERANCE_M = 1e-4
 _SLOWER = 1.05  # factor on the time that a tool above its speed limit needs: its path is sampled
 _TRIES = 10
+# Share of its speed limit that a fast tool may have: a factor on that of braking, and its maximum.
 _AS_BRAKING, _MOST_SHARE = 1.02, 1.04
 
 
@@ -203,13 +204,14 @@ class JointMotion:
         A tool that is already at its limit may exceed it a little on the way to any goal, as when it brakes.
         """
         allowed = 1.0
-        for _ in range(_TRIES):
+        for number in range(_TRIES):
             legs = self._axes.to(goal, start, seconds, velocity, pace)
             share = max(map(self._speed_share, legs), default=0.0)
             if share <= allowed:
                 return legs
-            braking = max(map(self._speed_share, self._axes.brake(start)), default=0.0)
-            allowed = min(max(1.0, _AS_BRAKING * braking), _MOST_SHARE)
+            if number == 0:
+                braking = max(map(self._speed_share, self._axes.brake(start)), default=0.0)
+                allowed = min(max(1.0, _AS_BRAKING * braking), _MOST_SHARE)
             seconds, velocity = _SLOWER * share * legs[0].duration, velocity / share
         return ()
 

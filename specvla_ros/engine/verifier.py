@@ -107,6 +107,8 @@ class Verifier:
 
         The requests must have different slots and the order of their logits.
         """
+        if not parts:
+            return Prepared([])
         starts = [*accumulate((len(part.tree) for part in parts), initial=0)]
         by_rule: dict[int, list[int]] = {}
         for index, part in enumerate(parts):
@@ -115,9 +117,9 @@ class Verifier:
         if self._generation.penalises:
             numbers += EarlierIds.numbers([part.ids for part in parts], [len(part.tree) for part in parts])
         sizes = [*map(len, numbers)]
-        uploaded = iter(to_device([*chain(*numbers)], self._cache.keys.device).split(sizes) if parts else ())
+        uploaded = iter(to_device([*chain(*numbers)], self._cache.keys.device).split(sizes))
         groups = [_group(parts, indices, next(uploaded)) for indices in by_rule.values()]
-        if not parts or not self._generation.penalises:
+        if not self._generation.penalises:
             return Prepared(groups)
         return Prepared(groups, EarlierIds(next(uploaded), next(uploaded).view(3, -1)))
 
