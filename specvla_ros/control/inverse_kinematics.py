@@ -17,7 +17,10 @@ if TYPE_CHECKING:  # the guard has no ruckig
 # always lag. So points lie this far ahead, extrapolated with the current joint speeds.
 TRAJECTORY_AHEAD_S = 0.06
 _SOLVER = "daqp"
-_POSTURE_COST = 1e-3  # against 1 for the tool: redundant joints stay near the initial posture
+# Costs against 1 for the tool's error. Redundant joints return to the initial posture, slowly; where a joint is at its
+# limit of acceleration, the others would otherwise swing around it for a millimetre of the tool, and a stop of swinging
+# joints moves the tool.
+_POSTURE_COST, _MOTION_COST = 5e-3, 2e-2
 _DAMPING = 1e-3
 _GAIN = 6.0  # 1/s, error correction of acceleration-limited joints, as for tool velocities
 _MAX_LAG_M = 0.05
@@ -41,6 +44,7 @@ class JointSolver(ToolKinematics):
         # Returning to the posture in one step oscillates about it if the joints cannot brake in one step.
         share = 1.0 if robot.max_acceleration is None else _GAIN * period_s
         self._posture = mink.PostureTask(model, _POSTURE_COST, gain=share)
+        self._slow = mink.DampingTask(model, _MOTION_COST)
         # Joints outside the arm stand still; mink's limits take a speed of zero as an equality.
         free = [dof for dof in range(model.nv) if dof not in set(self._dofs.tolist())]
         self._still = mink.DofFreezingTask(model, free) if free else None
@@ -109,7 +113,7 @@ class JointSolver(ToolKinematics):
         try:
             velocity = mink.solve_ik(
                 self._configuration,
-                [self._tool, self._posture],
+                [self._tool, self._posture, self._slow],
                 passed_s,
                 _SOLVER,
                 limits=self._limits,

@@ -46,7 +46,9 @@ def solver(start: dict[str, float]) -> JointSolver:
     return made
 
 
-def swung(solver: JointSolver, start: dict[str, float], *, lasts_s: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
+def swung(
+    solver: JointSolver, start: dict[str, float], *, lasts_s: float = 3.0, way_m: float = 0.1, turn_rad: float = 0.3
+) -> tuple[np.ndarray, np.ndarray]:
     """Joints that follow a tool from goal to goal, [steps, 7], and how far from there the tool is, [steps]."""
     motion, here, draw = BoundedMotion(LIMITS), solver.pose_of(start), np.random.default_rng(0)
     motion.rest_at(here)
@@ -54,7 +56,7 @@ def swung(solver: JointSolver, start: dict[str, float], *, lasts_s: float = 3.0)
     for step in range(round(lasts_s / PERIOD_S)):
         now_s = step * PERIOD_S
         if step % 20 == 0 and now_s < lasts_s - 1:
-            way = np.concatenate([draw.uniform(-0.1, 0.1, 3), draw.uniform(-0.3, 0.3, 3)])
+            way = np.concatenate([draw.uniform(-way_m, way_m, 3), draw.uniform(-turn_rad, turn_rad, 3)])
             motion.aim(here.displaced(way), now_s, move_s=0.2, turn_s=0.2)
         at = motion.at(now_s + PERIOD_S)
         sent, _ = solver.follow(Target(at.pose, at.velocity, PERIOD_S))
@@ -87,7 +89,21 @@ def test_joints_are_held_to_their_accelerations_and_jerks_and_the_tool_still_get
         assert np.abs(velocities[-1]).max() < 0.05, "joints do not swing about a tool that stands"
         assert solver is free or away_m.max() < most_m
     assert (np.array(largest[bounded]) <= np.array([speed, acceleration, acceleration / 0.04]) * 1.01).all()
-    assert speed > 1.5 or largest[free][1] > 3 * acceleration, "where a joint reached its speed"
+    assert speed > 1.5 or largest[free][1] > 1.4 * acceleration, "where a joint reached its speed"
+
+
+def test_joints_do_not_swing_around_one_that_cannot_accelerate_enough_for_the_tool(start: dict[str, float]) -> None:
+    """Swinging joints leave the tool where it belongs, but not when each of them is stopped by itself."""
+    limits: dict[str, Any] = {"max_acceleration": np.full(7, 15.0), "max_jerk": np.full(7, 375.0)}
+    model = JointModel(kinematics(TABLE_ARM), TABLE_ARM.joints, "pinch", np.full(7, 1.0), **limits)
+    solver = JointSolver(model, PERIOD_S)
+    solver.start(start)
+    positions, away_m = swung(solver, start, lasts_s=10.0, way_m=0.05, turn_rad=0.05)
+    velocities = np.diff(positions, axis=0) / PERIOD_S
+    moves = [solver.tool_moves(at) for at in positions[1:]]
+    swings = [v - np.linalg.pinv(move) @ move @ v for v, move in zip(velocities, moves, strict=True)]
+    assert np.linalg.norm(swings, axis=1).max() < 0.2, "rad/s that do not move the tool"
+    assert away_m.max() < 0.002
 
 
 def test_a_bounded_joint_brakes_before_it_ends_and_comes_back(arm: Path) -> None:

@@ -4,7 +4,7 @@
 import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, Measured, SentTwist, ToolPose, TwistCommand
+from specvla_ros.control.guard.commands import Instant, Measured, Sent, SentTwist, ToolPose, TwistCommand
 from specvla_ros.control.guard.gate import (
     REST,
     SLACK_S,
@@ -213,25 +213,36 @@ class PoseGate(SmoothGate[Pose]):
         self._unmoved_from: Pose | None = None
         self._sent_then: Pose | None = None  # commanded pose when the tool last moved
         self._answers = _answers(settings, bounds)
+        self._unanswered_s = 0.0  # how long it has been commanded away from there
 
     def conditions(self, measured: Measured) -> list[Refusal]:
         found = super().conditions(measured)
         if found or measured.tool is None or self._sent is None or self._held or self._sent_then is None:
             return found
         on = lengths(self._way(self._sent, self._sent_then))
-        if (on <= self._answers).all():
+        if (on <= self._answers).all() and self._unanswered_s <= ANSWERS_S:
             return []
         detail = f"the tool was commanded to move by {on[0]:.3f} m and {on[1]:.3f} rad but did not move"
         return self._not_moved(measured, detail)
 
+    def go(self, now: Instant, dt_s: float) -> Sent | None:
+        sent = super().go(now, dt_s)
+        if self._sent is not None and self._sent_then is not None:
+            away = lengths(self._way(self._sent, self._sent_then)) > _APART
+            self._unanswered_s = self._unanswered_s + dt_s if away.any() else 0.0
+        return sent
+
     def watch(self, measured: Measured) -> None:
         tool = measured.tool
         if tool is not None and (self._unmoved_from is None or _moves(self._unmoved_from, tool)):
-            self._unmoved_from, self._sent_then = tool, self._sent
+            self._answered(tool)
 
     def begin(self, measured: Measured) -> None:
         super().begin(measured)
-        self._unmoved_from, self._sent_then = measured.tool, self._sent
+        self._answered(measured.tool)
+
+    def _answered(self, tool: Pose | None) -> None:
+        self._unmoved_from, self._sent_then, self._unanswered_s = tool, self._sent, 0.0
 
     def _way(self, there: Pose, here: Pose) -> np.ndarray:
         return here.way_to(there).reshape(2, 3)
