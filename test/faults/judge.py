@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges a run by what the arm really did: its speed, acceleration and place against the limits, and how it stopped."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ from specvla_ros.lab.simulation.motion_record import TOUCHES_TABLE, TOUCHES_THIN
 # What an arm may add to what it is told, by its own control and its inertia: a little more than runs without a
 # fault showed. Accelerations while the arm touches something are the contact's.
 SPEED_SHARE, ACCELERATION_SHARE, OUTSIDE_M = 1.25, 4.0, 0.01
-_TOUCHED_S = 0.2
+_TOUCHED_ROWS = 20  # 0.2 s
 # Below these a tool stands: a millimetre in a tenth of a second.
 STANDS_M_S, STANDS_RAD_S = 0.01, 0.1
 # A tool that stands and touches something, such as fingers that close on it, is shaken by less than this.
 SHAKES_M, SHAKES_RAD = 0.001, 0.01
+_BEFORE_S = 0.5  # in which a contact may lead to a stop
 # Share of a joint's own limit of speed at which it is at that limit, and how long before an excess of the tool.
 _AT_LIMIT, _JUST_S = 0.98, 0.3
 
@@ -30,7 +31,7 @@ class Extremes:
         acceleration_share: likewise, while the arm touches nothing.
         outside_m: how far out of the workspace the tool was.
         tool_share: speed of the tool, also where joints are commanded.
-        free_speed_share: as speed_share, while the arm touches nothing.
+        free_speed_share, free_outside_m: likewise, while the arm touches nothing and is not thrown by what it touched.
         at_joint_limit: whether the tool exceeded its limits only while a joint of the arm was at its own limit of
             speed, or just before: the arm cannot do what it is sent. A guard of tool commands does not know its joints.
     """
@@ -40,6 +41,7 @@ class Extremes:
     outside_m: float
     tool_share: float
     free_speed_share: float
+    free_outside_m: float
     at_joint_limit: bool
 
     @property
@@ -54,8 +56,9 @@ class Extremes:
 
     @property
     def in_contact(self) -> bool:
-        """Whether it is beyond by its speed alone, and only while the arm touches something that gives way."""
-        return self.beyond == ["speed"] and self.free_speed_share <= SPEED_SHARE
+        """Whether it is beyond only while the arm touches something, or is thrown by what it touched."""
+        free = replace(self, speed_share=self.free_speed_share, outside_m=self.free_outside_m)
+        return bool(self.beyond) and not free.beyond
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,6 @@ class Judge:
         rows, limits, joints = self._record.rows, self._settings.limits, self._settings.joints
         later = (self._times_s >= since_s) & (self._times_s <= until_s)
         tool_speed = (self._speeds / (limits.linear_speed, limits.angular_speed)).max(axis=1)
-        free = ~self._touched() & later
         if self._settings.kind.of_joints:
             speed = (np.abs(rows["joint_velocity"]) / joints.speeds).max(axis=1)
             changes = np.diff(rows["joint_velocity"], axis=0) / np.diff(self._times_s)[:, None]
@@ -105,7 +107,9 @@ class Judge:
             bounds = (limits.linear_acceleration, limits.angular_acceleration)
             accelerations = (_lengths(acceleration(rows)[1:]) / bounds).max(axis=1)
         position = rows["position"]
-        over = later & (speed > SPEED_SHARE)
+        over = speed > SPEED_SHARE
+        free = later & ~self._disturbed(over | np.append(False, accelerations > ACCELERATION_SHARE))
+        over &= later
         over[1:] |= free[1:] & (accelerations > ACCELERATION_SHARE)
         outside = np.maximum(np.array(limits.workspace_min) - position, position - np.array(limits.workspace_max))
         outside_m = float(outside[later].max(initial=0.0))
@@ -116,6 +120,7 @@ class Judge:
             outside_m,
             float(tool_speed[later].max(initial=0.0)),
             float(speed[free].max(initial=0.0)),
+            float(outside[free].max(initial=0.0)),
             by_joint and bool(self._at_joint_limit()[over].all()),
         )
 
@@ -128,6 +133,11 @@ class Judge:
         steps_s = np.diff(self._times_s, prepend=self._times_s[0])
         ways = (self._speeds * steps_s[:, None])[moving & touched].sum(axis=0)
         return bool((ways > (SHAKES_M, SHAKES_RAD)).any())
+
+    def touched_at(self, time_s: float) -> bool:
+        """Whether the arm touched anything but itself within half a second before."""
+        lately = (self._times_s > time_s - _BEFORE_S) & (self._times_s <= time_s)
+        return bool(self._touched()[lately].any())
 
     def speed_at(self, time_s: float) -> float:
         """Of the tool, m/s."""
@@ -154,8 +164,18 @@ class Judge:
     def _touched(self) -> np.ndarray:
         """Whether the arm touches anything but itself, or did a moment ago; bool [rows]."""
         touching = (self._record.rows["touching"] & (TOUCHES_TABLE | TOUCHES_THING) > 0).astype(float)
-        width = round(_TOUCHED_S / 0.01)
-        return np.convolve(touching, np.ones(2 * width + 1), mode="same") > 0
+        return np.convolve(touching, np.ones(_TOUCHED_ROWS + 1))[: len(touching)] > 0
+
+    def _disturbed(self, over: np.ndarray) -> np.ndarray:
+        """As `_touched`, and until a moment after an excess that began then: a blocked arm is thrown once it is free.
+
+        `over`: where something is beyond its limit, bool [rows].
+        """
+        disturbed = self._touched()
+        for begin, end in np.flatnonzero(np.diff(over, prepend=False, append=False)).reshape(-1, 2):
+            if disturbed[begin]:
+                disturbed[begin : end + _TOUCHED_ROWS] = True
+        return disturbed
 
 
 def _lengths(twists: np.ndarray) -> np.ndarray:

@@ -300,6 +300,7 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
     at_end = [state for at_s, state, _ in seen.states if at_s <= seen.ended_s][-1:] == ["passing"]
     goes_on_s = seen.ended_s if at_end else next((at_s for at_s in passed_s if at_s > seen.ended_s), None)
     latched = [(at_s, cause) for at_s, state, cause in seen.states if state == "stopped" and at_s > seen.since_s]
+    wrong = _latched_by_itself(seen.fault, latched, seen.began_s)
     return {
         **asdict(extremes),
         "beyond": extremes.beyond + (["gripper"] if seen.stale else []),
@@ -313,7 +314,8 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
         "recovered_s": goes_on_s - seen.ended_s if goes_on_s is not None else None,
         "stays": seen.fault.stays,
         "latched": [cause for _, cause in latched],
-        "self_latched": _self_latched(seen.fault, latched, seen.began_s),
+        "self_latched": [cause for at_s, cause in wrong if not judge.touched_at(at_s)],
+        "latched_in_contact": [cause for at_s, cause in wrong if judge.touched_at(at_s)],
         **seen.rest,
     }
 
@@ -333,11 +335,11 @@ def _by_itself(judge: Judge, extremes: Extremes, seen: _Round, output: str) -> b
     return held.beyond in ([], ["acceleration"]) and not caught_up.beyond
 
 
-def _self_latched(fault: RealFault, latched: list[tuple[float, str]], began_s: float) -> list[str]:
-    """Causes for which the guard latched though nothing happened that latches."""
+def _latched_by_itself(fault: RealFault, latched: list[tuple[float, str]], began_s: float) -> list[tuple[float, str]]:
+    """When and for which causes the guard latched though no fault was there that latches."""
     causes = [(at_s, Cause(cause)) for at_s, cause in latched if cause]
-    wrong = [cause for at_s, cause in causes if cause not in fault.latches or at_s < began_s]
-    return [cause.value for cause in wrong if cause.latches]  # a stop that was just cleared tells why it still holds
+    wrong = [(at_s, cause) for at_s, cause in causes if cause not in fault.latches or at_s < began_s]
+    return [(at_s, cause.value) for at_s, cause in wrong if cause.latches]  # a cleared stop tells why it still holds
 
 
 def _stale(hands: Hands, settings: GuardSettings) -> bool:

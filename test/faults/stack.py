@@ -159,6 +159,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
         "promised": sum(row["promised"] for row in rows),
         "late": sum(row["late"] for row in rows),
         "self_latched": sum(bool(row["self_latched"]) for row in rows),
+        "latched_in_contact": sum(bool(row["latched_in_contact"]) for row in rows),
         "goes_on": sum(row["recovered_s"] is not None for row in rows if not row["stays"]),
         "could_go_on": len(rows) - len(stays),
         "cleared": sum(row["cleared"] for row in rows),

@@ -77,6 +77,17 @@ def test_the_judge_holds_the_arm_to_the_limits(tmp_path: Path):
     assert Judge(record, replace(settings, limits=smaller)).extremes().beyond == ["workspace"]
 
 
+@pytest.mark.parametrize(("touched_row", "excused"), [(39, True), (60, False)])
+def test_an_arm_is_thrown_by_what_it_touched_before_and_not_after(twists, touched_row, excused):
+    record, settings = twists
+    rows = record.rows.copy()
+    rows["velocity"], rows["touching"] = 0.0, 0
+    rows["velocity"][40:90, 0] = 2 * settings.limits.linear_speed
+    rows["touching"][touched_row] = TOUCHES_THING
+    found = Judge(MotionRecord(record.arm, rows), settings).extremes()
+    assert "speed" in found.beyond and found.in_contact is excused
+
+
 @pytest.fixture
 def twists(tmp_path: Path) -> tuple[MotionRecord, GuardSettings]:
     """A second of a task by twists, and its settings."""

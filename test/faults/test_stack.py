@@ -36,6 +36,7 @@ FOUND = {
     "promised": True,
     "late": False,
     "self_latched": [],
+    "latched_in_contact": [],
     "recovered_s": 1.0,
     "cleared": True,
     "stop": {"time_s": 0.1, "distance_m": 0.01, "speed_m_s": 0.2},
@@ -124,7 +125,7 @@ def test_what_is_counted_is_what_was_found():
     ],
 )
 def test_only_an_arm_that_servo_sent_on_while_it_was_held_leaps_by_itself(fault, output, since_s, until_s, own):
-    fast, slow = Extremes(2.0, 5.0, 0.0, 2.0, 2.0, False), Extremes(0.5, 1.0, 0.0, 0.5, 0.5, False)
+    fast, slow = Extremes(2.0, 5.0, 0.0, 2.0, 2.0, 0.0, False), Extremes(0.5, 1.0, 0.0, 0.5, 0.5, 0.0, False)
     judge = SimpleNamespace(extremes=lambda begin_s, end_s: fast if begin_s < until_s and since_s < end_s else slow)
     seen = SimpleNamespace(fault=REAL_FAULTS[fault], moved_s=5.0, ended_s=12.0, over_s=20.0)
     assert _by_itself(judge, fast, seen, output) is own  # type: ignore[arg-type]
