@@ -135,7 +135,10 @@ class Driver(Generic[Place]):
         self._away_since_s = min(self._away_since_s, now_s)
         if newest[0] < self._away_since_s + (0.0 if self.guarded else _AWAY_S):
             return  # it may still have been moving when it was measured
-        if self._tracking is not None or (self.guarded and not self._start_problem()):
+        if self.mismatch:
+            # A target that went to the pose of another point would take the arm along, and the pose with it, forever.
+            self.anchored = False
+        elif self._tracking is not None or (self.guarded and not self._start_problem()):
             follower.rest_at(newest[1])  # a jump of the target does not reach the robot
         else:
             follower.return_to(newest[1], now_s)

@@ -309,6 +309,22 @@ def test_what_others_find_wrong_brings_the_tool_to_rest(change, words):
     assert not robot.driver.problem
 
 
+@pytest.mark.parametrize("follows_velocity", [True, False])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_tool_is_not_led_to_where_one_of_two_measurements_that_differ_says_it_is(guarded, follows_velocity):
+    robot = Started(follows_velocity=follows_velocity)
+    robot.step()
+    robot.driver.mismatch = "they differ"
+    robot.driver.passing(not guarded, robot.now_s)
+    begun = robot.driver.target.pose
+    robot.pose = put = robot.pose.displaced(np.array([0.04, 0.0, 0.0, 0.0, 0.0, 0.0]))
+    targets = [robot.step() for _ in range(120)]
+    assert all(target is None or target.pose.distance(begun) < (1e-9, 1e-9) for target in targets)
+    assert targets[-1] is None and robot.driver.problem == "they differ"
+    robot.driver.mismatch = ""
+    assert robot.step().pose.distance(put) < (1e-9, 1e-9)
+
+
 @pytest.mark.parametrize(
     ("pushed", "returns"), [((0.028, 0.0), False), ((0.032, 0.0), True), ((0.0, 0.19), False), ((0.0, 0.21), True)]
 )

@@ -138,6 +138,44 @@ def test_joints_take_the_tool_there(output):
             assert stamps[0] > 0 and (np.diff(stamps) > 0).all(), "by the time that the motion was computed for"
 
 
+def measured_at(joints, apart_m):
+    """The pose of a point so far below the one that the model names."""
+    return tool_of([*joints.values()]).displaced(np.array([0.0, 0.0, -apart_m, 0.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("output", "apart_m"), [("position_array", 0.01), ("joint_trajectory", 0.03), ("position_array", 0.048)]
+)
+def test_a_tool_that_is_measured_at_another_point_than_the_models_is_not_moved(output, apart_m):
+    with arm(output=output, **JOINT_OUTPUT | {"tool_pose_source": "topic"}) as robot:
+        robot.pose = measured_at(HOME, apart_m)
+        activated(robot)
+        robot.until(lambda: f"{apart_m:.3f} m and 0.000 rad apart" in robot.core.problem)
+        robot.until(lambda: robot.actions.get_subscription_count())
+        robot.act()
+        robot.spin(20)
+        assert robot.refused() == {"not_following": 1} and not robot.arrays and not robot.trajectories
+        robot.pose = measured_at(HOME, 0.0)
+        robot.until(lambda: robot.core.anchored)
+
+
+@pytest.mark.parametrize("output", ["joint_trajectory", "position_array"])
+def test_a_tool_that_is_found_at_another_point_while_it_stands_is_not_led_there(output):
+    """As after a change of tools. Wherever the joints went, the tool would be measured as far away."""
+    with arm(output=output, **JOINT_OUTPUT | {"tool_pose_source": "topic"}) as robot:
+        robot.joints, robot.pose = HOME, measured_at(HOME, 0.0)
+        robot.start()
+        for _ in range(200):
+            robot.pose = measured_at(robot.joints, 0.04)
+            robot.spin(1)
+        assert "0.040 m and 0.000 rad apart" in robot.core.problem
+        np.testing.assert_allclose([*robot.joints.values()], [*HOME.values()], atol=1e-6)
+        robot.pose = measured_at(robot.joints, 0.0)
+        robot.until(lambda: robot.core.anchored and not robot.core.problem)
+        robot.act()
+        assert not robot.refused()
+
+
 def test_joint_velocities_take_the_tool_there_and_end_in_zeros():
     with arm(output="velocity_array", **JOINT_OUTPUT) as robot:
         robot.joints = HOME
