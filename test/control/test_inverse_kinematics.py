@@ -148,8 +148,11 @@ def test_a_target_that_does_not_say_how_long_it_took_is_one_of_a_period(
     np.testing.assert_allclose(positions - list(start.values())[: len(positions)], velocities * PERIOD_S, atol=1e-9)
 
 
-def late_once(output: str, late_s: float, held: bool) -> Guard:
-    """A guard that passes joints of a driver whose loop comes late once, to an arm that is where it was sent."""
+def late_once(output: str, late_s: float, held: bool) -> tuple[Guard, np.ndarray]:
+    """A guard that passes joints of a driver whose loop comes late once, to an arm that is where it was sent.
+
+    Returns also the tool's speeds, m/s, [ticks].
+    """
     settings = replace(GUARDED, output=output)
     bounds: dict[str, Any] = {"max_acceleration": PANDA.accelerations, "max_jerk": PANDA.jerks} if held else {}
     model = JointModel(kinematics(TABLE_ARM), TABLE_ARM.joints, "pinch", PANDA.speeds, **bounds)
@@ -160,6 +163,7 @@ def late_once(output: str, late_s: float, held: bool) -> Guard:
     motion.rest_at(here)
     motion.aim(Pose(here.position + np.array([0.0, -0.15, 0.05]), here.rotation), 0.0, move_s=0.9, turn_s=0.9)
     moved_s, driven, due = 0.0, 0, 0
+    tools = [here.position]
     for tick in range(160):
         now = Instant(0.01 * tick, 10**12 + tick * 10**7)
         stamp, tool = Stamp(now.clock_ns, settings.base_frame), solver.pose_at(at)
@@ -177,17 +181,20 @@ def late_once(output: str, late_s: float, held: bool) -> Guard:
             due, late_s = (tick + round(late_s / PERIOD_S), 0.0) if late else (tick + 1, late_s)
         sent = guard.tick(now).sent
         at = sent.positions if isinstance(sent, SentJoints) else at
+        tools.append(solver.pose_at(at).position)
     assert moved_s > 0.6
-    return guard
+    return guard, np.linalg.norm(np.diff(tools, axis=0), axis=1) / 0.01
 
 
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("late_s", [0.02, 0.03, 0.05, 0.08])
 @pytest.mark.parametrize("output", ["joint_trajectory", "position_array"])
 def test_a_driver_that_is_late_once_stops_no_arm(output: str, late_s: float, held: bool) -> None:
-    guard = late_once(output, late_s, held)
+    guard, speeds = late_once(output, late_s, held)
     assert guard.state is State.PASSING
     assert not any(cause.latches for cause in guard.tally.counts)
+    in_time = late_once(output, 0.0, held)[1].max()
+    assert speeds.max() < 1.2 * in_time, "nor does the tool catch up at half as much again"
 
 
 @pytest.mark.parametrize(("apart_m", "fits"), [(0.0, True), (0.003, True), (0.01, False), (0.04, False)])

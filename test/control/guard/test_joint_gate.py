@@ -91,7 +91,20 @@ def test_one_stuck_joint_is_noticed_beside_others_that_move(output: str) -> None
     assert each.guard.state is State.STOPPED and "elbow was commanded" in each.guard.reason
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("output", (*OUTPUTS, "joint_trajectory_chunk"))
+def test_a_held_robot_is_sent_no_further_than_it_is_found_to_stand_and_then_back(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    held = each.joints.copy()
+    each._follow = lambda sent: None  # type: ignore[method-assign]
+    each.run(2.0)
+    sent = [each.positions for _, each in each.sent if isinstance(each, SentJoints)]
+    assert each.guard.state is State.STOPPED and "shoulder was commanded" in each.guard.reason
+    assert 0.03 < max(np.abs(positions - held).max() for positions in sent) < 0.1
+    np.testing.assert_allclose(sent[-1], held, atol=2e-4)
+
+
+@pytest.mark.parametrize("output", (*OUTPUTS, "joint_trajectory_chunk", "velocity_array"))
 def test_a_tool_that_is_carried_out_of_the_workspace_stops_at_its_edge(output: str) -> None:
     each = rig(output)
     each.tool = np.array([HOME[0], HOME[1], 0.1])
