@@ -196,6 +196,16 @@ def test_a_model_that_does_not_fit_is_told(tmp_path: Path, changes: dict[str, An
     assert any(words in line for line in wrong(output)), output
 
 
+def test_a_tool_that_is_to_turn_with_more_acceleration_than_a_joint_has_is_told(tmp_path: Path) -> None:
+    values = {**joint_output(tmp_path, Z1), "joints.max_acceleration": [20.0, 20.0, 20.0, 20.0, 17.0, 20.0]}
+    told = "is 18 rad/s², but joint5 has 17"
+    code, output = check(tmp_path, {**values, "limits.angular_acceleration": 18.0})
+    assert code == 0 and told in output and "lower it to 17" in output
+    assert "angular_acceleration is" not in check(tmp_path, {**values, "limits.angular_acceleration": 17.0})[1]
+    of_joints = {**values, "limits.angular_acceleration": 18.0, "action_space": "joints"}
+    assert told not in check(tmp_path, of_joints)[1]
+
+
 def test_a_joint_between_base_and_tool_that_nobody_commands_is_told(tmp_path: Path) -> None:
     values = joint_output(tmp_path, Z1)
     values["joints.names"] = values["joints.names"][1:]

@@ -212,6 +212,8 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
                 f"{', '.join(others)} also move {model.tool} but are not in joints.names: the tool pose is right only "
                 "while they are at 0; give a model in which they are fixed at their actual positions"
             )
+    if driver.action_space != JOINTS:
+        _note_weak_joint(report, driver.limits.angular_acceleration, model)
     if driver.output == Output.JOINT_TRAJECTORY_CHUNK:
         with report.part("chunks") as well:
             stop_s = planned(model).stop_s if driver.action_space == JOINTS else driver.limits.stop_s
@@ -225,6 +227,27 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
             there = "; ".join(", ".join(f"{number:g}" for number in corner) for corner in missed)
             raise UserError(f"{words}, but not ({there}) m; shrink limits.workspace_min and workspace_max")
         well(words)
+
+
+def _note_weak_joint(report: Report, asked: float, robot: "JointModel") -> None:
+    """Compares the tool's angular acceleration with the weakest joint's, which may have to turn the tool alone."""
+    import mujoco
+
+    if robot.max_acceleration is None:
+        return
+    kinds = [robot.model.joint(name).type[0] for name in robot.in_model]
+    turning = [
+        (float(most), name)
+        for kind, most, name in zip(kinds, robot.max_acceleration, robot.joints, strict=True)
+        if kind == mujoco.mjtJoint.mjJNT_HINGE
+    ]
+    most, weakest = min(turning, default=(asked, ""))
+    if asked > most:
+        report.note(
+            "model",
+            f"limits.angular_acceleration is {asked:g} rad/s², but {weakest} has {most:g}: where that joint turns the "
+            f"tool alone, the arm falls behind and swings; lower it to {most:g}",
+        )
 
 
 def _on_the_way(robot: "JointModel") -> list[str]:
