@@ -2,7 +2,9 @@
 """The launch files in the real launch system, where it is installed."""
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,6 +124,15 @@ def test_a_guard_that_died_stays_dead(tmp_path: Path) -> None:
         "guard": False,
         "task": True,
     }
+
+
+@pytest.mark.parametrize(("code", "ends"), [(2, True), (0, False), (1, False), (-9, False)])
+def test_a_guard_that_refuses_its_file_ends_the_launch_with_one_sentence(tmp_path: Path, code: int, ends: bool) -> None:
+    ended = robot_nodes(tmp_path, "pose")["guard"]._ExecuteLocal__on_exit
+    context = LaunchContext()
+    context.launch_configurations["robot"] = "my_robot.yaml"
+    with pytest.raises(RuntimeError, match=r"the guard refused my_robot\.yaml") if ends else nullcontext():
+        ended(SimpleNamespace(returncode=code), context)
 
 
 def of_kind(entities, kind):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState
 from specvla_ros.ros.guard.robot import SWITCH
-from specvla_ros.ros.qos import CLOCK, COMMAND, LATCHED_STATE, STATE
+from specvla_ros.ros.qos import CLOCK, COMMAND, LATCHED_INSTRUCTION, LATCHED_STATE, STATE
 
 
 @pytest.mark.parametrize("output", TOPICS)
@@ -469,22 +470,26 @@ def test_the_guard_needs_neither_torch_nor_a_simulator() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_stop_is_written_and_rosbags_reads_it(tmp_path: Path) -> None:
+def test_a_stop_is_written_and_rosbags_and_mcap_read_the_same_of_each_topic(tmp_path: Path) -> None:
     from support.black_boxes import read_black_box
 
     directory = tmp_path / "box"
     with scene("twist", black_box_s=60.0, black_box_dir=str(directory)) as each:
         each.start()
+        each.user.create_publisher(String, "instruction", LATCHED_INSTRUCTION).publish(String(data="lift"))
+        each.until(lambda: each.guard.guard._watch.confirmation._asked)
         each.stops.publish(Empty())
         each.until_stopped("stop")
         each.until(lambda: list(directory.glob("*.mcap")))
     file = next(directory.glob("*.mcap"))
     counts, last = read_black_box(file)
+    with file.open("rb") as opened:
+        assert Counter(channel.topic for _, channel, _ in make_reader(opened).iter_messages()) == counts
     for topic in ("/command/twist", "/guard/twist", "/tool_pose", "/action", "/guard/enable", "/guard/stop"):
         assert counts[topic] > 0, counts
     assert counts["/guard/stop"] == 1
     assert last["/guard/twist"].twist.linear.y == 0
-    assert last["/action"].instruction == "lift"
+    assert last["/action"].instruction == "lift" and last["/instruction"].data == "lift"
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
