@@ -39,10 +39,10 @@ help:  ## List the targets
 demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Run instructions on a simulated arm (ROBOT=panda: through driver and guard; POLICY=wrist, joints, fast, digits, reasoning or a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
-test: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests except nightly ones (12 to 20 minutes on 2 cores)
+test: build $(TESTING) $(CLIENTS) $(MUTANTS) $(GL)  ## Run all tests except nightly ones (12 to 20 minutes on 2 cores)
 	@$(RUN) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not nightly"
 
-test-all: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests, including nightly ones
+test-all: build $(TESTING) $(CLIENTS) $(MUTANTS) $(GL)  ## Run all tests, including nightly ones
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=night
 
 # Full-size suites, of which make test runs a small part; their figures go to the results page.

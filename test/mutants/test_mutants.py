@@ -12,9 +12,9 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_item import MutationSpec
-from mutants.mutants import by_hand, draw, equivalent, reason_of
+from mutants.mutants import Tree, by_hand, draw, equivalent, reason_of
 from mutants.operators import CHOSEN, RemoveStatement, Skips
-from mutants.rooms import NEAR, WIDER, modules, stages
+from mutants.rooms import CONTROL, DRIVER, GUARD, NEAR, WIDER, modules, stages
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = """
@@ -119,6 +119,20 @@ def test_mutants_that_people_thought_of_still_fit_the_code() -> None:
     mutants = by_hand()
     assert len({mutant.key for mutant in mutants}) == len(mutants) > 10
     assert all(mutant.was != mutant.becomes and mutant.line for mutant in mutants)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("room", [CONTROL, DRIVER, GUARD])
+def test_mutants_of_motion_that_people_thought_of_are_noticed_by_the_tests_about_them(
+    room: str, tmp_path: Path
+) -> None:
+    tree = Tree(tmp_path)
+    try:
+        tried = [mutant for mutant in by_hand() if mutant.module.startswith(room)]
+        assert tried
+        assert not [each.key for each in tried if tree.notices(each, stages(each.module)[0]) == "passed"]
+    finally:
+        tree.close()
 
 
 def test_each_equivalent_mutant_is_of_a_line_that_is_there_and_says_why() -> None:
