@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The untrained nano policy: OpenVLA's architecture and files, small enough for two CPU cores."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
@@ -37,14 +39,33 @@ def write_nano(
     save_weights(directory / "model.safetensors", model.checkpoint_tensors())
 
 
+def teach_instructions(directory: Path, instructions: Sequence[str], *, seed: int) -> None:
+    """Replaces the instructions of such a policy; their new words get untrained rows before the action tokens."""
+    tokenizer, config = (json.loads((directory / name).read_text()) for name in ("tokenizer.json", "config.json"))
+    vocab = tokenizer["model"]["vocab"]
+    known, new = len(vocab), sorted(_words(instructions) - set(vocab))
+    vocab |= {word: known + i for i, word in enumerate(new)}
+    config["text_config"]["vocab_size"] += len(new)
+    weights, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
+        rows = weights[name]
+        fresh = torch.randn(len(new), rows.shape[1], generator=generator) * rows[:known].float().std()
+        weights[name] = torch.cat((rows[:known], fresh.to(rows.dtype), rows[known:]))
+    write_json(directory / "tokenizer.json", tokenizer)
+    write_json(directory / "config.json", config | {"instructions": list(instructions)})
+    save_weights(directory / "model.safetensors", weights)
+
+
+def _words(texts: Sequence[str]) -> set[str]:
+    return {word for text in texts for word, _ in pre_tokenizers.Whitespace().pre_tokenize_str(text)}
+
+
 def _word_tokenizer(instructions: Sequence[str]) -> Tokenizer:
     """Tokens are whole words and punctuation marks, so that an instruction takes few rows."""
-    split = pre_tokenizers.Whitespace()
-    texts = ["In: What action should the robot take to ?\nOut:", *instructions]
-    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
+    words = _words(["In: What action should the robot take to ?\nOut:", *instructions])
     vocab = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "▁", *sorted(words)])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = split
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer

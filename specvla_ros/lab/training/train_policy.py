@@ -22,7 +22,7 @@ from specvla_ros.lab.plans import PolicyTraining
 from specvla_ros.lab.training import dataset
 from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer, save_weights
 from specvla_ros.lab.training.batched_forward import action_logits
-from specvla_ros.lab.training.nano import write_nano
+from specvla_ros.lab.training.nano import teach_instructions, write_nano
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
@@ -125,7 +125,7 @@ def _write_untrained(out: Path, data: dataset.DemonstrationSet, training: Policy
     if (out / "config.json").exists():
         raise UserError(f"{out} already holds a checkpoint; choose another --out")
     if init is not None:
-        _copy_checkpoint(init, out, data.instructions)
+        _copy_checkpoint(init, out, data.instructions, seed=training.seed)
         if _continues(init, data, training):
             return
     else:
@@ -219,17 +219,16 @@ def _choose_codec(out: Path, data: dataset.DemonstrationSet, training: PolicyTra
         save_fast_tokenizer(tokenizer, folder, **shape)
 
 
-def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> None:
-    taught = read_config(init).instructions
-    strange = sorted(set(instructions) - set(taught)) if taught else []
-    if strange:
-        raise UserError(f"{init} was not trained on '{strange[0]}'; its instructions are: {'; '.join(taught)}")
+def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...], *, seed: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     try:
         for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):
             shutil.copy(init / name, out / name)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be copied to {out}: {error.strerror}") from None
+    taught = read_config(init).instructions
+    if taught and not {*instructions} <= {*taught}:
+        teach_instructions(out, instructions, seed=seed)
 
 
 class _PolicyTask:

@@ -23,6 +23,7 @@ from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.plans import NanoShape, PolicyTraining
 from specvla_ros.lab.training.dataset import action_chunks, action_statistics, load_demonstrations, shuffled
+from specvla_ros.lab.training.nano import teach_instructions, write_nano
 from specvla_ros.lab.training.train_policy import action_loss, train_policy
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY
 from specvla_ros.models.checkpoint import load_target
@@ -219,8 +220,24 @@ def test_training_goes_on_from_another_checkpoint(bags, tmp_path):
     write_bags(tmp_path / "others", hindsight=False)
     config = tmp_path / "first" / "config.json"
     config.write_text(config.read_text().replace(LEFT, "go up"))
-    with pytest.raises(UserError, match=f"was not trained on '{LEFT}'; its instructions are: "):
-        train_policy([tmp_path / "others"], tmp_path / "third", again)
+    train_policy([tmp_path / "others"], tmp_path / "third", again)
+    assert load_openvla(tmp_path / "third").prompt.taught == (LEFT,)
+
+
+def test_new_instructions_bring_their_words_and_leave_the_rest_of_the_policy(tmp_path):
+    write_nano(tmp_path, SHAPE, (LEFT, RIGHT), {"d": action_statistics(np.eye(7))}, seed=0)
+    before = load_openvla(tmp_path)
+    teach_instructions(tmp_path, ("go there", "turn right"), seed=0)
+    after = load_openvla(tmp_path)
+    assert after.prompt.taught == ("go there", "turn right")
+    (new,) = {*after.prompt.ids("go there")} - {*before.prompt.ids("go right")}
+    assert new == before.codec.action_ids.first, "new words come before the action tokens"
+    assert after.codec.action_ids.first == new + 2
+    one, other = (policy.model.decoder for policy in (before, after))
+    for table in ("embed_tokens", "lm_head"):
+        old, grown = (getattr(decoder, table).weight for decoder in (one, other))
+        assert torch.equal(grown[:new], old[:new]) and torch.equal(grown[new + 2 :], old[new:])
+        assert len(torch.unique(grown[new : new + 2], dim=0)) == 2
 
 
 def test_data_that_is_not_there_or_not_enough_is_named(bags, tmp_path):
