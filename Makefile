@@ -7,7 +7,7 @@ VENV ?= .venv$(OTHER_ROS)
 # PyPI's build, with CUDA. For the CPU-only build, add its index: make demo PIP_ARGS='--extra-index-url …'
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
-# The demo's arm: table, or panda or ur5e through driver and guard.
+# The demo's arm: table, or panda, ur5e or so101 through driver and guard.
 ROBOT ?=
 # Number of mutants for make mutants. Empty: all.
 SAMPLE ?=
@@ -36,7 +36,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Run instructions on a simulated arm (ROBOT=panda: through driver and guard; POLICY=wrist, joints, fast, digits, reasoning or a checkpoint)
+demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Run instructions on a simulated arm (ROBOT=panda or so101: through driver and guard; POLICY=wrist, joints, fast, digits, reasoning or a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
 test: build $(TESTING) $(CLIENTS) $(MUTANTS) $(GL)  ## Run all tests except nightly ones (12 to 20 minutes on 2 cores)

@@ -28,10 +28,11 @@ def bundled_names() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in _folder().glob("*/model.safetensors")))
 
 
-def find_policy(given: Path | None) -> tuple[Path, Path | None]:
+def find_policy(given: Path | None, robot: str = "") -> tuple[Path, Path | None]:
     """Returns the checkpoint's directory, and a parameter file with its best decoding settings if it has one.
 
-    `given` is a directory or, if no such directory exists, the name of a bundled policy; None: nano. Raises UserError
+    `given` is a directory or, if no such directory exists, the name of a bundled policy; None: the one
+    named like the robot, else nano. Raises UserError
     for a name that is neither; a path that does not exist is refused when it is loaded.
     """
     if given is not None and (given.exists() or str(given) not in bundled_names()):
@@ -39,7 +40,7 @@ def find_policy(given: Path | None) -> tuple[Path, Path | None]:
             names = ", ".join(bundled_names())
             raise UserError(f"'{given}' is neither a folder nor one of the bundled policies: {names}")
         return given, None
-    directory = bundled_policy(str(given or _NANO))
+    directory = bundled_policy(str(given or (robot if robot in bundled_names() else _NANO)))
     decoding = directory / DECODING_FILE
     return directory, decoding if decoding.exists() else None
 

@@ -66,7 +66,7 @@ def demo(
     """
     try:
         from specvla_ros.lab.ros.demo.run import CHUNKS, DemoRobot, run_demo
-        from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+        from specvla_ros.lab.simulation.arms import TABLE_ARM, check_actions, choose_arm
         from specvla_ros.models.families.openvla.config import read_config
     except ImportError as error:
         raise UserError(
@@ -82,6 +82,7 @@ def demo(
     of_joints = positions_joints(chosen.model.unnorm_key or next(iter(read_config(chosen.checkpoint).norm_stats), ""))
     if of_joints and moving.interface:
         raise UserError(f"--interface {moving.interface} is for actions of the tool, but the policy's position joints")
+    check_actions(arm, joints=of_joints)
     interface = CHUNKS if of_joints else moving.interface or usual
     exit_code = run_demo(
         out,
@@ -238,7 +239,7 @@ def robot_model(robot: options.Robot, out: Annotated[Path, typer.Option(help="Th
     """Write the kinematics of an arm at the table, for the driver's `joints.model`."""
     from specvla_ros.lab.simulation.arms import choose_arm
 
-    arm = choose_arm(robot, for_tasks=False)
+    arm = choose_arm(robot)
     out.write_text(arm.kinematics())
     speeds = " ".join(f"{each:g}" for each in arm.speed)
     typer.echo(f"{out}: joints {' '.join(arm.joints)}; tool pinch; speeds {speeds}")

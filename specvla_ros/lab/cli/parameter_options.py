@@ -82,7 +82,8 @@ def takes_policy(
             usual = {name for name in settings if context.get_parameter_source(model.option_of(name)).name == "DEFAULT"}
             asked = {name: value for name, value in settings.items() if name not in usual}
             shared = {option.name: given.pop(option.name) for option in options if option.name in given}
-            command(chosen=_policy_options(asked, {"mode": mode, **shared}, publishes=publishes), **given)
+            shared = {"mode": mode, "robot": given.get("robot", ""), **shared}
+            command(chosen=_policy_options(asked, shared, publishes=publishes), **given)
 
         run.__signature__ = inspect.Signature([*own, *options, context_argument])  # type: ignore[attr-defined]
         return run
@@ -169,7 +170,7 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     plain = {name: _plain(value) for name, value in given.items()}
     file = plain.get("params_file")
     in_file = read_policy_file(file) if file is not None else {}
-    checkpoint, decoding = find_policy(_checkpoint_of(plain["checkpoint"], in_file, file))
+    checkpoint, decoding = find_policy(_checkpoint_of(plain["checkpoint"], in_file, file), plain["robot"])
     assigned = read_assignments(plain.get("param") or ())
     of_options = {"decode.mode": plain["mode"]} | dict.fromkeys(values_of(AcceptanceSettings()), plain.get("tolerance"))
     typed = {*in_file, *assigned, *(name for name, value in of_options.items() if value)}
@@ -214,7 +215,10 @@ def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **gi
 
 def _checkpoint(*flags: str) -> inspect.Parameter:
     names = ", ".join(bundled_names())
-    text = f"The policy's checkpoint: a Hugging Face directory, or a bundled policy: {names}. Default: nano."
+    text = (
+        f"The policy's checkpoint: a Hugging Face directory, or a bundled policy: {names}. Default: the bundled one "
+        "named like the robot, else nano."
+    )
     return _option("checkpoint", Path | None, None, _MODEL, "--checkpoint", "--policy", *flags, help=text)
 
 

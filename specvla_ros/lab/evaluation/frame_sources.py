@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specvla_ros.control.convention import positions_joints
+from specvla_ros.control.convention import GRIPPER, positions_joints
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop
 from specvla_ros.engine.settings import EngineSettings
@@ -20,6 +20,7 @@ from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames,
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
+from specvla_ros.lab.simulation.arms import ARMS, SO101, TABLE_ARM
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.models.observation import Observation
@@ -112,13 +113,15 @@ def simulation_source(
 ) -> Iterator[Observation]:
     """Yields the observations of a policy that drives a simulated arm, cycling through the tasks.
 
-    Episodes start at `first_seed`, incremented each episode. `world` is `table` or the name of a LIBERO suite; `engine`
-    gives the lengths of prompt and text.
+    A policy of joints drives the arm that has them. Episodes start at `first_seed`, incremented each episode. `world`
+    is `table` or the name of a LIBERO suite; `engine` gives the lengths of prompt and text.
     """
-    names = tasks_of(world, tasks)
+    joints = positions_joints(policy.unnorm_key)
+    moved = next((arm for arm in (*ARMS, SO101) if joints and policy.codec.names == (*arm.joints, GRIPPER)), TABLE_ARM)
+    names = tasks_of(world, tasks, moved.name)
     seen: list[Observation] = []
     decoder = Engine(policy, lossless(policy, engine or EngineSettings()))
-    robot = make_robot(world, joints=positions_joints(policy.unnorm_key))
+    robot = make_robot(world, moved.name, joints=joints)
     rollout = Rollout(decoder, robot, Clock.LOCKSTEP, tick_time(), on_look=seen.append)
     for episode in count():
         rollout.run(names[episode % len(names)], first_seed + episode)

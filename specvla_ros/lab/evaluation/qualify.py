@@ -165,7 +165,7 @@ def qualify(
         tick_time(settings.emulate)  # an unknown device fails here
     lockstep = replace(base, clock=Clock.LOCKSTEP, emulate="", engine=replace(base.engine, mode="ar"))
     simulated = {REFERENCE: lockstep, **candidates}
-    tasks = simulate.tasks_of(base.world, plan.tasks)
+    tasks = simulate.tasks_of(base.world, plan.tasks, base.robot)
     deciding = {
         "candidates": {name: each.as_json() for name, each in simulated.items()},
         "criterion": asdict(criterion),

@@ -32,7 +32,7 @@ from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, Shared, share
 from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import SimulatePlan, Spread
-from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.arms import TABLE_ARM, check_actions, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import TOOL_COMMANDS
 from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
 from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot
@@ -135,6 +135,7 @@ def make_robot(
     if world != TABLE:
         return LiberoRobot()
     arm = choose_arm(robot)
+    check_actions(arm, joints=joints)
     if not follow and not joints:
         return TableRobot(arm=arm)
     from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
@@ -197,7 +198,7 @@ def simulate(
         raise UserError(f"--robot {settings.robot} needs --world table; {settings.world} has its own robot")
     if settings.world == TABLE:
         choose_arm(settings.robot).model()  # a missing package fails here rather than in a worker
-    tasks = tasks_of(settings.world, plan.tasks)
+    tasks = tasks_of(settings.world, plan.tasks, settings.robot)
     directory = RunDirectory(out, "simulate")
     out = directory.path
     directory.begin(settings.as_json() | checkpoint_hashes(settings.policy, settings.engine))
@@ -257,10 +258,10 @@ def episode_of(raw: dict[str, Any]) -> EpisodeResult:
     return EpisodeResult(**raw | {"latency_s": tuple(raw["latency_s"])})
 
 
-def tasks_of(world: str, names: Sequence[str]) -> list[str]:
-    """The named tasks of a world, or all of them."""
+def tasks_of(world: str, names: Sequence[str], robot: str = TABLE_ARM.name) -> list[str]:
+    """The named tasks of a world, or all of them; at the table, those of an arm."""
     if world == TABLE:
-        return [task.name for task in choose_tasks(list(names))]
+        return [task.name for task in choose_tasks(names, choose_arm(robot).tasks)]
     known = suite_tasks(world)
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -21,6 +21,7 @@ import numpy as np
 
 from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation.tasks import POINTING_TASKS, SMALL_AREA, TABLE_AREA, TASKS, Area, Task
 
 ROBOSUITE, SO101_PACKAGE = "1.5.2", "0.4.0"  # versions, as in requirements/robots.txt
 WRIST_CAMERA = "wrist"
@@ -50,11 +51,17 @@ class Arm:
     motors: tuple[str, ...]  # torque actuators, in the same order; the model holds their limits
     speed: tuple[float, ...]  # maximum joint speeds, rad/s
     acceleration: tuple[float, ...]  # maximum joint accelerations under its own control, rad/s²
-    home: tuple[float, ...]  # joint positions with the tool above the table, pointing down, radians
+    home: tuple[float, ...]  # joint positions with the tool above the table, radians; of most pointing down
     low: tuple[float, float, float]  # minimum and maximum of the tool's reachable goals, x y z in metres
     high: tuple[float, float, float]
     gripper: Gripper
-    does_tasks: bool = True  # False: the table's objects are out of its reach, and it starts at its home
+    tasks: tuple[Task, ...] = TASKS
+    area: Area = TABLE_AREA  # where its tasks' things lie
+
+    @property
+    def takes_poses(self) -> bool:
+        """False if it has too few joints to bring its tool into any orientation: its actions are of the joints."""
+        return len(self.joints) >= 6
 
     @property
     def joint_names(self) -> tuple[str, ...]:
@@ -99,17 +106,21 @@ class Arm:
             ) from None
 
 
-def choose_arm(name: str, *, for_tasks: bool = True) -> Arm:
-    """Returns the arm with this name; raises UserError if there is none, or if the tasks are out of its reach."""
+def choose_arm(name: str) -> Arm:
+    """Returns the arm with this name; raises UserError if there is none."""
     known = {arm.name: arm for arm in (*ARMS, SO101)}
     if name not in known:
         raise UserError(f"there is no robot '{name}'; the robots are: {', '.join(known)}")
-    if for_tasks and not known[name].does_tasks:
-        raise UserError(
-            f"the robot '{name}' is too small for the table's tasks: it moves in the node sim_robot, see "
-            "docs/tutorial/so-101.md"
-        )
     return known[name]
+
+
+def check_actions(arm: Arm, *, joints: bool) -> None:
+    """Raises UserError if an arm cannot do what actions of the joints, or of the tool, ask."""
+    if not (joints or arm.takes_poses):
+        raise UserError(
+            f"the policy moves the tool, but the {len(arm.joints)} joints of the robot '{arm.name}' cannot follow: "
+            f"give a policy of its joints, such as --policy {arm.name}"
+        )
 
 
 def joint_indices(model: mujoco.MjModel, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -353,6 +364,8 @@ UR5E = Arm(
 
 _SO101_JOINTS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll")
 _SO101_BASE_M = 0.25  # along x, from the base frame
+_CELL_M = 0.003
+_STL_TRIANGLE, _STL_HEADER_BYTES = [("normal", "<f4", 3), ("corners", "<f4", (3, 3)), ("unused", "<u2")], 84
 
 
 def _so101() -> mujoco.MjSpec:
@@ -365,8 +378,6 @@ def _so101() -> mujoco.MjSpec:
         motor = spec.actuator(name)
         motor.ctrlrange = motor.forcerange
         motor.set_to_motor()
-_CELL_M = 0.003
-_STL_TRIANGLE, _STL_HEADER_BYTES = [("normal", "<f4", 3), ("corners", "<f4", (3, 3)), ("unused", "<u2")], 84
     frame = spec.site("gripperframe")
     frame.parent.add_site(name="pinch", pos=frame.pos, quat=[0.0, 0.5**0.5, 0.5**0.5, 0.0], size=[0.005] * 3)
     for pad in ("fixed_jaw_pad", "moving_jaw_pad"):
@@ -374,17 +385,6 @@ _STL_TRIANGLE, _STL_HEADER_BYTES = [("normal", "<f4", 3), ("corners", "<f4", (3,
     return spec
 
 
-SO101 = Arm(
-    name="so101",
-    build=_so101,
-    joints=_SO101_JOINTS,
-    motors=_SO101_JOINTS,
-    speed=(4.7,) * 5,  # Feetech STS3215: 45 rpm without load
-    acceleration=(20.0,) * 5,  # our value: the servos' torque allows it
-    home=(0.0, -0.15, 0.05, 1.55, 0.05),
-    low=(0.38, -0.15, 0.015),
-    high=(0.52, 0.15, 0.25),
-    gripper=Gripper(
 def _simplify(mesh: mujoco.MjsMesh, file: Path) -> None:
     """Keeps one vertex per cell of a grid (Rossignac and Borrel 1993): drawing all triangles takes much longer."""
     corners = np.frombuffer(file.read_bytes(), _STL_TRIANGLE, offset=_STL_HEADER_BYTES)["corners"].reshape(-1, 3)
@@ -395,13 +395,25 @@ def _simplify(mesh: mujoco.MjsMesh, file: Path) -> None:
     mesh.name, mesh.file, mesh.inertia = file.stem, "", mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL
 
 
+SO101 = Arm(
+    name="so101",
+    build=_so101,
+    joints=_SO101_JOINTS,
+    motors=_SO101_JOINTS,
+    speed=(4.7,) * 5,  # Feetech STS3215: 45 rpm without load
+    acceleration=(20.0,) * 5,  # our value: the servos' torque allows it
+    home=(0.0, -0.5, 0.0, 1.5, 0.05),  # 16 cm above the table, tilted outwards: it cannot point straight down there
+    low=(0.36, -0.19, 0.015),  # 6 cm around its things
+    high=(0.56, 0.19, 0.25),
+    gripper=Gripper(
         joints=("gripper",),
         actuators=("gripper",),
         open=(1.2,),
         closed=(0.0,),
         pads=("fixed_jaw_pad", "moving_jaw_pad"),
     ),
-    does_tasks=False,
+    tasks=POINTING_TASKS,
+    area=SMALL_AREA,
 )
 
-ARMS = (TABLE_ARM, PANDA, UR5E)  # those that do the tasks
+ARMS = (TABLE_ARM, PANDA, UR5E)  # those that do the table's tasks

@@ -15,7 +15,6 @@ and the recorded actions are the joints' goals, not their displacements.
 """
 
 import errno
-import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -40,7 +39,6 @@ from specvla_ros.lab.simulation.tasks import (
     CUBE_HALF_M,
     CUBES,
     DEMONSTRATION_FIRST_SEED,
-    TASKS,
     Task,
     WorldState,
     choose_tasks,
@@ -91,13 +89,20 @@ def collect(
 
     `on_progress` is called with the number of episodes done and wanted.
     """
-    tasks, robots = choose_tasks(list(plan.tasks)), plan.robots or (TABLE_ARM.name,)
-    for robot in robots:
-        choose_arm(robot).model()  # reports a missing package here rather than in a worker
+    robots = [choose_arm(name) for name in plan.robots or (TABLE_ARM.name,)]
+    tasks = {arm.name: choose_tasks(plan.tasks, arm.tasks) for arm in robots}
+    for arm in robots:
+        if not (plan.joints or arm.takes_poses):
+            raise UserError(f"the tool of the robot '{arm.name}' does not reach every pose: add --joints")
+        arm.model()  # reports a missing package here rather than in a worker
     first = DEMONSTRATION_FIRST_SEED if plan.first_seed is None else plan.first_seed
     # One robot after the other: a process caches only its last robot.
-    starts = itertools.product(robots, range(first, first + plan.episodes), (task.name for task in tasks))
-    wanted = [Demonstration(robot, task, seed, out / bag_name(robot, task, seed), plan) for robot, seed, task in starts]
+    wanted = [
+        Demonstration(robot, task.name, seed, out / bag_name(robot, task.name, seed), plan)
+        for robot in tasks
+        for seed in range(first, first + plan.episodes)
+        for task in tasks[robot]
+    ]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -126,7 +131,8 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     further: dict[str, list[np.ndarray]] = {camera: [] for camera in robot.cameras[1:] if plan.all_sensors}
     states: list[np.ndarray] = []
     actions: list[np.ndarray] = []
-    others: list[tuple[Task, list[np.ndarray]]] = [(task, []) for task in TASKS if task.name != job.task]
+    tasks = robot.world.arm.tasks
+    others: list[tuple[Task, list[np.ndarray]]] = [(task, []) for task in tasks if task.name != job.task]
     times_s: list[float] = []
     per_action = round(robot.action_dt / robot.control_dt)
     disturbed = _Disturbed(rng, plan.noise, per_action, of_joints=plan.joints)
@@ -296,6 +302,8 @@ _CRUISE_M = 0.11
 _BEHIND_M = 0.062
 _PUSH_HEIGHT_M = 0.022
 _CREEP_M = 0.005
+_OVER_M = 0.012  # of a tool that points, above the cube
+_LOW_CRUISE_M = 0.04  # above that
 _OPENED_M = 0.075  # fingers further apart than this are open
 
 
@@ -304,7 +312,7 @@ def demonstrate(task: Task, state: WorldState) -> np.ndarray:
     if _in_the_way(task, state):  # release it and move up
         move, gripper = np.array([0.0, 0.0, 0.05]), _OPEN
     else:
-        move, gripper = {"lift": _lift, "push": _push, "put": _put}[task.verb](task, state)
+        move, gripper = {"lift": _lift, "push": _push, "put": _put, "point": _point}[task.verb](task, state)
     near = np.linalg.norm((state.positions[task.cube] - state.hand)[:2]) < 0.08
     yaw = state.yaws[task.cube] if near and task.verb != "push" else 0.0
     turn = upright_error(state.rotation, yaw)
@@ -315,6 +323,8 @@ def demonstrate(task: Task, state: WorldState) -> np.ndarray:
 
 def _in_the_way(task: Task, state: WorldState) -> bool:
     """Checks whether a wrong cube is between the fingers, as after a change of instruction."""
+    if task.verb == "point":  # with closed fingers
+        return False
     for cube in CUBES:
         away = state.hand - state.positions[cube]
         between = np.abs(away[:2]).max() < 0.03 and -0.02 < away[2] < 0.045
@@ -355,6 +365,13 @@ def _push(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
     away = np.array([behind - _BEHIND_M, aside])
     height = _PUSH_HEIGHT_M + _funnel(float(np.linalg.norm(away)) - 0.008, 3.0)
     return np.array([*_limited(away), height - hand[2]]), _CLOSE
+
+
+def _point(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
+    away = state.positions[task.cube] - state.hand
+    distance = float(np.linalg.norm(away[:2]))
+    height = CUBE_HALF_M + _OVER_M + min(_funnel(distance - 0.01, 2.0), _LOW_CRUISE_M)
+    return np.array([*_limited(away[:2]), away[2] + height]), _CLOSE
 
 
 def _grasp(state: WorldState, cube: str) -> tuple[np.ndarray, float]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint actions of the scripted experts: where the joints are at the expert's goal, by inverse kinematics.
 
+An arm that cannot bring its tool into any orientation goes to the goal's position, in any orientation.
+
 A redundant arm takes, of all postures at the goal, the one nearest its home. The hand points straight down there. So
 the goal decides the joints, whatever the posture they come from.
 """
@@ -26,6 +28,7 @@ class JointGoals:
     """
 
     def __init__(self, model: Any, arm: Arm) -> None:
+        self._bound = slice(6 if arm.takes_poses else 3)  # rows of a pose: position, then rotation
         self._tool, self._home = ToolKinematics(joint_model(model, arm)), np.array(arm.home)
 
     def displacement(self, action: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -44,10 +47,11 @@ class JointGoals:
         """
         joints = start.copy()
         for _ in range(_STEPS):
-            moves = self._tool.tool_moves(joints)
+            moves = self._tool.tool_moves(joints)[self._bound]
             inverse = np.linalg.pinv(moves, rcond=1e-3)
             home = self._home - joints
-            step = inverse @ self._tool.pose_at(joints).way_to(goal) + home - inverse @ (moves @ home)
+            way = self._tool.pose_at(joints).way_to(goal)[self._bound]
+            step = inverse @ way + home - inverse @ (moves @ home)
             step *= min(1.0, _LONGEST_STEP / max(float(np.abs(step).max()), 1e-12))
             joints = np.clip(joints + step, *self._tool.ranges.T)
             if np.abs(step).max() < _NEAR:

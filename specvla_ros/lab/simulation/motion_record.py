@@ -145,7 +145,7 @@ def read_motion_record(path: Path) -> MotionRecord:
     first, _, rest = content.partition(b"\n")
     try:
         head = json.loads(first)
-        arm = choose_arm(head["robot"], for_tasks=False) if head["format"] == _FORMAT else None
+        arm = choose_arm(head["robot"]) if head["format"] == _FORMAT else None
     except (ValueError, KeyError, TypeError):
         arm = None
     if arm is None:

@@ -172,7 +172,7 @@ class TableRobot:
         self._follower = DisplacementFollower(CONTROL_HZ, SCALE)
         self._goal = ImageGoal(CONTROL_HZ, SCALE)
         self.state_names = arm.joint_names
-        self.task: Task = choose_tasks([])[0]
+        self.task: Task = arm.tasks[0]
 
     @property
     def instruction(self) -> str:
@@ -183,8 +183,9 @@ class TableRobot:
         return self.task.max_steps
 
     def reset(self, task: str, seed: int) -> None:
-        (self.task,) = choose_tasks([task])
-        self.world.reset(draw_layout(seed))
+        arm = self.world.arm
+        (self.task,) = choose_tasks([task], arm.tasks)
+        self.world.reset(draw_layout(seed, arm.area))
         self._follower.reset()
         self._goal.reset(self.world.goal)
         self._start = self.world.state()

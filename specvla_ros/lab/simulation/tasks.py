@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table's episodes: layouts by seed, instructions and success tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +25,27 @@ _OPEN_M = 0.075
 
 _HEIGHTS = {"block": 0.015, "cylinder": 0.03, "prism": 0.015} | dict.fromkeys(CUBES, CUBE_HALF_M)
 _RADII = {"block": 0.065, "cylinder": 0.022, "prism": 0.03} | dict.fromkeys(CUBES, 0.032)
-_X_RANGE = (0.38, 0.60)
-_Y_RANGE = (-0.21, 0.21)
+_NEAR_TOP_M = 0.025
 _GAP_M = 0.04  # a finger fits between two objects
 _MAX_YAW = 0.3
+
+
+@dataclass(frozen=True)
+class Area:
+    """The part of the table in front of an arm, and what lies on it."""
+
+    things: tuple[str, ...]  # bodies in every layout
+    extras: tuple[str, ...]  # bodies in about half of them
+    x_m: tuple[float, float]  # of the bodies' centres
+    y_m: tuple[float, float]
+    # Lowest and highest start position of the hand, x y z in metres; None: the arm starts at its home.
+    hand_m: tuple[tuple[float, float, float], tuple[float, float, float]] | None
+
+
+TABLE_AREA = Area(
+    (*CUBES, "block"), DISTRACTORS, (0.38, 0.60), (-0.21, 0.21), ((0.42, -0.12, 0.14), (0.54, 0.12, 0.20))
+)
+SMALL_AREA = Area(CUBES, (), (0.42, 0.50), (-0.13, 0.13), None)
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ class Layout:
 
     # Per body x, y, z in metres and yaw in radians; distractors not listed are not on the table.
     poses: dict[str, tuple[float, float, float, float]]
-    hand: np.ndarray  # float64 [3], the hand's start position, metres
+    hand: np.ndarray | None  # float64 [3], the hand's start position, metres; None: the arm starts at its home
     colours: dict[str, np.ndarray]  # per geom red, green, blue in [0, 1]
     camera_shift: np.ndarray  # float64 [3], metres from the camera's own position
     camera_turn: np.ndarray  # float64 [3], rotation vector in radians, camera frame
@@ -46,13 +63,13 @@ class Layout:
     ambient: float  # brightness of the ambient light
 
 
-def draw_layout(seed: int) -> Layout:
-    """The layout of a seed; the same seed gives the same layout for every task."""
+def draw_layout(seed: int, area: Area = TABLE_AREA) -> Layout:
+    """The layout of a seed in an area; the same seed gives the same layout for every task."""
     rng = np.random.default_rng([20_250_722, seed])
-    names = [*CUBES, "block", *(name for name in DISTRACTORS if rng.random() < 0.5)]
+    names = [*area.things, *(name for name in area.extras if rng.random() < 0.5)]
     return Layout(
-        poses=_scatter(rng, names),
-        hand=rng.uniform([0.42, -0.12, 0.14], [0.54, 0.12, 0.20]),
+        poses=_scatter(rng, names, area),
+        hand=None if area.hand_m is None else rng.uniform(*area.hand_m),
         colours=_colours(rng),
         camera_shift=rng.uniform(-0.01, 0.01, 3),
         camera_turn=rng.uniform(-0.01, 0.01, 3),
@@ -62,18 +79,18 @@ def draw_layout(seed: int) -> Layout:
     )
 
 
-def _scatter(rng: np.random.Generator, names: list[str]) -> dict[str, tuple[float, float, float, float]]:
-    while (spots := _try_to_scatter(rng, names)) is None:
+def _scatter(rng: np.random.Generator, names: list[str], area: Area) -> dict[str, tuple[float, float, float, float]]:
+    while (spots := _try_to_scatter(rng, names, area)) is None:
         pass
     yaws = rng.uniform(-_MAX_YAW, _MAX_YAW, len(names))
     return {name: (*spots[name], _HEIGHTS[name], float(yaw)) for name, yaw in zip(names, yaws, strict=True)}
 
 
-def _try_to_scatter(rng: np.random.Generator, names: list[str]) -> dict[str, tuple[float, float]] | None:
+def _try_to_scatter(rng: np.random.Generator, names: list[str], area: Area) -> dict[str, tuple[float, float]] | None:
     spots: dict[str, tuple[float, float]] = {}
     for name in names:
         for _ in range(50):
-            spot = (float(rng.uniform(*_X_RANGE)), float(rng.uniform(*_Y_RANGE)))
+            spot = (float(rng.uniform(*area.x_m)), float(rng.uniform(*area.y_m)))
             if all(_apart(name, spot, other, spots[other]) for other in spots):
                 spots[name] = spot
                 break
@@ -120,12 +137,12 @@ class WorldState:
 
 @dataclass(frozen=True)
 class Task:
-    """One task. All tasks share the same layouts and differ only in the instruction."""
+    """One task. All tasks of an arm share the same layouts and differ only in the instruction."""
 
     name: str  # for files and the command line
     instruction: str  # given to the policy
-    cube: str  # the body to move
-    verb: str  # lift, push or put
+    cube: str  # the named body
+    verb: str  # lift, push, put or point
     max_steps: int  # policy steps of 0.2 s after which the episode fails
 
     def succeeded(self, state: WorldState) -> bool:
@@ -147,7 +164,17 @@ def _put(state: WorldState, cube: str) -> bool:
     return bool(np.abs(away[:2]).max() < BLOCK_HALF_M and resting and state.opening > _OPEN_M)
 
 
-_DONE: dict[str, Callable[[WorldState, str], bool]] = {"lift": _lifted, "push": _pushed, "put": _put}
+def _pointed(state: WorldState, cube: str) -> bool:
+    top = state.positions[cube] + np.array([0.0, 0.0, CUBE_HALF_M])
+    return bool(np.linalg.norm(state.hand - top) < _NEAR_TOP_M)
+
+
+_DONE: dict[str, Callable[[WorldState, str], bool]] = {
+    "lift": _lifted,
+    "push": _pushed,
+    "put": _put,
+    "point": _pointed,
+}
 
 TASKS = (
     Task("lift_red", "lift the red cube", "red_cube", "lift", 40),
@@ -157,14 +184,20 @@ TASKS = (
     Task("put_red", "put the red cube on the block", "red_cube", "put", 60),
 )
 
+# For an arm too small for the cubes.
+POINTING_TASKS = tuple(
+    Task(f"point_{colour}", f"point at the {colour} cube", f"{colour}_cube", "point", 30)
+    for colour in ("red", "green", "blue")
+)
 
-def choose_tasks(names: list[str]) -> tuple[Task, ...]:
-    """Returns the tasks with these names, or all tasks if `names` is empty."""
-    known = {task.name: task for task in TASKS}
+
+def choose_tasks(names: Sequence[str], tasks: tuple[Task, ...] = TASKS) -> tuple[Task, ...]:
+    """Returns those of an arm's tasks with these names, or all if `names` is empty."""
+    known = {task.name: task for task in tasks}
     for name in names:
         if name not in known:
             raise UserError(f"there is no task '{name}'; the tasks are: {', '.join(known)}")
-    return tuple(known[name] for name in names) or TASKS
+    return tuple(known[name] for name in names) or tasks
 
 
 def acted_on(start: WorldState, state: WorldState) -> str | None:

@@ -130,7 +130,7 @@ class World:
         self._dress(layout)
         mujoco.mj_forward(self.model, self.data)
         self._osc.reset(self.data)
-        if self.arm.does_tasks:
+        if layout.hand is not None:
             self._move_hand_to(layout.hand)
         self.data.time = 0.0
 

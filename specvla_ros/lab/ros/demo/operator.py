@@ -20,7 +20,7 @@ from std_srvs.srv import Trigger
 
 from specvla_ros.lab.ros.demo.record import DemoRecord, Motion, first_values
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
-from specvla_ros.lab.simulation.tasks import TASKS
+from specvla_ros.lab.simulation.tasks import Task
 from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
@@ -171,8 +171,13 @@ class TypedLine:
         return None
 
 
-def picture(record: DemoRecord, motion: Motion | None, typed: TypedLine, warning: str) -> Group:
-    """The terminal's current content; `motion`: that of driver and guard, None if they do not run."""
+def picture(
+    record: DemoRecord, motion: Motion | None, typed: TypedLine, warning: str, known: tuple[Task, ...]
+) -> Group:
+    """The terminal's current content; `known`: the robot's tasks.
+
+    `motion`: that of driver and guard, None if they do not run.
+    """
     now = Table.grid(padding=(0, 2))
     episode = record.episode
     if episode is not None:
@@ -195,7 +200,7 @@ def picture(record: DemoRecord, motion: Motion | None, typed: TypedLine, warning
         now.add_row("driver", Text(motion.driver))
         now.add_row("guard", Text(motion.guard, style=_COLOURS.get(motion.guard.partition(":")[0], "")))
     tasks = Table("task", "instruction", "succeeded")
-    for task in TASKS:
+    for task in known:
         done = [episode.succeeded for episode in record.episodes if episode.task == task.name]
         tasks.add_row(task.name, task.instruction, f"{sum(done)} of {len(done)}" if done else "")
     prompt = f"another instruction, then Enter: {typed.text}▏"

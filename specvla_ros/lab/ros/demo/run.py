@@ -141,7 +141,7 @@ def run_demo(
         0 if the arm succeeded at least once and everything ran to its end, otherwise 1.
     """
     require_gl()
-    chosen = [task.name for task in choose_tasks(tasks)]
+    chosen = [task.name for task in choose_tasks(tasks, robot.arm.tasks)]
     robot.arm.build()  # reports a missing model early
     config = read_config(policy)
     senses, taught = _senses(policy, config), config.instructions
@@ -294,7 +294,7 @@ def _show(
                 if motion is not None and motion.guard.partition(":")[0] != state:
                     state = motion.guard.partition(":")[0]
                     console.print(f"guard: {motion.guard}", markup=False)
-            view.update(picture(record, motion, typed, operator.answer or warning))
+            view.update(picture(record, motion, typed, operator.answer or warning, robot.arm.tasks))
     if robot.commanded:
         operator.hold_switch(False)
     for _ in range(5):  # the last message may still be in transit

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import ARMS, SO101, TABLE_ARM
+from specvla_ros.lab.simulation.arms import ARMS, SO101, TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 from specvla_ros.lab.simulation.robot import IMAGE_SIZE
 from specvla_ros.lab.simulation.rollout import Clock
@@ -25,7 +25,7 @@ class SimRobotParameters:
 
     robot: str = parameter(
         TABLE_ARM.name,
-        "The arm at the table; others than table need requirements/robots.txt. so101 is too small for the tasks.",
+        "The arm at the table; others than table need requirements/robots.txt. so101 has tasks of its own.",
         choices=tuple(arm.name for arm in (*ARMS, SO101)),
     )
     command: str = parameter(
@@ -97,7 +97,7 @@ class SimRobotParameters:
 
     def chosen_tasks(self) -> tuple[Task, ...]:
         """Returns the chosen tasks; raises UserError for an unknown name."""
-        return choose_tasks([] if self.tasks == ALL_TASKS else list(self.tasks))
+        return choose_tasks([] if self.tasks == ALL_TASKS else self.tasks, choose_arm(self.robot).tasks)
 
 
 class EpisodeState(IntEnum):
@@ -125,10 +125,10 @@ def episode_starts(tasks: Sequence[Task], rounds: int, seed: int) -> Iterator[St
             yield Start(number * len(tasks) + position, task, seed + number)
 
 
-def task_of(instruction: str) -> Task | None:
-    """The task with this instruction after normalisation, or None."""
+def task_of(instruction: str, tasks: tuple[Task, ...] = TASKS) -> Task | None:
+    """The one of an arm's tasks with this instruction after normalisation, or None."""
     wanted = normalise_instruction(instruction)
-    return next((task for task in TASKS if normalise_instruction(task.instruction) == wanted), None)
+    return next((task for task in tasks if normalise_instruction(task.instruction) == wanted), None)
 
 
 @dataclass

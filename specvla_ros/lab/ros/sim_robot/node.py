@@ -69,7 +69,7 @@ class SimRobot(Node):
         with parameters_declared(self, SimRobotParameters):
             self._chosen = read_parameters(self, SimRobotParameters)
             self._starts = episode_starts(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
-            self.robot = TableRobot(self._chosen.image_size, choose_arm(self._chosen.robot, for_tasks=False))
+            self.robot = TableRobot(self._chosen.image_size, choose_arm(self._chosen.robot))
             self._record: MotionRecorder | None = None
             if self._chosen.record:
                 self._record = MotionRecorder(Path(self._chosen.record).expanduser(), self.robot.world)
@@ -308,7 +308,7 @@ class SimRobot(Node):
         if self.phase not in (Phase.RUNNING, Phase.LOST):
             self.get_logger().info(f"no episode is running: '{text}' is not judged; the next episode has its own task")
             return
-        task = task_of(text)
+        task = task_of(text, self.robot.world.arm.tasks)
         if task is None:
             self.get_logger().warning(
                 f"no task has the instruction '{text}': '{self.episode.task.instruction}' is still judged"

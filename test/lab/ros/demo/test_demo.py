@@ -65,11 +65,18 @@ def test_a_policy_of_joints_is_not_asked_for_poses():
 
 @pytest.mark.nightly
 @needs_gl
-@pytest.mark.parametrize("policy, interface", [("nano", "pose"), ("joints", "joint_trajectory_chunk")])
-def test_commanded_arm_moves_through_driver_and_guard(tmp_path, policy, interface):
-    how = ["--policy", policy, *(["--interface", interface] if policy == "nano" else [])]
+@pytest.mark.parametrize(
+    "how, robot, interface",
+    [
+        (["--interface", "pose", "--task", "lift_red"], "table", "pose"),
+        (["--policy", "joints", "--task", "lift_red"], "table", "joint_trajectory_chunk"),
+        (["--robot", "so101", "--task", "point_red"], "so101", "joint_trajectory_chunk"),
+    ],
+    ids=["poses", "joints", "so101"],
+)
+def test_commanded_arm_moves_through_driver_and_guard(tmp_path, how, robot, interface):
     run = subprocess.run(
-        [*COMMAND, "--out", str(tmp_path), *how, "--task", "lift_red"],
+        [*COMMAND, "--out", str(tmp_path), *how],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -79,7 +86,7 @@ def test_commanded_arm_moves_through_driver_and_guard(tmp_path, policy, interfac
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert run.returncode == (0 if summary["success"]["successes"] else 1)
     context = summary["context"]
-    assert (context["settings"]["robot"], context["settings"]["interface"]) == ("table", interface)
+    assert (context["settings"]["robot"], context["settings"]["interface"]) == (robot, interface)
     assert set(context["refused"]) == {"driver", "guard"}
     assert context["refused"]["guard"]["not_enabled"] >= 1, "nothing goes through before the operator enables it"
     assert "Driver and guard" in (tmp_path / "report.html").read_text()

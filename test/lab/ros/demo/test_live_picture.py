@@ -9,6 +9,7 @@ from rich.console import Console
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.ros.demo.operator import TypedLine, picture
 from specvla_ros.lab.ros.demo.record import DemoRecord
+from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 
 NAMES = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
@@ -17,7 +18,7 @@ NAMES = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
 def shown(record: DemoRecord) -> str:
     console = Console(width=160)
     with console.capture() as said:
-        console.print(picture(record, None, TypedLine(), ""))
+        console.print(picture(record, None, TypedLine(), "", TASKS))
     return said.get()
 
 
