@@ -76,6 +76,13 @@ def _joint_actions(result: Result) -> Result:
     }
 
 
+def _small_arm(result: Result) -> Result:
+    return {
+        "rows": [{"task": task, **found} for task, found in result["tasks"].items()],
+        "last_seed": result["first_seed"] + result["episodes_per_task"] - 1,
+    }
+
+
 _BUDGETS_S = (0.5, 1.0, 2.0)
 
 
@@ -124,5 +131,12 @@ def _serving_under_load(result: Result) -> Result:
 
 
 VIEWS = views(
-    _simulation, _driving, _chunk_output, _joint_actions, _live_driving, _robots_per_device, _serving_under_load
+    _simulation,
+    _driving,
+    _chunk_output,
+    _joint_actions,
+    _small_arm,
+    _live_driving,
+    _robots_per_device,
+    _serving_under_load,
 )
