@@ -69,4 +69,4 @@ def test_a_bundled_policy_is_decoded_as_it_says_and_loses_nothing(name: str) -> 
         assert ours.tokens == theirs.tokens
         forwards.append(ours.record.forwards / theirs.record.forwards)
     # Without a head, the previous action is a poor draft while the joints speed up.
-    assert sum(forwards) / len(forwards) < (1.0 if name == "joints" else 0.7)
+    assert sum(forwards) / len(forwards) < (1.0 if name in ("joints", "so101") else 0.7)
