@@ -20,7 +20,7 @@ from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames,
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
-from specvla_ros.lab.simulation.arms import ARMS, SO101, TABLE_ARM
+from specvla_ros.lab.simulation.arms import ALL_ARMS, TABLE_ARM
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.models.observation import Observation
@@ -117,7 +117,7 @@ def simulation_source(
     is `table` or the name of a LIBERO suite; `engine` gives the lengths of prompt and text.
     """
     joints = positions_joints(policy.unnorm_key)
-    moved = next((arm for arm in (*ARMS, SO101) if joints and policy.codec.names == (*arm.joints, GRIPPER)), TABLE_ARM)
+    moved = next((arm for arm in ALL_ARMS if joints and policy.codec.names == (*arm.joints, GRIPPER)), TABLE_ARM)
     names = tasks_of(world, tasks, moved.name)
     seen: list[Observation] = []
     decoder = Engine(policy, lossless(policy, engine or EngineSettings()))

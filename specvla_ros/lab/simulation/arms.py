@@ -108,7 +108,7 @@ class Arm:
 
 def choose_arm(name: str) -> Arm:
     """Returns the arm with this name; raises UserError if there is none."""
-    known = {arm.name: arm for arm in (*ARMS, SO101)}
+    known = {arm.name: arm for arm in ALL_ARMS}
     if name not in known:
         raise UserError(f"there is no robot '{name}'; the robots are: {', '.join(known)}")
     return known[name]
@@ -417,3 +417,4 @@ SO101 = Arm(
 )
 
 ARMS = (TABLE_ARM, PANDA, UR5E)  # those that do the table's tasks
+ALL_ARMS = (*ARMS, SO101)

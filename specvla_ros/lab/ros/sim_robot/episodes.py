@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import ARMS, SO101, TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.arms import ALL_ARMS, TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 from specvla_ros.lab.simulation.robot import IMAGE_SIZE
 from specvla_ros.lab.simulation.rollout import Clock
@@ -26,7 +26,7 @@ class SimRobotParameters:
     robot: str = parameter(
         TABLE_ARM.name,
         "The arm at the table; others than table need requirements/robots.txt. so101 has tasks of its own.",
-        choices=tuple(arm.name for arm in (*ARMS, SO101)),
+        choices=tuple(arm.name for arm in ALL_ARMS),
     )
     command: str = parameter(
         ACTIONS,
