@@ -2,8 +2,8 @@
 """Conventions of action values: known ones by training dataset, overridden by the user's settings."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,11 @@ class ActionConvention:
         return np.array([1.0 if name in self.joints else unit.get(name, 1.0) for name in names])
 
 
+def is_gripper(name: str) -> bool:
+    """True for the name of a gripper's value: `gripper`, or an arm's, such as `left_gripper`."""
+    return name == GRIPPER or name.endswith(f"_{GRIPPER}")
+
+
 @dataclass(frozen=True)
 class StampedAction:
     """An action or a chunk of actions, as received."""
@@ -104,6 +109,18 @@ class StampedAction:
     convention: ActionConvention  # interpretation of the values
     partial: bool = False  # true if a longer chunk with the same stamp and first rows follows
     names: tuple[str, ...] = ACTION_NAMES  # of joint actions: the joints, and perhaps GRIPPER
+
+    def of_arm(self, prefix: str, joints: Collection[str]) -> "StampedAction":
+        """The values of one of several arms: those whose names begin with `prefix`, as LeRobot names them.
+
+        A name of `joints` is kept; others lose the prefix. Raises ValueError if no name begins so.
+        """
+        columns = [column for column, name in enumerate(self.names) if name.startswith(prefix)]
+        if not columns:
+            raise ValueError(f"none of its values is of this arm: action_prefix is {prefix}, and it has {self.names}")
+        mine = [self.names[column] for column in columns]
+        names = tuple(name if name in joints else name.removeprefix(prefix) for name in mine)
+        return replace(self, values=self.values[:, columns], names=names)
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -164,8 +181,8 @@ class ConventionSettings:
     joints: tuple[str, ...] = parameter(
         NO_NAMES,
         "Names of the joints that an action positions, in the order of its values, as the driver's joints.names call "
-        "them; one called gripper opens and closes the gripper. Empty: from the checkpoint, else actions are of the "
-        "tool.",
+        "them; gripper, or left_gripper and right_gripper of two arms, opens and closes a gripper. Empty: from the "
+        "checkpoint, else actions are of the tool.",
     )
     joint_unit: str = parameter(
         AUTO,
@@ -230,7 +247,7 @@ class ConventionSettings:
             "dt_s": self.dt or dt_s,
             "reference": _said(Reference, self.reference),
             "frame": _said(ActionFrame, self.frame),
-            "gripper": _said(GripperSign, self.gripper) if GRIPPER in joints else GripperSign.NONE,
+            "gripper": _said(GripperSign, self.gripper) if any(map(is_gripper, joints)) else GripperSign.NONE,
             "joints": joints or None,
             "joint_unit": _said(JointUnit, self.joint_unit),
         }
@@ -254,7 +271,7 @@ class ConventionSettings:
 
         `what` names the parameter of the unit. Raises UserError for percent without a calibration.
         """
-        turning = [name for name in joints if name != GRIPPER]
+        turning = [name for name in joints if not is_gripper(name)]
         if unit is JointUnit.PERCENT and not self.calibration:
             raise UserError(
                 f"{what} is percent, whose angle depends on each motor's calibration: set action.calibration "
@@ -263,8 +280,8 @@ class ConventionSettings:
         found = np.full(len(turning), math.pi / 180)
         if unit is JointUnit.PERCENT:
             found = radians_per_percent(Path(self.calibration).expanduser(), turning)
-        units = dict(zip(turning, found.tolist(), strict=True)) | {GRIPPER: _GRIPPER_UNIT}
-        return tuple(units[name] for name in joints)
+        units = dict(zip(turning, found.tolist(), strict=True))
+        return tuple(units.get(name, _GRIPPER_UNIT) for name in joints)
 
 
 def _require(found: Mapping[str, Any], unnorm_key: str) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 from specvla_ros.control.convention import (
     AS_PUBLISHED,
     AUTO,
-    GRIPPER,
     NO_NAMES,
     ConventionSettings,
     JointUnit,
+    is_gripper,
     known_dataset,
 )
 from specvla_ros.errors import UserError
@@ -58,9 +58,10 @@ class StateConvention:
                 "reads, in its order and as action.joints calls them, or action.state_unit to as_published"
             )
         zeros, per_unit = np.zeros(len(names)), np.array(settings.units(JointUnit(unit), names, "action.state_unit"))
-        if GRIPPER in names:
-            column, (closed, opened) = list(names).index(GRIPPER), _ends(settings)
-            zeros[column], per_unit[column] = closed, per_unit[column] * (opened - closed)
+        grippers = [column for column, name in enumerate(names) if is_gripper(name)]
+        if grippers:
+            closed, opened = _ends(settings)
+            zeros[grippers], per_unit[grippers] = closed, per_unit[grippers] * (opened - closed)
         return StateUnits(zeros, per_unit)
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from specvla_ros.control.convention import ACTION_NAMES
+from specvla_ros.control.convention import is_gripper
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 
 _OLDER = 0.5
-_GRIPPER = ACTION_NAMES[-1]
 
 
 class ChunkEnsemble:
@@ -36,10 +35,9 @@ class ChunkEnsemble:
                 "it to 0"
             )
         self._answers, self._step_s = answers, step_s
-        self._gripper: tuple[int, float, float] | None = None
-        if answers > 1 and _GRIPPER in codec.names:
-            column, (low, high) = codec.names.index(_GRIPPER), codec.action_range
-            self._gripper = column, float(low[column]), float(high[column])
+        self._grippers = [column for column, name in enumerate(codec.names) if is_gripper(name)]
+        if answers > 1 and self._grippers:
+            self._ends = [np.asarray(end, float)[self._grippers] for end in codec.action_range]
         self._older: dict[str, list[Action]] = {}  # by stream
 
     def forget(self, stream: str | None = None) -> None:
@@ -67,8 +65,9 @@ class ChunkEnsemble:
         return round(ns * 1e-9 / self._step_s) if self._step_s else back
 
     def _grasping(self, actions: np.ndarray) -> np.ndarray:
-        """Sets the gripper to fully open or closed: between them it holds nothing."""
-        if self._gripper is not None:
-            column, low, high = self._gripper
-            actions[:, column] = np.where(actions[:, column] > (low + high) / 2, high, low)
+        """Sets each gripper to one end of its range: between them it holds nothing."""
+        if self._grippers:
+            low, high = self._ends
+            upper = actions[:, self._grippers] > (low + high) / 2
+            actions[:, self._grippers] = np.where(upper, high, low)
         return actions

@@ -38,6 +38,12 @@ def test_a_state_becomes_what_the_motors_give(tmp_path_factory: Any, raw: int, o
     assert units(names=NAMES[::-1]).converted(published[::-1]) == pytest.approx([100 * openness, degrees])
 
 
+def test_each_gripper_of_two_arms_is_converted() -> None:
+    names = ("left_pan", "left_gripper", "right_pan", "right_gripper")
+    found = units(replace(DEGREES, joints=names), names)
+    assert found.converted(np.array([np.pi, 0.2, 0.0, 1.2])) == pytest.approx([180.0, 0.0, 0.0, 100.0])
+
+
 def test_a_gripper_that_closes_towards_larger_positions_is_0_there() -> None:
     found = units(replace(DEGREES, state_gripper=(0.8, 0.0)))
     assert found.converted(np.array([0.0, 0.8])).tolist() == [0.0, 0.0]

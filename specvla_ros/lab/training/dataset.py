@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_ros.control.convention import ACTION_NAMES, GRIPPER
+from specvla_ros.control.convention import ACTION_NAMES, is_gripper
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import (
     ACTION_LABELS,
@@ -75,14 +75,14 @@ class DemonstrationSet:
         Raises UserError if the state lacks a joint of the actions.
         """
         found = np.zeros((len(self.actions), self.actions.shape[-1]))
-        joints = [name for name in self.action_names if name != GRIPPER]
+        joints = [name for name in self.action_names if not is_gripper(name)]
         if missing := [name for name in joints if name not in self.state_names]:
             raise UserError(
                 f"the actions position {', '.join(joints)}, but the state lacks {', '.join(missing)}: displacements "
                 "count from the joints in the image; give the joints' topic with --state-topic"
             )
         for column, name in enumerate(self.action_names):
-            if name != GRIPPER:
+            if not is_gripper(name):
                 found[:, column] = self.states[:, self.state_names.index(name)]
         return found
 

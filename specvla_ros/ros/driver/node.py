@@ -243,6 +243,8 @@ class DriverNode(ManagedNode):
     def _read(self, message: VlaAction) -> StampedAction:
         """The message's action; raises ValueError if it does not fit this robot."""
         action = stamped_action(message, Time.from_msg(message.header.stamp).nanoseconds * _NS)
+        if self._chosen.action_prefix:
+            action = action.of_arm(self._chosen.action_prefix, self._chosen.joints.names)
         convention = action.convention
         if self._convention is not None and convention != self._convention:
             raise ValueError(

@@ -47,6 +47,11 @@ class DriverParameters:
         choices=(TOOL, JOINTS),
         basic=True,
     )
+    action_prefix: str = parameter(
+        "",
+        "With action_space: joints, follow only the values whose names begin so, such as left_, of an action for two "
+        "arms; another driver follows the others. Empty: all values are this arm's.",
+    )
     rate_hz: float = parameter(100.0, "Control steps per second.", unit="Hz", minimum=50.0, maximum=200.0)
     base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.", basic=True)
     tool: ToolSource = section(ToolSource)
@@ -97,9 +102,15 @@ class DriverParameters:
 
     def check_complete(self) -> None:
         """Raises UserError if a parameter is missing that must be set before a robot moves."""
-        arm = [self._require_arm] if self.action_space == JOINTS else []
+        arm = [self._require_arm] if self.action_space == JOINTS else [self._require_one_arm]
         limits = [] if self.output == DRY_RUN else [partial(self.limits.require, f"output: {self.output}")]
         together(*limits, *arm, partial(self.tool.require, self.joints))
+
+    def _require_one_arm(self) -> None:
+        if self.action_prefix:
+            raise UserError(
+                f"action_prefix: {self.action_prefix} chooses an arm's joints by name: set action_space to joints"
+            )
 
     def _require_arm(self) -> None:
         if not self.joints.model:

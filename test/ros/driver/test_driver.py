@@ -24,7 +24,9 @@ from support.driving import LIMITS, MOVE, NAMES, START, arm
 
 import specvla_ros.lab.simulation
 from specvla_ros.control.pose import Pose
+from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState
+from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.qos import LATCHED_STATE
 from specvla_ros.ros.tool_pose import JointInput
 
@@ -613,6 +615,28 @@ def test_actions_of_joints_take_the_joints_there(output, reference):
         assert robot.refused() == {}
         np.testing.assert_allclose([*robot.joints.values()], goal, atol=1e-3)
         assert robot.grippers[-1].data.tolist() == [0.04]
+
+
+def test_an_action_of_two_arms_moves_this_one_by_its_own_values():
+    goal = np.array([*HOME.values()]) + 0.05
+    names = [side + name for side in ("left_", "right_") for name in (*JOINTS, "gripper")]
+    with arm(output="position_array", gripper__output="array", action_prefix="right_", **JOINT_ACTIONS) as robot:
+        robot.joints = HOME
+        robot.start()
+        robot.act(**joint_action([*np.zeros(7), 0.0, *goal, 1.0], names=names))
+        robot.rest()
+        robot.spin(20)
+        assert robot.refused() == {}
+        np.testing.assert_allclose([*robot.joints.values()], goal, atol=1e-3)
+        assert robot.grippers[-1].data.tolist() == [0.04]
+        robot.act(**joint_action([*goal, 1.0], names=[*JOINTS, "gripper"]))
+        robot.spin(10)
+        assert robot.refused() == {"unreadable": 1} and "action_prefix is right_" in robot.driver._last_refusal
+
+
+def test_an_arm_is_chosen_by_the_names_of_joints_alone():
+    with pytest.raises(UserError, match="set action_space to joints"):
+        DriverParameters(action_prefix="left_").check_complete()
 
 
 def test_no_command_lies_beyond_a_range_that_the_parameters_give():
