@@ -42,6 +42,7 @@ _FLUSHED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # larger than the caches; on
 _WARM_UPS = 3
 _WIDTH = 120  # of the terminal output: tables are wide
 _WHERE = ("out", "work")  # options for file locations, which do not affect the figures
+_REVISION = git_revision(ROOT)  # of the code that is measured: another may be there when a long run ends
 
 
 def dtype_on(device: str, dtype: str) -> torch.dtype:
@@ -60,7 +61,7 @@ def result_head(context: typer.Context, dtype: torch.dtype | None = None, **vers
         "benchmark": module.rpartition(".")[2],
         "command": command(module, {name: value for name, value in options.items() if name not in _WHERE}),
         "date": date.today().isoformat(),
-        "git_revision": git_revision(ROOT),
+        "git_revision": _REVISION,
         "hardware": hardware(options.get("device", "cpu")),
         "versions": {"torch": torch.__version__, **versions},
     }
