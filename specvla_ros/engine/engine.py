@@ -14,6 +14,7 @@ import torch
 
 from specvla_kernels.device import device_fault, distrust_kernels, on_device, operators_on
 from specvla_ros.engine.batch import Batch, TickWork
+from specvla_ros.engine.chooser import Chooser
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.executed import ExecutedActions
 from specvla_ros.engine.given import NOTHING_GIVEN, Given
@@ -21,7 +22,6 @@ from specvla_ros.engine.kernel_check import kernel_fault
 from specvla_ros.engine.kv_cache import LESS_MEMORY, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.pace import Chooser
 from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler

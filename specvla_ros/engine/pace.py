@@ -1,32 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mode auto: chooses when to start the next frame and whether to draft, to minimize the age of the image acted on.
+"""The pace of decoding in mode auto, and the age of the image acted on that it is expected to have.
 
 This age is the mean over time of now minus the stamp of the image that the robot acts on. One frame at a time has
 latency L and period L, hence an age of 1.5 L. A frame started while another is in flight shares its forwards: periods
 become shorter and latencies longer. Which effect dominates depends on the cost of a forward on this device and on the
-number of forwards per answer. Both are measured while the engine decodes.
+number of forwards per answer. `chooser.py` measures both while the engine decodes.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
-from statistics import fmean, median
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate, cycle, islice, pairwise
+from statistics import fmean
 
-_FRAMES = 24  # simulated per pace
+_FRAMES = 24  # answers per pace that count
 _ANSWERS = 48  # latest answers whose forwards are replayed in the simulation
 _NEEDED = 8  # min answers before their statistics are used
-_MEMORY = 0.9  # decay of running means: about the last ten values
-# The pace changes if another's age is below this share of the current one's twice in a row; at first, once.
-_BETTER = 0.97
-_UNSETTLED = 4  # candidates simulated per answer until a round changes nothing; then one
-_MOST_TREES = 8  # max trees in a kind of tick
-_OFTEN = 30  # min ticks of a kind before its mean is compared with the first
-_DRIFTED = 1.25  # report tick times that changed by more than this factor since configure, either way
-_PLAIN = 400  # plainly decoded answers after which drafting is tried again
+MEMORY = 0.9  # decay of running means: about the last ten values
 
 
 @dataclass(frozen=True)
@@ -57,40 +49,6 @@ class Kind:
     drafts: bool
 
 
-class TickTimes:
-    """The running mean time of each kind of tick, so that thermal throttling is noticed."""
-
-    def __init__(self) -> None:
-        self._mean_s: dict[Kind, float] = {}
-        self._seen: dict[Kind, int] = {}
-        self._first_s: dict[Kind, float] = {}  # as measured in configure
-
-    def add(self, kind: Kind, seconds: float) -> None:
-        seen = self._seen[kind] = self._seen.get(kind, 0) + 1
-        known_s = self._mean_s.get(kind, seconds)
-        share = 1 - _MEMORY if kind in self._first_s else max(1 / seen, 1 - _MEMORY)
-        self._mean_s[kind] = (1 - share) * known_s + share * seconds
-
-    def keep_first(self) -> None:
-        """Stores the current means as the baseline of `drift`."""
-        self._first_s, self._seen = dict(self._mean_s), {}
-
-    @property
-    def drift(self) -> float:
-        """Ratio of current to baseline tick times: the median over the kinds with enough ticks since."""
-        # A copy: diagnostics call this from another thread.
-        often = [kind for kind, seen in [*self._seen.items()] if seen >= _OFTEN and kind in self._first_s]
-        return median(self._mean_s[kind] / self._first_s[kind] for kind in often) if often else 1.0
-
-    def seconds(self, kind: Kind) -> float | None:
-        """Mean seconds of a kind; if never measured, those of one with more trees, an upper bound.
-
-        None if neither is known: a pace that needs this kind is not chosen.
-        """
-        more = (replace(kind, trees=trees) for trees in range(kind.trees, _MOST_TREES + 1))
-        return next((self._mean_s[each] for each in more if each in self._mean_s), None)
-
-
 class Answers:
     """The number of forwards of the latest answers, by the number of requests in flight at their start.
 
@@ -100,12 +58,14 @@ class Answers:
     def __init__(self) -> None:
         self._drafted: dict[int, deque[int]] = {}  # by the number of requests in flight at the start
         self._plain: deque[int] = deque(maxlen=_ANSWERS)
+        self._left: dict[tuple[int, int, bool], float] = {}  # by the arguments of `left`, until the next answer
 
     def add(self, forwards: int, tokens: int, *, others: int, drafted: bool) -> None:
         """Records an answer; `forwards`: verifying ones; `tokens`: also the number of forwards without drafts."""
         self._plain.append(tokens)
         if drafted:
             self._drafted.setdefault(others, deque(maxlen=_ANSWERS)).append(forwards)
+        self._left = {}
 
     def forwards(self, *, others: int, drafted: bool) -> Sequence[int]:
         """Forwards of the latest answers started with `others` in flight, or fewer if that is not known yet.
@@ -117,17 +77,49 @@ class Answers:
         known = [each for each in [*self._drafted] if each <= others and len(self._drafted[each]) >= _NEEDED]
         return tuple(self._drafted[max(known)]) if known else ()
 
+    def left(self, done: int, *, others: int, drafted: bool) -> float:
+        """Expected number of forwards left of an answer after `done`."""
+        left, key = self._left, (done, others, drafted)
+        if key not in left:
+            left[key] = expected_left(self.forwards(others=others, drafted=drafted), done)
+        return left[key]
+
     def known(self, *, drafted: bool) -> bool:
         return len(self.forwards(others=0, drafted=drafted)) >= _NEEDED
 
     def forget_drafted(self) -> None:
-        self._drafted = {}
+        self._drafted, self._left = {}, {}
 
 
 def expected_left(forwards: Sequence[int], done: int) -> float:
     """Mean number of forwards left after `done` forwards, over the answers that took more than that; 1 if none did."""
     more = [each - done for each in forwards if each > done]
     return fmean(more) if more else 1.0
+
+
+def expected_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float | None]) -> float:
+    """Mean age in seconds of the image acted on if a new image always waits; infinite if a tick time is unknown.
+
+    The latest answers are decoded in turn, each in its number of forwards. Answer i ends at t_i, its image was started
+    at b_i, and it is acted on until t_(i+1):
+
+        age = sum_i (t_(i+1) - t_i) ((t_i + t_(i+1)) / 2 - b_i)  /  sum_i (t_(i+1) - t_i)
+
+    One frame at a time starts each when the one before ends: b_i = t_(i-1), and t_i - b_i is the time of its first
+    forward, which has the prompt, and of its others. Other paces are simulated. The age of an image at its start adds
+    equally to all paces.
+
+    Args:
+        seconds: mean time of a kind of tick.
+    """
+    if pace.in_flight > 1:
+        return simulated_age(pace, answers, seconds)
+    takes = [*islice(cycle(answers.forwards(others=0, drafted=pace.drafts)), _FRAMES + 1)]
+    first_s, other_s = seconds(Kind(True, 1, 0, pace.drafts)), seconds(Kind(False, 0, 1, pace.drafts))
+    if first_s is None or (other_s is None and max(takes) > 1):
+        return math.inf
+    latencies_s = [first_s + (each - 1) * (other_s or 0.0) for each in takes]
+    return mean_age([*zip(accumulate(latencies_s), latencies_s, strict=True)])
 
 
 @dataclass
@@ -141,44 +133,45 @@ class _Played:
     done: int = 0
 
 
-def expected_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float | None]) -> float:
-    """Mean age in seconds of the image acted on if a new image always waits; infinite if a tick time is unknown.
-
-    Simulates the pace with the forwards of the latest answers in turn. Answer i ends at t_i, its image was started at
-    b_i, and it is acted on until t_(i+1):
-
-        age = sum_i (t_(i+1) - t_i) ((t_i + t_(i+1)) / 2 - b_i)  /  sum_i (t_(i+1) - t_i)
-
-    An overtaken frame gives no action. The age of an image at its start adds equally to all paces.
-
-    Args:
-        seconds: mean time of a kind of tick.
-    """
-    seconds = cache(seconds)
+def simulated_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float | None]) -> float:
+    """`expected_age` of any pace, tick by tick. An overtaken frame gives no action."""
+    seconds, forwards = cache(seconds), cache(partial(answers.forwards, drafted=pace.drafts))
     now_s, begun, flights = 0.0, 0, list[_Played]()
-    out: list[tuple[float, float]] = []  # t_i, b_i
+    out: list[tuple[float, float]] = []  # t_i, and the age of its image then
     while len(out) <= _FRAMES:
-        begins = may_begin(pace, answers, [(each.others, each.done, each.chunks > 0) for each in flights])
-        if begins:
-            takes = answers.forwards(others=len(flights), drafted=pace.drafts)
-            spread = pace.spread if flights else 1
-            flights.append(_Played(now_s, len(flights), takes[begun % len(takes)], spread))
-            begun += 1
-        newest = flights[-1]
-        spread = pace.spread if newest.others else 1
+        newest = flights[-1] if flights else None
+        begins = newest is None or may_begin(
+            pace, answers, len(flights), others=newest.others, done=newest.done, prefilling=newest.chunks > 0
+        )
         trees = sum(not each.chunks for each in flights)
+        if newest is None or begins:
+            takes, spread = forwards(others=len(flights)), pace.spread if flights else 1
+            newest = _Played(now_s, len(flights), takes[begun % len(takes)], spread)
+            flights.append(newest)
+            begun += 1
+        spread = pace.spread if newest.others else 1
         tick_s = seconds(Kind(begins, spread if newest.chunks else 0, trees, pace.drafts))
         if tick_s is None:
             return math.inf
-        now_s += tick_s
+        ticks = 1 if newest.chunks else _alike(pace, answers, flights)
+        now_s += ticks * tick_s
         for each in flights:
             each.chunks = max(0, each.chunks - 1)
-            each.done += not each.chunks
+            each.done += ticks * (not each.chunks)
         ended = [each for each in flights if each.done >= each.takes]
         if ended:
-            out.append((now_s, ended[-1].begun_s))
+            out.append((now_s, now_s - ended[-1].begun_s))
             flights = flights[flights.index(ended[-1]) + 1 :]
-    return mean_age([(t, t - b) for t, b in out])
+    return mean_age(out)
+
+
+def _alike(pace: Pace, answers: Answers, flights: Sequence[_Played]) -> int:
+    """Number of ticks, all of one kind, until an answer ends or the next frame may start; none is prefilling."""
+    ends, newest = min(each.takes - each.done for each in flights), flights[-1]
+    if len(flights) >= pace.in_flight:
+        return ends
+    left = partial(answers.left, others=newest.others, drafted=pace.drafts)
+    return next((ticks for ticks in range(1, ends) if left(newest.done + ticks) <= pace.left), ends)
 
 
 def mean_age(acted: Sequence[tuple[float, float]]) -> float:
@@ -192,21 +185,16 @@ def mean_age(acted: Sequence[tuple[float, float]]) -> float:
     return sum(span * (age + span / 2) for span, age in spans) / whole if whole else float("nan")
 
 
-def may_begin(pace: Pace, answers: Answers, in_flight: Sequence[tuple[int, int, bool]]) -> bool:
-    """True if the newest frame should start now.
+def may_begin(pace: Pace, answers: Answers, in_flight: int, *, others: int, done: int, prefilling: bool) -> bool:
+    """True if the newest frame should start now, while `in_flight` requests of its robot are in flight, at least one.
 
     Args:
-        in_flight: for each request, oldest first: the number of others at its start, the number of forwards that have
-            verified its answer, and whether it is still prefilling.
+        others, done, prefilling: of the newest request, the number of others at its start, the number of forwards that
+            have verified its answer, and whether it is still prefilling.
     """
-    if not in_flight:
-        return True
-    others, done, prefilling = in_flight[-1]
-    if prefilling or len(in_flight) >= pace.in_flight:
+    if prefilling or in_flight >= pace.in_flight:
         return False
-    if math.isinf(pace.left):
-        return True
-    return expected_left(answers.forwards(others=others, drafted=pace.drafts), done) <= pace.left
+    return math.isinf(pace.left) or answers.left(done, others=others, drafted=pace.drafts) <= pace.left
 
 
 class FirstActions:
@@ -230,137 +218,8 @@ class FirstActions:
 
     def add(self, seconds: float) -> None:
         """Records the time from an answer's start to its first actions."""
-        self.mean_s = _MEMORY * self.mean_s + (1 - _MEMORY) * seconds if self.mean_s else seconds
+        self.mean_s = MEMORY * self.mean_s + (1 - MEMORY) * seconds if self.mean_s else seconds
 
     def last(self, actions: int, age_s: float, *, newer_s: float = 0.0) -> bool:
         """True if the published actions last until a newer image's; `newer_s`: time since that image was started."""
         return self.mean_s > 0 and actions * self._step_s >= age_s + max(0.0, self.mean_s - newer_s)
-
-
-class Chooser:
-    """Chooses the pace with the lowest expected age and keeps it until another is clearly better.
-
-    Candidates are simulated one by one while the device computes a forward.
-
-    Args:
-        most: max frames of the robot in flight.
-        spreads: forwards over which a prompt may be spread.
-        drafts: whether any drafter is available.
-
-    Attributes:
-        pace: the current one.
-        measured: whether every kind of tick was timed; if not, the choice is limited to the kinds seen so far.
-    """
-
-    def __init__(self, most: int, spreads: Sequence[int], *, drafts: bool) -> None:
-        self.pace = Pace(drafts=drafts)
-        self.times, self.answers = TickTimes(), Answers()
-        self.measured = False
-        self._most, self._spreads, self._can_draft = most, tuple(spreads), drafts
-        self._ages: dict[Pace, float] = {}  # in this round
-        self._round: list[Pace] = []  # candidates left in this round
-        self._better: Pace | None = None  # best in the previous round
-        self._due = 0  # candidates to simulate
-        self._settled = False  # whether the last round changed nothing
-        self._first = True  # whether the next round is the first since drafting began
-        self._plain = 0  # answers since the last drafted one
-        self._pinned = False
-
-    def every_kind(self) -> list[Pace]:
-        """Paces that together cover every kind of tick, for measuring a device."""
-        drafts = (True, False) if self._can_draft else (False,)
-        more = [Pace(self._most, spread=spread, drafts=each) for each in drafts for spread in self._spreads]
-        return [Pace(drafts=each) for each in drafts] + (more if self._most > 1 else [])
-
-    def __str__(self) -> str:
-        if not self.measured:
-            return f"{self.pace}; the tick times of other paces are measured at the next configure"
-        drift = self.times.drift
-        if 1 / _DRIFTED < drift < _DRIFTED:
-            return str(self.pace)
-        return f"{self.pace}; ticks take {drift:.2g} times as long as in configure; the choice uses current times"
-
-    def forget_times(self) -> None:
-        """Forgets all tick times, before they are measured, possibly by another clock."""
-        self.times, self.measured = TickTimes(), False
-
-    def settle(self) -> None:
-        """Marks every kind of tick as timed."""
-        self.measured = True
-        self.times.keep_first()
-
-    @contextmanager
-    def pinned(self, pace: Pace) -> Iterator[None]:
-        """Keeps a pace within the context; only tick times are updated."""
-        kept, self.pace, self._pinned = self.pace, pace, True
-        try:
-            yield
-        finally:
-            self.pace, self._pinned = kept, False
-
-    def candidates(self) -> list[Pace]:
-        """One frame at a time, and several with each start time of the next and each spread of a prompt.
-
-        All start times for the current choice of drafting or plain decoding, only the extremes for the other.
-        """
-        found = []
-        for drafts in (True, False) if self._can_draft else (False,):
-            if not self.answers.known(drafted=drafts):
-                continue
-            half = max(1, round(fmean(self.answers.forwards(others=0, drafted=drafts)) / 2))
-            moments = sorted({1.0, 2.0, 3.0, 4.0, float(half), math.inf}) if drafts == self.pace.drafts else [math.inf]
-            found.append(Pace(drafts=drafts))
-            found += [
-                Pace(in_flight, left, spread, drafts)
-                for in_flight in range(2, self._most + 1)
-                for left in moments
-                for spread in self._spreads
-            ]
-        return found
-
-    def answered(self, forwards: int, tokens: int, *, others: int, drafted: bool) -> None:
-        """Learns from an answer and schedules more candidates."""
-        if self._pinned:
-            return
-        self.answers.add(forwards, tokens, others=others, drafted=drafted)
-        self._plain = 0 if drafted else self._plain + 1
-        if self._plain >= _PLAIN and self._can_draft:
-            self._try_drafting()
-        elif self.answers.known(drafted=self.pace.drafts):
-            self._due = min(self._due + (1 if self._settled else _UNSETTLED), _UNSETTLED)
-
-    def play(self) -> None:
-        """Simulates the next candidate if one is due, and chooses at the end of a round.
-
-        The first round has only one frame at a time, so that drafts that do not pay end after few answers.
-        """
-        if not self._due or self._pinned:
-            return
-        self._due -= 1
-        if not self._round:
-            most = 1 if self._first else self._most
-            others = [pace for pace in self.candidates() if pace != self.pace and pace.in_flight <= most]
-            self._ages, self._round = {}, others
-        if self._round:
-            pace = self._round.pop()
-            self._ages[pace] = expected_age(pace, self.answers, self.times.seconds)
-        if not self._round:
-            self._choose()
-
-    def _try_drafting(self) -> None:
-        """Returns to drafting: its benefit may have changed since the last drafted answer."""
-        self.answers.forget_drafted()
-        self.pace, self._plain, self._ages, self._round, self._better = Pace(), 0, {}, [], None
-        self._due, self._settled, self._first = 0, False, True
-
-    def _choose(self) -> None:
-        best = min(self._ages, key=self._ages.__getitem__, default=self.pace)
-        now = expected_age(self.pace, self.answers, self.times.seconds)
-        self._settled = best == self.pace or not self._ages[best] < _BETTER * now
-        if self._settled:
-            self._better = None
-        elif self._better is not None or self._first:
-            self.pace, self._better = best, None
-        else:
-            self._better = best
-        self._first = False

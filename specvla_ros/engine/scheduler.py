@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from specvla_ros.engine.batch import Batch, ScheduledRequest, TickWork
+from specvla_ros.engine.chooser import Chooser
 from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.pace import Chooser, FirstActions, Kind, may_begin
+from specvla_ros.engine.pace import FirstActions, Kind, may_begin
 from specvla_ros.engine.pictures import Pictures
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
@@ -81,10 +82,12 @@ class Scheduler:
             return False
         if self.chooser is None:
             return len(own) < self.target_in_flight
+        if not own:
+            return True
+        newest, chooser = own[-1], self.chooser
+        done, prefilling = newest.verified, newest.prefilling
         return may_begin(
-            self.chooser.pace,
-            self.chooser.answers,
-            [(request.others, request.verified, request.prefilling) for request in own],
+            chooser.pace, chooser.answers, len(own), others=newest.others, done=done, prefilling=prefilling
         )
 
     def unprepared(self) -> Pictures | None:

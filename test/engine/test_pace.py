@@ -15,9 +15,10 @@ from support.draft_heads import policy_with_random_head
 from support.nightly import examples, nightly_but
 
 from specvla_ros.engine.batch import TickWork
+from specvla_ros.engine.chooser import Chooser, TickTimes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.pace import Answers, Chooser, Kind, Pace, TickTimes, expected_age, expected_left
+from specvla_ros.engine.pace import Answers, Kind, Pace, expected_age, expected_left, simulated_age
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
@@ -151,6 +152,46 @@ def test_what_is_not_drafted_is_tried_again() -> None:
     first = drafted.index(False)
     again = drafted.index(True, first)
     assert 400 <= again - first < 450 and False in drafted[again:]
+
+
+@st.composite
+def learnt(draw: st.DrawFn) -> Answers:
+    answers = Answers()
+    for forwards in draw(st.lists(st.integers(1, 30), min_size=8, max_size=60)):
+        others = draw(st.integers(0, 2))
+        answers.add(forwards, forwards + draw(st.integers(0, 9)), others=others, drafted=True)
+        answers.add(forwards, forwards, others=0, drafted=True)
+    return answers
+
+
+TIMES = st.builds(Costs, st.floats(0.1, 50), st.floats(0, 50), st.floats(0.1, 200), st.floats(0, 20))
+PACES = st.builds(Pace, st.integers(1, 3), st.sampled_from([1.0, 2.0, 5.0, math.inf]), st.sampled_from([1, 2, 4]))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(answers=learnt(), costs=TIMES, drafts=st.booleans())
+def test_the_age_of_one_frame_at_a_time_is_that_of_its_simulation(answers: Answers, costs: Costs, drafts: bool) -> None:
+    pace = Pace(drafts=drafts)
+    age_s = expected_age(pace, answers, costs.seconds)
+    assert age_s == pytest.approx(simulated_age(pace, answers, costs.seconds), rel=1e-9)
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(answers=learnt(), costs=TIMES, pace=PACES, drafts=st.booleans())
+def test_ticks_of_one_kind_are_simulated_together(answers: Answers, costs: Costs, pace: Pace, drafts: bool) -> None:
+    pace = replace(pace, drafts=drafts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specvla_ros.engine.pace._alike", lambda *_: 1)
+        one_by_one_s = simulated_age(pace, answers, costs.seconds)
+    assert simulated_age(pace, answers, costs.seconds) == pytest.approx(one_by_one_s, rel=1e-9)
+
+
+def test_one_frame_at_a_time_is_timed_by_the_ticks_that_it_needs() -> None:
+    first, other = Kind(True, 1, 0, False), Kind(False, 0, 1, False)
+    for forwards, known, age_s in [(1, {first: 1.0}, 1.5), (2, {first: 1.0}, math.inf), (1, {other: 1.0}, math.inf)]:
+        answers = Answers()
+        answers.add(1, forwards, others=0, drafted=False)
+        assert expected_age(Pace(drafts=False), answers, known.get) == age_s
 
 
 def test_a_kind_of_tick_that_never_was_takes_no_longer_than_one_with_more_trees() -> None:

@@ -62,6 +62,7 @@ NEAR = {
     f"{ENGINE}scheduler.py": _of("engine", "pipelining", "streams", "engine"),
     f"{ENGINE}cuda_graphs.py": _of("engine", "captured_decoding"),
     f"{ENGINE}pace.py": _of("engine", "pace"),
+    f"{ENGINE}chooser.py": _of("engine", "pace"),
     ENGINE: _of("engine", "engine", "staleness", "pipelining", "buckets"),
     f"{SPECULATION}drafters/chains.py": _of("speculation", "self_drafter", "model_drafter"),
     f"{SPECULATION}drafters/chunk_shift.py": _of("speculation", "chunk_shift", "earlier_answers"),

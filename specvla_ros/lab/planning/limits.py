@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from specvla_ros.engine.batch import Batch, ScheduledRequest
+from specvla_ros.engine.chooser import Chooser
 from specvla_ros.engine.cuda_graphs import even_rows
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.pace import Chooser, Kind, mean_age
+from specvla_ros.engine.pace import Kind, mean_age
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
