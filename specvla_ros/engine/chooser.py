@@ -1,43 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mode auto: chooses when to start the next frame and whether to draft, to minimize the age of the image acted on.
 
-Both inputs to `expected_age`, the times of ticks and the forwards of answers, are measured while the engine decodes.
+The time of every kind of tick is measured in configure. While decoding, only the kinds of the current pace occur; the
+times of the others move with them, since a device that becomes slower does so for all. From these times and the latest
+answers, `expected_age` predicts the age of every pace. Another pace that promises less is tried for some answers. It is
+kept if its age, by its own ticks then, is less than that of the pace before it, both before and after the trial.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from specvla_ros.engine.pace import MEMORY, Answers, Kind, Pace, expected_age
 
-# The pace changes if another's age is below this share of the current one's twice in a row; at first, once.
+# A pace is tried if its age is below this share of the current one's in two rounds in a row; at first, in one.
 _BETTER = 0.97
-_UNSETTLED = 4  # candidates simulated per answer until a round changes nothing; then one
+_TRIED = 12  # answers in each pace of a trial: the first are still those of the pace before
+_AT_ONCE = 4  # candidates per answer until a round changes nothing; then one
+_REST = 128  # answers between rounds once one changed nothing
+_FIRST_REST, _LONGEST_REST = 16, 1024  # answers between rounds after a trial that failed; twice as many after each
+_PLAIN = 400  # plainly decoded answers after which drafting is tried again; after each failure, twice as many
+_SLOWEST = 2.0  # a tick counts for at most so many times its mean: another program may have had the device
 _MOST_TREES = 8  # max trees in a kind of tick
 _OFTEN = 30  # min ticks of a kind before its mean is compared with the first
 _DRIFTED = 1.25  # report tick times that changed by more than this factor since configure, either way
-_PLAIN = 400  # plainly decoded answers after which drafting is tried again
 
 
 class TickTimes:
-    """The running mean time of each kind of tick, so that thermal throttling is noticed."""
+    """The time of each kind of tick: measured in configure, then from the ticks of the current pace.
+
+    A kind that occurs has a running mean. The others have their time in configure times the change of those that occur:
+
+        scale = sum_k n_k mean_k / sum_k n_k first_k
+
+    with n_k ticks of kind k in this pace. Ticks that start a frame and the others have a scale each: the former also
+    wait for the towers and compete with the preparation of the next image.
+    """
 
     def __init__(self) -> None:
         self._mean_s: dict[Kind, float] = {}
-        self._seen: dict[Kind, int] = {}
+        self._seen: dict[Kind, int] = {}  # ticks in this pace
         self._first_s: dict[Kind, float] = {}  # as measured in configure
 
     def add(self, kind: Kind, seconds: float) -> None:
+        """Records a tick. The time known before counts like one tick, until about the last ten count."""
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         known_s = self._mean_s.get(kind, seconds)
-        share = 1 - MEMORY if kind in self._first_s else max(1 / seen, 1 - MEMORY)
-        self._mean_s[kind] = (1 - share) * known_s + share * seconds
+        share = max(1 / (seen + (kind in self._first_s)), 1 - MEMORY)
+        self._mean_s[kind] = (1 - share) * known_s + share * min(seconds, _SLOWEST * known_s)
 
     def keep_first(self) -> None:
-        """Stores the current means as the baseline of `drift`."""
+        """Stores the current means as the baseline, at the end of configure."""
         self._first_s, self._seen = dict(self._mean_s), {}
+
+    def of_next_pace(self) -> "TickTimes":
+        """A copy with the same times, for the ticks of another pace."""
+        found = TickTimes()
+        found._mean_s = {kind: self._now_s(kind) for kind in self._mean_s}
+        found._first_s = self._first_s
+        return found
 
     @property
     def drift(self) -> float:
@@ -52,13 +75,32 @@ class TickTimes:
         None if neither is known: a pace that needs this kind is not chosen.
         """
         more = (replace(kind, trees=trees) for trees in range(kind.trees, _MOST_TREES + 1))
-        return next((self._mean_s[each] for each in more if each in self._mean_s), None)
+        return next((self._now_s(each) for each in more if each in self._mean_s), None)
+
+    def _now_s(self, kind: Kind) -> float:
+        if kind in self._seen or kind not in self._first_s:
+            return self._mean_s[kind]
+        alike = [each for each in self._seen if each.begins == kind.begins and each in self._first_s]
+        now_s, first_s = (sum(self._seen[each] * of[each] for each in alike) for of in (self._mean_s, self._first_s))
+        return self._first_s[kind] * now_s / first_s if first_s else self._mean_s[kind]
+
+
+@dataclass
+class _Trial:
+    """A comparison of a pace with the one before it: tried once, and compared with before and after."""
+
+    before: Pace
+    before_s: float  # its age
+    times: TickTimes  # until then
+    tried: Pace
+    tried_s: float = math.nan
+    left: int = _TRIED  # answers
 
 
 class Chooser:
-    """Chooses the pace with the lowest expected age and keeps it until another is clearly better.
+    """Chooses the pace with the lowest age and keeps it until another is clearly better.
 
-    Candidates are simulated one by one while the device computes a forward.
+    Candidates are computed one by one while the device computes a forward.
 
     Args:
         most: max frames of the robot in flight.
@@ -75,13 +117,15 @@ class Chooser:
         self.times, self.answers = TickTimes(), Answers()
         self.measured = False
         self._most, self._spreads, self._can_draft = most, tuple(spreads), drafts
-        self._ages: dict[Pace, float] = {}  # in this round
         self._round: list[Pace] = []  # candidates left in this round
-        self._better: Pace | None = None  # best in the previous round
-        self._due = 0  # candidates to simulate
-        self._settled = False  # whether the last round changed nothing
-        self._first = True  # whether the next round is the first since drafting began
-        self._plain = 0  # answers since the last drafted one
+        self._best = (1.0, self.pace)  # in this round: share of the current pace's age, and pace
+        self._promised = True  # whether the round before had a better pace; also before the first one
+        self._first = True  # whether the next round is the first
+        self._due = 0  # candidates to compute
+        self._at_once = _AT_ONCE
+        self._trial: _Trial | None = None
+        self._rest, self._next_rest = 0, _FIRST_REST  # answers until the next round, and after the next failed trial
+        self._plain, self._again = 0, _PLAIN  # answers since the last drafted one, and until drafting is tried
         self._pinned = False
 
     def every_kind(self) -> list[Pace]:
@@ -99,8 +143,9 @@ class Chooser:
         return f"{self.pace}; ticks take {drift:.2g} times as long as in configure; the choice uses current times"
 
     def forget_times(self) -> None:
-        """Forgets all tick times, before they are measured, possibly by another clock."""
-        self.times, self.measured = TickTimes(), False
+        """Forgets all tick times, before they are measured, possibly by another clock, and ends a trial."""
+        self.pace = self._trial.before if self._trial is not None else self.pace
+        self._trial, self.times, self.measured = None, TickTimes(), False
 
     def settle(self) -> None:
         """Marks every kind of tick as timed."""
@@ -137,18 +182,24 @@ class Chooser:
         return found
 
     def answered(self, forwards: int, tokens: int, *, others: int, drafted: bool) -> None:
-        """Learns from an answer and schedules more candidates."""
+        """Learns from an answer; ends a trial, starts one of drafting, or schedules more candidates."""
         if self._pinned:
             return
         self.answers.add(forwards, tokens, others=others, drafted=drafted)
         self._plain = 0 if drafted else self._plain + 1
-        if self._plain >= _PLAIN and self._can_draft:
-            self._try_drafting()
-        elif self.answers.known(drafted=self.pace.drafts):
-            self._due = min(self._due + (1 if self._settled else _UNSETTLED), _UNSETTLED)
+        self._rest = max(0, self._rest - 1)
+        if self._trial is not None:
+            self._trial.left -= 1
+            if self._trial.left <= 0 and self.answers.known(drafted=self.pace.drafts):
+                self._judge(self._trial)
+        elif self._plain >= self._again and self._can_draft:
+            self.answers.forget_drafted()
+            self._try(Pace())
+        elif not self._rest and self.answers.known(drafted=self.pace.drafts):
+            self._due = min(self._due + self._at_once, _AT_ONCE)
 
     def play(self) -> None:
-        """Simulates the next candidate if one is due, and chooses at the end of a round.
+        """Computes the next candidate's age if one is due, relative to the current pace's, and decides after the last.
 
         The first round has only one frame at a time, so that drafts that do not pay end after few answers.
         """
@@ -157,28 +208,52 @@ class Chooser:
         self._due -= 1
         if not self._round:
             most = 1 if self._first else self._most
-            others = [pace for pace in self.candidates() if pace != self.pace and pace.in_flight <= most]
-            self._ages, self._round = {}, others
+            self._round = [pace for pace in self.candidates() if pace != self.pace and pace.in_flight <= most]
+            self._best = (1.0, self.pace)
         if self._round:
             pace = self._round.pop()
-            self._ages[pace] = expected_age(pace, self.answers, self.times.seconds)
+            # Both now: ages of different moments differ by the device's load.
+            share = self._age(pace) / self._age(self.pace)
+            self._best = min(self._best, (share, pace), key=lambda each: each[0])
         if not self._round:
-            self._choose()
+            self._decide(*self._best)
 
-    def _try_drafting(self) -> None:
-        """Returns to drafting: its benefit may have changed since the last drafted answer."""
-        self.answers.forget_drafted()
-        self.pace, self._plain, self._ages, self._round, self._better = Pace(), 0, {}, [], None
-        self._due, self._settled, self._first = 0, False, True
+    def _age(self, pace: Pace) -> float:
+        return expected_age(pace, self.answers, self.times.seconds)
 
-    def _choose(self) -> None:
-        best = min(self._ages, key=self._ages.__getitem__, default=self.pace)
-        now = expected_age(self.pace, self.answers, self.times.seconds)
-        self._settled = best == self.pace or not self._ages[best] < _BETTER * now
-        if self._settled:
-            self._better = None
-        elif self._better is not None or self._first:
-            self.pace, self._better = best, None
-        else:
-            self._better = best
+    def _decide(self, share: float, best: Pace) -> None:
+        """Ends a round: tries its best pace, waits for another round to confirm it, or rests."""
+        better, promised = share < _BETTER, self._promised
+        self._promised = better
+        if better and promised:
+            self._try(best)
+        elif not better and not self._first:
+            self._rest, self._at_once = _REST, 1
         self._first = False
+
+    def _try(self, pace: Pace) -> None:
+        """Decodes some answers in another pace."""
+        self._trial = _Trial(self.pace, self._age(self.pace), self.times, pace)
+        self.pace, self.times = pace, self.times.of_next_pace()
+        self._round, self._due, self._promised = [], 0, False
+
+    def _judge(self, trial: _Trial) -> None:
+        """Compares a tried pace with the one before it: with its age before, then with its age after.
+
+        The device may have changed meanwhile, so that one comparison alone proves nothing. After a failure the next
+        trial is later, and the times are as before.
+        """
+        age_s = self._age(self.pace)
+        if self.pace == trial.tried and age_s < trial.before_s:
+            trial.tried_s, trial.left = age_s, _TRIED
+            self.pace, self.times = trial.before, self.times.of_next_pace()
+            return
+        self._trial = None
+        if kept := trial.tried_s < age_s:
+            self.pace, self.times = trial.tried, self.times.of_next_pace()
+            self._next_rest, self._at_once = _FIRST_REST, _AT_ONCE
+        else:
+            self.pace, self.times, self._rest = trial.before, trial.times, self._next_rest
+            self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
+        if trial.tried.drafts and not trial.before.drafts:
+            self._again = _PLAIN if kept else 2 * self._again
