@@ -141,7 +141,7 @@ def simulated_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float 
     while len(out) <= _FRAMES:
         newest = flights[-1] if flights else None
         begins = newest is None or may_begin(
-            pace, answers, len(flights), others=newest.others, done=newest.done, prefilling=newest.chunks > 0
+            pace, answers, len(flights), (newest.others, newest.done, newest.chunks > 0)
         )
         trees = sum(not each.chunks for each in flights)
         if newest is None or begins:
@@ -185,13 +185,14 @@ def mean_age(acted: Sequence[tuple[float, float]]) -> float:
     return sum(span * (age + span / 2) for span, age in spans) / whole if whole else float("nan")
 
 
-def may_begin(pace: Pace, answers: Answers, in_flight: int, *, others: int, done: int, prefilling: bool) -> bool:
+def may_begin(pace: Pace, answers: Answers, in_flight: int, newest: tuple[int, int, bool]) -> bool:
     """True if the newest frame should start now, while `in_flight` requests of its robot are in flight, at least one.
 
     Args:
-        others, done, prefilling: of the newest request, the number of others at its start, the number of forwards that
-            have verified its answer, and whether it is still prefilling.
+        newest: of the newest request, the number of others at its start, the number of forwards that have verified its
+            answer, and whether it is still prefilling.
     """
+    others, done, prefilling = newest
     if prefilling or in_flight >= pace.in_flight:
         return False
     return math.isinf(pace.left) or answers.left(done, others=others, drafted=pace.drafts) <= pace.left

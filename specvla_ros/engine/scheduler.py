@@ -82,13 +82,8 @@ class Scheduler:
             return False
         if self.chooser is None:
             return len(own) < self.target_in_flight
-        if not own:
-            return True
-        newest, chooser = own[-1], self.chooser
-        done, prefilling = newest.verified, newest.prefilling
-        return may_begin(
-            chooser.pace, chooser.answers, len(own), others=newest.others, done=done, prefilling=prefilling
-        )
+        pace, answers = self.chooser.pace, self.chooser.answers
+        return not own or may_begin(pace, answers, len(own), (own[-1].others, own[-1].verified, own[-1].prefilling))
 
     def unprepared(self) -> Pictures | None:
         """The images that no thread prepares yet of the frame that may start next; from any thread."""
