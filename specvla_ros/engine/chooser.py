@@ -22,6 +22,7 @@ _AT_ONCE = 4  # candidates per answer until a round changes nothing; then one
 _REST = 128  # answers between rounds once one changed nothing
 _FIRST_REST, _LONGEST_REST = 16, 1024  # answers between rounds after a trial that failed; twice as many after each
 _PLAIN = 400  # plainly decoded answers after which drafting is tried again; after each failure, twice as many
+_OVERLAPPED = 1000  # answers of overlapping frames after which one frame at a time is tried, whatever is predicted
 _SLOWEST = 2.0  # a tick counts for at most so many times its mean: another program may have had the device
 _MOST_TREES = 8  # max trees in a kind of tick
 _OFTEN = 30  # min ticks of a kind before its mean is compared with the first
@@ -126,6 +127,7 @@ class Chooser:
         self._trial: _Trial | None = None
         self._rest, self._next_rest = 0, _FIRST_REST  # answers until the next round, and after the next failed trial
         self._plain, self._again = 0, _PLAIN  # answers since the last drafted one, and until drafting is tried
+        self._overlapped = 0  # answers since frames overlap, or since one frame at a time was tried
         self._pinned = False
 
     def every_kind(self) -> list[Pace]:
@@ -187,6 +189,7 @@ class Chooser:
             return
         self.answers.add(forwards, tokens, others=others, drafted=drafted)
         self._plain = 0 if drafted else self._plain + 1
+        self._overlapped = self._overlapped + 1 if self.pace.in_flight > 1 else 0
         self._rest = max(0, self._rest - 1)
         if self._trial is not None:
             self._trial.left -= 1
@@ -195,6 +198,8 @@ class Chooser:
         elif self._plain >= self._again and self._can_draft:
             self.answers.forget_drafted()
             self._try(Pace())
+        elif self._overlapped >= _OVERLAPPED:
+            self._try(Pace(drafts=self.pace.drafts))
         elif not self._rest and self.answers.known(drafted=self.pace.drafts):
             self._due = min(self._due + self._at_once, _AT_ONCE)
 

@@ -234,6 +234,19 @@ def test_a_pace_that_does_not_keep_its_promise_is_left_and_tried_ever_more_rarel
     assert all(after > gap for gap, after in itertools.pairwise(gaps[:-1])) and gaps[-1] > 1000
 
 
+def test_frames_that_overlap_by_mistake_do_so_for_a_thousand_answers_at_most() -> None:
+    """Overlapping costs more than in configure, so that no prediction tells that one frame at a time is better."""
+
+    def seconds(kind: Kind) -> float:
+        return SHARED_FOR_NOTHING.seconds(kind) * (3 if kind.trees + kind.begins > 1 else 1)
+
+    chooser = measured(SHARED_FOR_NOTHING.seconds)
+    chosen(chooser, 40, seconds, forwards=6, tokens=7)
+    chooser.pace, chooser.times = Pace(3), chooser.times.of_next_pace()
+    overlapped = [pace.in_flight > 1 for pace in chosen(chooser, 1400, seconds, forwards=6, tokens=7)]
+    assert all(overlapped[:980]) and not any(overlapped[1040:1100])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_and_a_changing_load_make_the_image_hardly_older(seed: int) -> None:
     """Ticks that start a frame take longer than in configure, as beside a camera; the mean age is over 500 answers."""
