@@ -244,7 +244,9 @@ def test_frames_that_overlap_by_mistake_do_so_for_a_thousand_answers_at_most() -
     chosen(chooser, 40, seconds, forwards=6, tokens=7)
     chooser.pace, chooser.times = Pace(3), chooser.times.of_next_pace()
     overlapped = [pace.in_flight > 1 for pace in chosen(chooser, 1400, seconds, forwards=6, tokens=7)]
-    assert all(overlapped[:980]) and not any(overlapped[1040:1100])
+    assert all(overlapped[:980]) and sum(overlapped[1030:]) <= 5 * 11, (
+        "then it is tried, and the others ever more rarely"
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
