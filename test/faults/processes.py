@@ -322,13 +322,14 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
 
 
 def _by_itself(judge: Judge, extremes: Extremes, seen: _Round, output: str) -> bool:
-    """Whether what is beyond the limits is none of the guard's: the arm's own brake, or Servo's halt or catching up.
+    """Whether what is beyond the limits is none of the guard's: the arm's own brake or halt, or Servo's catching up.
 
     Servo keeps what it was sent while an arm was held, and the arm makes up for it once it is let go.
     """
     fault = seen.fault
     if extremes.beyond == ["acceleration"]:
-        return fault.brakes or (fault.halts and output == "twist")
+        stands = fault.halts or fault.pauses
+        return fault.brakes or (fault.halts and output == "twist") or (stands and output == "position_array")
     if not (extremes.beyond and fault.brakes and output == "twist"):
         return False
     held = judge.extremes(seen.moved_s, seen.ended_s)

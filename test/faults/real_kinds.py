@@ -73,6 +73,7 @@ class RealFault:
         noticed: from when a stop is promised; None: it need not end motion, only stay within limits.
         latches: causes for which the guard may latch.
         halts: whether Servo gets no more twists, and halts the arm by itself.
+        pauses: whether commands stay away for some periods: an arm that is sent positions alone stands meanwhile.
         brakes: whether the arm itself brakes, as hard as it can.
         of_joints: whether it is about joint outputs alone.
         stays: whether somebody stays away, so that motion does not go on.
@@ -86,6 +87,7 @@ class RealFault:
     noticed: Notice | None = None
     latches: frozenset[Cause] = field(default_factory=frozenset)
     halts: bool = False
+    pauses: bool = False
     brakes: bool = False
     of_joints: bool = False
     stays: bool = False
@@ -313,7 +315,7 @@ def _gripper() -> dict[str, RealFault]:
 REAL_FAULTS: dict[str, RealFault] = {
     "none": RealFault(_nothing),
     **_processes(),
-    "late guard": RealFault(partial(_late, "guard"), lasts_s=0.0),
+    "late guard": RealFault(partial(_late, "guard"), lasts_s=0.0, pauses=True),
     "late driver": RealFault(partial(_late, "driver"), lasts_s=0.0),
     **_robot(),
     **_people(),

@@ -131,6 +131,22 @@ def test_only_an_arm_that_servo_sent_on_while_it_was_held_leaps_by_itself(fault,
     assert _by_itself(judge, fast, seen, output) is own  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "fault, output, own",
+    [
+        ("late guard", "position_array", True),
+        ("late guard", "twist", False),
+        ("late guard", "joint_trajectory", False),
+        ("freeze guard", "twist", True),
+        ("press stop", "position_array", False),
+    ],
+)
+def test_an_arm_that_hears_nothing_halts_by_itself(fault, output, own):
+    sharp = Extremes(0.7, 4.3, 0.0, 0.7, 0.7, 0.0, False)
+    seen = SimpleNamespace(fault=REAL_FAULTS[fault])
+    assert _by_itself(None, sharp, seen, output) is own  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_changes_what_is_said_and_nothing_else(name: str):
     topic, change = LIES[name]
