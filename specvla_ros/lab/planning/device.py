@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,13 @@ class Arithmetic(str, Enum):
     FP8 = "fp8"
 
 
+class Software(str, Enum):
+    """Kinds of software whose times a device's file expects."""
+
+    EAGER = "eager"  # launches every kernel from the host, as ActionFlow does
+    CAPTURED = "captured"  # replays CUDA graphs, as this package, gpt-fast and FlashRT do
+
+
 @dataclass(frozen=True)
 class Efficiency:
     """Shares of a device's figures that software reaches; each can be compared with published measurements."""
@@ -56,6 +63,7 @@ class Efficiency:
 LIMIT = Efficiency(1.0, {1: 1.0}, 0.0)
 # Default for files of `specvla bench --measure`: their rates include losses; the layer time is assumed as the 5090's.
 MEASURED = Efficiency(1.0, {1: 1.0}, 130e-6)
+MEASURED_CAPTURED = replace(MEASURED, layer_s=35e-6)  # on a CUDA GPU; the layer time is assumed as the H100's
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,11 @@ class Device:
     sources: Mapping[str, str] = field(default_factory=dict)  # origin of each figure by name
     capability: str = ""  # CUDA compute capability, such as 8.7; empty: no CUDA GPU, or unknown
     efficiency: Efficiency = LIMIT  # used for expected and emulated times
+    captured: Efficiency = LIMIT  # the same of software that replays captured graphs; nowhere less than `efficiency`
+
+    def running(self, software: Software) -> "Device":
+        """The device whose expected and emulated times are those of a kind of software."""
+        return replace(self, efficiency=self.captured) if software is Software.CAPTURED else self
 
     @property
     def value_bytes(self) -> int:
@@ -104,7 +117,8 @@ class Device:
     def as_json(self) -> dict[str, Any]:
         """The content of the JSON file that `read_device` reads."""
         by_rows = {str(rows): rate for rows, rate in self.tflops_by_rows.items()}
-        return asdict(self) | {"tflops_by_rows": by_rows, "efficiency": self.efficiency.as_json()}
+        reached = {"efficiency": self.efficiency.as_json(), "captured": self.captured.as_json()}
+        return asdict(self) | {"tflops_by_rows": by_rows} | reached
 
 
 def known_devices() -> list[str]:
@@ -146,6 +160,7 @@ def _parse(raw: Any, path: Path) -> Device:
             f"{path}: stage_times are no longer read; they follow from the device's figures and its efficiency: "
             f"{_EFFICIENCY_FORM}"
         )
+    efficiency = _efficiency(raw, path)
     figures = ["bandwidth_gb_s", "dense_tflops", "memory_gb"]
     figures += [name for name in ("int8_tops", "fp8_tflops") if raw.get(name) is not None]
     return Device(
@@ -156,7 +171,8 @@ def _parse(raw: Any, path: Path) -> Device:
         tflops_by_rows={int(rows): _figure(rate, f"tflops_by_rows[{rows}]", path) for rows, rate in by_rows.items()},
         sources={str(name): str(source) for name, source in sources.items()},
         capability=str(raw.get("capability", "")),
-        efficiency=_efficiency(raw, path),
+        efficiency=efficiency,
+        captured=_captured(raw, efficiency, path),
     )
 
 
@@ -168,26 +184,47 @@ def _efficiency(raw: Mapping[str, Any], path: Path) -> Efficiency:
     found = raw.get("efficiency", MEASURED.as_json() if raw["kind"] == "measured" else None)
     if isinstance(found, str) and found in known_devices():
         return read_device(found).efficiency
+    return _shares(found, "efficiency", path)
+
+
+def _captured(raw: Mapping[str, Any], eager: Efficiency, path: Path) -> Efficiency:
+    """What captured software reaches; without the field, what the file's `efficiency` says."""
+    if "captured" not in raw:
+        return eager
+    found = raw["captured"]
+    named = isinstance(found, str) and found in known_devices()
+    captured = read_device(found).captured if named else _shares(found, "captured", path)
+    rows = {*eager.compute_by_rows, *captured.compute_by_rows}
+    slower = captured.bandwidth < eager.bandwidth or captured.layer_s > eager.layer_s
+    if slower or any(captured.compute(size) < eager.compute(size) for size in rows):
+        raise UserError(
+            f"{path}: captured must not be slower than efficiency: raise its bandwidth and compute_by_rows, or lower "
+            "its layer_us; without the field, both kinds of software get the same times"
+        )
+    return captured
+
+
+def _shares(found: Any, name: str, path: Path) -> Efficiency:
     if not isinstance(found, dict) or set(found) != {"bandwidth", "compute_by_rows", "layer_us"}:
-        raise UserError(f"{path}: efficiency must be {_EFFICIENCY_FORM}, or the name of one of the package's devices")
+        raise UserError(f"{path}: {name} must be {_EFFICIENCY_FORM}, or the name of one of the package's devices")
     shares = found["compute_by_rows"]
     if not shares or not _is_by_rows(shares):
-        raise UserError(f"{path}: efficiency.compute_by_rows must be an object of shares by rows")
-    by_rows = {int(rows): _share(share, f"compute_by_rows[{rows}]", path) for rows, share in shares.items()}
+        raise UserError(f"{path}: {name}.compute_by_rows must be an object of shares by rows")
+    by_rows = {int(rows): _share(share, f"{name}.compute_by_rows[{rows}]", path) for rows, share in shares.items()}
     if any(share * few > before * many for (few, before), (many, share) in pairwise(sorted(by_rows.items()))):
         raise UserError(
-            f"{path}: efficiency.compute_by_rows grows faster than the number of rows, so that more rows would take "
+            f"{path}: {name}.compute_by_rows grows faster than the number of rows, so that more rows would take "
             "less time; measure the shares again, or lower those of more rows"
         )
     layer_us = found["layer_us"]
     if not isinstance(layer_us, (int, float)) or not 0 <= layer_us < _MAX_LAYER_US:
-        raise UserError(f"{path}: efficiency.layer_us must be between 0 and {_MAX_LAYER_US:g}, got {layer_us!r}")
-    return Efficiency(_share(found["bandwidth"], "bandwidth", path), by_rows, layer_us * 1e-6)
+        raise UserError(f"{path}: {name}.layer_us must be between 0 and {_MAX_LAYER_US:g}, got {layer_us!r}")
+    return Efficiency(_share(found["bandwidth"], f"{name}.bandwidth", path), by_rows, layer_us * 1e-6)
 
 
 def _share(value: Any, name: str, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise UserError(f"{path}: efficiency.{name} must be above 0 and at most 1, got {value!r}")
+        raise UserError(f"{path}: {name} must be above 0 and at most 1, got {value!r}")
     return float(value)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specvla_ros.lab.planning.device import MEASURED, Device
+from specvla_ros.lab.planning.device import MEASURED, MEASURED_CAPTURED, Device
 from specvla_ros.models.config import DecoderShape
 
 ROWS = (1, 16, 64, 128, 192, 256, 320)
@@ -72,9 +72,11 @@ def measure_device(
             "fp8_tflops": "not measured",
             "memory_gb": "as reported by the system",
             "efficiency": "the measured rates include losses; assumed: a layer's time as the RTX 5090's",
+            "captured": "the same; assumed: a layer's time as the H100's on a CUDA GPU, and no graphs on a CPU",
         },
         capability=".".join(map(str, torch.cuda.get_device_capability())) if cuda else "",
         efficiency=MEASURED,
+        captured=MEASURED_CAPTURED if cuda else MEASURED,
     )
 
 

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.planning.cost import OPENVLA_7B, WeightFormat, model_cost, ridge_rows
-from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency, known_devices, read_device
+from specvla_ros.lab.planning.cost import (
+    OPENVLA_7B,
+    Forward,
+    WeightFormat,
+    forward_parts,
+    model_cost,
+    ridge_rows,
+    roofline_seconds,
+)
+from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency, Software, known_devices, read_device
 
 FIGURES = st.floats(min_value=1e-3, max_value=1e6)
 
@@ -26,7 +34,11 @@ def test_the_packages_devices_name_the_source_of_each_figure(name: str) -> None:
     assert limits.kind == "assumed"
     for figure in ("bandwidth_gb_s", "dense_tflops", "int8_tops", "fp8_tflops", "memory_gb"):
         assert len(limits.sources[figure]) > 5
-    origins = [limits.sources.get("efficiency", limits.sources.get(f"efficiency.{name}")) for name in REACHED]
+    origins = [
+        limits.sources.get(kind, limits.sources.get(f"{kind}.{name}"))
+        for kind in ("efficiency", "captured")
+        for name in REACHED
+    ]
     assert all(origin and origin.startswith(("published: ", "fitted ", "fitted: ", "assumed: ")) for origin in origins)
     assert known_devices() == DEVICES
 
@@ -50,7 +62,8 @@ def test_a_device_is_read_as_it_was_written(
 ) -> None:
     efficiency = Efficiency(shares[0], {296: shares[1], 900: min(1.0, 2 * shares[1])}, layer_us * 1e-6)
     sources = {"bandwidth_gb_s": "measured"}
-    device = Device("a", "measured", dtype, *figures, *eight_bit, by_rows, sources, "8.7", efficiency)
+    captured = Efficiency(1.0, {300: 1.0}, layer_us / 2 * 1e-6)
+    device = Device("a", "measured", dtype, *figures, *eight_bit, by_rows, sources, "8.7", efficiency, captured)
     path = tmp_path_factory.mktemp("device") / "a.json"
     path.write_text(json.dumps(device.as_json()))
     assert read_device(str(path)) == device
@@ -58,6 +71,10 @@ def test_a_device_is_read_as_it_was_written(
 
 def reached(**change: Any) -> dict[str, Any]:
     return {"efficiency": {"bandwidth": 0.8, "compute_by_rows": {"296": 0.5}, "layer_us": 100} | change}
+
+
+def captured(**change: Any) -> dict[str, Any]:
+    return {"captured": read_device("orin").captured.as_json() | change}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +103,12 @@ def reached(**change: Any) -> dict[str, Any]:
         (reached(compute_by_rows={"16": True}), r"compute_by_rows\[16\] must be above 0"),
         (reached(compute_by_rows={"16": 0.1, "32": 0.3}), "more rows would take less time"),
         (reached(layer_us=-1), "layer_us must be between 0 and"),
+        ({"captured": "toaster"}, "captured must be .* the name of one of the package's devices"),
+        ({"captured": None}, "captured must be"),
+        (captured(bandwidth=1.1), "captured.bandwidth must be above 0 and at most 1"),
+        (captured(bandwidth=0.5), "captured must not be slower than efficiency"),
+        (captured(compute_by_rows={"296": 0.7, "1032": 0.5}), "captured must not be slower than efficiency"),
+        (captured(layer_us=181), "captured must not be slower than efficiency"),
     ],
 )
 def test_bad_figures_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -159,10 +182,32 @@ def test_a_device_without_a_publication_takes_the_shares_of_the_nearest_that_has
     assert read_device(name).efficiency == read_device(like).efficiency != LIMIT
 
 
+@pytest.mark.parametrize("name", DEVICES)
+def test_captured_software_is_never_slower_than_eager(name: str) -> None:
+    device, model = read_device(name), model_cost(OPENVLA_7B)
+    for rows in (1, 16, 64, 145, 290, 338, 1056):
+        parts = forward_parts(Forward(rows, image=True), model, WeightFormat.NONE, 2)
+        eager, fast, limit = (
+            roofline_seconds(parts, device, efficiency) for efficiency in (device.efficiency, device.captured, LIMIT)
+        )
+        assert limit < fast <= eager
+    assert device.running(Software.CAPTURED).efficiency == device.captured
+    assert device.running(Software.EAGER) == device
+
+
+def test_a_file_without_captured_shares_has_one_kind_of_software(tmp_path: Path) -> None:
+    raw = read_device("orin").as_json()
+    del raw["captured"]
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(raw))
+    device = read_device(str(path))
+    assert device.captured == device.efficiency == read_device("orin").efficiency
+
+
 def test_files_of_before_are_read(tmp_path: Path) -> None:
     """As `specvla bench --measure` wrote them; a file of assumed figures must say what it takes for reached."""
     raw = read_device("orin").as_json() | {"kind": "measured"}
-    del raw["efficiency"]
+    del raw["efficiency"], raw["captured"]
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(raw))
     efficiency = read_device(str(path)).efficiency
