@@ -49,19 +49,20 @@ def plan(
     Counts the bytes and operations of every forward from the shapes, divides
     them by the device's bandwidth and matrix rate, and simulates the engine's
     scheduler: action rate, observation-to-action latency and memory of every
-    mode. These are limits, not measurements: a real engine is slower. Needs
+    mode. These are limits, not measurements: a real engine is slower. In
+    brackets: expected times, from eager software to captured graphs. Needs
     neither a GPU nor weights. Exit code 1 if the policy does not fit.
     """
     from specvla_ros.lab.planning.device import read_device
-    from specvla_ros.lab.planning.plan import make_plan, print_plan
+    from specvla_ros.lab.planning.plan_range import make_plans, print_plan
 
     if tokens == 1:
         raise UserError("--tokens 1: an answer of one token has nothing to draft; give 2 or more")
-    made = make_plan(read_device(device), weights, model, robots, tokens)
+    made = make_plans(read_device(device), weights, model, robots, tokens)
     if as_json is not None:
         _write(as_json, made.as_json())
     print_plan(made, Console())
-    if not made.fits:
+    if not made.eager.fits:
         raise typer.Exit(1)
 
 

@@ -188,7 +188,7 @@ def _efficiency(raw: Mapping[str, Any], path: Path) -> Efficiency:
 
 
 def _captured(raw: Mapping[str, Any], eager: Efficiency, path: Path) -> Efficiency:
-    """What captured software reaches; without the field, what the file's `efficiency` says."""
+    """Shares of captured software; those of `efficiency` without the field."""
     if "captured" not in raw:
         return eager
     found = raw["captured"]

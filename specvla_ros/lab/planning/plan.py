@@ -7,14 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.files import format_parameters
 from specvla_ros.lab.planning import cost
-from specvla_ros.lab.planning.device import Device, Efficiency
+from specvla_ros.lab.planning.device import Device
 from specvla_ros.lab.planning.limits import (
     AUTO,
     MODES,
@@ -35,7 +30,7 @@ _PACKED_NODES = 16
 _TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
 _AUTO_IN_FLIGHT = EngineSettings("auto").slots_per_stream
-_AS_GOOD = 1.03  # mode auto's age is that of a few hundred drawn answers
+AS_GOOD = 1.03  # mode auto's age is that of a few hundred drawn answers
 # w8a8_hadamard takes as long as w8a8, but for two small products.
 _FORMATS = tuple(each for each in WeightFormat if each is not WeightFormat.W8A8_HADAMARD)
 _SUITE = "goal"  # LIBERO suite whose accept lengths the plan assumes
@@ -82,7 +77,7 @@ def choose(
     mode = replace(AUTO, nodes=trees.nodes, depth=trees.depth, robots=trees.robots, max_in_flight=_AUTO_IN_FLIGHT)
     limit = mode_limit(mode, model, device, weights, lengths)
     age_s, fixed_age_s = limit.derated_image_age_s, fixed.limit.derated_image_age_s
-    if age_s > _AS_GOOD * fixed_age_s or (fixed.limit.fits(device) and not limit.fits(device)):
+    if age_s > AS_GOOD * fixed_age_s or (fixed.limit.fits(device) and not limit.fits(device)):
         return fixed
     settings = replace(fixed.settings, mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=1)
     reasons = {
@@ -91,7 +86,6 @@ def choose(
         "decode.prefill_chunks": "auto spreads a prompt over several forwards if the measured times make this pay",
         "decode.max_in_flight": f"auto admits up to {mode.max_in_flight} if the measured times make this pay",
         "memory": _memory_reason(limit, device),
-        "expect": _expectation(limit),
     }
     kept = {name: why for name, why in fixed.reasons.items() if name != "chunk length"}
     return Profile(settings, model.prompt_rows, limit, kept | reasons)
@@ -137,7 +131,6 @@ def best_fixed(
         "draft.nodes": _node_reason(ridge, in_flight * robots, nodes, packed=packed) if drafts else "no tree",
         **(_DRAFT_REASONS | {"acceptance.rule": _acceptance_reason(lengths)} if drafts else {}),
         "memory": _memory_reason(limit, device),
-        "expect": _expectation(limit),
     }
     settings = EngineSettings(
         mode=best.mode.decode_mode,
@@ -152,20 +145,17 @@ def best_fixed(
     return Profile(settings, filled, limit, reasons)
 
 
-def _format_reason(
+def _format_ages(
     limit: ModeLimit, weights: WeightFormat, model: cost.ModelCost, device: Device, lengths: AcceptanceLengths
-) -> str:
-    """The age of the images acted on with each weight format that the device computes; `limit`: with `weights`."""
+) -> dict[str, float]:
+    """The age [s] of the images acted on with each weight format that the device computes; `limit`: with `weights`."""
 
     def age_s(other: WeightFormat) -> float:
         if other is weights:
             return limit.derated_image_age_s
         return loop_on(limit.mode, model, device, other, lengths, device.efficiency).image_age_s
 
-    formats = [each for each in _FORMATS if device.computes(cost.arithmetic_of(each))]
-    ages = [age_s(each) for each in formats]
-    shown = ", ".join(f"{each.value} {_milliseconds(age_s)}" for each, age_s in zip(formats, ages, strict=True))
-    return f"{shown} (derated); `specvla simulate --quantization` and `specvla compare` show what rounding changes"
+    return {each.value: age_s(each) for each in _FORMATS if device.computes(cost.arithmetic_of(each))}
 
 
 def _milliseconds(seconds: float) -> str:
@@ -176,12 +166,6 @@ def _memory_reason(limit: ModeLimit, device: Device) -> str:
     needed_gb = (limit.kv_bytes + limit.weight_bytes) / 1e9
     needed = f"{needed_gb:.3g} of {device.memory_gb:.0f} GB for weights, keys and values"
     return needed if limit.fits(device) else f"{needed}: IT DOES NOT FIT; try --weights int4"
-
-
-def _expectation(limit: ModeLimit) -> str:
-    robots = limit.mode.robots
-    each = f" for each of {robots} robots" if robots > 1 else ""
-    return f"{limit.derated_rate_hz:.3g} actions/s{each}, {limit.derated_latency_s * 1e3:.0f} ms (derated)"
 
 
 def _nodes(free_rows: float, *, packed: bool) -> int:
@@ -240,6 +224,7 @@ class Plan:
     forwards: tuple[ForwardLimit, ...]
     modes: tuple[ModeLimit, ...]
     profile: Profile
+    format_ages: Mapping[str, float]  # age of the images acted on [s], derated, by weight format
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -251,14 +236,6 @@ class Plan:
     def fits(self) -> bool:
         """True if the chosen profile fits in the device's memory."""
         return self.profile.limit.fits(self.device)
-
-    @property
-    def verdict(self) -> str:
-        """The expected result in one sentence."""
-        mode, reasons = self.profile.settings.mode, self.profile.reasons
-        if not self.fits:
-            return f"{self.checkpoint} does not fit on {self.device.name}: {reasons['memory']}"
-        return f"{self.checkpoint} on {self.device.name}: {mode} gives the freshest images, expect {reasons['expect']}"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -297,7 +274,6 @@ def make_plan(
     ridge = cost.ridge_rows(model, device, weights)
     limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in modes)
     profile = choose(model, device, weights, limits, lengths)
-    formats = {"model.quantization": _format_reason(profile.limit, weights, model, device, lengths)}
     return Plan(
         checkpoint="OpenVLA-7B" if checkpoint is None else str(checkpoint),
         weights=weights,
@@ -307,7 +283,8 @@ def make_plan(
         ridge_rows=ridge,
         forwards=forward_limits(model, device, weights),
         modes=limits,
-        profile=replace(profile, reasons={**profile.reasons, **formats}),
+        profile=profile,
+        format_ages=_format_ages(profile.limit, weights, model, device, lengths),
     )
 
 
@@ -362,92 +339,3 @@ def note(device: Device) -> str:
     if device.kind == "measured":
         return f"Limits from rates measured on {device.name}: computed, no policy ran; a real engine is slower."
     return f"Limits from assumed figures of {device.name}: nothing was measured, no such device was used."
-
-
-_TABLE_WIDTH = 100  # lines wrap on a narrower terminal, which is better than truncated numbers
-
-
-def print_plan(plan: Plan, console: Console) -> None:
-    """Prints the verdict, the forwards, the modes and the chosen profile."""
-    console.print(plan.verdict, style="bold", highlight=False, soft_wrap=True)
-    console.print(note(plan.device), highlight=False, soft_wrap=True)
-    console.print(_summary(plan), highlight=False, soft_wrap=True)
-    for table in (_forward_table(plan), _mode_table(plan)):
-        console.print(table, width=_TABLE_WIDTH, crop=False)
-    if not all(mode.fits(plan.device) for mode in plan.modes):
-        console.print("!: does not fit in the device's memory\n", highlight=False)
-    console.print("Chosen, as a ROS 2 parameter file:", style="bold")
-    console.print(format_parameters(plan.parameters), highlight=False, markup=False)
-    for name, reason in plan.profile.reasons.items():
-        console.print(f"{name}: {reason}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _summary(plan: Plan) -> str:
-    device, model = plan.device, plan.model
-    kv_kib = model.kv_values * device.value_bytes / 1024
-    rates = [f"{device.bandwidth_gb_s:g} GB/s", f"{device.dense_tflops:g} TFLOP/s {device.dtype}"]
-    rates += [f"{device.int8_tops:g} TOP/s int8"] if device.int8_tops else []
-    rates += [f"{device.fp8_tflops:g} TFLOP/s fp8"] if device.fp8_tflops else []
-    return (
-        f"{plan.checkpoint}, weights {plan.weights.value}: {model.decoder_values / 1e9:.4g} G decoder weights, "
-        f"{kv_kib:g} KiB of keys and values per token, a prompt of {model.prompt_rows} rows\n"
-        f"{device.name}: {', '.join(rates)}, {device.memory_gb:g} GB; reading and computing balance at "
-        f"{plan.ridge_rows:.0f} rows\nin brackets, expected: {_reached(device.efficiency)}"
-    )
-
-
-def _reached(efficiency: Efficiency) -> str:
-    by_rows = sorted(efficiency.compute_by_rows.items())
-    at = " with {} rows" if len(by_rows) > 1 else ""
-    shares = [f"{share:.0%} of the matrix rate" + at.format(rows) for rows, share in by_rows]
-    layer = f"{efficiency.layer_s * 1e6:.0f} µs more per layer"
-    return ", ".join((f"{efficiency.bandwidth:.0%} of the bandwidth", *shares, layer))
-
-
-def _forward_table(plan: Plan) -> Table:
-    table = _table("forwards", "forward", ("bytes", "FLOP", "ms", "bound by"))
-    for forward in plan.forwards:
-        ms = _both(forward.seconds * 1e3, forward.derated_seconds * 1e3)
-        table.add_row(forward.name, _scaled(forward.bytes), _scaled(forward.operations), ms, forward.bound_by)
-    return table
-
-
-def _mode_table(plan: Plan) -> Table:
-    titles = ("actions/s", "latency ms", "age ms", "ticks", "lost", "memory")
-    robots = plan.modes[0].mode.robots
-    of_each = f" of each of {robots} robots" if robots > 1 else ""
-    table = _table(f"modes, a frame{of_each} always waiting ({plan.lengths.name})", "mode", titles)
-    for limit in plan.modes:
-        table.add_row(
-            limit.mode.name,
-            _both(limit.action_rate_hz, limit.derated_rate_hz),
-            _both(limit.latency_s * 1e3, limit.derated_latency_s * 1e3),
-            _both(limit.image_age_s * 1e3, limit.derated_image_age_s * 1e3),
-            f"{limit.ticks_per_action:.1f}",
-            f"{limit.dropped:.0%}",
-            _scaled(limit.kv_bytes + limit.weight_bytes) + ("" if limit.fits(plan.device) else "!"),
-        )
-    return table
-
-
-def _table(title: str, first: str, others: Sequence[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _both(limit: float, expected: float) -> str:
-    return f"{_short(limit)} ({_short(expected)})"
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
-
-
-def _scaled(value: float) -> str:
-    """Formats three significant digits with a unit prefix that leaves one to three before the point."""
-    known = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-    prefix, size = next((each for each in known if value >= each[1]), known[-1])
-    return f"{_short(value / size)} {prefix}"

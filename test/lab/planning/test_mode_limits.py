@@ -34,6 +34,7 @@ from specvla_ros.lab.planning.limits import (
     spec_vla_relaxed,
 )
 from specvla_ros.lab.planning.plan import best_fixed, choose, make_plan
+from specvla_ros.lab.planning.plan_range import make_plans
 
 MODEL = model_cost(OPENVLA_7B)
 GOAL = spec_vla_relaxed("goal")
@@ -168,9 +169,9 @@ def test_robots_that_share_forwards_get_more_than_their_share(mode: Mode) -> Non
 
 
 def test_a_plan_for_several_robots_is_one_of_so_many_streams() -> None:
-    plan = make_plan(read_device("rtx5090"), WeightFormat.NONE, robots=6)
-    assert plan.profile.parameters["decode.streams"] == 6
-    assert "for each of 6 robots" in plan.profile.reasons["expect"]
+    plans = make_plans(read_device("rtx5090"), WeightFormat.NONE, robots=6)
+    assert plans.eager.profile.parameters["decode.streams"] == 6
+    assert "for each of 6 robots" in plans.reasons["expect"]
 
 
 def test_a_draw_is_repeated() -> None:
