@@ -216,7 +216,9 @@ def test_every_command_has_help(command: str) -> None:
     assert specvla(command, "-h").stdout == done.stdout
 
 
-def test_an_interface_that_nobody_uses_is_refused(tmp_path: Path) -> None:
+def test_an_interface_or_software_that_nobody_uses_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["simulate", "--out", str(tmp_path / "out"), "--software", "captured"])
+    assert "--software captured only applies with --emulate DEVICE" in str(done.exception)
     done = CliRunner().invoke(app, ["simulate", "--out", str(tmp_path / "out"), "--interface", "twist"])
     assert isinstance(done.exception, UserError)
     assert "--interface twist only applies with --follow driver" in str(done.exception)

@@ -16,7 +16,7 @@ from specvla_ros.control.guard.settings import Output
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli import options
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, Taken, takes_policy
-from specvla_ros.lab.planning.device import known_devices
+from specvla_ros.lab.planning.device import Software, known_devices
 from specvla_ros.lab.plans import CalibratePlan, Criterion, Limits, QualifyPlan, SimulatePlan
 from specvla_ros.lab.terminal import print_table, progress
 from specvla_ros.settings.parameter import parameter, values_of
@@ -132,6 +132,10 @@ def simulate(
     world: options.World = "table",
     robot: options.Robot = "table",
     emulate: options.Emulate = "",
+    software: Annotated[
+        Software,
+        typer.Option(help="What runs on the emulated device: eager kernels, or captured graphs, which are faster."),
+    ] = Software.EAGER,
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
     from specvla_ros.lab.evaluation.simulate import simulate as run
@@ -143,6 +147,8 @@ def simulate(
         raise UserError(
             f"--interface {acting.interface} only applies with --follow driver, guarded or plain: give one of them"
         )
+    if software is not Software.EAGER and not emulate:
+        raise UserError(f"--software {software.value} only applies with --emulate DEVICE: add it")
     settings = options.simulation(
         chosen,
         world,
@@ -151,6 +157,7 @@ def simulate(
         interface=acting.interface or "",
         clock=Clock(acting.clock),
         emulate=emulate,
+        software=software,
         time_limit=acting.time_limit,
     )
     with progress("episodes") as advance:
@@ -168,7 +175,7 @@ def simulate(
     print_table(("task", "success", "moved named object", "steps", "time [s]"), rows)
     latency, tally, console = summary.latency_s, summary.decode, Console()
     times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
-    emulated = f" (emulated: {emulate})" if emulate else ""
+    emulated = f" (emulated: {emulate}, {software.value} software)" if emulate else ""
     console.print(f"success {summary.success}, {summary.action_rate_hz:.1f} actions/s{times}{emulated}")
     if tally.words:
         console.print(tally.words)

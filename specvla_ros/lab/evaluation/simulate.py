@@ -30,6 +30,7 @@ from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, s
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, Shared, share
+from specvla_ros.lab.planning.device import Software
 from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arms import TABLE_ARM, check_actions, choose_arm
@@ -59,12 +60,14 @@ class SimulateSettings:
     interface: str = ""  # the follower's command interface to the arm, one of `commanded_arm.COMMANDS`; empty: default
     clock: Clock = Clock.LOCKSTEP  # passage of world time during a decision
     emulate: str = ""  # the device whose stage times replace the measured ones; empty: none
+    software: Software = Software.EAGER  # the kind of software that the emulated device runs
     engine: EngineSettings = field(default_factory=EngineSettings)
     time_limit: float = 1.0  # time limit of an episode, as a multiple of its task's
     model: ModelSettings = field(default_factory=ModelSettings)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"policy": str(self.policy.resolve()), "clock": self.clock.value}
+        values = {"policy": str(self.policy.resolve()), "clock": self.clock.value, "software": self.software.value}
+        return asdict(self) | values
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,12 @@ def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
     """Runs one episode; keeps the robot and any local engine for the next one in this process."""
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid(), host)
-    pace = tick_time(settings.emulate)
+    pace = tick_time(settings.emulate, settings.software)
     rollout = partial(Rollout, engine, robot, settings.clock, pace, time_limit=settings.time_limit)
     if job.film is None:
         return rollout().run(job.task, job.seed)
-    how = settings.clock.value + (f", emulated {settings.emulate}" if settings.emulate else "")
+    emulated = f", emulated {settings.emulate}, {settings.software.value}" if settings.emulate else ""
+    how = settings.clock.value + emulated
     with closing(Film(job.film, 1.0 / robot.control_dt)) as film:
 
         def add_picture() -> None:
@@ -113,7 +117,7 @@ def _engine_and_robot(
 
 def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
     """Creates the engine that several workers share."""
-    return EngineHost(policy_of(settings), settings.engine, workers, tick_time(settings.emulate))
+    return EngineHost(policy_of(settings), settings.engine, workers, tick_time(settings.emulate, settings.software))
 
 
 def policy_of(settings: SimulateSettings) -> Target:
@@ -186,7 +190,7 @@ def simulate(
     finished episodes and the total.
     """
     read_config(settings.policy)
-    tick_time(settings.emulate)  # an unknown device fails here
+    tick_time(settings.emulate, settings.software)  # an unknown device fails here
     if plan.per_engine and settings.clock is Clock.REALTIME:
         raise UserError(f"--per-engine {plan.per_engine} needs --clock lockstep: in real time each robot has its own")
     if settings.engine.commit != "none":
@@ -217,7 +221,7 @@ def simulate(
                 on_episode(result, sum(key in done for key in wanted), len(wanted))
         finally:
             finished = [done[key] for key in wanted if key in done]
-            emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
+            emulated = read_stage_times(settings.emulate, settings.software).as_json() if settings.emulate else None
             described = {"settings": settings.as_json(), "adapter": adapter_of(settings.policy), "plan": asdict(plan)}
             context = described | {
                 "emulation": emulated,

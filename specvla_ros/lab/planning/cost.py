@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency
+from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency, Software
 from specvla_ros.models.config import DecoderShape, VisionTowerConfig, check_directory
 from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLAConfig, is_oft, read_config
 from specvla_ros.models.settings import WeightFormat
@@ -286,8 +286,9 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficien
 class StageTimes:
     """Times of unquantised OpenVLA-7B on an absent device. Results with them are emulation and labelled as such."""
 
-    device: Device
+    device: Device  # its `efficiency` is that of the software
     model: ModelCost
+    software: Software = Software.EAGER
 
     @property
     def name(self) -> str:
@@ -300,7 +301,7 @@ class StageTimes:
         return (
             f"derived: OpenVLA-7B's bytes and operations in {self.device.dtype}, at {shares.bandwidth:.0%} of the "
             f"device's bandwidth, {shares.compute(rows):.0%} of its matrix rate with {rows} rows, and "
-            f"{shares.layer_s * 1e6:.0f} µs more per layer; nothing was measured here"
+            f"{shares.layer_s * 1e6:.0f} µs more per layer ({self.software.value} software); nothing was measured here"
         )
 
     def tick_s(self, work: "TickWork") -> float:
@@ -314,6 +315,7 @@ class StageTimes:
         return {
             "name": self.name,
             "source": self.source,
+            "software": self.software.value,
             "efficiency": self.device.efficiency.as_json(),
             "vision_s": self._reached_s(vision_part(self.model, self.device.value_bytes)),
             "prefill_s": prompt_s,
@@ -366,8 +368,8 @@ class StageTimes:
         return part.seconds(self.device, self.device.efficiency)
 
 
-def stage_times(device: Device) -> StageTimes:
-    """Times of OpenVLA-7B on a device; UserError if it does not fit in memory."""
+def stage_times(device: Device, software: Software = Software.EAGER) -> StageTimes:
+    """Times of OpenVLA-7B on a device with a kind of software; UserError if it does not fit in memory."""
     model = model_cost(OPENVLA_7B)
     needed_gb = model.memory_bytes(WeightFormat.NONE, device.value_bytes, draft=False) / 1e9
     if needed_gb > device.memory_gb:
@@ -375,4 +377,4 @@ def stage_times(device: Device) -> StageTimes:
             f"{device.name} has {device.memory_gb:g} GB of memory, but OpenVLA-7B takes {needed_gb:.1f} GB in "
             f"{device.dtype}: choose a device with more memory"
         )
-    return StageTimes(device, model)
+    return StageTimes(device.running(software), model, software)

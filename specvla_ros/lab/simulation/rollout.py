@@ -16,7 +16,7 @@ from specvla_ros.engine.pace import mean_age
 from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.cost import StageTimes, stage_times
-from specvla_ros.lab.planning.device import read_device
+from specvla_ros.lab.planning.device import Software, read_device
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.lab.tally import DecodeTally
@@ -34,16 +34,16 @@ _FAULT_LIMIT = 10  # consecutive observations without an action after which the 
 TickTime = Callable[["TickWork", float], float]  # (a tick's work, measured seconds) -> seconds that count
 
 
-def read_stage_times(device: str) -> StageTimes:
+def read_stage_times(device: str, software: Software = Software.EAGER) -> StageTimes:
     """Reads the stage times of a device, given by the name of a bundled device or by a JSON file."""
-    return stage_times(read_device(device, "--emulate"))
+    return stage_times(read_device(device, "--emulate"), software)
 
 
-def tick_time(device: str = "") -> TickTime:
+def tick_time(device: str = "", software: Software = Software.EAGER) -> TickTime:
     """Returns a function for a tick's duration: the measured one, or a device's; see `read_stage_times`."""
     if not device:
         return lambda _, measured_s: measured_s
-    stages = read_stage_times(device)
+    stages = read_stage_times(device, software)
     return lambda work, _: stages.tick_s(work)
 
 

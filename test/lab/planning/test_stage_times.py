@@ -16,7 +16,8 @@ from specvla_ros.lab.planning.cost import (
     roofline_seconds,
     stage_times,
 )
-from specvla_ros.lab.planning.device import known_devices, read_device
+from specvla_ros.lab.planning.device import Software, known_devices, read_device
+from specvla_ros.lab.simulation.rollout import tick_time
 from specvla_ros.speculation.drafters.registry import DraftWork
 
 ROWS, LAYERS, WIDTH, VOCABULARY = 290, 32, 4096, 32064  # Llama 2 7B as OpenVLA has it
@@ -117,6 +118,19 @@ def test_stages_are_told_with_their_source() -> None:
     told = stage_times(read_device("rtx5090")).as_json()
     assert told["name"] == "NVIDIA RTX 5090" and told["source"].startswith("derived: ")
     assert 0 < told["node_s"] < told["vision_s"] < told["prefill_s"] and told["head_s"] < told["decode_s"]
+
+
+@pytest.mark.parametrize("name", ["orin", "rtx5090", "h100"])
+def test_ticks_of_captured_graphs_are_shorter_and_say_so(name: str) -> None:
+    device = read_device(name)
+    eager, captured = (stage_times(device, software) for software in Software)
+    works = (TickWork(images=1, prompts=1), TickWork(images=1, prompts=1, trees=3, nodes=48), TickWork(trees=1, nodes=1))
+    assert all(captured.tick_s(work) < eager.tick_s(work) for work in works)
+    assert eager.tick_s(works[0]) == stage_times(device).tick_s(works[0]) == tick_time(name)(works[0], 9.0)
+    assert captured.tick_s(works[0]) == tick_time(name, Software.CAPTURED)(works[0], 9.0)
+    told = captured.as_json()
+    assert told["software"] == "captured" and "(captured software)" in told["source"]
+    assert told["efficiency"] == device.captured.as_json()
 
 
 def test_a_device_too_small_for_the_model_is_not_emulated() -> None:
