@@ -124,7 +124,11 @@ def test_stages_are_told_with_their_source() -> None:
 def test_ticks_of_captured_graphs_are_shorter_and_say_so(name: str) -> None:
     device = read_device(name)
     eager, captured = (stage_times(device, software) for software in Software)
-    works = (TickWork(images=1, prompts=1), TickWork(images=1, prompts=1, trees=3, nodes=48), TickWork(trees=1, nodes=1))
+    works = (
+        TickWork(images=1, prompts=1),
+        TickWork(images=1, prompts=1, trees=3, nodes=48),
+        TickWork(trees=1, nodes=1),
+    )
     assert all(captured.tick_s(work) < eager.tick_s(work) for work in works)
     assert eager.tick_s(works[0]) == stage_times(device).tick_s(works[0]) == tick_time(name)(works[0], 9.0)
     assert captured.tick_s(works[0]) == tick_time(name, Software.CAPTURED)(works[0], 9.0)
