@@ -24,7 +24,7 @@ from benchmarks.harness import Out, chosen_names, finish, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.engine.pace import mean_age
 from specvla_ros.lab.planning.cost import OPENVLA_7B, draft_part, forward_parts, model_cost, roofline_seconds
-from specvla_ros.lab.planning.device import Device, read_device
+from specvla_ros.lab.planning.device import Device, Software, read_device
 from specvla_ros.lab.planning.limits import AcceptanceLengths, DrivenLoop, Mode, Tick, drive
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.speculation.settings import DraftSettings
@@ -96,16 +96,18 @@ def main(
     out: Out = RESULTS / "age.json",
 ) -> None:
     """Derives all cells."""
-    names, rows = chosen_names("--devices", devices, DEVICES), []
+    names, rows, captured = chosen_names("--devices", devices, DEVICES), [], []
     for answers in recorded():
         runs: dict[str, DrivenLoop] = {}  # of the fixed modes, which are the same on every device
         for name in names:
+            device = read_device(name)
             for weights in FORMATS:
-                rows.append(_row(answers, read_device(name), name, weights, frames, runs))
+                rows.append(_row(answers, device, name, weights, frames, runs))
                 print(f"{answers.policy}, {name}, {weights.value}", flush=True)
-    finish(
-        result_head(context) | {"windows": _WINDOWS, "answers": [vars(each) for each in recorded()], "rows": rows}, out
-    )
+            graphs = device.running(Software.CAPTURED)
+            captured.append(_row(answers, graphs, name, WeightFormat.NONE, frames, runs))
+    found = {"windows": _WINDOWS, "answers": [vars(each) for each in recorded()], "rows": rows, "captured": captured}
+    finish(result_head(context) | found, out)
 
 
 def _row(

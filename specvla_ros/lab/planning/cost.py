@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency, Software
-from specvla_ros.models.config import DecoderShape, VisionTowerConfig, check_directory
+from specvla_ros.models.config import DecoderShape, VisionTowerConfig, check_directory, read_checkpoint_json
 from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLAConfig, is_oft, read_config
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.json_file import shown
+from specvla_ros.speculation.settings import DRAFT_FOLDER
 
 if TYPE_CHECKING:  # importing the engine imports torch
     from specvla_ros.engine.batch import TickWork
@@ -69,10 +70,12 @@ class ModelCost:
     kv_values: int  # keys and values of one token, all layers
     pair_operations: int  # attention operations for one pair of query and key, all layers and heads
     draft_values: int  # weights of an EAGLE head for this decoder: its fusion and its one layer
+    draft_head_values: int  # weights of the output head for the ids that it may draft
     draft_kv_values: int  # keys and values of one token in that layer
     prompt_rows: int  # rows of a prompt: the images' patches, a state's tokens and about 34 text tokens
     action_tokens: int  # tokens of an answer
     pictures: int = 1  # images of a prompt, one per camera
+    one_pass: bool = False  # True if the draft head drafts all depths of a tree in one forward
 
     def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
         """Memory of all weights in bytes, with or without a draft head."""
@@ -106,6 +109,12 @@ def planned_config(checkpoint: Path, tokens: int) -> OpenVLAConfig:
     return config
 
 
+def drafts_in_one_pass(checkpoint: Path) -> bool:
+    """True if the checkpoint's own draft head drafts all depths of a tree in one forward."""
+    path = checkpoint / DRAFT_FOLDER / "config.json"
+    return path.exists() and read_checkpoint_json(path).whole("parallel_depth", 1, minimum=1) > 1
+
+
 def model_cost(config: OpenVLAConfig) -> ModelCost:
     """Computes the counts from the shapes in config.json."""
     llama = config.llama
@@ -128,10 +137,17 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
         kv_values=llama.num_hidden_layers * kv_values,
         pair_operations=llama.num_hidden_layers * 4 * llama.num_attention_heads * llama.head_dim,
         draft_values=2 * llama.hidden_size**2 + layer,
+        draft_head_values=_drafted_ids(config) * llama.hidden_size,
         draft_kv_values=kv_values,
         prompt_rows=len(config.cameras) * config.image_tokens + config.state_dims + _TEXT_TOKENS,
         action_tokens=_action_tokens(config.norm_stats),
     )
+
+
+def _drafted_ids(config: OpenVLAConfig) -> int:
+    """Number of ids that a draft chooses from: the bins if an answer has no text, else the vocabulary."""
+    text = config.vicuna or config.action_codec != _FIXED
+    return config.llama.vocab_size if text else config.action_bins
 
 
 def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
@@ -230,12 +246,13 @@ def _attention_operations(forward: Forward, model: ModelCost) -> float:
 
 
 def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int) -> Part:
-    """One draft for all requests in flight: the head's layer, then the output head and the selection of children.
+    """One draft for all requests in flight: the head's layer, then the ids' part of the output head and the selection.
 
-    `steps` is the tree's depth, the number of sequential forwards of the draft head. `rows` are the tree nodes of all
-    steps, `prefix_rows` the committed rows of all requests.
+    `steps` is the tree's depth, the number of sequential forwards of a draft head that is not one-pass. `rows` are the
+    tree nodes of all steps, `prefix_rows` the committed rows of all requests.
     """
-    values = model.draft_values + model.head_values
+    steps = 1 if model.one_pass else steps
+    values = model.draft_values + model.draft_head_values
     read = steps * (values + prefix_rows * model.draft_kv_values)
     return Part("draft", float(read * dtype_bytes), 2.0 * values * rows, rows, layers=2 * steps)
 
@@ -377,4 +394,6 @@ def stage_times(device: Device, software: Software = Software.EAGER) -> StageTim
             f"{device.name} has {device.memory_gb:g} GB of memory, but OpenVLA-7B takes {needed_gb:.1f} GB in "
             f"{device.dtype}: choose a device with more memory"
         )
+    # The committed results were emulated with drafts of any id: 7 ms more per draft of 5 steps on an Orin.
+    model = replace(model, draft_head_values=model.head_values)
     return StageTimes(device.running(software), model, software)

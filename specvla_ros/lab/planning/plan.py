@@ -267,7 +267,8 @@ def make_plan(
     another architecture.
     """
     config = cost.OPENVLA_7B if checkpoint is None else cost.planned_config(checkpoint, tokens)
-    model = cost.model_cost(config)
+    one_pass = checkpoint is not None and cost.drafts_in_one_pass(checkpoint)
+    model = replace(cost.model_cost(config), one_pass=one_pass)
     model = replace(model, action_tokens=tokens) if tokens else model
     lengths = spec_vla_relaxed(_SUITE)
     modes = [replace(mode, robots=robots) for mode in (*MODES, AUTO)]

