@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.pages.tables import Result, interval, named, points, rate, table, views
 
+_NOISE = 0.03  # gains below this share of an age do not decide a verdict
 _THINKING_GOAL_S = 0.6  # age of the image acted on, set before decode.think_every_s was measured
 
 
@@ -22,6 +23,31 @@ def _age(result: Result) -> Result:
         "beyond": len(beyond),
         "cells_in_all": len(rows),
         "least": min(row["over_spec"]["share"] for row in rows),
+        "captured_cells": _ages(result["captured"], modes),
+        "turned": _turned([row for row in rows if row["weights"] == "none"], result["captured"]),
+    }
+
+
+def _turned(eager: Sequence[Result], captured: Sequence[Result]) -> str:
+    """A table of the verdicts that change from eager software to captured graphs."""
+    cells = [["device", "tokens", "verdict", "eager", "captured"]]
+    for before, after in zip(eager, captured, strict=True):
+        pairs = zip(_verdicts(before).items(), _verdicts(after).values(), strict=True)
+        cells += [
+            [before["device"], str(before["tokens"]), name, first, second]
+            for (name, first), second in pairs
+            if first != second
+        ]
+    return table(cells)
+
+
+def _verdicts(row: Result) -> dict[str, str]:
+    ages = {mode: found["age_s"] for mode, found in row["modes"].items()}
+    younger = row["over_spec"]["high"] < -_NOISE
+    return {
+        "best fixed mode": row["best"],
+        "without drafts": "pipeline" if ages["pipeline"] < (1 - _NOISE) * ages["ar"] else "ar",
+        "`auto` beside `spec`": "younger" if younger else "the same",
     }
 
 
