@@ -23,7 +23,7 @@ class Process:
 def timed(text):
     times = Times()
     for index in range(len(times.texts)):
-        times.add(index, Process(text), [1, 2, 3])
+        times.add(index, Process(text), [1, 2, 3])  # type: ignore[arg-type]
     return times
 
 
@@ -46,7 +46,7 @@ def test_each_row_names_its_engine_weights_and_drafting(name, monkeypatch, tmp_p
         monkeypatch.setattr(cpu_engines, engine, noted(engine, file_at))
     monkeypatch.setattr(cpu_engines, "gguf_file", lambda work, kind: work / kind)
     target = type("Target", (), {"decoder": type("Decoder", (), {"layers": ()})})
-    contestant(name, target, tmp_path, threads=1)
+    contestant(name, target, tmp_path, threads=1)  # type: ignore[arg-type]
     engine, weights, *drafting = name.split(", ")
     file = {"llama.cpp, float32": "F32", "llama.cpp, 8 bits": "Q8_0", "OpenVINO, float16 weights": "F16"}
     expected = file.get(f"{engine}, {weights}", "Q8_0" if engine == "OpenVINO" else "")
