@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,11 +27,13 @@ from support.benchmark_runs import read_rows
 from benchmarks.harness import Out, Seed, Work, Workers, chosen_names, finish, of_devices, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.control.guard.settings import JOINT_OUTPUTS
+from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.plans import Spread
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
+from specvla_ros.ros.driver.parameters import DriverParameters
 
-MODES = ("ar", "spec", "pipeline", "specpipe")
+MODES = ("ar", "spec", "specpipe", "auto")
 _TIMINGS, _RUNS = "timings.json", "runs.jsonl"
 _SAY_EVERY = 20
 _SERVO_HEARS_NOTHING = ("lose guard/command", "kill guard", "freeze guard")
@@ -112,10 +114,20 @@ def _timings(path: Path, device: str, modes: list[str]) -> dict[str, Timing]:
         recorded = record_timings(device, list(MODES))
         path.write_text(json.dumps({mode: vars(timing) for mode, timing in recorded.items()}), encoding="utf-8")
     raw = json.loads(path.read_text(encoding="utf-8"))
-    return {
+    found = {
         mode: Timing(mode, tuple(raw[mode]["pictured_s"]), tuple(raw[mode]["published_s"]), raw[mode]["lasts_s"])
         for mode in modes
     }
+    _require_young_actions(device, found)
+    return found
+
+
+def _require_young_actions(device: str, timings: Mapping[str, Timing]) -> None:
+    """Raises UserError for a mode whose actions are mostly older than the driver takes: its arms would stand."""
+    most_s = DriverParameters().max_action_age_s
+    old = [mode for mode, timing in timings.items() if timing.as_json()["latency_p50_s"] > most_s]
+    if old:
+        raise UserError(f"on {device}, {', '.join(old)} answers after more than {most_s:g} s: the driver refuses that")
 
 
 def _run(job: tuple[Job, Timing]) -> dict[str, Any]:

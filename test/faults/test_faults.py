@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few runs of the fault suite: what is promised holds, and its judge sees what would break it."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from faults.faults import MODES, plan, summary
+from faults.faults import MODES, _require_young_actions, plan, summary
 from faults.judge import Judge
 from faults.kinds import FAULTS, NONE
 from faults.runs import Job, run_fault
@@ -16,6 +17,7 @@ from support.nightly import nightly_but
 
 from benchmarks.results_page import SAFETY, safety_page
 from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 from specvla_ros.lab.simulation.motion_record import (
     TOUCHES_ITSELF,
@@ -132,6 +134,13 @@ def test_what_an_arm_does_without_the_fault_too_is_not_caused_by_it():
     assert "speed" in run_fault(job, TIMING, paired=True)["caused"]
     same = run_fault(job, TIMING, NONE, paired=True)
     assert same["caused"] == []
+
+
+@pytest.mark.parametrize(("latency_s", "moves"), [(0.9, True), (1.1, False)])
+def test_a_mode_whose_actions_are_too_old_for_the_driver_is_no_evidence(latency_s, moves):
+    timings = {"slow": Timing("slow", (0.0, 1.0), (latency_s, 1.0 + latency_s), 2.0)}
+    with nullcontext() if moves else pytest.raises(UserError, match="slow answers after more than 1 s"):
+        _require_young_actions("orin", timings)
 
 
 def test_the_plan_has_each_fault_in_each_mode_by_each_output():

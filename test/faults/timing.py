@@ -5,7 +5,7 @@ The engine's own scheduler decides which pictures it takes and when answers are 
 seldom, several frames in flight often and overlapping. The fault suite plays these times back, with an expert's values.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,9 +66,10 @@ class _Watched(TableRobot):
 def record_timings(device: str, names: list[str]) -> dict[str, Timing]:
     """One episode of each mode at the stage times of a device."""
     policy, robot = load_target(nano_policy()), _Watched()
+    chosen = modes() | {"auto": replace(modes()["spec"], mode="auto")}
     found = {}
     for name in names:
-        rollout = Rollout(Engine(policy, modes()[name]), robot, Clock.REALTIME, tick_time(device))
+        rollout = Rollout(Engine(policy, chosen[name]), robot, Clock.REALTIME, tick_time(device))
         result = rollout.run("put_red", 0)
         pictured_s = np.maximum(0.0, np.array(robot.pictured_s).round(6))
         published_s = pictured_s + result.latency_s
