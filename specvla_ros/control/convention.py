@@ -117,7 +117,8 @@ class StampedAction:
         """
         columns = [column for column, name in enumerate(self.names) if name.startswith(prefix)]
         if not columns:
-            raise ValueError(f"none of its values is of this arm: action_prefix is {prefix}, and it has {self.names}")
+            given = ", ".join(self.names)
+            raise ValueError(f"none of its values is of this arm: action_prefix is {prefix}, and it has {given}")
         mine = [self.names[column] for column in columns]
         names = tuple(name if name in joints else name.removeprefix(prefix) for name in mine)
         return replace(self, values=self.values[:, columns], names=names)

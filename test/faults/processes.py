@@ -223,8 +223,9 @@ def _start(nodes: NodeProcesses, settings: GuardSettings, arm: Arm, on_clock: bo
     if settings.kind.of_joints:
         model = folder / "arm.xml"
         model.write_text(arm.kinematics(), encoding="utf-8")
-        motion |= {"joints.model": str(model), "joints.tool": "pinch"}
-        driver |= {"joints.model": str(model), "joints.tool": "pinch", "joints.check_order": False}
+        kinematics = {"joints.model": str(model), "joints.tool": "pinch"}
+        motion |= kinematics
+        driver |= kinematics | {"joints.check_order": False}
         driver |= {key: motion[key] for key in ("joints.names", "joints.max_speed", "joints.max_acceleration")}
     parameters: dict[str, dict[str, Any]] = {
         "policy": clock | {"checkpoint": str(nano_policy()), "base_frame": settings.base_frame},

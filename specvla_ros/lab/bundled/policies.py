@@ -31,9 +31,9 @@ def bundled_names() -> tuple[str, ...]:
 def find_policy(given: Path | None, robot: str = "") -> tuple[Path, Path | None]:
     """Returns the checkpoint's directory, and a parameter file with its best decoding settings if it has one.
 
-    `given` is a directory or, if no such directory exists, the name of a bundled policy; None: the one
-    named like the robot, else nano. Raises UserError
-    for a name that is neither; a path that does not exist is refused when it is loaded.
+    `given` is a directory or, if no such directory exists, the name of a bundled policy; None: the one named like the
+    robot, else nano. Raises UserError for a name that is neither; a path that does not exist is refused when it is
+    loaded.
     """
     if given is not None and (given.exists() or str(given) not in bundled_names()):
         if len(given.parts) == 1 and not given.exists():
