@@ -163,9 +163,8 @@ def summary(found: Rows) -> dict[str, Any]:
         "runs_without_guard": len(bare),
         "beyond": sum(bool(row["beyond"]) for row in guarded),
         "caused": sum(map(_is_caused, guarded)),
-        "at_joint_limit": sum(row["at_joint_limit"] for row in guarded),
         "in_contact": sum(row["in_contact"] for row in guarded),
-        "own_halts": sum(map(_is_servos_halt, guarded)),
+        "own_halts": sum(map(_is_own_halt, guarded)),
         "late": sum(row["late"] for row in guarded),
         "promised": sum(row["promised"] for row in guarded),
         "recovered": sum(row["recovered_s"] is not None for row in guarded),
@@ -189,14 +188,15 @@ def summary(found: Rows) -> dict[str, Any]:
     }
 
 
-def _is_servos_halt(row: dict[str, Any]) -> bool:
-    """MoveIt Servo hears nothing, and brakes harder than the limits."""
-    return row["output"] == "twist" and row["beyond"] == ["acceleration"] and row["fault"] in _SERVO_HEARS_NOTHING
+def _is_own_halt(row: dict[str, Any]) -> bool:
+    """The arm halts by itself: MoveIt Servo hears nothing and brakes hard, or a joint cannot do what poses ask for."""
+    silent = row["output"] == "twist" and row["fault"] in _SERVO_HEARS_NOTHING
+    return (silent and row["beyond"] == ["acceleration"]) or (row["halted"] and bool(row["beyond"]))
 
 
 def _is_caused(row: dict[str, Any]) -> bool:
-    """An arm that a joint at its own limit takes off its commands is named apart."""
-    return bool(row["caused"]) and not row["at_joint_limit"]
+    """An arm's own halt is named apart."""
+    return bool(row["caused"]) and not _is_own_halt(row)
 
 
 def _of(rows: Rows, **values: Any) -> Rows:

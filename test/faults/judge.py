@@ -18,8 +18,6 @@ STANDS_M_S, STANDS_RAD_S = 0.01, 0.1
 # A tool that stands and touches something, such as fingers that close on it, is shaken by less than this.
 SHAKES_M, SHAKES_RAD = 0.001, 0.01
 _BEFORE_S = 0.5  # in which a contact may lead to a stop
-# Share of a joint's own limit of speed at which it is at that limit, and how long before an excess of the tool.
-_AT_LIMIT, _JUST_S = 0.98, 0.3
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,6 @@ class Extremes:
         outside_m: how far out of the workspace the tool was.
         tool_share: speed of the tool, also where joints are commanded.
         free_speed_share, free_outside_m: likewise, while the arm touches nothing and is not thrown by what it touched.
-        at_joint_limit: whether the tool exceeded its limits only while a joint of the arm was at its own limit of
-            speed, or just before: the arm cannot do what it is sent. A guard of tool commands does not know its joints.
     """
 
     speed_share: float
@@ -42,7 +38,6 @@ class Extremes:
     tool_share: float
     free_speed_share: float
     free_outside_m: float
-    at_joint_limit: bool
 
     @property
     def beyond(self) -> list[str]:
@@ -113,7 +108,6 @@ class Judge:
         over[1:] |= free[1:] & (accelerations > ACCELERATION_SHARE)
         outside = np.maximum(np.array(limits.workspace_min) - position, position - np.array(limits.workspace_max))
         outside_m = float(outside[later].max(initial=0.0))
-        by_joint = not self._settings.kind.of_joints and outside_m <= OUTSIDE_M and bool(over.any())
         return Extremes(
             float(speed[later].max(initial=0.0)),
             float(accelerations[free[1:]].max(initial=0.0)),
@@ -121,7 +115,6 @@ class Judge:
             float(tool_speed[later].max(initial=0.0)),
             float(speed[free].max(initial=0.0)),
             float(outside[free].max(initial=0.0)),
-            by_joint and bool(self._at_joint_limit()[over].all()),
         )
 
     def moved_between(self, begin_s: float, end_s: float) -> bool:
@@ -153,13 +146,6 @@ class Judge:
         way = self._record.rows["position"][np.flatnonzero(inside)[0] : until + 1]
         distance_m = float(np.linalg.norm(np.diff(way, axis=0), axis=1).sum())
         return Stop(self.speed_at(begin_s), float(self._times_s[until] - begin_s), distance_m)
-
-    def _at_joint_limit(self) -> np.ndarray:
-        """Whether a joint is at its limit of speed, or was just now; bool [rows]."""
-        shares = (np.abs(self._record.rows["joint_velocity"]) / self._settings.joints.speeds).max(axis=1)
-        since = np.searchsorted(self._times_s, self._times_s - _JUST_S)
-        counts = np.concatenate([[0], np.cumsum(shares >= _AT_LIMIT)])
-        return counts[1:] > counts[since]
 
     def _touched(self) -> np.ndarray:
         """Whether the arm touches anything but itself, or did a moment ago; bool [rows]."""

@@ -2,6 +2,7 @@
 """The faults: what each does to a scene, for how long, and when the guard, or the arm's interface, must know of it."""
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +64,9 @@ def at_once(scene: Scene, began_s: float, ended_s: float) -> float:
 
 
 def _alone_s(scene: Scene) -> float:
-    """How long an arm goes on without the guard: Servo's timeout, or to the end of a chunk."""
+    """How long an arm goes on without the guard: Servo's timeout, to the end of a chunk, or for ever by velocities."""
+    if scene.settings.kind is Output.VELOCITY_ARRAY:
+        return math.inf
     chunks = scene.settings.kind is Output.JOINT_TRAJECTORY_CHUNK
     return scene.settings.joints.chunk_s if chunks else COMMAND_TIMEOUT_S
 

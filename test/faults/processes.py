@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ import numpy as np
 import rclpy
 from faults.judge import Extremes, Judge
 from faults.real_kinds import REAL_FAULTS, Hands, RealFault
-from faults.robot_process import IMAGE_SIZE, RUNNING_TOPIC, TIDY
+from faults.robot_process import IMAGE_SIZE, RESTS_S, RUNNING_TOPIC, SPEED, TIDY
 from faults.watch import ACTIONS, COMMANDS, RAW_ACTION, Watch
 from support.fault_scene import guard_settings
 
@@ -38,7 +39,6 @@ from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.ros.wiring import image_remappings
 from specvla_ros.settings.parameter import values_of
 
-SPEED = 0.25  # m/s, the tool's limit
 _UP_S, _MOVES_S, _GOES_ON_S, _END_S = 120.0, 60.0, 15.0, 15.0
 _BEGINS_S, _REST_S, _AFTER_S = 2.0, 1.0, 2.0
 _CATCHES_UP_S = 0.5  # an arm that is let go, up to where Servo was sent meanwhile
@@ -67,6 +67,7 @@ class _Round:
 
     Args:
         states: the guard's, up to the end of the round.
+        halts_s: when the arm said that it stopped by itself.
         since_s: of the round; `moved_s`: since when the guard let motion through; `began_s`, `ended_s`: of the fault.
         noticed_s: from when a stop is promised, as it was when the fault ended.
         rest: goes into the result as it is.
@@ -75,6 +76,7 @@ class _Round:
     job: RealJob
     fault: RealFault
     states: list[tuple[float, str, str]]
+    halts_s: list[float]
     since_s: float
     moved_s: float
     began_s: float
@@ -260,14 +262,12 @@ def _act(job: RealJob, hands: Hands, settings: GuardSettings, since_s: float, bo
     files = {path.name for path in box.iterdir()}
     if since_s:
         watch.tell_robot(TIDY)
-    if not watch.until(lambda: watch.moves() or watch.stopped, _MOVES_S) or (
-        watch.clear_stop() and not watch.until(watch.moves, _MOVES_S)
-    ):
+    if not _gets_moving(watch):
         raise UserError(f"the arm did not move; the guard: {watch.said[-3:]}")
     moved_s = watch.now_s
     watch.forget_lateness()
     watch.spin(hands.random.uniform(0.0, _BEGINS_S))
-    watch.until(watch.moves, _MOVES_S)
+    _gets_moving(watch)
     hands.mark()
     fault.begin(hands)
     watch.spin(fault.lasts_s)
@@ -289,7 +289,19 @@ def _act(job: RealJob, hands: Hands, settings: GuardSettings, since_s: float, bo
         "black_box": sorted({path.name for path in box.iterdir()} - files),
     }
     times = since_s, moved_s, hands.began_s, ended_s, watch.now_s
-    return _Round(job, fault, list(watch.states), *times, noticed_s, _stale(hands, settings), rest)
+    halts_s = [at_s for at_s in watch.halts_s if at_s > since_s]
+    return _Round(job, fault, list(watch.states), halts_s, *times, noticed_s, _stale(hands, settings), rest)
+
+
+def _gets_moving(watch: Watch) -> bool:
+    """Waits for motion. The operator clears what stops the arm meanwhile, as where it presses too hard, and tidies."""
+    end_s = time.monotonic() + _MOVES_S
+    while time.monotonic() < end_s:
+        if watch.until(lambda: watch.moves() or watch.stopped, _MOVES_S) and not watch.stopped:
+            return True
+        if watch.clear_stop():
+            watch.tell_robot(TIDY)
+    return False
 
 
 def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict[str, Any]:
@@ -302,7 +314,7 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
     at_end = [state for at_s, state, _ in seen.states if at_s <= seen.ended_s][-1:] == ["passing"]
     goes_on_s = seen.ended_s if at_end else next((at_s for at_s in passed_s if at_s > seen.ended_s), None)
     latched = [(at_s, cause) for at_s, state, cause in seen.states if state == "stopped" and at_s > seen.since_s]
-    wrong = _latched_by_itself(seen.fault, latched, seen.began_s)
+    wrong = _latched_by_itself(seen, latched)
     return {
         **asdict(extremes),
         "beyond": extremes.beyond + (["gripper"] if seen.stale else []),
@@ -315,6 +327,7 @@ def _judged(record: MotionRecord, settings: GuardSettings, seen: _Round) -> dict
         "stop": stop.as_json() if stop is not None else None,
         "recovered_s": goes_on_s - seen.ended_s if goes_on_s is not None else None,
         "stays": seen.fault.stays,
+        "arm_stops": len(seen.halts_s),
         "latched": [cause for _, cause in latched],
         "self_latched": [cause for at_s, cause in wrong if not judge.touched_at(at_s)],
         "latched_in_contact": [cause for at_s, cause in wrong if judge.touched_at(at_s)],
@@ -330,7 +343,8 @@ def _by_itself(judge: Judge, extremes: Extremes, seen: _Round, output: str) -> b
     fault = seen.fault
     if extremes.beyond == ["acceleration"]:
         stands = fault.halts or fault.pauses
-        return fault.brakes or (fault.halts and output == "twist") or (stands and output == "position_array")
+        brakes = fault.brakes or bool(seen.halts_s)
+        return brakes or (fault.halts and output == "twist") or (stands and output == "position_array")
     if not (extremes.beyond and fault.brakes and output == "twist"):
         return False
     held = judge.extremes(seen.moved_s, seen.ended_s)
@@ -338,11 +352,18 @@ def _by_itself(judge: Judge, extremes: Extremes, seen: _Round, output: str) -> b
     return held.beyond in ([], ["acceleration"]) and not caught_up.beyond
 
 
-def _latched_by_itself(fault: RealFault, latched: list[tuple[float, str]], began_s: float) -> list[tuple[float, str]]:
-    """When and for which causes the guard latched though no fault was there that latches."""
+def _latched_by_itself(seen: _Round, latched: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """When and for which causes the guard latched, though there was no fault that latches and the arm did not stop."""
     causes = [(at_s, Cause(cause)) for at_s, cause in latched if cause]
-    wrong = [(at_s, cause) for at_s, cause in causes if cause not in fault.latches or at_s < began_s]
-    return [(at_s, cause.value) for at_s, cause in wrong if cause.latches]  # a cleared stop tells why it still holds
+    wrong = [(at_s, cause) for at_s, cause in causes if cause not in seen.fault.latches or at_s < seen.began_s]
+    told = [each for each in wrong if each[1] is Cause.ROBOT_STOPPED and _heard(each[0], seen.halts_s)]
+    # A cleared stop tells why it still holds.
+    return [(at_s, cause.value) for at_s, cause in wrong if cause.latches and (at_s, cause) not in told]
+
+
+def _heard(at_s: float, halts_s: list[float]) -> bool:
+    """Whether the arm says that it stands, or said so just before."""
+    return any(0 <= at_s - halt_s < RESTS_S + _REST_S for halt_s in halts_s)
 
 
 def _stale(hands: Hands, settings: GuardSettings) -> bool:

@@ -27,6 +27,8 @@ from rclpy.experimental import EventsExecutor
 from rclpy.time import Time
 from sensor_msgs.msg import Image, JointState
 from std_msgs.msg import Bool, Float64MultiArray, String
+from support.fault_scene import guard_settings
+from support.limited_arm import LimitedPose, limit, nearest_rest
 
 from specvla_ros.lab.ros.sim_robot import node as sim_robot
 from specvla_ros.lab.ros.sim_robot.episodes import Episode, EpisodeState
@@ -48,6 +50,9 @@ _TELL_STEPS, _SAID_STEPS, _STILL_TICKS = 5, 2, 10
 _POLLS = 2  # between two steps: each costs as much as a step
 _OLD_NS, _LEAP_M = 10**9, 0.1
 _AWAY_M = 0.1  # from the hand
+SPEED = 0.25  # m/s, the tool's limit
+# An arm stops where a joint's external torque reaches this share of its motor's, and runs again so much later.
+_PRESSES, RESTS_S = 0.25, 1.0
 
 Change = Callable[[Any], Any]
 
@@ -159,14 +164,18 @@ class _Brake:
         reference = self._controller.update(measured, now_s)
         return reference if self._rest is None else Joints(self._rest, np.zeros_like(self._rest))
 
+    @property
+    def held(self) -> bool:
+        return self._rest is not None
+
     def set(self, held: bool) -> None:
-        servo = self._arm._servo
-        velocity = servo._velocity
-        self._rest = servo._reference + velocity * np.abs(velocity) / (2 * servo._acceleration) if held else None
+        self._rest = nearest_rest(self._arm._servo) if held else None
 
 
 class FaultyRobot(SimRobot):
-    """The package's simulated arm, whose tasks follow one another without a reset: no robot leaps back to its start.
+    """The package's simulated arm, with limits and protective stops of its own as the how-to has it.
+
+    Its tasks follow one another without a reset: no robot leaps back to its start.
 
     Args:
         with_clock: whether it gives all nodes their time; else it stamps with the machine's, as robots do.
@@ -175,11 +184,9 @@ class FaultyRobot(SimRobot):
     def __init__(self, with_clock: bool, **node_arguments: Any) -> None:
         super().__init__(**node_arguments)
         self._with_clock = with_clock
-        assert self._arm is not None, "commands, not actions, move this one"
         self._arm_s = self._began_at_s = self._ended_at_s = 0.0
         self._steps_told = 0
-        self._brake = _Brake(self._arm)
-        self._arm.controller = self._brake
+        self._stopped_at_s: float | None = None  # when it stopped by itself
         outputs: Any = self._outputs
         self._said = {"tool_pose": _Said(outputs._tool), "joint_states": _Said(outputs._joints)}
         outputs._tool, outputs._joints = self._said["tool_pose"], self._said["joint_states"]
@@ -192,6 +199,16 @@ class FaultyRobot(SimRobot):
         self.create_subscription(String, FAULT_TOPIC, self._on_fault, ACTION)
         raise_priority(_PRIORITY)
 
+    def _listen(self) -> Any:
+        """Commands go to the arm by way of its limits and its brake."""
+        assert self._arm is not None, "commands, not actions, move this one"
+        settings = guard_settings(choose_arm(self._chosen.robot), self._chosen.command, SPEED)
+        limit(self._arm, settings.limits, settings.joints)
+        self._limited = self._arm.controller
+        self._brake = self._arm.controller = _Brake(self._arm)
+        self._arm.reset()
+        return super()._listen()
+
     def _on_fault(self, message: String) -> None:
         """Undoes what is, and begins another."""
         name = message.data
@@ -201,10 +218,11 @@ class FaultyRobot(SimRobot):
         self._step_ns = round(rate * self._control_dt * 1e9)
         self._now_ns += round(jump_s * 1e9)
         self._off_until_ns = sys.maxsize if name == LINK_LOST else 0
-        self._brake.set(name in (PROTECTIVE_STOP, STUCK))
-        self._running.publish(Bool(data=name != PROTECTIVE_STOP))
         if name == TIDY:
             self._tidy()
+        elif self._stopped_at_s is None:
+            self._brake.set(name in (PROTECTIVE_STOP, STUCK))
+            self._running.publish(Bool(data=name != PROTECTIVE_STOP))
         if name:
             self._began_at_s = self._arm_s
         else:
@@ -233,9 +251,36 @@ class FaultyRobot(SimRobot):
         self._arm_s += self._control_dt
         if self._record is not None:
             self._record.add(self._arm_s, 0, True)
+        self._stop_by_itself()
         self._steps_told += 1
         if self._steps_told % _TELL_STEPS == 0:
             self._tell()
+
+    def _stop_by_itself(self) -> None:
+        """Stops and says so where the arm meets resistance or cannot follow, as robots do; soon it runs again."""
+        if self._stopped_at_s is not None:
+            if self._arm_s - self._stopped_at_s > RESTS_S:
+                self._stopped_at_s = None
+                self._run_again()
+        elif not self._brake.held and (self._presses() or self._cannot_follow()):
+            self._stopped_at_s = self._arm_s
+            self._brake.set(True)
+            self._running.publish(Bool(data=False))
+
+    def _run_again(self) -> None:
+        """From where the arm is, not where it was sent meanwhile."""
+        assert self._arm is not None
+        self._brake.set(False)
+        self._brake.start(self._arm._servo.measured(self.robot.world.data))
+        self._running.publish(Bool(data=True))
+
+    def _presses(self) -> bool:
+        assert self._arm is not None
+        servo, data = self._arm._servo, self.robot.world.data
+        return bool((np.abs(data.qfrc_constraint[servo._dofs]) > _PRESSES * servo._torque).any())
+
+    def _cannot_follow(self) -> bool:
+        return isinstance(self._limited, LimitedPose) and self._limited.halted
 
     def _tell(self) -> None:
         self._times.publish(Float64MultiArray(data=[self._arm_s, time.time(), self._began_at_s, self._ended_at_s]))

@@ -64,7 +64,6 @@ def run_fault(job: Job, timing: Timing, fault: Fault | None = None, *, paired: b
     if paired and found["beyond_then"]:
         alone = _run(job, timing, NONE)
         found["caused"] = sorted(set(found["beyond_then"]) - set(alone["beyond_then"]))
-    found["at_joint_limit"] = found["at_joint_limit"] and job.limited  # else the arm's limits are others
     return asdict(job) | found
 
 
@@ -131,6 +130,7 @@ def _found(scene: Scene, judge: Judge, fault: Fault, times: _Times) -> dict[str,
         "beyond_then": judge.extremes(times.began_s).beyond,  # after the fault began
         "caused": [],
         "in_contact": extremes.in_contact,
+        "halted": scene.halted_s < np.inf and not judge.extremes(until_s=scene.halted_s).beyond,
         "promised": bool(promised),
         "late": any(judge.moved_between(*window) for window in promised),
         "stop": stop.as_json() if stop is not None else None,
@@ -145,8 +145,11 @@ def _found(scene: Scene, judge: Judge, fault: Fault, times: _Times) -> dict[str,
 
 
 def _makes_up_s(scene: Scene) -> float:
-    """How long an arm of positions makes up for what it was sent in vain, and is brought back: see safety.md."""
-    return 0.0 if scene.settings.kind is Output.TWIST else ANSWERS_S + scene.settings.ramp_s
+    """How long an arm of positions makes up for what it was sent in vain, and is brought back: see safety.md.
+
+    Each way takes no longer than the guard lets pass without an answer; the way back ends with a ramp.
+    """
+    return 0.0 if scene.settings.kind is Output.TWIST else 2 * ANSWERS_S + scene.settings.ramp_s
 
 
 def _left_and_resumed(scene: Scene, times: _Times) -> tuple[float, float]:

@@ -156,6 +156,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
         "beyond": sum(bool(row["beyond"]) for row in rows),
         "in_contact": sum(row["in_contact"] for row in rows),
         "own_halts": sum(row["own_halt"] for row in rows),
+        "arm_stops": sum(row["arm_stops"] for row in rows),
         "promised": sum(row["promised"] for row in rows),
         "late": sum(row["late"] for row in rows),
         "self_latched": sum(bool(row["self_latched"]) for row in rows),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from faults.judge import Extremes
-from faults.processes import _by_itself
+from faults.processes import _by_itself, _latched_by_itself
 from faults.real_kinds import REAL_FAULTS, Hands
 from faults.robot_process import LIES
 from faults.stack import _PER_STACK, _do_missing, plan, stacks, summary
@@ -33,6 +33,7 @@ FOUND = {
     "beyond": [],
     "in_contact": False,
     "own_halt": False,
+    "arm_stops": 0,
     "promised": True,
     "late": False,
     "self_latched": [],
@@ -125,9 +126,9 @@ def test_what_is_counted_is_what_was_found():
     ],
 )
 def test_only_an_arm_that_servo_sent_on_while_it_was_held_leaps_by_itself(fault, output, since_s, until_s, own):
-    fast, slow = Extremes(2.0, 5.0, 0.0, 2.0, 2.0, 0.0, False), Extremes(0.5, 1.0, 0.0, 0.5, 0.5, 0.0, False)
+    fast, slow = Extremes(2.0, 5.0, 0.0, 2.0, 2.0, 0.0), Extremes(0.5, 1.0, 0.0, 0.5, 0.5, 0.0)
     judge = SimpleNamespace(extremes=lambda begin_s, end_s: fast if begin_s < until_s and since_s < end_s else slow)
-    seen = SimpleNamespace(fault=REAL_FAULTS[fault], moved_s=5.0, ended_s=12.0, over_s=20.0)
+    seen = SimpleNamespace(fault=REAL_FAULTS[fault], halts_s=[], moved_s=5.0, ended_s=12.0, over_s=20.0)
     assert _by_itself(judge, fast, seen, output) is own  # type: ignore[arg-type]
 
 
@@ -142,9 +143,26 @@ def test_only_an_arm_that_servo_sent_on_while_it_was_held_leaps_by_itself(fault,
     ],
 )
 def test_an_arm_that_hears_nothing_halts_by_itself(fault, output, own):
-    sharp = Extremes(0.7, 4.3, 0.0, 0.7, 0.7, 0.0, False)
-    seen = SimpleNamespace(fault=REAL_FAULTS[fault])
+    sharp = Extremes(0.7, 4.3, 0.0, 0.7, 0.7, 0.0)
+    seen = SimpleNamespace(fault=REAL_FAULTS[fault], halts_s=[])
     assert _by_itself(None, sharp, seen, output) is own  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "halts_s, at_s, by_itself",
+    [([], 5.0, True), ([4.9], 5.0, False), ([2.0], 5.0, True), ([5.1], 5.0, True), ([], 11.0, False)],
+)
+def test_a_guard_that_latches_since_the_arm_stopped_does_not_latch_by_itself(halts_s, at_s, by_itself):
+    """The last row is the fault itself, which begins at 10 s."""
+    seen = SimpleNamespace(fault=REAL_FAULTS["protective stop"], halts_s=halts_s, began_s=10.0)
+    found = _latched_by_itself(seen, [(at_s, "robot_stopped")])  # type: ignore[arg-type]
+    assert found == ([(at_s, "robot_stopped")] if by_itself else [])
+
+
+def test_an_arm_that_brakes_since_it_presses_brakes_harder_than_the_limits():
+    sharp = Extremes(0.7, 4.3, 0.0, 0.7, 0.7, 0.0)
+    seen = SimpleNamespace(fault=REAL_FAULTS["press stop"], halts_s=[5.0])
+    assert _by_itself(None, sharp, seen, "pose") is True  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", LIES)

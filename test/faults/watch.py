@@ -14,7 +14,7 @@ import numpy as np
 import rclpy
 from diagnostic_msgs.msg import DiagnosticArray
 from faults.guard_stop import KINDS
-from faults.robot_process import FAULT_TOPIC, TIME_TOPIC
+from faults.robot_process import FAULT_TOPIC, RUNNING_TOPIC, TIME_TOPIC
 from geometry_msgs.msg import PoseStamped
 from rclpy.executors import SingleThreadedExecutor
 from std_msgs.msg import Bool, Empty, Float64MultiArray, String
@@ -45,6 +45,7 @@ class Watch:
         states: when on the arm's time the guard was in which state for which cause, each change.
         said: the same, with its reason in words.
         action_s: when the last action came that may be followed.
+        halts_s: when the arm said that it stopped.
         gripped: when the guard sent which position to the gripper.
         box: what the guard says of its black box.
         late_ms: how late the guard's loop was at most.
@@ -54,6 +55,7 @@ class Watch:
     def __init__(self, output: str) -> None:
         self.states, self.gripped = list[tuple[float, str, str]](), list[tuple[float, float]]()
         self.said: list[tuple[float, str, str]] = []
+        self.halts_s: list[float] = []
         self.box, self.late_ms, self.action_s = dict[str, str](), 0.0, 0.0
         self.alter: Callable[[Any], list[Any]] = lambda message: [message]
         self._times = (0.0, time.time(), 0.0, 0.0)
@@ -87,6 +89,7 @@ class Watch:
         listen(Float64MultiArray, TIME_TOPIC, self._on_time, ACTION)
         listen(GuardState, "/guard/state", self._on_state, LATCHED_STATE)
         listen(Float64MultiArray, "/guard/gripper", self._on_gripper, COMMAND)
+        listen(Bool, RUNNING_TOPIC, self._on_running, LATCHED_STATE)
         listen(PoseStamped, "/sim_robot/tool_pose", self._on_pose, STATE)
         listen(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
         listen(VlaAction, RAW_ACTION, self._on_action, ACTION)
@@ -156,6 +159,10 @@ class Watch:
 
     def _on_gripper(self, message: Float64MultiArray, info: Any) -> None:
         self.gripped.append((self._at(info["source_timestamp"] * 1e-9), message.data[0]))
+
+    def _on_running(self, message: Bool, info: Any) -> None:
+        if not message.data:
+            self.halts_s.append(self._at(info["source_timestamp"] * 1e-9))
 
     def _on_pose(self, message: PoseStamped) -> None:
         place = message.pose.position

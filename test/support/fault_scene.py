@@ -6,6 +6,7 @@ its command interface. What is played: DDS (a delay, a queue), the nodes around 
 answers when the engine would; it checks nothing, so that what is stale, doubled or out of order reaches the driver).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import numpy as np
 import yaml
 from faults.timing import Timing
 from faults.virtual_time import Message, VirtualTime
-from support.limited_arm import limit
+from support.limited_arm import LimitedPose, limit
 
 from benchmarks.results_page import ROOT
 from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
@@ -196,6 +197,7 @@ class Scene:
         pose: what is said in place of the measured pose.
         command: what the driver sends in place of its command.
         states: steady time and state, whenever the guard's changed.
+        halted_s: steady time when the arm first halted by itself, since it could not move as it should.
     """
 
     def __init__(self, setup: Setup, record: Path) -> None:
@@ -220,6 +222,7 @@ class Scene:
         self.refused: Counter[str] = Counter()
         self.taken_s: list[float] = []  # when the driver took an action
         self.succeeded_s: float | None = None
+        self.halted_s = math.inf
         self._made = 0
         begin = self.time.process
         self._robot = begin("robot", lambda: None)
@@ -285,7 +288,9 @@ class Scene:
 
     def _move(self) -> None:
         self._commanded.advance(self._now_s)
-        now_s = self.time.clocks.steady_s
+        now_s, controller = self.time.clocks.steady_s, self._commanded.controller
+        if isinstance(controller, LimitedPose) and controller.halted:
+            self.halted_s = min(self.halted_s, now_s)
         self._record.add(now_s, 0, self.succeeded_s is None)
         if self.succeeded_s is None and self.task.succeeded(self.world.state()):
             self.succeeded_s = now_s
