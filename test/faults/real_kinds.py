@@ -129,6 +129,8 @@ _STOPS = frozenset({Cause.STOP})
 # What stands in the way of an arm, or does not let it hear, is met as if it did not follow.
 _HELD = frozenset({Cause.NOT_FOLLOWING, Cause.ROBOT_STOPPED, Cause.NOT_OBEYING})
 _LEAPS = frozenset({Cause.POSE_LEAPS, Cause.NOT_FOLLOWING})
+# By a clock that is three times as fast, a driver's commands are that much too fast.
+_FAST = frozenset({Cause.OVER_SPEED, Cause.OVER_ACCELERATION})
 # Another driver's command may be none that this one could have sent.
 _STRANGE = frozenset({Cause.OVER_SPEED, Cause.OVER_ACCELERATION, Cause.BAD_FORM})
 
@@ -171,7 +173,8 @@ def _robot() -> dict[str, RealFault]:
         latches = _LEAPS if name.endswith("leaps") else frozenset()
         found[name] = kind(name, noticed, latches, of_joints=topic == "joint_states")
     for name in CLOCKS:
-        found[name] = kind(name, _OF_CLOCK.get(name, _AT_ONCE), halts=True, on_clock=True)
+        latches = _FAST if name == "clock fast" else frozenset()
+        found[name] = kind(name, _OF_CLOCK.get(name, _AT_ONCE), latches, halts=True, on_clock=True)
     return found | {
         LINK_LOST: kind(LINK_LOST, _after(_alone_s), _HELD, halts=True),
         PROTECTIVE_STOP: kind(PROTECTIVE_STOP, _AT_ONCE, _HELD, brakes=True),

@@ -168,8 +168,13 @@ class _Brake:
     def held(self) -> bool:
         return self._rest is not None
 
-    def set(self, held: bool) -> None:
-        self._rest = nearest_rest(self._arm._servo) if held else None
+    def hold(self, position: np.ndarray | None = None) -> None:
+        """Comes to rest from a position, float64 [joints], or from where the arm was sent."""
+        servo = self._arm._servo
+        self._rest = nearest_rest(servo, servo._reference if position is None else position)
+
+    def release(self) -> None:
+        self._rest = None
 
 
 class FaultyRobot(SimRobot):
@@ -221,7 +226,7 @@ class FaultyRobot(SimRobot):
         if name == TIDY:
             self._tidy()
         elif self._stopped_at_s is None:
-            self._brake.set(name in (PROTECTIVE_STOP, STUCK))
+            (self._brake.hold if name in (PROTECTIVE_STOP, STUCK) else self._brake.release)()
             self._running.publish(Bool(data=name != PROTECTIVE_STOP))
         if name:
             self._began_at_s = self._arm_s
@@ -264,15 +269,18 @@ class FaultyRobot(SimRobot):
                 self._run_again()
         elif not self._brake.held and (self._presses() or self._cannot_follow()):
             self._stopped_at_s = self._arm_s
-            self._brake.set(True)
+            self._brake.hold(self._measured().positions)  # not where it was sent: it would press on
             self._running.publish(Bool(data=False))
 
     def _run_again(self) -> None:
         """From where the arm is, not where it was sent meanwhile."""
-        assert self._arm is not None
-        self._brake.set(False)
-        self._brake.start(self._arm._servo.measured(self.robot.world.data))
+        self._brake.release()
+        self._brake.start(self._measured())
         self._running.publish(Bool(data=True))
+
+    def _measured(self) -> Joints:
+        assert self._arm is not None
+        return self._arm._servo.measured(self.robot.world.data)
 
     def _presses(self) -> bool:
         assert self._arm is not None

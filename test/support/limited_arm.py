@@ -44,7 +44,7 @@ class LimitedPose(CartesianPose):
         if self._rest is None:
             if not self._is_off_its_way():
                 return super().update(measured, now_s)
-            self._rest, self._here_steps = nearest_rest(self._servo), 0
+            self._rest, self._here_steps = nearest_rest(self._servo, self._position), 0
             self.halts += 1
         return JointState(self._rest, np.zeros_like(self._rest))
 
@@ -81,10 +81,10 @@ class LimitedPose(CartesianPose):
         return self._twist
 
 
-def nearest_rest(servo: JointServo) -> np.ndarray:
-    """Where the joints can soonest be at rest, float64 [joints]."""
+def nearest_rest(servo: JointServo, position: np.ndarray) -> np.ndarray:
+    """Where joints at a position can soonest be at rest, float64 [joints]."""
     velocity = servo._velocity
-    return np.array(servo._reference + velocity * np.abs(velocity) / (2 * servo._acceleration))
+    return np.array(position + velocity * np.abs(velocity) / (2 * servo._acceleration))
 
 
 def limit(arm: CommandedArm, tool: Limits, joints: JointLimits) -> None:
