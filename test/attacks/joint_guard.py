@@ -25,7 +25,7 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from specvla_ros.control.guard.settings import JOINT_OUTPUTS, Output
 from specvla_ros.lab.files import write_parameters
-from specvla_ros.lab.simulation.arms import TABLE_ARM
+from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.qos import ACTION, COMMAND, LATCHED_STATE
 

@@ -24,7 +24,7 @@ from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import TABLE_ARM
+from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.lab.simulation.controllers import JointState, JointTrajectory, JointTrajectoryController, Point
 
 LONGEST_S = 0.6

@@ -18,7 +18,7 @@ from specvla_ros.control.limits import JointLimits, Joints, Limits
 from specvla_ros.control.pose import Pose, quaternion
 from specvla_ros.control.robot_model import JointModel, ToolKinematics, load_joint_model
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import TABLE_ARM
+from specvla_ros.lab.simulation.arm import TABLE_ARM
 
 PERIOD_S = 0.01
 LIMITS = Limits(0.25, 1.0, 2.0, 8.0, 50.0, 200.0, (-1.0, -1.0, -1.0), (1.0, 1.0, 1.0))

@@ -33,7 +33,8 @@ from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.files import write_parameters
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
-from specvla_ros.lab.simulation.arms import Arm, choose_arm
+from specvla_ros.lab.simulation.arm import Arm
+from specvla_ros.lab.simulation.arms import choose_arm
 from specvla_ros.lab.simulation.motion_record import MotionRecord, read_motion_record
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.ros.wiring import image_remappings

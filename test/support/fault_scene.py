@@ -56,7 +56,8 @@ from specvla_ros.control.joint_velocity import JointTracking
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
 from specvla_ros.control.robot_model import JointModel, ToolKinematics
-from specvla_ros.lab.simulation.arms import Arm, choose_arm
+from specvla_ros.lab.simulation.arm import Arm
+from specvla_ros.lab.simulation.arms import choose_arm
 from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import (

@@ -7,7 +7,7 @@ import numpy as np
 
 from specvla_ros.control.pose import Pose, rotation_vector
 from specvla_ros.control.robot_model import ToolKinematics
-from specvla_ros.lab.simulation.arms import joint_model
+from specvla_ros.lab.simulation.arm import joint_model
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.world import World
 

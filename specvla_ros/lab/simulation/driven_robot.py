@@ -27,7 +27,7 @@ from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import PoseHistory
 from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_model
+from specvla_ros.lab.simulation.arm import TABLE_ARM, Arm, joint_model
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, CONTROL_DT_S, JointTrajectory, Twist
 from specvla_ros.lab.simulation.guarded_arm import ArmGuard, Passed, trajectory

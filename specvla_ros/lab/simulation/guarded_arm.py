@@ -28,7 +28,7 @@ from specvla_ros.control.joint_path import JointPath
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, quaternion
 from specvla_ros.control.robot_model import JointModel, ToolKinematics
-from specvla_ros.lab.simulation.arms import Arm
+from specvla_ros.lab.simulation.arm import Arm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, JointTrajectory, Point, Twist
 from specvla_ros.lab.simulation.world import World
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from specvla_ros.control.pose import Pose, rotation_matrix
 from specvla_ros.control.robot_model import ToolKinematics
-from specvla_ros.lab.simulation.arms import Arm, joint_model
+from specvla_ros.lab.simulation.arm import Arm, joint_model
 
 _STEPS = 30
 _LONGEST_STEP = 0.3  # rad, of any joint; a full Newton step from afar may leave the branch

@@ -14,7 +14,8 @@ import numpy as np
 
 from specvla_ros.control.pose import quaternion
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import Arm, choose_arm, joint_indices
+from specvla_ros.lab.simulation.arm import Arm, joint_indices
+from specvla_ros.lab.simulation.arms import choose_arm
 from specvla_ros.lab.simulation.world import World
 
 _FORMAT = "specvla motion record 1"

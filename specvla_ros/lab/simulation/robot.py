@@ -9,7 +9,7 @@ import numpy as np
 
 from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
-from specvla_ros.lab.simulation.arms import TABLE_ARM, WRIST_CAMERA, Arm
+from specvla_ros.lab.simulation.arm import TABLE_ARM, WRIST_CAMERA, Arm
 from specvla_ros.lab.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
 from specvla_ros.lab.simulation.world import CONTROL_HZ, FRONT_CAMERA, SCALE, Camera, World
 

@@ -17,7 +17,7 @@ import numpy as np
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation import require_gl
-from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm, joint_indices
+from specvla_ros.lab.simulation.arm import TABLE_ARM, Arm, joint_indices
 from specvla_ros.lab.simulation.tasks import CUBES, DISTRACTORS, Layout, WorldState
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from specvla_ros.control.robot_model import ToolKinematics
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.app import app
-from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, UR5E, choose_arm, joint_model
+from specvla_ros.lab.simulation.arm import TABLE_ARM, joint_model
+from specvla_ros.lab.simulation.arms import ARMS, PANDA, ROBOSUITE, UR5E, choose_arm
 from specvla_ros.lab.simulation.collect import bag_name, demonstrate
 from specvla_ros.lab.simulation.robot import DisplacementFollower, TableRobot
 from specvla_ros.lab.simulation.tasks import TASKS, draw_layout

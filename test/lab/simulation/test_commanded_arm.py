@@ -11,7 +11,8 @@ from support.nightly import nightly_but
 
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose
-from specvla_ros.lab.simulation.arms import ARMS, TABLE_ARM
+from specvla_ros.lab.simulation.arm import TABLE_ARM
+from specvla_ros.lab.simulation.arms import ARMS
 from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS, CommandedArm
 from specvla_ros.lab.simulation.controllers import BASE_FRAME, CommandRefusedError, JointTrajectory, Point

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specvla_ros.control.robot_model import ToolKinematics
-from specvla_ros.lab.simulation.arms import TABLE_ARM, joint_model
+from specvla_ros.lab.simulation.arm import TABLE_ARM, joint_model
 from specvla_ros.lab.simulation.joint_goals import JointGoals
 
 ARM, HOME = TABLE_ARM, np.array(TABLE_ARM.home)

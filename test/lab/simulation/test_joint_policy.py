@@ -18,7 +18,7 @@ from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajector
 from specvla_ros.control.joint_space import JointKinematics, JointMotion, JointSpace
 from specvla_ros.control.pose import PoseHistory, Posture
 from specvla_ros.engine.outcome import Action
-from specvla_ros.lab.simulation.arms import TABLE_ARM, joint_model
+from specvla_ros.lab.simulation.arm import TABLE_ARM, joint_model
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import CONTROL_DT_S, JointTrajectory, Point
 from specvla_ros.lab.simulation.driven_robot import simulation_limits

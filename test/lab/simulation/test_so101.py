@@ -23,7 +23,8 @@ from specvla_ros.lab.bundled.policies import bundled_policy, find_policy
 from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.ros.demo import run as demo
 from specvla_ros.lab.ros.sim_robot.episodes import SimRobotParameters
-from specvla_ros.lab.simulation.arms import SO101, SO101_PACKAGE, joint_model
+from specvla_ros.lab.simulation.arm import joint_model
+from specvla_ros.lab.simulation.arms import SO101, SO101_PACKAGE
 from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
 from specvla_ros.lab.simulation.joint_goals import JointGoals

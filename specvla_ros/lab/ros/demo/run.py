@@ -29,7 +29,7 @@ from specvla_ros.lab.ros.demo.record import DemoRecord
 from specvla_ros.lab.ros.sim_robot.episodes import ACTIONS
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC, JOINTS_TOPIC, WRIST_TOPIC
 from specvla_ros.lab.simulation import require_gl
-from specvla_ros.lab.simulation.arms import Arm
+from specvla_ros.lab.simulation.arm import Arm
 from specvla_ros.lab.simulation.driven_robot import simulation_limits, touching
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.arms import ALL_ARMS, TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.arm import TABLE_ARM
+from specvla_ros.lab.simulation.arms import ALL_ARMS, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 from specvla_ros.lab.simulation.robot import IMAGE_SIZE
 from specvla_ros.lab.simulation.rollout import Clock

@@ -25,7 +25,7 @@ from support.patience import wait_until
 from specvla_ros.errors import UserError
 from specvla_ros.lab.ros.sim_robot.episodes import episode_starts, task_of
 from specvla_ros.lab.ros.sim_robot.node import Phase, SimRobot
-from specvla_ros.lab.simulation.arms import TABLE_ARM
+from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.lab.simulation.collect import demonstrate
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.lab.simulation.world import SimulationDiverged

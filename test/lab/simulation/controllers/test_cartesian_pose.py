@@ -7,7 +7,7 @@ from support.poses import apart
 
 from specvla_ros.control.pose import Pose, rotation_matrix
 from specvla_ros.control.robot_model import ToolKinematics
-from specvla_ros.lab.simulation.arms import TABLE_ARM, joint_model
+from specvla_ros.lab.simulation.arm import TABLE_ARM, joint_model
 from specvla_ros.lab.simulation.controllers import (
     BASE_FRAME,
     CONTROL_DT_S,

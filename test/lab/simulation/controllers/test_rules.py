@@ -6,7 +6,7 @@ import pytest
 from support.poses import apart
 
 from specvla_ros.control.pose import Pose
-from specvla_ros.lab.simulation.arms import TABLE_ARM
+from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.lab.simulation.commanded_arm import COMMANDS, CommandedArm
 from specvla_ros.lab.simulation.controllers import (
     BASE_FRAME,

@@ -11,7 +11,7 @@ from support.nightly import examples
 from support.poses import apart
 
 from specvla_ros.control.robot_model import ToolKinematics
-from specvla_ros.lab.simulation.arms import TABLE_ARM, joint_model
+from specvla_ros.lab.simulation.arm import TABLE_ARM, joint_model
 from specvla_ros.lab.simulation.controllers import (
     BASE_FRAME,
     COMMAND_TIMEOUT_S,
