@@ -32,6 +32,9 @@ def generate_launch_description() -> LaunchDescription:
                 "robot",
                 description="Parameter file of driver, guard and task: limits, output, frames; see config/robots.",
             ),
+            DeclareLaunchArgument(
+                "action_topic", default_value="policy/action", description="The policy's actions, VlaAction."
+            ),
             DeclareLaunchArgument("tool_pose_topic", default_value="tool_pose", description="Measured PoseStamped."),
             DeclareLaunchArgument("joint_states_topic", default_value="joint_states", description="JointState topic."),
             *(
@@ -84,6 +87,7 @@ def _start(context: LaunchContext) -> list:
         argument("joint_states_topic"),
         argument("instruction_topic"),
         {name: argument(f"{name}_topic") for name in COMMANDS},
+        argument("action_topic"),
     )
     driver = LifecycleNode(
         executable="driver",

@@ -22,6 +22,7 @@ class RobotTopics:
     instruction: str = "instruction"
     # Topics of the guard's commands, by a name of COMMANDS; the others stay on `guard/…`.
     commands: Mapping[str, str] = field(default_factory=dict)
+    action: str = "policy/action"
 
     @property
     def driver(self) -> Remaps:
@@ -43,7 +44,7 @@ class RobotTopics:
 
     @property
     def _inputs(self) -> Remaps:
-        return [("action", "policy/action"), ("tool_pose", self.tool_pose), ("joint_states", self.joint_states)]
+        return [("action", self.action), ("tool_pose", self.tool_pose), ("joint_states", self.joint_states)]
 
 
 def image_remappings(name: str, topic: str) -> Remaps:

@@ -4,7 +4,7 @@
 import pytest
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.wiring import sensor_remappings, unused_pictures
+from specvla_ros.ros.wiring import RobotTopics, sensor_remappings, unused_pictures
 
 
 def test_cameras_and_the_state_are_remapped() -> None:
@@ -14,6 +14,13 @@ def test_cameras_and_the_state_are_remapped() -> None:
         ("state", "/joint_states"),
     ]
     assert sensor_remappings("") == []
+
+
+def test_driver_and_guard_of_one_of_two_arms_hear_the_policy_of_both() -> None:
+    both = RobotTopics(action="/policy/action")
+    for remappings in (both.driver, both.guard):
+        assert dict(remappings)["action"] == "/policy/action"
+    assert dict(RobotTopics().driver)["action"] == "policy/action"
 
 
 @pytest.mark.parametrize("text", ["wrist", "wrist=", "=/topic", "wrist=/a,state"])
