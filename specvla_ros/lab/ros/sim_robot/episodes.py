@@ -26,7 +26,7 @@ class SimRobotParameters:
 
     robot: str = parameter(
         TABLE_ARM.name,
-        "The arm at the table; others than table need requirements/robots.txt. so101 has tasks of its own.",
+        "The arm at the table; others than table need requirements/robots.txt. so101 and aloha have their own tasks.",
         choices=tuple(arm.name for arm in ALL_ARMS),
     )
     command: str = parameter(
