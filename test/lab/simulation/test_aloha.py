@@ -29,6 +29,7 @@ from specvla_ros.lab.simulation.arms import ALOHA, GYM_ALOHA
 from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
 from specvla_ros.messages.action_message import ActionMeaning, stamped_action, vla_action_fields
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.settings.profiles import merge_parameters
 
 OFT, PI0_FAST = ORACLES / "oft_tiny_a", ORACLES / "pi0fast_tiny_a"
 CONFIG = Path(__file__).parents[3] / "config" / "robots" / "aloha.yaml"
@@ -150,6 +151,13 @@ def test_its_parameter_file_is_right(tmp_path):
     assert done.exit_code == 0, done.output
     assert not re.search("^wrong", done.output, re.MULTILINE)
     assert "8 of 8 corners" in done.output
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_its_parameter_file_gives_each_driver_its_own_half(side):
+    driver = merge_parameters([CONFIG], {}, node="driver", namespace=side.rstrip("_"))
+    assert driver["action_prefix"] == side and driver["action_space"] == "joints"
+    assert driver["joints.names"] == list(ALOHA.joints)
 
 
 def test_without_its_model_the_line_that_installs_it_is_told(monkeypatch, pytestconfig):
