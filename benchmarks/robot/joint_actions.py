@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Success of a policy whose actions move the joints, against one whose actions move the tool, on paired starts.
 
-python -m benchmarks.robot.joint_actions --episodes 20 --seed 7000
+python -m benchmarks.robot.joint_actions --episodes 60 --seed 7000
 
 Both act through the driver's control and the guard, in lockstep, as in `specvla simulate --follow guarded`. The tool's
 motion is sent as poses, that of the joints as chunks of a trajectory.
 """
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from benchmarks.harness import Episodes, Out, Seed, Work, Workers, finish, resul
 from benchmarks.results_page import RESULTS, weights_digest
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import bundled_policy
+from specvla_ros.lab.evaluation.paired import Z_95, PairedComparison
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
 from specvla_ros.lab.simulation.driven_robot import Follow
@@ -41,13 +43,27 @@ def main(
         summary = simulate(settings, plan, into, partial(show_progress, name))
         done = read_episodes(into)
         before = before or done
+        against = compare_episodes(before, done)
         rows[name] = {
             "policy_weights": weights_digest(policy),
             "success": summary.success.as_json(),
             "tasks": {task: found.success.as_json() for task, found in summary.tasks.items()},
-            "against": compare_episodes(before, done).as_json(),
+            "against": against.as_json(),
+            "share": success_share(against),
         }
     finish(result_head(context) | {"first_seed": seed, "episodes_per_task": episodes, "policies": rows}, out)
+
+
+def success_share(pairs: PairedComparison) -> dict[str, float]:
+    """The second's success rate as a share of the first's, with a 95 % interval.
+
+    The interval is that of the ratio's logarithm for matched pairs (Nam and Blackwelder 2002, Statistics in Medicine
+    21:689), with half a pair added to the pairs in which only one succeeded. No success counts as half a one.
+    """
+    first, second = (max(rate.successes, 0.5) for rate in (pairs.first, pairs.second))
+    ratio = second / first
+    spread = math.exp(Z_95 * math.sqrt((pairs.only_first + pairs.only_second + 1) / (first * second)))
+    return {"ratio": ratio, "low": ratio / spread, "high": ratio * spread}
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ from benchmarks.harness import ColdTimer, command
 from benchmarks.papers.spec_vla import PAPERS_R, threshold
 from benchmarks.results_page import RESULTS
 from benchmarks.robot.fast_bound import first_action_bounds_mm
+from benchmarks.robot.joint_actions import success_share
 from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import bundled_policy
+from specvla_ros.lab.evaluation.paired import PairedComparison
 from specvla_ros.lab.planning.limits import AcceptanceLengths, spec_vla_relaxed
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.fast import FastCodec
@@ -81,7 +83,21 @@ def test_a_policy_of_joints_is_judged_on_the_starts_of_one_of_the_tool(tmp_path:
     smallest = ["--episodes", 1, "--work", tmp_path / "work"]
     found = run("benchmarks.robot.joint_actions", tmp_path / "out.json", *smallest)["policies"]
     assert list(found) == ["nano", "joints"] and found["nano"]["against"]["only_second"] == 0
+    assert found["nano"]["share"]["ratio"] == 1
     assert all(each["success"]["episodes"] == 5 and len(each["tasks"]) == 5 for each in found.values())
+
+
+def test_a_share_of_success_is_the_surer_the_more_pairs_agree() -> None:
+    def share(only_first: int, only_second: int, both: int) -> dict[str, float]:
+        pairs = [(True, False)] * only_first + [(False, True)] * only_second + [(True, True)] * both
+        return success_share(PairedComparison.from_pairs(pairs))
+
+    found = share(6, 1, 91)
+    assert found["ratio"] == pytest.approx(92 / 97) and found["low"] < found["ratio"] < found["high"]
+    back = share(1, 6, 91)
+    assert back["low"] == pytest.approx(1 / found["high"]), "the second's share of the first is the inverse"
+    assert found["low"] < share(18, 3, 273)["low"] < share(0, 0, 300)["low"] < 1
+    assert share(5, 0, 0)["low"] < share(5, 0, 0)["ratio"] < 1
 
 
 @pytest.mark.nightly
