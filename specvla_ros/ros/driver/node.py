@@ -20,6 +20,7 @@ from specvla_ros.control.driver import ClockOffset, Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower, Compensation
 from specvla_ros.control.gripper import Gripper
 from specvla_ros.control.guard.settings import Output
+from specvla_ros.control.guard.watch import MAX_FUTURE_S
 from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
 from specvla_ros.control.joint_space import JointKinematics, JointMotion, JointSpace
 from specvla_ros.control.pose import PoseHistory
@@ -171,6 +172,13 @@ class DriverNode(ManagedNode):
     # Inputs
 
     def _on_pose(self, stamp_s: float, pose: Any) -> None:
+        ahead_s = stamp_s - self._now_s()
+        if ahead_s > MAX_FUTURE_S:  # until then no other would be newer, and the robot would count as measured
+            self._on_bad(
+                f"the stamp of a measured pose lies {ahead_s:.3f} s ahead of the clock: synchronise the machines, for "
+                "example with chrony"
+            )
+            return
         self._history.add(stamp_s, pose)
 
     def _on_joints(self, stamp_s: float, positions: Mapping[str, float]) -> None:

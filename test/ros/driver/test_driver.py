@@ -13,6 +13,7 @@ import mujoco
 import numpy as np
 import pytest
 from diagnostic_msgs.msg import DiagnosticStatus
+from geometry_msgs.msg import PoseStamped
 from rclpy.client import Client
 from rclpy.node import Node
 from rclpy.parameter import Parameter
@@ -318,6 +319,19 @@ def test_without_a_measured_pose_the_tool_comes_to_rest_and_follows_nothing():
         assert robot.refused() == {"not_following": 1}
         robot.measured = True
         robot.until(lambda: not robot.core.problem)
+
+
+def test_a_measured_pose_from_the_future_is_refused_and_the_next_ones_count():
+    with arm(output="pose") as robot:
+        robot.start()
+        seconds = robot.driver.get_clock().now().nanoseconds // 10**9
+        message = PoseStamped(header=Header(stamp=Time(seconds=seconds + 60).to_msg(), frame_id="base_link"))
+        message.pose.orientation.w = 1.0
+        robot._tool_pose.publish(message)
+        robot.until(lambda: robot.refused() == {"bad_state": 1})
+        assert "s ahead of the clock" in robot.driver._last_refusal
+        robot.act()
+        reaches(robot, GOAL)
 
 
 def test_hold_brings_the_tool_to_rest_until_it_is_told_to_go_on():
