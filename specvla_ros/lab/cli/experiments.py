@@ -68,6 +68,8 @@ def demo(
         from specvla_ros.lab.ros.demo.run import CHUNKS, DemoRobot, run_demo
         from specvla_ros.lab.simulation.arm import TABLE_ARM
         from specvla_ros.lab.simulation.arms import check_actions, choose_arm
+        from specvla_ros.lab.simulation.robot import TableRobot, check_policy
+        from specvla_ros.models.codecs.statistics import checked_statistics
         from specvla_ros.models.families.openvla.config import read_config
     except ImportError as error:
         raise UserError(
@@ -80,10 +82,14 @@ def demo(
         parameters["device"] = "cpu"  # sufficient for the nano policy, and a GPU may be busy
     arm = choose_arm(robot or TABLE_ARM.name)
     usual = "action" if arm is TABLE_ARM else "pose"
-    of_joints = positions_joints(chosen.model.unnorm_key or next(iter(read_config(chosen.checkpoint).norm_stats), ""))
+    statistics = checked_statistics(
+        chosen.checkpoint, read_config(chosen.checkpoint).norm_stats, chosen.model.unnorm_key
+    )
+    of_joints = positions_joints(statistics.unnorm_key)
     if of_joints and moving.interface:
         raise UserError(f"--interface {moving.interface} is for actions of the tool, but the policy's position joints")
     check_actions(arm, joints=of_joints)
+    check_policy(statistics, arm.action_names(of_joints=of_joints), TableRobot.largest_translation)
     interface = CHUNKS if of_joints else moving.interface or usual
     exit_code = run_demo(
         out,

@@ -9,8 +9,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specvla_ros.control.convention import positions_joints
 from specvla_ros.control.guard.settings import JOINT_OUTPUTS
 from specvla_ros.engine.engine import Engine
@@ -37,14 +35,14 @@ from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.lab.simulation.arms import check_actions, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import TOOL_COMMANDS
 from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
-from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot
+from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot, check_policy
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.lora import adapter_of
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.models.target import PolicyFacts, Target
+from specvla_ros.models.target import Target
 
 TABLE = "table"
 EPISODES_FILE, FILMS = "episodes.jsonl", "films"
@@ -110,7 +108,7 @@ def _engine_and_robot(
     engine = HostedEngine(host) if host is not None else Engine(policy_of(settings), settings.engine)
     joints = positions_joints(engine.target.unnorm_key)
     robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface, joints=joints)
-    _check_actions(engine.target, robot)
+    check_policy(engine.target.codec, robot.action_names, robot.largest_translation)
     if isinstance(engine, Engine):
         engine.warm_up()
     return engine, robot
@@ -156,27 +154,6 @@ def make_robot(
         )
     default = "joint_trajectory_chunk" if joints else "pose"
     return DrivenRobot(arm, interface or default, Follow(follow or Follow.DRIVER), joints=joints)
-
-
-def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
-    """Raises UserError if the policy's actions cannot come from this robot's training data."""
-    low, high = policy.codec.action_range
-    taken = len(robot.action_names)
-    if len(low) != taken:
-        raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes {taken}")
-    if positions_joints(policy.unnorm_key):
-        if policy.codec.names != robot.action_names:
-            names, own = (", ".join(each) for each in (policy.codec.names, robot.action_names))
-            raise UserError(f"the policy moves the joints {names}, but this robot has {own}")
-        return
-    reach = np.maximum(np.abs(low), np.abs(high))[:3].max()
-    largest = robot.largest_translation
-    if not largest / 50 < reach < largest * 4:
-        raise UserError(
-            f"the action statistics '{policy.unnorm_key}' do not fit this robot: the policy moves by up to "
-            f"{reach:g} per action, the robot's training data by {largest:g}; was the policy trained for another "
-            "robot, or does it need another --unnorm-key?"
-        )
 
 
 def simulate(

@@ -13,6 +13,7 @@ from pathlib import Path
 import mujoco
 import numpy as np
 
+from specvla_ros.control.convention import ACTION_NAMES, GRIPPER
 from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.tasks import TABLE_AREA, TASKS, Area, Task
@@ -58,6 +59,10 @@ class Arm:
     def joint_names(self) -> tuple[str, ...]:
         """The joints in joint states: the arm's, then the fingers'."""
         return (*self.joints, *self.gripper.joints)
+
+    def action_names(self, *, of_joints: bool) -> tuple[str, ...]:
+        """Names of an action's values: of the joints and the gripper, or of the tool."""
+        return (*self.joints, GRIPPER) if of_joints else ACTION_NAMES
 
     def model(self) -> mujoco.MjModel:
         """Compiles the table with this arm.

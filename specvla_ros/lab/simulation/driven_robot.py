@@ -16,7 +16,7 @@ import numpy as np
 from specvla_ros.control.action_space import ActionRefusedError, ActionSpace, Motion, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
 from specvla_ros.control.chunks import TrajectoryChunks
-from specvla_ros.control.convention import GRIPPER, ActionConvention, ActionFrame, StampedAction
+from specvla_ros.control.convention import ActionConvention, ActionFrame, StampedAction
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver, UnreachableError, trajectory_point
@@ -99,7 +99,7 @@ class DrivenRobot(TableRobot):
         self._limits, self._model = simulation_limits(arm), joint_model(self.world.model, arm)
         self._convention, stop_s = ActionConvention(ACTION_DT_S), self._limits.stop_s
         if joints:
-            self.action_names = (*arm.joints, GRIPPER)
+            self.action_names = arm.action_names(of_joints=True)
             self._limits, self._model = touching(self._limits), _accelerating(self._model, arm)
             self._convention = replace(self._convention, frame=ActionFrame.JOINTS, joints=self.action_names)
             stop_s = self._model.stop_s

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from specvla_ros.control.convention import ACTION_NAMES
+from specvla_ros.control.convention import ACTION_NAMES, positions_joints
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
+from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arm import TABLE_ARM, WRIST_CAMERA, Arm
 from specvla_ros.lab.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
 from specvla_ros.lab.simulation.world import CONTROL_HZ, FRONT_CAMERA, SCALE, Camera, World
@@ -16,6 +17,41 @@ from specvla_ros.lab.simulation.world import CONTROL_HZ, FRONT_CAMERA, SCALE, Ca
 IMAGE_SIZE = 224
 ACTION_DT_S = 0.2  # a policy of about 5 Hz over a controller of 20 Hz
 _REMEMBERED_S = 20.0
+
+
+class PolicyActions(Protocol):
+    """The actions of a policy, as its checkpoint describes them: a codec, or `ActionStatistics`."""
+
+    @property
+    def unnorm_key(self) -> str: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+def check_policy(actions: PolicyActions, taken: tuple[str, ...], largest_translation: float) -> None:
+    """Raises UserError if a policy's actions cannot come from a robot's training data.
+
+    Args:
+        taken: names of the values that the robot takes.
+        largest_translation: see `SimulatedRobot`.
+    """
+    key, (low, high) = actions.unnorm_key, actions.action_range
+    if positions_joints(key):
+        if actions.names != taken:
+            names, own = (", ".join(each) for each in (actions.names, taken))
+            raise UserError(f"the policy moves the joints {names}, but this robot has {own}")
+        return
+    if len(low) != len(taken):
+        raise UserError(f"the policy's actions ('{key}') have {len(low)} values, the robot takes {len(taken)}")
+    reach = np.maximum(np.abs(low), np.abs(high))[:3].max()
+    if not largest_translation / 50 < reach < largest_translation * 4:
+        raise UserError(
+            f"the action statistics '{key}' do not fit this robot: the policy moves by up to {reach:g} per action, the "
+            f"robot's training data by {largest_translation:g}; was the policy trained for another robot, or does it "
+            "need another --unnorm-key?"
+        )
 
 
 class SimulatedRobot(Protocol):

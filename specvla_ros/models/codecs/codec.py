@@ -219,7 +219,7 @@ class ChunkCodec:
 
     @property
     def action_range(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.statistics.low, self.statistics.high
+        return self.statistics.action_range
 
     @property
     def action_ids(self) -> ActionIds:

@@ -33,6 +33,11 @@ class ActionStatistics:
         """One name per dimension: the checkpoint's, or those of a tool action if there are seven, or dim_0 …."""
         return self.given_names or default_names(len(self.low))
 
+    @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        """`low` and `high`."""
+        return self.low, self.high
+
     def unnormalise(self, values: np.ndarray) -> np.ndarray:
         """Scales normalised values [action_dim] in [-1, 1] to the robot's units, float64, not clipped."""
         scaled = 0.5 * (values + 1) * (self.high - self.low) + self.low

@@ -54,13 +54,27 @@ def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path, tasks):
     assert "data:video/mp4" in (tmp_path / "report.html").read_text()
 
 
-def test_a_policy_of_joints_is_not_asked_for_poses():
-    run = subprocess.run(
-        [*COMMAND, "--policy", "joints", "--interface", "pose"], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert "--interface pose is for actions of the tool, but the policy's position joints" in " ".join(
-        run.stderr.split()
-    )
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            ("--policy", "joints", "--interface", "pose"),
+            "--interface pose is for actions of the tool, but the policy's position joints",
+        ),
+        (
+            ("--policy", "joints", "--robot", "ur5e"),
+            "the policy moves the joints joint1, joint2, joint3, joint4, joint5, joint6, joint7, gripper, but this robot "
+            "has shoulder_pan_joint",
+        ),
+        (("--policy", "so101", "--robot", "panda"), "but this robot has joint1, joint2, joint3"),
+        (("--policy", "nano", "--robot", "so101"), "the policy moves the tool, but the 5 joints"),
+    ],
+    ids=["interface", "ur5e", "panda", "so101"],
+)
+def test_a_policy_of_another_arm_or_interface_is_refused_before_anything_starts(tmp_path, options, words):
+    run = specvla("demo", "--out", tmp_path / "demo", *options)
+    assert run.returncode == 2 and words in " ".join(run.stderr.split()), run.stdout + run.stderr
+    assert not (tmp_path / "demo").exists()
 
 
 @pytest.mark.nightly
