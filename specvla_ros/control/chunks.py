@@ -13,6 +13,7 @@ import numpy as np
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.follower import ActionFollower
+from specvla_ros.control.guard.gate import TOLERANCE
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver
 from specvla_ros.control.joint_path import REPEAT_S, JointPath
 from specvla_ros.control.joint_space import JointKinematics
@@ -26,6 +27,7 @@ _LEAD_S = TRAJECTORY_AHEAD_S  # to the first point
 _ROUNDING = 1e-9
 _DEPARTED = 0.01  # rad or m, of the plan from the motion: a new plan is made
 _MISSED = 1e-4  # the same at rest
+_SEAM = 1.8  # limit, where a plan joins the one before, as a factor on the planned acceleration
 _JOINED_S = 0.15  # after which a new plan is followed as it is
 
 
@@ -101,13 +103,15 @@ class TrajectoryChunks:
         Raises UnreachableError.
         """
         here, moving = self._commands.follow(target)
-        made_for, plan = (follower.changes, round(follower.scale, 1)), self._plan
-        if plan is None or plan.made_for != made_for or plan.departs(here, now_s):
+        plan = self._plan
+        if plan is None or plan.made_for != _state(follower) or plan.departs(here, now_s):
             if plan is not None:
                 here, moving = self._commands.resume(*plan.state(now_s))
             path, whole = self._path(follower, here, moving, now_s)
-            path = path if plan is None else _from_state(path, *plan.path.at(now_s - plan.begun_s))
-            self._plan = plan = _Plan(path, now_s, made_for, np.inf if whole else now_s + self._horizon_s / 2)
+            if plan is not None:
+                path = self._joined(path, follower, *plan.path.at(now_s - plan.begun_s))
+            renewed_s = np.inf if whole else now_s + self._horizon_s / 2
+            self._plan = plan = _Plan(path, now_s, _state(follower), renewed_s)
             self._sent_s = -np.inf
         if now_s - self._sent_s < REPEAT_S - _ROUNDING:
             return None
@@ -128,6 +132,34 @@ class TrajectoryChunks:
         velocities = np.vstack([velocities, np.zeros((stays, len(rest)))])
         path = JointPath(_STEP_S * np.arange(1, len(positions) + 1), positions, velocities)
         return path.from_state(here, moving), len(targets) * _STEP_S <= self._horizon_s
+
+    def _joined(
+        self, path: JointPath, follower: ActionFollower[Any], position: np.ndarray, velocity: np.ndarray
+    ) -> JointPath:
+        """The path from the state of the one before it; or a braking path, if the limits do not allow that.
+
+        While the control loop stalls, the arm continues along its plan, and the motion falls behind. If it is too far
+        behind, it starts from scratch where the arm comes to rest.
+        """
+        commands, joined = self._commands, _from_state(path, position, velocity)
+        resumed = np.abs(path.positions[0] - position).max() <= _ROUNDING  # inverse kinematics started there
+        if resumed or commands.max_acceleration is None or self._fits(joined, commands.max_acceleration):
+            return joined
+        braking = JointPath.braking(position, velocity, commands.max_acceleration)
+        end = dict(zip(commands.joints, np.clip(braking.positions[-1], *commands.ranges.T).tolist(), strict=True))
+        commands.start(end)
+        follower.rest_at(commands.place_of(end))
+        return braking
+
+    def _fits(self, path: JointPath, max_acceleration: np.ndarray) -> bool:
+        _, speeds, accelerations = path.sampled()
+        fast = np.abs(speeds) > self._commands.max_speed * TOLERANCE
+        return not (fast.any() or (np.abs(accelerations) > _SEAM * max_acceleration).any())
+
+
+def _state(follower: ActionFollower[Any]) -> tuple[object, ...]:
+    """State of the follower for which a plan is made."""
+    return follower.changes, round(follower.scale, 1)
 
 
 def _from_state(path: JointPath, position: np.ndarray, velocity: np.ndarray) -> JointPath:

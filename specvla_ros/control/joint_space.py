@@ -37,7 +37,7 @@ class JointKinematics(ToolKinematics):
 
     def __init__(self, robot: JointModel) -> None:
         super().__init__(robot)
-        self.joints, self.positions = robot.joints, np.zeros(len(robot.joints))  # commanded last
+        self.positions = np.zeros(len(robot.joints))  # commanded last
         self._velocities = np.zeros(len(robot.joints))
 
     def start(self, positions: Mapping[str, float]) -> None:

@@ -259,6 +259,14 @@ class ToolKinematics:
     def max_speed(self) -> np.ndarray:  # float64 [n]
         return self._robot.max_speed
 
+    @property
+    def joints(self) -> tuple[str, ...]:
+        return self._robot.joints
+
+    @property
+    def max_acceleration(self) -> np.ndarray | None:  # float64 [n]; None: not limited
+        return self._robot.max_acceleration
+
     def pose_at(self, positions: np.ndarray) -> Pose:
         """The tool's pose at joint positions, float64 [n], within their ranges or not."""
         self._data.qpos[self._addresses] = positions

@@ -104,6 +104,28 @@ def with_age(robot, rows, age):
 
 
 @settings(deadline=None, max_examples=examples(25))
+@given(st.lists(st.tuples(chunks, st.integers(1, 10), st.floats(0.06, 0.4)), min_size=2, max_size=6))
+def test_a_loop_that_stands_still_while_actions_arrive_sends_no_motion_beyond_the_limits(plan):
+    """Meanwhile the controller goes on along the last plan, and the driver's own motion stays behind."""
+    robot = Robot()
+    for rows, steps, late_s in plan:
+        with_age(robot, rows, 0)
+        for _ in range(steps):
+            robot.step()
+        for _ in range(round(late_s / CONTROL_S)):
+            robot.obey()
+            robot.arm.now_s = round(robot.arm.now_s + CONTROL_S, 4)
+    for _ in range(200):
+        robot.step()
+    for _, path in robot.sent:
+        _, speeds, accelerations = path.sampled()
+        assert (np.abs(speeds) <= SPEED * TOLERANCE).all()
+        assert (np.abs(accelerations) <= ACCELERATION * SEAM).all()
+        assert not path.velocities[-1].any()
+    np.testing.assert_allclose(robot.reached[-1], robot.arm.at, atol=1e-3)
+
+
+@settings(deadline=None, max_examples=examples(25))
 @given(chunks, st.integers(0, 10))
 def test_what_is_coming_comes_and_looking_ahead_changes_nothing(rows, age):
     robot = Robot()

@@ -61,7 +61,7 @@ class Arm:
     def __init__(
         self, *, limits=LIMITS, start=START, max_step_rad=1.0, compensation=Compensation.IMAGE_GOAL, **of_model
     ):
-        self.kinematics = JointKinematics(model())
+        self.kinematics = JointKinematics(model(**of_model))
         self.history, self.now_s = PoseHistory[Posture](), 100.0
         self.gripper = Gripper(GripperSettings(open_value=0.08, closed_value=0.0))
         space = JointSpace(self.kinematics, limits, max_step_rad)

@@ -30,7 +30,7 @@ def test_a_policy_of_joints_fits_the_arms_that_have_them(policy: str) -> None:
         if robot in fitting:
             check(policy, robot)
             continue
-        with pytest.raises(UserError, match="the policy moves the joints .*, but this robot has "):
+        with pytest.raises(UserError, match=r"the policy moves the joints .*, but this robot has "):
             check(policy, robot)
 
 
