@@ -2,6 +2,7 @@
 """What stands around a driver or a guard that is attacked: an arm that goes where it is sent, and everybody else."""
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,13 +39,31 @@ LIMITS = {
     "gripper.closed_value": 0.0,
 }
 # A busy machine is late; what is asked here is what goes out, not when.
-_PATIENT = {"tool_pose_timeout_s": 2.0}
-PATIENT_GUARD = {"command_timeout_s": 1.0, "state_timeout_s": 2.0, "enable_timeout_s": 2.0, "action_timeout_s": 5.0}
+POSE_TIMEOUT_S = 2.0
+PATIENT_DRIVER: dict[str, object] = {"tool_pose_timeout_s": POSE_TIMEOUT_S}
+PATIENT_GUARD: dict[str, object] = {
+    "black_box_s": 0.0,
+    "command_timeout_s": 1.0,
+    "state_timeout_s": 2.0,
+    "enable_timeout_s": 2.0,
+    "action_timeout_s": 5.0,
+}
 STEP_M = 0.02
-STILL_M = 0.001
 _TOLERANCE = 1.1  # of the speed between two commands: their stamps are taken a little apart
 NUMBERS = (math.nan, math.inf, -math.inf, 1e308, -1e308, 1e6, 5.0, -0.5)
 STAMPS_S = (-(10**9), -60.0, -3.0, 1.0, 60.0, 10**8)
+
+
+def tool_action(*values: float, **changes: Any) -> VlaAction:
+    """An action of the tool; right, but for the changes."""
+    numbers = [*values, *[0.0] * (7 - len(values))]
+    message = VlaAction(names=["x", "y", "z", "roll", "pitch", "yaw", "gripper"], values=numbers, horizon=1)
+    message.action_dt, message.reference, message.action_frame = 0.2, "delta", "base"
+    message.rotation, message.gripper, message.mode = "rotation_vector", "open_high", "ar"
+    message.header.stamp, message.header.frame_id = stamp(time.time_ns()), "base_link"
+    for name, value in changes.items():
+        setattr(message, name, value)
+    return message
 
 
 def robot_file(scratch: Path) -> Path:
@@ -61,6 +80,8 @@ class Arm(Attacker):
         other: whose node it is.
         sent: topic of what the robot is sent.
     """
+
+    far, still, unit = 0.5 * SPEED, 0.001, "m"  # more than a bounded command, or than none, moves it
 
     def __init__(self, other: Attacker, sent: str) -> None:
         super().__init__(other.node, other._executor)
@@ -94,14 +115,24 @@ class Arm(Attacker):
 
     def action(self, *values: float, **changes: Any) -> VlaAction:
         """A right one, but for the changes."""
-        numbers = [*values, *[0.0] * (7 - len(values))]
-        message = VlaAction(names=["x", "y", "z", "roll", "pitch", "yaw", "gripper"], values=numbers, horizon=1)
-        message.action_dt, message.reference, message.action_frame = 0.2, "delta", "base"
-        message.rotation, message.gripper, message.mode = "rotation_vector", "open_high", "ar"
-        message.header.stamp, message.header.frame_id = stamp(time.time_ns()), "base_link"
-        for name, value in changes.items():
-            setattr(message, name, value)
-        return message
+        return tool_action(*values, **changes)
+
+    def random_command(self, rng: random.Random) -> PoseStamped:
+        """Up to 0.3 m away along each axis."""
+        return self.pose(*(rng.uniform(-0.3, 0.3) for _ in range(3)))
+
+    def next_move(self) -> tuple[Callable[[], None], Callable[[], bool]]:
+        """Publishes a right action, which leads back and forth, and tells whether it is followed."""
+        start = self.at.pose.position.y
+        way_m = -STEP_M if start > 0 else STEP_M
+        return (
+            lambda: self.actions.publish(self.action(0.0, way_m)),
+            lambda: abs(self.at.pose.position.y - start) > 0.5 * STEP_M,
+        )
+
+    def rests(self) -> bool:
+        """Whether what it is sent stands still."""
+        return len(self.sent) > 10 and bool(np.ptp([_place(each) for each in self.sent[-10:]], axis=0).max() < 1e-5)
 
     def check(self) -> None:
         """Whatever was sent is finite, in the workspace, and no faster than the limits; then forgets it.
@@ -122,7 +153,7 @@ class Arm(Attacker):
         if (steps_m > allowed_m).any():
             raise Silent(f"a step of {steps_m.max():.3f} m was sent")
 
-    def moved_m(self) -> float:
+    def moved(self) -> float:
         """How far the arm has been sent since the last check."""
         places = np.array([_place(each) for each in self.sent]).reshape(-1, 3)
         return float(np.ptp(places, axis=0).max()) if len(places) else 0.0
@@ -152,7 +183,7 @@ def _place(message: PoseStamped) -> tuple[float, float, float]:
 def arm_beside(name: str, scratch: Path, domain: int) -> Iterator[tuple[Arm, NodeProcess]]:
     """Driver or guard as a process, and everybody around it."""
     guard = name == "guard"
-    parameters: dict[str, object] = {"black_box_s": 0.0, **PATIENT_GUARD} if guard else {**_PATIENT}
+    parameters = PATIENT_GUARD if guard else PATIENT_DRIVER
     with attacker(domain) as user:
         process = NodeProcess(name, scratch / f"{name}.log", parameters, files=(robot_file(scratch),))
         with running(process):
@@ -170,11 +201,6 @@ def _drive(arm: Arm) -> None:
     arm.grippers.publish(Float64MultiArray(data=[0.0]))
     arm.actions.publish(arm.action())
     arm.enables.publish(Bool(data=True))
-
-
-def rests(arm: Arm) -> bool:
-    """Whether what it is sent stands still."""
-    return len(arm.sent) > 10 and np.ptp([_place(each) for each in arm.sent[-10:]], axis=0).max() < 1e-5
 
 
 def wrong_poses(arm: Arm) -> Iterator[tuple[str, Callable[[], None]]]:

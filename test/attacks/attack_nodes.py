@@ -22,6 +22,7 @@ import typer
 from attacks.arm import robot_file
 from attacks.driver import attack_driver, attack_sim_robot
 from attacks.guard import attack_guard, attack_pairs
+from attacks.joint_driver import attack_joint_driver
 from attacks.joint_guard import attack_joint_guard
 from attacks.policy import Robot, attack_instructions, attack_live_images, policy
 from attacks.policy_time import attack_clocks, attack_configuring, attack_starved
@@ -250,6 +251,7 @@ _CLASSES: dict[str, Callable[..., Tally]] = {
     "actions and poses to the driver": attack_driver,
     "commands to the guard": attack_guard,
     "joint commands to the guard": attack_joint_guard,
+    "actions to the driver of joints": attack_joint_driver,
     "two of a kind": attack_pairs,
     "actions to the simulated robot": attack_sim_robot,
     "parameters of every node": attack_parameters,

@@ -8,12 +8,13 @@ message is followed.
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attacks.arm import NUMBERS, STAMPS_S, STEP_M, STILL_M, Arm, arm_beside, rests, wrong_poses
+from attacks.arm import NUMBERS, STAMPS_S, STEP_M, Arm, arm_beside, wrong_poses
+from attacks.joint_arm import JointArm
 from attacks.process import Attacker, NodeProcess, attacker, running, stamp
 from attacks.tally import Silent, Tally
 from rclpy.serialization import serialize_message
@@ -36,53 +37,51 @@ def attack_driver(scratch: Path, domain: int, *, limit: int | None = None, seed:
     with arm_beside("driver", scratch, domain) as (arm, process):
         follow(arm, process)
         tally = Tally(pid=str(process.pid))
-        cases = [*_wrong_actions(arm), *wrong_poses(arm), *_broken(arm, rng)]
+        cases = [*wrong_actions(arm), *wrong_poses(arm), *broken(_right(arm), rng)]
         if limit is not None:
             cases = rng.sample(cases, min(limit, len(cases)))
         for name, send in cases:
-            tally.judge(name, partial(_one_to_the_driver, arm, process, send))
+            tally.judge(name, partial(one_to_the_driver, arm, process, send))
         for count in (1000, 3000):
-            tally.judge(f"{count} actions at once", partial(_flood, arm, process, arm.actions, arm.action, count))
-            tally.judge(f"{count} poses at once", partial(_flood, arm, process, arm.poses, arm.pose, count))
+            tally.judge(f"{count} actions at once", partial(flood, arm, process, arm.actions, arm.action, count))
+            tally.judge(f"{count} poses at once", partial(flood, arm, process, arm.poses, arm.pose, count))
     return tally
 
 
-def follow(arm: Arm, process: NodeProcess) -> None:
+def follow(arm: Arm | JointArm, process: NodeProcess) -> None:
     """A right action moves the arm.
 
     Raises:
         RuntimeError: it does not.
     """
-    way_m = -STEP_M if arm.at.pose.position.y > 0 else STEP_M
     arm.check()
-    start = arm.at.pose.position.y
-
-    def there() -> bool:
-        return abs(arm.at.pose.position.y - start) > 0.5 * STEP_M
-
+    act, followed = arm.next_move()
     for _ in range(60):
-        arm.actions.publish(arm.action(0.0, way_m))
-        if arm.until(there, 0.5):
+        act()
+        if arm.until(followed, 0.5):
             break
     else:
         raise RuntimeError(f"no right action is followed any more: {process.new_output()[-300:]}")
-    arm.until(lambda: rests(arm), 5.0)
+    arm.until(arm.rests, 5.0)
     arm.check()
 
 
-def _one_to_the_driver(arm: Arm, process: NodeProcess, send: Callable[[], None]) -> str:
+def one_to_the_driver(arm: Arm | JointArm, process: NodeProcess, send: Callable[[], None]) -> str:
+    """Sends something wrong to a robot at rest, which must stay, and then follow a right action."""
     send()
     arm.spin(0.3)
-    moved_m = arm.moved_m()
+    moved = arm.moved()
     arm.check()
-    if moved_m > STILL_M:
-        raise Silent(f"it moved by {moved_m:.4f} m")
+    if moved > arm.still:
+        raise Silent(f"it moved by {moved:.4f} {arm.unit}")
     follow(arm, process)
     process.check()
     return "moved nothing"
 
 
-def _wrong_actions(arm: Arm) -> Iterator[tuple[str, Callable[[], None]]]:
+def wrong_actions(arm: Arm | JointArm) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Actions of the tool that are none, too large, of another convention, too old or from the future, by name."""
+
     def action(name: str, *values: float, **changes: Any) -> tuple[str, Callable[[], None]]:
         return f"action: {name}", lambda: arm.actions.publish(arm.action(*values, **changes))
 
@@ -115,8 +114,9 @@ def _wrong_actions(arm: Arm) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"action: stamp {offset_s} s from now", dated
 
 
-def _broken(arm: Arm, rng: random.Random) -> Iterator[tuple[str, Callable[[], None]]]:
-    for publisher, message in ((arm.actions, arm.action(0.0, STEP_M)), (arm.poses, arm.pose(0.3))):
+def broken(publishers: Sequence[tuple[Any, Any]], rng: random.Random) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Parts of messages, wrong lengths in them, and random bytes; `publishers`: each with a right message."""
+    for publisher, message in publishers:
         whole = serialize_message(message)
         raws = [whole[:at] for at in range(4, len(whole), max(8, len(whole) // 12))]
         raws += [whole[:at] + b"\xff\xff\xff\x7f" + whole[at + 4 :] for at in (12, 16)]
@@ -125,7 +125,12 @@ def _broken(arm: Arm, rng: random.Random) -> Iterator[tuple[str, Callable[[], No
             yield f"{len(raw)} bytes as {type(message).__name__}", partial(publisher.publish, raw)
 
 
-def _flood(arm: Arm, process: NodeProcess, publisher: Any, make: Callable[[], Any], count: int) -> str:
+def _right(arm: Arm) -> tuple[tuple[Any, Any], ...]:
+    return (arm.actions, arm.action(0.0, STEP_M)), (arm.poses, arm.pose(0.3))
+
+
+def flood(arm: Arm | JointArm, process: NodeProcess, publisher: Any, make: Callable[[], Any], count: int) -> str:
+    """Sends a right message so many times without a pause."""
     message = make()
     for number in range(count):
         publisher.publish(message)
@@ -151,7 +156,7 @@ def attack_sim_robot(scratch: Path, domain: int, *, limit: int | None = None, se
             if not user.until(lambda: images, 120.0):
                 raise RuntimeError(f"the simulated robot sends no images: {process.new_output()[-300:]}")
             tally = Tally(pid=str(process.pid))
-            cases = [*_wrong_actions(arm), *_broken(arm, rng)]
+            cases = [*wrong_actions(arm), *broken(_right(arm), rng)]
             if limit is not None:
                 cases = rng.sample(cases, min(limit, len(cases)))
             for name, send in cases:

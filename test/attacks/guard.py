@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import rclpy
-from attacks.arm import NUMBERS, SPEED, STAMPS_S, STEP_M, STILL_M, Arm, arm_beside, wrong_poses
+from attacks.arm import NUMBERS, STAMPS_S, STEP_M, Arm, arm_beside, wrong_poses
 from attacks.driver import follow
+from attacks.joint_arm import JointArm
 from attacks.process import NodeProcess, stamp
 from attacks.tally import Silent, Tally
 from geometry_msgs.msg import PoseStamped
@@ -29,20 +30,20 @@ def attack_guard(scratch: Path, domain: int, *, limit: int | None = None, seed: 
     """Commands that are none, or wrong, or floods; arguments as of `attack_driver`."""
     rng = random.Random(seed)
     with arm_beside("guard", scratch, domain) as (arm, process):
-        _pass(arm, process)
+        let_through(arm, process)
         tally = Tally(slow_s=60.0, pid=str(process.pid))
         cases = [*_wrong_commands(arm), *wrong_poses(arm)]
         cases += [(f"bytes: {name}", send) for name, send in _broken_commands(arm, rng)]
         if limit is not None:
             cases = rng.sample(cases, min(limit, len(cases)))
         for name, send in cases:
-            tally.judge(name, partial(_one_to_the_guard, arm, process, send))
+            tally.judge(name, partial(one_to_the_guard, arm, process, send))
         for count in (1000, 3000):
-            tally.judge(f"{count} commands at once", partial(_burst, arm, process, count, rng))
+            tally.judge(f"{count} commands at once", partial(burst, arm, process, count, rng))
     return tally
 
 
-def _pass(arm: Arm, process: NodeProcess) -> None:
+def let_through(arm: Arm | JointArm, process: NodeProcess) -> None:
     """It lets right commands through, once the stop is cleared.
 
     Raises:
@@ -56,17 +57,18 @@ def _pass(arm: Arm, process: NodeProcess) -> None:
     raise RuntimeError(f"nothing passes any more: {process.new_output()[-400:]}")
 
 
-def _one_to_the_guard(arm: Arm, process: NodeProcess, send: Callable[[], None]) -> str:
+def one_to_the_guard(arm: Arm | JointArm, process: NodeProcess, send: Callable[[], None]) -> str:
+    """Sends a command among right ones; returns what became of it."""
     for _ in range(5):
         send()
         arm.spin(0.02)
     arm.spin(0.2)
-    moved_m = arm.moved_m()
+    moved = arm.moved()
     arm.check()
-    if moved_m > SPEED * 0.5:
-        raise Silent(f"it moved by {moved_m:.3f} m")
+    if moved > arm.far:
+        raise Silent(f"it moved by {moved:.3f} {arm.unit}")
     stopped = not arm.passing
-    _pass(arm, process)
+    let_through(arm, process)
     process.check()
     return "stopped" if stopped else "passed over or bounded"
 
@@ -119,14 +121,15 @@ def _broken_commands(arm: Arm, rng: random.Random) -> Iterator[tuple[str, Callab
             yield f"{size} at {name}", partial(publisher.publish, b"\0\1\0\0" + rng.randbytes(size))
 
 
-def _burst(arm: Arm, process: NodeProcess, count: int, rng: random.Random) -> str:
+def burst(arm: Arm | JointArm, process: NodeProcess, count: int, rng: random.Random) -> str:
+    """Sends random commands without a pause."""
     for number in range(count):
-        arm.commands.publish(arm.pose(*(rng.uniform(-0.3, 0.3) for _ in range(3))))
+        arm.commands.publish(arm.random_command(rng))
         if number % 50 == 0:
             arm.spin(0.001)
     arm.spin(0.3)
     arm.check()
-    _pass(arm, process)
+    let_through(arm, process)
     process.check()
     return "lived"
 
@@ -139,7 +142,7 @@ def attack_pairs(scratch: Path, domain: int, *, limit: int | None = None, seed: 
         tally.pid = str(process.pid)
         tally.judge("driver: two publishers of actions", partial(_second_policy, arm, process))
     with arm_beside("guard", scratch, domain + 1) as (arm, process):
-        _pass(arm, process)
+        let_through(arm, process)
         tally.pid = str(process.pid)
         topics: list[tuple[str, type]] = [("/command/pose", PoseStamped), ("/tool_pose", PoseStamped)]
         topics += [("/action", VlaAction), ("/guard/enable", Bool), ("/guard/pose", PoseStamped)]
@@ -160,10 +163,10 @@ def _second_policy(arm: Arm, process: NodeProcess) -> str:
     for _ in range(5):
         arm.actions.publish(arm.action(0.0, STEP_M))
         arm.spin(0.1)
-    moved_m = arm.moved_m()
+    moved = arm.moved()
     other.destroy_node()
-    if not told or moved_m > STILL_M:
-        raise Silent(f"told: {told}; it moved by {moved_m:.3f} m")
+    if not told or moved > arm.still:
+        raise Silent(f"told: {told}; it moved by {moved:.3f} m")
     follow(arm, process)
     return "refused, and told"
 
@@ -175,5 +178,5 @@ def _second(arm: Arm, process: NodeProcess, name: str, topic: str, kind: type) -
     other.destroy_node()
     if not refused:
         raise Silent(f"passing: {arm.passing}; it says {arm.gate}")
-    _pass(arm, process)
+    let_through(arm, process)
     return "refused, and told"

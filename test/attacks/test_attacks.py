@@ -12,15 +12,17 @@ from attacks.commands import attack_commands
 from attacks.driver import attack_driver
 from attacks.guard import attack_guard, attack_pairs
 from attacks.images import attack_images
+from attacks.joint_driver import attack_joint_driver
 from attacks.joint_guard import attack_joint_guard
 from attacks.tally import Silent, Tally
 from support.checkpoints import shard, write_checkpoint
 from support.nightly import nightly_but
 
-from specvla_ros.control.guard.settings import JOINT_OUTPUTS
+from specvla_ros.control.guard.settings import JOINT_OUTPUTS, Output
 from specvla_ros.errors import UserError
 
 pytestmark = pytest.mark.attack
+CHUNK = Output.JOINT_TRAJECTORY_CHUNK.value
 SEEDS = (1, pytest.param(2, marks=pytest.mark.nightly))
 
 
@@ -90,6 +92,13 @@ def test_nodes_of_a_robot(tmp_path: Path, attack: Callable[..., Tally]) -> None:
 def test_the_guard_of_joints(tmp_path: Path) -> None:
     tally = attack_joint_guard(tmp_path, int(os.environ["ROS_DOMAIN_ID"]), limit=2, seed=1)
     assert tally.tried == 3 * len(JOINT_OUTPUTS)
+    assert not tally.failures, "\n".join(tally.failures)
+
+
+@pytest.mark.parametrize("output", nightly_but(lambda output: output == CHUNK, JOINT_OUTPUTS))
+def test_the_driver_of_joints(tmp_path: Path, output: str) -> None:
+    tally = attack_joint_driver(tmp_path, int(os.environ["ROS_DOMAIN_ID"]), limit=2, seed=1, outputs=[output])
+    assert tally.tried == 2 * 6
     assert not tally.failures, "\n".join(tally.failures)
 
 
