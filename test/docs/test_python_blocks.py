@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.models.target import TARGETS, Target
 from specvla_ros.speculation import reference
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = "docs/how-to"
 PAGES = (
     "README.md",
+    f"{HOW_TO}/add-a-data-source.md",
     "docs/python.md",
     "docs/explanation/speculative-decoding.md",
     f"{HOW_TO}/add-a-rule.md",
@@ -102,6 +105,20 @@ def test_the_shown_robot_output_takes_the_tool_where_the_action_says(run_page: A
         robot.until(lambda: not sent[-1].any())  # the last command may be on its way
         assert robot.pose.distance(start)[0] == pytest.approx(0.055, abs=0.02)
         assert not sent[-1].any()
+
+
+def test_the_shown_conversion_makes_bags_that_are_read(
+    run_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("episodes").mkdir()
+    rgb, actions, times_s = np.zeros((4, 48, 64, 3), np.uint8), np.zeros((4, 7)), 0.2 * np.arange(4)
+    np.savez("episodes/seven.npz", rgb=rgb, action=actions, t=times_s, text=np.array("lift the red cube"))
+    run_page(f"{HOW_TO}/add-a-data-source.md")
+    with open_bag("bags/seven") as bag:
+        frames = [*bag_frames(bag, choose_topics(bag, TopicChoice()))]
+    assert [frame.instruction for frame in frames] == ["lift the red cube"] * 4
+    assert np.diff([frame.image.time_ns for frame in frames]).tolist() == [200_000_000] * 3
 
 
 def test_the_shown_model_family_has_all_that_a_target_must_give(run_page: Any) -> None:
