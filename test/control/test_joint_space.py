@@ -179,6 +179,21 @@ def test_a_chunk_is_followed_without_a_stop_between_its_rows():
     assert min(speeds) > 0.3 and max(speeds) < 0.8
 
 
+@pytest.mark.parametrize("dt_s", [0.004, 1 / 30, 0.25])
+def test_the_period_of_a_chunk_need_not_be_the_controllers(dt_s):
+    """Rows are due at their own times: shorter than a control step, between two steps, or much longer."""
+    arm, rows = Arm(), 1 + np.arange(round(0.5 / dt_s))
+    arm.take(
+        START + 0.2 * dt_s * rows[:, None], convention=ActionConvention(dt_s, Reference.ABSOLUTE, ActionFrame.JOINTS)
+    )
+    begun_s = arm.now_s
+    for time_s in (0.2, 0.3, 0.4):
+        arm.run(begun_s + time_s - arm.now_s)
+        np.testing.assert_allclose(arm.at, START + 0.2 * time_s, atol=0.012)
+    arm.run(0.5)
+    np.testing.assert_allclose(arm.at, START + 0.2 * dt_s * len(rows), atol=1e-3)
+
+
 def test_columns_are_taken_by_their_names():
     arm = Arm()
     arm.take([0.6, 0.2, 0.4], names=("bend", "turn", "lift"))

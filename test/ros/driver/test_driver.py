@@ -665,6 +665,27 @@ def test_no_command_lies_beyond_a_range_that_the_parameters_give():
         np.testing.assert_allclose(points.max(axis=0), home + 0.1, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "measured, words",
+    [
+        (dict(zip(JOINTS, np.degrees([*HOME.values()]), strict=True)), "is this in degrees"),
+        ({name: value for name, value in HOME.items() if name != "joint4"}, "no message has 'joint4'"),
+        ({f"panda_{name}": value for name, value in HOME.items()}, "they have panda_joint1"),
+    ],
+    ids=["degrees", "missing", "other names"],
+)
+def test_joints_that_are_not_the_arms_are_told_and_nothing_moves(measured, words):
+    with arm(output="joint_trajectory", diagnostics_period_s=0.05, **JOINT_ACTIONS) as robot:
+        robot.joints = measured
+        assert robot.driver.trigger_configure().name == "SUCCESS"
+        assert robot.driver.trigger_activate().name == "SUCCESS"
+        robot.until(lambda: robot.diagnostics and words in robot.status().message)
+        robot.act(**joint_action([*HOME.values()]))
+        robot.spin(10)
+        assert robot.refused()["not_following"] == 1 and not robot.core.anchored
+        assert not robot.trajectories
+
+
 def test_actions_of_joints_that_do_not_fit_the_arm_move_nothing():
     with arm(output="position_array", **JOINT_ACTIONS) as robot:
         robot.joints = HOME
