@@ -84,6 +84,11 @@ def test_a_checkpoint_of_a_known_dataset_names_its_joints_itself() -> None:
             ConventionSettings().convention("specvla_joints", 0.2, unnamed)
 
 
+def test_a_joint_that_is_named_twice_is_refused_before_anything_else() -> None:
+    with pytest.raises(UserError, match=r"action\.joints names a more than once"):
+        ConventionSettings(joints=("a", "b", "a"))
+
+
 def test_the_user_says_everything_of_an_own_dataset() -> None:
     assert OWN.convention("my_robot") == ActionConvention(
         0.1, Reference.ABSOLUTE, ActionFrame.TOOL, Rotation.RPY, GripperSign.CLOSE_HIGH, 0.01, 1.0

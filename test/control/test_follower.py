@@ -540,3 +540,17 @@ def test_a_share_of_the_speed_slows_the_whole_motion_without_a_jump(share):
     np.testing.assert_allclose(np.diff(places)[40:], CONTROL_S * (speeds[40:-1] + speeds[41:]) / 2, atol=2e-4)
     slow = speeds[100:]  # the share is reached, and the way is not done
     assert slow.max() <= share * speeds.max() + 1e-9 and (slow.max() > 0) == (share > 0)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.2, 0.1])
+def test_what_is_coming_brakes_in_full_motion_as_soon_as_in_slow_motion(share):
+    """A slow motion's time is stopped, too: braking at a fifth of the speed would take five times as long."""
+    arm, period_s, steps = Arm(), 0.02, 5
+    arm.take(np.array([0.3, 0, 0, 0, 0, 0, 1.0]), convention=replace(BASE, dt_s=1.0))
+    for _ in range(40):
+        target = arm.follower.step(arm.now_s, share)
+        arm.history.add(arm.now_s, target.pose)
+        arm.now_s = round(arm.now_s + CONTROL_S, 4)
+    targets = arm.follower.coming(arm.now_s - CONTROL_S, period_s, steps * period_s)
+    assert targets[steps - 1].moving and not targets[-1].moving
+    assert len(targets) <= 2 * steps

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from specvla_ros.control.joint_parts import JointParts
 from specvla_ros.errors import UserError
 from specvla_ros.messages.state_message import StateReader
 from specvla_ros.messages.synchronizer import Matched, Synchronizer
@@ -67,6 +68,15 @@ def test_parts_of_one_moment_belong_to_the_image_of_that_moment() -> None:
 def test_what_is_no_state_is_refused(message: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         StateReader(("a", "b"), 2).read(message, 0)
+
+
+def test_what_was_wrong_with_a_message_is_told_until_a_right_one_comes() -> None:
+    parts = JointParts(("a", "b"))
+    with pytest.raises(UserError, match="not finite"):
+        parts.add(["a", "b"], [1.0, float("nan")], 0)
+    assert "not finite" in parts.lacking
+    assert parts.add(["a", "b"], [1.0, 2.0], MS)
+    assert not parts.lacking
 
 
 def test_numbers_without_names_are_taken_where_none_are_asked_for() -> None:

@@ -595,6 +595,12 @@ def test_a_guard_that_stood_still_holds_a_trajectory_where_its_last_point_led() 
     assert not held.velocities.any()
 
 
+def test_settings_out_of_their_range_are_refused_as_they_are_made() -> None:
+    for changes in ({"output": "telepathy"}, {"rate_hz": 1.0}):
+        with pytest.raises(UserError, match=f"^{next(iter(changes))} (is|must be) "):
+            replace(guard_settings("twist"), **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
