@@ -44,6 +44,7 @@ def _mutants(result: Result) -> Result:
         "survivors_count": len(live),
         "left_out_words": left_out or "none",
         "rows": rows,
+        "random": [result["at_random"]] if "at_random" in result else [],
         "any_live": bool(live),
         "live": ", ".join(live),
     }

@@ -42,6 +42,7 @@ _WEIGHTS = {f"{CONTROL}{name}": 4 for name in ("guard/", "driver.py", "follower.
 _OPTIONS = ("--hypothesis-profile=mutants",)
 _PATIENCE, _MIN_TIMEOUT_S, _LONGEST_S = 4.0, 30.0, 3600.0
 _BY_HAND = "by hand"
+_AGAIN = " again"  # after the verdict of a mutant that lived when it was first tried
 _COUNTED = {"mutants": 0, "killed": 0, "timeouts": 0, "survivors": 0, "equivalent": 0}
 
 
@@ -256,7 +257,10 @@ class _Verdicts:
         self._found |= dict(map(json.loads, lines))
 
     def of(self, mutant: Mutant) -> str:
-        """`failed`, `timeout`, `broken`, `passed` by all tests, `lives` after the near ones; empty: not tried."""
+        """`failed`, `timeout`, `broken`, `passed` by all tests, `lives` after the near ones; empty: not tried.
+
+        `_AGAIN` follows where it lived at first.
+        """
         return self._found.get(self._name(mutant), "")
 
     def keep(self, mutant: Mutant, verdict: str) -> None:
@@ -289,6 +293,8 @@ def _try_all(drawn: Sequence[Mutant], verdicts: _Verdicts, *, again: bool, wider
         try:
             for count, mutant in enumerate(waiting, 1):
                 verdict = _verdict(mutant, tree, wider=wider)
+                if verdicts.of(mutant) == "passed" != verdict:
+                    verdict += _AGAIN
                 verdicts.keep(mutant, verdict)
                 print(f"{count}/{len(waiting)} {verdict}: {mutant.key}", file=sys.stderr, flush=True)
         finally:
@@ -320,7 +326,7 @@ def reason_of(mutant: Mutant, known: Sequence[dict[str, str]]) -> str:
 def summary(drawn: Sequence[Mutant], of: int, verdicts: _Verdicts, left_out: dict[str, int]) -> dict[str, Any]:
     """The figures, by module, and what lives."""
     known, by_module = equivalent(), dict[str, Counter[str]]()
-    survivors, equal = [], []
+    survivors, equal, drawn_at_random = [], [], Counter(mutants=0, noticed=0, noticed_at_first=0)
     for mutant in drawn:
         counts = by_module.setdefault(mutant.module, Counter(_COUNTED))
         counts["mutants"] += 1
@@ -333,10 +339,15 @@ def summary(drawn: Sequence[Mutant], of: int, verdicts: _Verdicts, left_out: dic
             counts["survivors"] += 1
             survivors.append(told)
         else:
-            counts["timeouts" if verdict == "timeout" else "killed"] += 1
+            counts["timeouts" if verdict.removesuffix(_AGAIN) == "timeout" else "killed"] += 1
+        if not (reason or mutant.key.startswith(_BY_HAND)):
+            lives = verdict in ("passed", "lives", "")
+            at_first = not (lives or verdict.endswith(_AGAIN))
+            drawn_at_random.update(mutants=1, noticed=not lives, noticed_at_first=at_first)
     return {
         "drawn": len(drawn),
         "of": of,
+        "at_random": dict(drawn_at_random),  # without those by hand and those that are equivalent
         "left_out": left_out,
         "modules": {module: dict(counts) for module, counts in sorted(by_module.items())},
         "survivors": survivors,

@@ -2,7 +2,10 @@
 """What makes the mutants makes them, and leaves out what cannot matter."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_item import MutationSpec
-from mutants.mutants import Tree, by_hand, draw, equivalent, reason_of
+from mutants.mutants import Tree, by_hand, draw, equivalent, reason_of, summary
 from mutants.operators import CHOSEN, RemoveStatement, Skips
 from mutants.rooms import CONTROL, DRIVER, GUARD, NEAR, WIDER, modules, stages
 
@@ -158,3 +161,13 @@ def test_only_a_mutant_on_the_list_is_equivalent() -> None:
     listed = {"module": mutant.module, "was": mutant.was, "becomes": mutant.becomes, "reason": "because"}
     assert reason_of(mutant, [listed]) == "because"
     assert reason_of(mutant, [{**listed, "becomes": "pass"}]) == ""
+
+
+def test_those_drawn_at_random_are_counted_apart_and_as_they_were_at_first() -> None:
+    hand = by_hand()[0]
+    verdicts: Any = {"x:1": "failed", "x:2": "timeout again", "x:3": "passed", hand.key: "failed"}
+    drawn = [hand, *(replace(hand, key=key) for key in verdicts if key != hand.key)]
+    found: Any = SimpleNamespace(of=lambda mutant: verdicts[mutant.key])
+    told = summary(drawn, 9, found, {})
+    assert told["at_random"] == {"mutants": 3, "noticed": 2, "noticed_at_first": 1}
+    assert len(told["survivors"]) == 1 and told["modules"][hand.module]["timeouts"] == 1
