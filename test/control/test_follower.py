@@ -554,3 +554,11 @@ def test_what_is_coming_brakes_in_full_motion_as_soon_as_in_slow_motion(share):
     targets = arm.follower.coming(arm.now_s - CONTROL_S, period_s, steps * period_s)
     assert targets[steps - 1].moving and not targets[-1].moving
     assert len(targets) <= 2 * steps
+
+
+def test_what_is_coming_ends_as_the_motion_comes_to_rest():
+    arm = Arm()
+    arm.take(MOVE)
+    arm.run(2 * CONTROL_S)
+    targets = arm.follower.coming(arm.now_s - CONTROL_S, 0.02, 9.0)
+    assert [target.moving for target in targets] == [True] * (len(targets) - 1) + [False]
