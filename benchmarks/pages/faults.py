@@ -32,7 +32,7 @@ def _mutants(result: Result) -> Result:
     sums = {key: sum(row[key] for row in rows) for key in ("mutants", "noticed", "timeouts", "equivalent")}
     matter = sums["mutants"] - sums["equivalent"]
     all_of_them = result["drawn"] == result["of"]
-    rooms = dict.fromkeys(row["name"].rpartition("/")[0].replace("/guard", "") for row in rows)
+    rooms = dict.fromkeys(row["name"].rpartition("/")[0].replace("control/guard", "control") for row in rows)
     left_out = ", ".join(f"{count} × {reason}" for reason, count in result["left_out"].items())
     live = [f"`{each['module']}:{each['line']}` ({each['operator']})" for each in result["survivors"]]
     return {
