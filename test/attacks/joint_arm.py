@@ -32,10 +32,11 @@ from specvla_ros.ros.qos import ACTION, COMMAND, LATCHED_STATE
 JOINTS, HOME = TABLE_ARM.joints, np.array(TABLE_ARM.home)
 CHUNK_DT_S, _ROWS = 0.1, 4
 STEP_RAD = 0.1  # of the first joint, by a right chunk
+_STEP_OF_TOOL_RAD = 0.025  # of a joint, by STEP_M of the tool; more than the driver tries its order with
 _SPEED, _ACCELERATION = 0.5, 10.0  # rad/s, rad/s²
 AHEAD_S, _PERIOD_S = 0.06, 0.02
 _TOLERANCE = 1.1  # of a speed between two messages: they arrive a little apart
-_RESTS = 15  # positions in a row that do not differ, of an arm at rest
+_RESTS = 15  # commands and positions in a row that do not differ, of an arm at rest
 _LATE_S = 0.05  # longest that the arm makes up for at once: it does not go on while this process stands still
 
 
@@ -124,11 +125,20 @@ class JointArm(Attacker):
             self.newest_ns = ns_of(message.header.stamp)
             self.actions.publish(message)
 
-        return act, lambda: float(np.abs(self.joints - start).max()) > (0.5 * STEP_RAD if self.of_joints else 0.02)
+        return (
+            act,
+            lambda: (
+                float(np.abs(self.joints - start).max()) > (0.5 * STEP_RAD if self.of_joints else _STEP_OF_TOOL_RAD)
+            ),
+        )
 
     def rests(self) -> bool:
-        """Whether it stands still."""
-        return len(self._way) == _RESTS and float(np.ptp(self._way, axis=0).max()) < 1e-4
+        """Whether it stands still, and is sent to stand: a driver that has no processor time says nothing."""
+        ends = np.array([each[-1] for _, each in self.sent[-_RESTS:]])
+        if len(ends) < _RESTS or len(self._way) < _RESTS:
+            return False
+        sent = np.abs(ends).max() if self.by_velocity else np.ptp(ends, axis=0).max()
+        return max(float(sent), float(np.ptp(self._way, axis=0).max())) < 1e-4
 
     def moved(self) -> float:
         """How far the joint that moved most is from where it was at the last check."""

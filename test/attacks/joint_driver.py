@@ -27,6 +27,7 @@ from specvla_ros.msg import VlaAction
 _Cases = Iterator[tuple[str, Callable[[], None]]]
 _ROWS = 4
 _FAR = 1.6  # rad, more than max_step_rad
+_RIGHT = tuple(f"action: -0.5 in column {axis}" for axis in (3, 4, 5))  # rad: a turn that the driver may follow
 _STOPS_S = 1.0  # with these limits a stop takes less than 0.3 s
 
 
@@ -52,7 +53,8 @@ def _attacks(
     arm: JointArm, process: NodeProcess, rng: random.Random, limit: int | None
 ) -> Iterator[tuple[str, Callable[[], str]]]:
     right = partial(arm.chunk, STEP_RAD) if arm.of_joints else partial(arm.action, 0.0, STEP_M)
-    cases = [*(_wrong_chunks(arm) if arm.of_joints else wrong_actions(arm)), *_wrong_states(arm)]
+    actions = _wrong_chunks(arm) if arm.of_joints else wrong_actions(arm)
+    cases = [*(case for case in actions if case[0] not in _RIGHT), *_wrong_states(arm)]
     cases += broken(((arm.actions, right()), (arm.states, arm.joint_state())), rng)
     attack = _one_in_motion if arm.of_joints else one_to_the_driver
     for name, send in cases if limit is None else rng.sample(cases, min(limit, len(cases))):
