@@ -103,10 +103,12 @@ def _robots(result: Result) -> dict[str, Any]:
 def _faults(results: Mapping[str, Result]) -> dict[str, Any]:
     faults = results["faults_sim"]
     keys = ("runs", "beyond", "late", "promised")
-    cases = {
-        name: {key: sum(each[key] for each in results[name]["classes"].values()) for key in ("tried", "failed")}
-        for name in ("attacks", "attack_nodes")
-    }
+    cases = {}
+    for name in ("attacks", "attack_nodes"):
+        classes = [
+            each for result in results.values() if result["benchmark"] == name for each in result["classes"].values()
+        ]
+        cases[name] = {key: sum(each[key] for each in classes) for key in ("tried", "failed")}
     return {
         "simulated": faults,
         "bare": {key: sum(row["bare"][key] for row in faults["faults"]) for key in keys},
