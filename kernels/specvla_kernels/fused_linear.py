@@ -22,8 +22,7 @@ _TILES = {
 # the registers of 4 warps (sm_87, Triton 3.2).
 _NORMED_TILES = {16: (64, 64, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 3, 8)}
 _MOST_ROWS = 64  # of a tile
-_FEW_ROWS = 5  # up to this many are faster on a CPU with a small weight on the left
-_LARGE = 1 << 20  # minimum elements of a weight for which oneDNN is faster, despite its lookup of compiled kernels
+_LARGE = 1 << 21  # minimum multiplications for which oneDNN is faster, despite its lookup of compiled kernels
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,21 +30,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     On a CPU in float32, MKL is slow for few rows, and on processors other than Intel's for many rows too. Its
     matrix-vector product, used in a decode step, runs on one core: a batched product over equal shares of the weight's
-    rows, one per thread, reads them in parallel. More rows with a large weight go to oneDNN, without a gradient. A few
-    rows with a small weight are faster with the weight as the left matrix: (W x^T)^T. Measured by
-    benchmarks/speed/linear.py.
+    rows, one per thread, reads them in parallel. More rows go to oneDNN, without a gradient, unless rows and weight are
+    few. Measured by benchmarks/speed/linear.py.
     """
     n_rows = x.shape[:-1].numel()
     if x.is_cuda or x.dtype != torch.float32 or not n_rows:
         return F.linear(x, weight, bias)
-    if n_rows > 1 and weight.numel() >= _LARGE and _has_onednn() and not torch.is_grad_enabled():
+    if n_rows > 1 and n_rows * weight.numel() >= _LARGE and _has_onednn() and not torch.is_grad_enabled():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if x.ndim != 2 or bias is not None:
         return F.linear(x, weight, bias)
     shares, (out_features, in_features) = torch.get_num_threads(), weight.shape
     if n_rows == 1 and shares > 1 and out_features % shares == 0:
         return torch.bmm(weight.view(shares, -1, in_features), x.T.expand(shares, in_features, 1)).view(1, out_features)
-    return torch.mm(weight, x.T).T.contiguous() if 1 < n_rows <= _FEW_ROWS else F.linear(x, weight)
+    return F.linear(x, weight)
 
 
 def _has_onednn() -> bool:
