@@ -27,9 +27,13 @@ def commit_kv(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, n
 
 def commit_kv_reference(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, nodes: Tensor) -> None:
     """`commit_kv` in PyTorch."""
+    if nodes.shape[1] == 1:  # roots, which stay where they are
+        return
     steps = torch.arange(nodes.shape[1], device=nodes.device)
     # The moving nodes, usually none, are read back, which does not wait on a CPU.
     request, step = ((nodes >= 0) & (nodes != steps)).nonzero(as_tuple=True)
+    if not len(step):
+        return
     slot, first = slots[request], first_rows[request]
     for store in (keys, values):
         store[:, slot, first + step] = store[:, slot, first + nodes[request, step]]

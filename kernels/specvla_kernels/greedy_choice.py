@@ -19,12 +19,10 @@ def greedy_choice(logits: Tensor) -> Tensor:
 
 
 def greedy_choice_reference(logits: Tensor) -> Tensor:
-    """`greedy_choice` in PyTorch, whose own argmax does not define the winner of a tie."""
-    best = logits.amax(dim=-1, keepdim=True)
-    vocab = logits.shape[-1]
-    ids = torch.arange(vocab, device=logits.device)
-    choice = torch.where(logits == best, ids, vocab).amin(dim=-1)
-    return torch.where(choice == vocab, NO_TOKEN, choice)
+    """`greedy_choice` in PyTorch, whose argmax takes the first of equal values, and a NaN for the largest."""
+    first = logits.argmax(dim=-1, keepdim=True)
+    best = logits.gather(-1, first)
+    return torch.where(best.isnan(), NO_TOKEN, first)[:, 0]
 
 
 def greedy_choice_triton(logits: Tensor) -> Tensor:
