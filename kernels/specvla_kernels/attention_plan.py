@@ -36,6 +36,8 @@ class Span:
     prefix_len: int
     is_tree: bool  # True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a causal chain
     sees_all: bool = False  # for a chain: every row sees all of it, as in prompts of prefix language models
+    # For a tree, without kernels: the last rows of the prefix that hold earlier nodes of it. Ancestors count from them.
+    earlier: int = 0
 
     @staticmethod
     def idle(start: int, length: int) -> "Span":

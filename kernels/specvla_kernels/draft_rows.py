@@ -54,7 +54,8 @@ def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tens
 def beam_rows(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor) -> DraftRows:
     """Lays out all beams of the trees so far, after the committed rows.
 
-    Earlier beams are recomputed: reading the head's only layer from memory takes longer than any number of rows.
+    Earlier beams are recomputed: on a GPU, reading the head's only layer from memory takes longer than any number of
+    rows.
 
     Args:
         states: [requests, width, hidden], states after the previous beam's nodes, which the newest beam's parents
@@ -81,14 +82,36 @@ def beam_rows_reference(
     where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor
 ) -> DraftRows:
     """`beam_rows` in PyTorch."""
-    k, size = beam.tokens.shape[1], states.shape[2]
+    inputs = _beam_inputs(where, beam, states)
+    inputs = inputs if before is None else torch.cat((before, inputs), dim=1)
+    depths = torch.arange(inputs.shape[1], device=inputs.device) // beam.tokens.shape[1]
+    depths = depths.minimum(_deepest(where))
+    return _laid_out(where, where.prefix_lens, inputs, depths, beam.ancestors, where.slots, tiles)
+
+
+def newest_rows(where: DraftSlots, beam: Beam, states: Tensor, tiles: Tensor) -> DraftRows:
+    """Lays out only the newest beam, for references: on a CPU each row takes its time.
+
+    The earlier beams' keys and values are in the slots already, after the committed rows.
+    """
+    k = beam.tokens.shape[1]
+    earlier = beam.ancestors.shape[1] - k
+    depths = torch.full((1, k), earlier // k, device=states.device).minimum(_deepest(where))
+    inputs, ancestors = _beam_inputs(where, beam, states), beam.ancestors[:, earlier:]
+    return _laid_out(where, where.prefix_lens + earlier, inputs, depths - earlier, ancestors, where.slots, tiles)
+
+
+def _beam_inputs(where: DraftSlots, beam: Beam, states: Tensor) -> Tensor:
+    """The newest beam's inputs, [requests, k, 2 hidden]."""
     embedded = where.embeddings[beam.tokens]
     embedded = embedded if where.scale == 1.0 else embedded * where.scale
-    inputs = torch.cat((embedded, states.gather(1, beam.parents[:, :, None].expand(-1, -1, size))), dim=-1)
-    inputs = inputs if before is None else torch.cat((before, inputs), dim=1)
-    deepest = (where.max_depths - 1).clamp(min=0)[:, None]
-    depths = (torch.arange(inputs.shape[1], device=deepest.device) // k).minimum(deepest)
-    return _laid_out(where, where.prefix_lens, inputs, depths, beam.ancestors, where.slots, tiles)
+    above = states.gather(1, beam.parents[:, :, None].expand(-1, -1, states.shape[2]))
+    return torch.cat((embedded, above), dim=-1)
+
+
+def _deepest(where: DraftSlots) -> Tensor:
+    """The largest offset of a position from the committed rows, int64 [requests, 1]."""
+    return (where.max_depths - 1).clamp(min=0)[:, None]
 
 
 def _laid_out(

@@ -97,12 +97,12 @@ class PackedLayout:
         if span.length == 1 or span.sees_all or (not span.is_tree and span.prefix_len == 0):
             return None
         device = self.ancestors.device
-        nodes = torch.arange(span.length, device=device)
+        nodes = torch.arange(span.earlier + span.length, device=device)
         if span.is_tree:
             among = (self.ancestors[span.start : span.stop, None] >> nodes) & 1 == 1
         else:
             among = nodes[:, None] >= nodes
-        prefix = torch.ones(span.length, span.prefix_len, dtype=torch.bool, device=device)
+        prefix = torch.ones(span.length, span.prefix_len - span.earlier, dtype=torch.bool, device=device)
         return torch.cat((prefix, among), dim=1)
 
 

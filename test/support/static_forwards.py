@@ -16,6 +16,7 @@ from specvla_kernels import draft_rows, expand_tree, finish_tree, packed_attenti
 from specvla_kernels.attention_plan import AttentionPlan
 from specvla_kernels.graph_capture import Capture, Result
 from specvla_kernels.layout import PackedLayout, Span
+from specvla_ros.speculation.drafters.eagle import tree_growth
 
 
 def rerun(run: Callable[[], Result]) -> Callable[[], Result]:
@@ -96,7 +97,8 @@ def _overwrite(old: Any, new: Any) -> None:
 
 def use_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the attention follow its plan's table as the kernel does, in any dtype."""
-    monkeypatch.setattr(packed_attention, "has_kernels", lambda _: True)
+    for operator in (packed_attention, tree_growth):
+        monkeypatch.setattr(operator, "has_kernels", lambda _: True)
     monkeypatch.setattr(packed_attention, "packed_attention_triton", _as_one_step)
 
 
@@ -104,7 +106,7 @@ def use_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels(wanted: bool):
     """Runs the decoder's and the draft's operators as Triton kernels, or as their references."""
     with pytest.MonkeyPatch.context() as patch:
-        for operator in (rope_write_kv, packed_attention, draft_rows, expand_tree, finish_tree):
+        for operator in (rope_write_kv, packed_attention, draft_rows, expand_tree, finish_tree, tree_growth):
             patch.setattr(operator, "has_kernels", lambda _: wanted)
         yield patch
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
-from specvla_kernels.device import to_device
-from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
+from specvla_kernels.device import has_kernels, to_device
+from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows, newest_rows
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree
 from specvla_kernels.finish_tree import GrownTrees, finish_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
@@ -290,12 +290,16 @@ class TreeGrower:
         """Grows one level per forward of the head, over the previous level's beam."""
         where, inputs = start.where, None
         for _ in range(depth):
-            if growth.beam is not None:
-                trees, n = growth.beam.ancestors.shape
+            if (beam := growth.beam) is not None:
+                trees, n = beam.ancestors.shape
                 plan = self._plan(trees, n, is_tree=True)
-                rows = beam_rows(where, growth.beam, states, inputs, plan.tiles)
-                inputs = rows.inputs
-                states = self._over(rows, start, plan).view(trees, n, -1)[:, -self._k :]
+                if has_kernels(states):
+                    rows = beam_rows(where, beam, states, inputs, plan.tiles)
+                    inputs = rows.inputs
+                else:
+                    rows = newest_rows(where, beam, states, plan.tiles)
+                earlier = n - rows.inputs.shape[1]
+                states = self._over(rows, start, plan, earlier).view(trees, n - earlier, -1)[:, -self._k :]
             self._consider(growth, self._logits(states), start.dimensions)
 
     def _expand_all(self, growth: TreeGrowth, start: DraftStart, states: Tensor) -> None:
@@ -304,10 +308,13 @@ class TreeGrower:
             width = growth.beam_tokens.shape[1]
             self._consider(growth, logits[:, None].expand(-1, width, -1), start.dimensions)
 
-    def _over(self, rows: DraftRows, start: DraftStart, plan: AttentionPlan) -> Tensor:
-        """Runs the head on rows: [requests * n, hidden]."""
+    def _over(self, rows: DraftRows, start: DraftStart, plan: AttentionPlan, earlier: int = 0) -> Tensor:
+        """Runs the head on rows, [requests * n, hidden], that follow `earlier` nodes of each tree in its slot."""
         n = rows.inputs.shape[1]
-        spans = tuple(Span(slot, i * n, n, prefix, is_tree=True) for i, (slot, prefix) in enumerate(start.spans))
+        spans = tuple(
+            Span(slot, i * n, n, prefix + earlier, is_tree=True, earlier=earlier)
+            for i, (slot, prefix) in enumerate(start.spans)
+        )
         plans = {(plan.group, self.keys.shape[2]): plan}
         layout = PackedLayout(spans, rows.positions, rows.kv_rows, rows.ancestors, plans)
         fused = self.head.project(rows.inputs.flatten(0, 1))
