@@ -34,7 +34,7 @@ def rope_write_kv_reference(
     both = torch.cat((q, k), dim=1)
     first, second = both.to(torch.promote_types(q.dtype, torch.float32)).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)
-    q, k = rotated.split((q.shape[1], k.shape[1]), dim=1)
+    q, k = rotated.split_with_sizes((q.shape[1], k.shape[1]), dim=1)
     k_cache.flatten(0, 1).index_copy_(0, kv_rows, k)
     v_cache.flatten(0, 1).index_copy_(0, kv_rows, v)
     return q

@@ -171,7 +171,8 @@ class DecoderLayer(nn.Module):
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Splits [..., (heads + 2 kv_heads) head_dim] into queries [..., heads, head_dim], keys and values."""
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        heads = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
+        q, k, v = heads.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
