@@ -26,6 +26,19 @@ def _tick_cost(result: Result) -> Result:
     return {"table": table(cells), "has_before": bool(before)}
 
 
+def _revisions(result: Result) -> Result:
+    rows = [
+        {
+            "mode": mode,
+            "parts": [part["cpu_s"] for part in each["parts"].values()],
+            "forwards": each["forwards_per_action"]["now"],
+            "same_tokens": each["same_tokens"],
+        }
+        for mode, each in result["modes"].items()
+    ]
+    return {**result, "rows": rows}
+
+
 def _decode_modes(result: Result) -> Result:
     def run(row: Result) -> Result:
         """Marks a skipped row; only our rows count forwards."""
@@ -180,4 +193,4 @@ def _class(name: str) -> tuple[bool, bool]:
     return "8 bits" in name, "lookup" in name
 
 
-VIEWS = views(_tick_cost, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines)
+VIEWS = views(_tick_cost, _revisions, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines)

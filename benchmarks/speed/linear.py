@@ -14,7 +14,8 @@ from torch import Tensor
 from benchmarks.harness import Out, finish, result_head, take_turns
 from specvla_kernels.fused_linear import linear
 
-SHAPES = {"gate and up": (11264, 2048), "output head": (32064, 2048)}  # of a 1B Llama
+# Of a 1B Llama, and of the nano policy.
+SHAPES = {"gate and up": (11264, 2048), "output head": (32064, 2048), "gate and up, nano": (960, 192)}
 ROWS = (1, 2, 5, 16, 64, 290)  # of a decode step, levels of a draft tree, trees, a prompt
 BYTES = 1 << 30  # of all matrices of a shape: larger than the caches
 TURNS = 7
