@@ -18,6 +18,7 @@ from specvla_kernels.draft_rows import (
     beam_rows_triton,
     chain_rows_reference,
     chain_rows_triton,
+    newest_rows,
 )
 from specvla_kernels.expand_tree import (
     Beam,
@@ -197,8 +198,14 @@ def test_rows_of_the_next_forward(seed: int, requests: int, k: int, beams: int, 
     states = real(requests, width + 2, size)[:, -width:]  # the rest of a forward lies before
     before = None if beams == 1 else real(requests, (beams - 1) * k, 2 * size)
     arguments = (where, beam, states, before)
-    same_rows(beam_rows_triton(*arguments, tiles[0]), beam_rows_reference(*arguments, tiles[1]), ends=False)
+    expected = beam_rows_reference(*arguments, tiles[1])
+    same_rows(beam_rows_triton(*arguments, tiles[0]), expected, ends=False)
     assert tiles[0].equal(tiles[1])
+
+    newest = newest_rows(where, beam, states, tiles[1])
+    for name in ("inputs", "positions", "kv_rows", "ancestors", "cos", "sin"):
+        both, alone = (getattr(each, name).reshape(requests, -1) for each in (expected, newest))
+        assert both[:, -alone.shape[1] :].equal(alone), name
 
 
 def same_rows(found: DraftRows, expected: DraftRows, *, ends: bool) -> None:

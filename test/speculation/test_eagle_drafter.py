@@ -183,6 +183,19 @@ def test_no_position_is_beyond_the_targets_last(
         same(tree, other)
 
 
+def test_each_level_computes_only_its_own_nodes_on_a_cpu(head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, seen = head.project, list[int]()
+
+    def counted(both: torch.Tensor) -> torch.Tensor:
+        seen.append(both.shape[:-1].numel())
+        return project(both)
+
+    monkeypatch.setattr(head, "project", counted)
+    drafter(head).draft([request(3, 0, 7, 0, 4)])
+    of_prompt, of_nodes = 3, 4
+    assert seen == [of_prompt, of_nodes] + [SETTINGS.top_k] * (3 if head.parallel_depth == 1 else 0)
+
+
 @pytest.mark.parametrize("chosen", [None, WINDOW], ids=["top_k", "window"])
 def test_a_tree_grows_without_a_read_back(head: EagleHead, chosen: Any) -> None:
     made = drafter(head, window=chosen)
