@@ -44,6 +44,7 @@ _OF_NANO = (
     "live_driving",
     "robots_per_device",
     "serving_under_load",
+    "revisions",
 )
 _EMULATED = (
     "simulation",
