@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads trained by the paper's recipe, by the shipped head's, and in parallel form: same answers, same passes.
+"""Draft heads trained by the paper's recipe and by the shipped head's: same answers, same passes.
 
     pip install -r requirements/train.txt
     python -m benchmarks.speculation.head_recipes
 
 Spec-VLA's table 4: learning rate 5e-5, batch 16, 2000 warm-up steps, clipping at 0.5, regression 1.0 and cross-entropy
 0.1, on the target's own features. Ours has another learning rate and trains on the head's own features, five tokens
-deep. The parallel head drafts five tokens in one forward (P-EAGLE, arXiv 2602.01469). The target answers images of its
-own episodes at the table; at the end all heads draft for images of other episodes, in turns. Takes about 40 minutes on
-one CPU core.
+deep. The target answers images of its own episodes at the table; at the end all heads draft for images of other
+episodes, in turns. Takes about 30 minutes on one CPU core. Heads that draft in one forward: one_pass_drafts.py.
 """
 
 from dataclasses import replace
@@ -51,7 +50,6 @@ def main(
         "Spec-VLA's": DraftTraining(epochs),
         "Spec-VLA's, with the shipped head's rate": DraftTraining(epochs, learning_rate=1e-3),
         "the shipped head's": DraftTraining(epochs, learning_rate=1e-3, own_steps=5),
-        "parallel, with the shipped head's rate": DraftTraining(epochs, learning_rate=1e-3, parallel_depth=5),
     }
     rows: list[dict[str, Any]] = []
     with progress_bar() as bar:
@@ -77,7 +75,6 @@ def main(
                     "name": name,
                     "learning_rate": recipe.learning_rate,
                     "own_steps": recipe.own_steps,
-                    "parallel_depth": recipe.parallel_depth,
                     "tau_by_epoch": [each.tau for each in found],
                     "accept_length_by_place": [list(each) for each in found[-1].accept_length_by_place],
                     "held_out_answers": found[-1].samples,

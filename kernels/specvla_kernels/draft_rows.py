@@ -40,15 +40,16 @@ class DraftRows:
     ends: Tensor  # int64 [requests], the row of each request's last committed token; only for chains
 
 
-def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
-    """Lays out the newest committed rows of each request.
+def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor, *, masks: int = 0) -> DraftRows:
+    """Lays out the newest committed rows of each request, and a parallel head's masks after them.
 
-    `following` (embeddings) and `hidden` (states) are [requests, n, hidden]; the first `rows` of each request count.
-    The others are computed too, into uncommitted rows of the slot. Slots and first rows are written into `tiles`, int32
+    `following` (embeddings) and `hidden` (states) are [requests, n, hidden]; the first `rows` of each request count,
+    and the next `masks`, whose inputs the caller replaces after the fusion. The others are computed too, into
+    uncommitted rows of the slot. Slots and first rows are written into `tiles`, int32
     [tiles, 6], the attention's table (see AttentionPlan), with equally many tiles per request.
     """
     run = chain_rows_triton if has_kernels(hidden) else chain_rows_reference
-    return run(where, following, hidden, tiles)
+    return run(where, following, hidden, tiles, masks=masks)
 
 
 def beam_rows(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor) -> DraftRows:
@@ -67,15 +68,17 @@ def beam_rows(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | No
     return run(where, beam, states, before, tiles)
 
 
-def chain_rows_reference(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
+def chain_rows_reference(
+    where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor, *, masks: int = 0
+) -> DraftRows:
     """`chain_rows` in PyTorch."""
     requests, n = hidden.shape[:2]
     index = torch.arange(n, device=hidden.device).expand(requests, -1)
-    rows = where.rows[:, None]
-    ends = torch.arange(requests, device=rows.device) * n + where.rows - 1
+    deepest = where.rows[:, None] - 1 + (where.max_depths[:, None] - 1).clamp(0, masks)
+    ends = torch.arange(requests, device=index.device) * n + where.rows - 1
     none = torch.zeros_like(index)
     inputs = torch.cat((following, hidden), dim=-1)
-    return _laid_out(where, where.prefix_lens - where.rows, inputs, index.minimum(rows - 1), none, ends, tiles)
+    return _laid_out(where, where.prefix_lens - where.rows, inputs, index.minimum(deepest), none, ends, tiles)
 
 
 def beam_rows_reference(
@@ -132,10 +135,12 @@ def _laid_out(
     return DraftRows(inputs, positions, kv_rows, ancestors.flatten(), where.cos[positions], where.sin[positions], ends)
 
 
-def chain_rows_triton(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
+def chain_rows_triton(
+    where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor, *, masks: int = 0
+) -> DraftRows:
     """`chain_rows` as one launch."""
     sources = (following, hidden, hidden, where.slots, where.slots, where.slots)
-    return _launch(where, sources, tiles, hidden.shape[1], n_before=0, scale=1.0, k=1, chain=True)
+    return _launch(where, sources, tiles, hidden.shape[1], n_before=0, scale=1.0, k=1, chain=True, masks=masks)
 
 
 def beam_rows_triton(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor) -> DraftRows:
@@ -148,7 +153,7 @@ def beam_rows_triton(where: DraftSlots, beam: Beam, states: Tensor, before: Tens
 
 def _launch(
     where: DraftSlots, sources: tuple[Tensor, ...], tiles: Tensor, n: int,
-    *, n_before: int, scale: float, k: int, chain: bool,
+    *, n_before: int, scale: float, k: int, chain: bool, masks: int = 0,
 ) -> DraftRows:  # fmt: skip
     states, dim = sources[1], where.cos.shape[1]
     requests, _, size = states.shape
@@ -159,7 +164,7 @@ def _launch(
     _draft_rows[(requests * n, -(-size // _BLOCK))](
         *sources, where.slots, where.prefix_lens, where.rows, where.max_depths, where.cos, where.sin,
         made.inputs, made.positions, made.kv_rows, made.ancestors, made.cos, made.sin, made.ends, tiles,
-        states.stride(0), n, n_before, where.slot_rows, len(tiles) // requests, scale,
+        states.stride(0), n, n_before, masks, where.slot_rows, len(tiles) // requests, scale,
         SIZE=size, DIM=dim, K=k, CHAIN=chain, BLOCK=min(_BLOCK, power_of_two(size)),
         BLOCK_DIM=power_of_two(dim), num_warps=4,
     )  # fmt: skip
@@ -167,7 +172,7 @@ def _launch(
 
 
 @jit(
-    do_not_specialize=["n", "n_before", "slot_rows", "tiles_each", "scale"],
+    do_not_specialize=["n", "n_before", "masks", "slot_rows", "tiles_each", "scale"],
     do_not_specialize_on_alignment=[
         "tokens", "parents", "beam_ancestors", "slots", "prefix_lens", "new_rows", "max_depths", "positions",
         "kv_rows", "ancestors", "ends", "tiles",
@@ -176,7 +181,7 @@ def _launch(
 def _draft_rows(  # type: ignore[no-untyped-def]
     embeddings, states, before, tokens, parents, beam_ancestors, slots, prefix_lens, new_rows, max_depths, cos, sin,
     inputs, positions, kv_rows, ancestors, row_cos, row_sin, ends, tiles,
-    state_stride, n, n_before, slot_rows, tiles_each, scale,
+    state_stride, n, n_before, masks, slot_rows, tiles_each, scale,
     SIZE: tl.constexpr, DIM: tl.constexpr, K: tl.constexpr, CHAIN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +210,8 @@ def _draft_rows(  # type: ignore[no-untyped-def]
         if CHAIN:
             count = tl.load(new_rows + request)
             first = first - count
-            position = first + tl.minimum(index, count - 1)
+            later = tl.minimum(tl.maximum(tl.load(max_depths + request) - 1, 0), masks)
+            position = first + tl.minimum(index, count - 1 + later)
             tl.store(ancestors + row, tl.zeros((), tl.int64))
             tl.store(ends + request, request * n + count - 1)
         else:

@@ -195,7 +195,7 @@ class DraftTraining:
         1, "Depth in tokens to which the head learns from its own features; 1: from the target's only.", minimum=1
     )
     parallel_depth: int = parameter(
-        1, "Tokens drafted in one forward (P-EAGLE); 1: trees grow level by level.", minimum=1
+        1, "Tokens drafted in one forward, as a tree with branches; 1: trees grow level by level.", minimum=1
     )
     seed: int = parameter(0, "Seed of weights, order, noise and the held-out split.", minimum=0)
 

@@ -36,6 +36,11 @@ _MAX_NODES = 64  # a node's ancestors are the bits of one int64
 _MAX_BINS = 254
 
 
+def branch_rank(hidden: int) -> int:
+    """Rank of what a path changes in the states, `hidden` wide, of a head that drafts in one forward."""
+    return max(1, hidden // 4)
+
+
 @dataclass(frozen=True)
 class DraftSettings:
     """The sources of drafted tokens. Raises UserError if a value is out of range or two values conflict."""

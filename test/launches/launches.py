@@ -50,6 +50,7 @@ _TICKS = 16
 _STEADY = 6  # the first tick that is counted
 _FROM_THE_END = 164  # of the vocabulary, an action token
 _DTYPE = torch.bfloat16
+_ONE_FORWARD = "one forward"  # the name of a head that drafts all levels at once
 _BINS = AcceptanceSettings("bin_distance", bins=(9,), gripper_bins=0)
 # Sections of a tick, by the method whose work they are.
 _SECTIONS = {
@@ -89,6 +90,7 @@ CASES: dict[str, Case] = {
     "ar": Case(settings_of("ar")),
     "spec": Case(settings_of("spec")),
     "spec, window mass": Case(settings_of("spec", children="window_mass")),
+    "spec, drafts from one forward": Case(settings_of("spec", head=_ONE_FORWARD)),
     "pipeline": Case(settings_of("pipeline")),
     "specpipe": Case(settings_of("specpipe")),
     "specpipe, two chunks": Case(settings_of("specpipe", chunks=2)),
@@ -149,9 +151,10 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(tuple(like.shape), dtype=_DTYPE, device="cuda")
 
 
-def _head(_: Path, decoder: Any) -> EagleHead:
+def _head(directory: Path, decoder: Any) -> EagleHead:
     with torch.device("meta"):
-        head = EagleHead(replace(decoder.config, num_hidden_layers=1))
+        config = replace(decoder.config, num_hidden_layers=1)
+        head = EagleHead(config, parallel_depth=5 if directory.name == _ONE_FORWARD else 1)
     _on_device(head)
     return head.requires_grad_(False)
 

@@ -46,12 +46,22 @@ def test_a_parallel_head_comes_back_with_its_masks(tmp_path: Path) -> None:
     save_draft_head(tmp_path, made)
     loaded = load_draft_head(tmp_path, DECODER)
     assert loaded.parallel_depth == 4 and loaded.mask_rows.equal(made.mask_rows.bfloat16().float())
+    for one, other in zip(loaded.branch.parameters(), made.branch.parameters(), strict=True):
+        assert one.equal(other.bfloat16().float())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"parallel_depth": 3}))
     with pytest.raises(UserError, match="mask_rows"):
         load_draft_head(tmp_path, DECODER)
     (tmp_path / "config.json").write_text(json.dumps(config | {"parallel_depth": 0}))
     with pytest.raises(UserError, match="parallel_depth"):
+        load_draft_head(tmp_path, DECODER)
+
+
+def test_a_parallel_head_of_a_version_without_branches_is_refused(tmp_path: Path) -> None:
+    save_draft_head(tmp_path, random_head(DECODER, seed=5, parallel_depth=4))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if "branch" not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"without branches.*train it again with `specvla train-draft --parallel-depth"):
         load_draft_head(tmp_path, DECODER)
 
 

@@ -275,7 +275,10 @@ def test_a_tree_of_its_root_alone_is_not_grown(head: EagleHead) -> None:
 
 @torch.inference_mode()
 def test_a_parallel_head_drafts_all_levels_in_one_forward() -> None:
-    """Against the definition: the head over the committed rows and a mask per later level, one row at a time."""
+    """Against the definition: the head over the committed rows and a mask per later level, one row at a time.
+
+    Each node's state is its level's, changed by its own token and the state after its parent.
+    """
     made = drafter(HEADS["parallel"])
     (tree,) = made.draft([request(3, 1, 7, 0, 4)])
     assert made.forwards == 1
@@ -287,12 +290,15 @@ def test_a_parallel_head_drafts_all_levels_in_one_forward() -> None:
     for row in range(len(fused)):
         layout = pack_layout([(Span(0, 0, 1, row, is_tree=False), None)], 20, fused.device)
         states.append(again(fused[row : row + 1], layout, DECODER.rotation(layout.positions), keys, values))
-    levels = DECODER.logits(torch.cat(states[6:])).log_softmax(dim=-1)
-    likeliest = levels.topk(SETTINGS.top_k)
+    taken, given = (each.weight for each in again.branch)
     depths, parents, log_probs = tree.ancestry.depths.tolist(), tree.ancestry.parents.tolist(), tree.log_probs.tolist()
+    after = [states[6][0]]
     for node in range(1, len(tree)):
-        level = levels[depths[node] - 1]
-        assert tree.tokens[node] in likeliest.indices[depths[node] - 1]
-        gained = float(level[tree.tokens[node]])
-        assert log_probs[node] == pytest.approx(log_probs[parents[node]] + gained, abs=1e-5)
+        parent = parents[node]
+        log_p = DECODER.logits(after[parent][None])[0].log_softmax(dim=-1)
+        assert tree.tokens[node] in log_p.topk(SETTINGS.top_k).indices
+        assert log_probs[node] == pytest.approx(log_probs[parent] + float(log_p[tree.tokens[node]]), abs=1e-5)
+        if depths[node] < 4:
+            own = torch.cat((DECODER.embed_tokens(tree.tokens[node]), after[parent]))
+            after.append(states[6 + depths[node]][0] + given @ taken @ own)
     assert tree.depth == 4 and max(depths) > 1

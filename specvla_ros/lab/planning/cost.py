@@ -13,7 +13,7 @@ from specvla_ros.models.config import DecoderShape, VisionTowerConfig, check_dir
 from specvla_ros.models.families.openvla.config import OPENVLA_TYPES, OpenVLAConfig, is_oft, read_config
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.settings.json_file import shown
-from specvla_ros.speculation.settings import DRAFT_FOLDER
+from specvla_ros.speculation.settings import DRAFT_FOLDER, branch_rank
 
 if TYPE_CHECKING:  # importing the engine imports torch
     from specvla_ros.engine.batch import TickWork
@@ -71,6 +71,7 @@ class ModelCost:
     pair_operations: int  # attention operations for one pair of query and key, all layers and heads
     draft_values: int  # weights of an EAGLE head for this decoder: its fusion and its one layer
     draft_head_values: int  # weights of the output head for the ids that it may draft
+    draft_branch_values: int  # weights that a head that drafts in one forward reads for each further depth
     draft_kv_values: int  # keys and values of one token in that layer
     prompt_rows: int  # rows of a prompt: the images' patches, a state's tokens and about 34 text tokens
     action_tokens: int  # tokens of an answer
@@ -125,6 +126,7 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
     first = 4 * width * (width + llama.hidden_size) if len(config.towers) > 1 else width * llama.hidden_size
     projector = first + llama.hidden_size**2
     kv_values = 2 * llama.num_key_value_heads * llama.head_dim
+    ids, rank = _drafted_ids(config), branch_rank(llama.hidden_size)
     return ModelCost(
         decoder_values=llama.num_hidden_layers * layer,
         head_values=llama.vocab_size * llama.hidden_size,
@@ -137,7 +139,8 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
         kv_values=llama.num_hidden_layers * kv_values,
         pair_operations=llama.num_hidden_layers * 4 * llama.num_attention_heads * llama.head_dim,
         draft_values=2 * llama.hidden_size**2 + layer,
-        draft_head_values=_drafted_ids(config) * llama.hidden_size,
+        draft_head_values=ids * llama.hidden_size,
+        draft_branch_values=rank * (llama.hidden_size + rank + ids),
         draft_kv_values=kv_values,
         prompt_rows=len(config.cameras) * config.image_tokens + config.state_dims + _TEXT_TOKENS,
         action_tokens=_action_tokens(config.norm_stats),
@@ -251,9 +254,9 @@ def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, pre
     `steps` is the tree's depth, the number of sequential forwards of a draft head that is not one-pass. `rows` are the
     tree nodes of all steps, `prefix_rows` the committed rows of all requests.
     """
-    steps = 1 if model.one_pass else steps
+    steps, further = (1, steps - 1) if model.one_pass else (steps, 0)
     values = model.draft_values + model.draft_head_values
-    read = steps * (values + prefix_rows * model.draft_kv_values)
+    read = steps * (values + prefix_rows * model.draft_kv_values) + further * model.draft_branch_values
     return Part("draft", float(read * dtype_bytes), 2.0 * values * rows, rows, layers=2 * steps)
 
 

@@ -129,7 +129,8 @@ def draft_features(
     Row i takes the embedding of the token after it and the hidden state at it, and predicts the hidden state after it.
     In step 1 the input state is the target's. In step s the s-1 newest states of a row's history are the head's own, as
     when it drafts the s-th token of a tree (training-time test: HASS, EAGLE-3); earlier ones are the target's. From
-    step 2, a parallel head's rows are masks in place of token and state.
+    step 2, a parallel head's rows are masks in place of token and state; then `EagleHead.branched` takes the token, and
+    the state predicted for the row before.
 
     Args:
         following: [batch, rows, hidden], embeddings of the following tokens.
@@ -153,18 +154,21 @@ def draft_features(
         q, k, v = queries_keys_values(head.layer, x, cos, sin)
         keys.append(k)
         values.append(v)
+        x, q = x[:, -visible.shape[1] :], q[:, :, -visible.shape[1] :]  # other rows are only attended to
         x = attend(head.layer, x, q, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible[:, None])
         return mlp(head.layer, x)
 
-    results = [predict(head.fuse(following, hidden), cos, sin, seen)[:, -answer:]]
+    results = [predict(head.fuse(following, hidden), cos, sin, seen[:, -answer:])]
     cos, sin, following = cos[-answer:], sin[-answer:], following[:, -answer:]
     for step in range(1, steps):
         visible = _visible(padding, rows, answer, step)
+        # Row a of the answer takes the prediction of row a-1 in the previous step.
+        known = following[:, step:], results[-1][:, :-1]
         if head.parallel_depth > 1:
             fed = head.mask_rows[step - 1].expand(len(padding), answer - step, -1)
-        else:  # row a of the answer takes the prediction of row a-1 in the previous step
-            fed = head.fuse(following[:, step:], results[-1][:, :-1])
-        results.append(predict(fed, cos[step:], sin[step:], visible))
+            results.append(head.branched(predict(fed, cos[step:], sin[step:], visible), *known))
+        else:
+            results.append(predict(head.fuse(*known), cos[step:], sin[step:], visible))
     return results
 
 

@@ -28,6 +28,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
+from specvla_ros.models.target import Target
 
 SHARD_SAMPLES = 256
 MIN_FRAMES = SHARD_SAMPLES + 1  # one shard to train on and one to validate with
@@ -47,7 +48,7 @@ class Sample:
 
 
 @torch.inference_mode()
-def answer(policy: OpenVLATarget, frames: Sequence[Observation], max_text: int = 0) -> list[Sample]:
+def answer(policy: Target, frames: Sequence[Observation], max_text: int = 0) -> list[Sample]:
     """Decodes the target's answers greedily, with all frames in one packed forward per token.
 
     Answers that are not an action are skipped. `max_text` limits the tokens before the actions.
@@ -97,7 +98,7 @@ class FeatureStore:
 
     def fill(
         self,
-        policy: OpenVLATarget,
+        policy: Target,
         frames: Iterable[Observation],
         *,
         max_text: int,
@@ -202,7 +203,7 @@ def _size(shards: Sequence[Path]) -> int:
 
 def _fill_shard(
     path: Path,
-    policy: OpenVLATarget,
+    policy: Target,
     frames: Iterator[Observation],
     max_text: int,
     on_frame: Callable[[int], None] = lambda done: None,

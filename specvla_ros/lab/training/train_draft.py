@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,9 @@ from specvla_ros.lab.training.artifacts import save_draft_head
 from specvla_ros.lab.training.batched_forward import draft_features
 from specvla_ros.lab.training.draft_features import MIN_FRAMES, Asked, FeatureStore, Sample, shuffled_samples
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up
-from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.settings import ModelSettings
+from specvla_ros.models.target import Target
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
@@ -73,7 +74,7 @@ def check_frames(data: Sequence[Path] | None, frames: int, topics: TopicChoice =
 
 
 def collect_features(
-    policy: OpenVLATarget,
+    policy: Target,
     data: Sequence[Path] | None,
     out: Path,
     *,
@@ -120,7 +121,7 @@ def collect_features(
 
 
 def train_draft(
-    policy: OpenVLATarget,
+    policy: Target,
     shards: Sequence[Path],
     out: Path,
     training: DraftTraining,
@@ -145,7 +146,7 @@ class _DraftTask:
     """A draft head on its target's features; see TrainingTask."""
 
     def __init__(
-        self, accelerator: Any, policy: OpenVLATarget, shards: Sequence[Path], out: Path, training: DraftTraining
+        self, accelerator: Any, policy: Target, shards: Sequence[Path], out: Path, training: DraftTraining
     ) -> None:
         held_out = max(1, len(shards) // _HELD_OUT)
         self._accelerator, self._policy, self._out = accelerator, policy, out
@@ -201,10 +202,11 @@ class _DraftTask:
 class _DraftLoss(nn.Module):
     """The loss of a batch; holds only the head's weights."""
 
-    def __init__(self, policy: OpenVLATarget, head: EagleHead, steps: int) -> None:
+    def __init__(self, policy: Target, head: EagleHead, steps: int) -> None:
         super().__init__()
         self.head = head
-        self._decoder = (policy.decoder,)  # a tuple keeps the target out of this module's parameters
+        # A tuple keeps the target out of this module's parameters.
+        self._decoder = (cast("PackedDecoder", policy.decoder),)
         self._steps = steps
 
     def forward(self, samples: list[Sample], noise: torch.Generator) -> Tensor:
@@ -287,7 +289,7 @@ def _initialise(head: EagleHead) -> None:
 
 
 @torch.inference_mode()
-def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
+def validate_draft(policy: Target, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
     """Replays up to 256 held-out answers of the target with drafts from the head, under strict acceptance.
 
     The target does not run: strict acceptance only commits its own tokens, and those are known.
@@ -295,14 +297,15 @@ def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sam
     settings = DraftSettings()
     if head.parallel_depth > 1:
         settings = replace(settings, depth=min(settings.depth, head.parallel_depth))
-    head = copy.deepcopy(head).to(policy.decoder.dtype)  # the dtype it will be served in
+    decoder = cast("PackedDecoder", policy.decoder)
+    head = copy.deepcopy(head).to(decoder.dtype)  # the dtype it will be served in
     drafter: EagleDrafter | None = None
     found: defaultdict[int, list[int]] = defaultdict(list)
     done = 0
     for sample in islice(samples, _MAX_SAMPLES):
         rows = len(sample.prompt) + len(sample.tokens)
         if drafter is None or drafter.committed_rows < rows:
-            drafter = EagleDrafter(head, policy.decoder, settings, slots=1, slot_rows=rows)
+            drafter = EagleDrafter(head, decoder, settings, slots=1, slot_rows=rows)
         for dim, accepted in _replay(policy, drafter, sample):
             found[dim].append(accepted)
         done += 1
@@ -315,7 +318,7 @@ def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sam
     )
 
 
-def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
+def _replay(policy: Target, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
     """Returns (dimension of the first drafted token, accept length) for each verification."""
     device, dtype = policy.decoder.device, policy.decoder.dtype
     hidden, tokens = sample.hidden.to(device, dtype), sample.tokens.to(device)

@@ -99,7 +99,7 @@ def test_a_head_that_drafts_in_one_pass_costs_one_forward(tmp_path: Path) -> Non
         config.write_text(json.dumps(json.loads(config.read_text()) | {"parallel_depth": depth}))
         plan = make_plan(read_device("orin"), WeightFormat.NONE, policy)
         draft_s.append(next(each.derated_seconds for each in plan.forwards if each.name.startswith("draft head, 5")))
-    assert draft_s[1] == pytest.approx(draft_s[0] / 5, rel=0.1)
+    assert draft_s[0] / 5 < draft_s[1] < 1.2 * draft_s[0] / 5  # the branches read a little more
 
 
 def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:

@@ -61,8 +61,13 @@ def test_each_step_is_what_a_tree_of_that_depth_is_fed_with(steps: int, head: Ea
                 known = prompt + place - step + 1
                 out = served.feed(head.fuse(real_following[:known], real_hidden[:known]))[-1:]
                 for i_own, own in enumerate(range(known, known + step)):
-                    mask = head.mask_rows[i_own : i_own + 1]
-                    out = served.feed(mask if len(mask) else head.fuse(real_following[own : own + 1], out))
+                    node = real_following[own : own + 1]
+                    if head.parallel_depth > 1:
+                        taken, given = (each.weight for each in head.branch)
+                        masked = served.feed(head.mask_rows[i_own : i_own + 1])
+                        out = masked + torch.cat((node, out), dim=1) @ taken.T @ given.T
+                    else:
+                        out = served.feed(head.fuse(node, out))
                 torch.testing.assert_close(
                     predicted[i, place - step], out[0], atol=1e-6, rtol=1e-6
                 )  # rotations are float32

@@ -232,15 +232,16 @@ class StaticDraft:
 
     def __init__(self, grower: TreeGrower, *, requests: int, depth: int, capture: Capture) -> None:
         self._grower, self._depth = grower, depth
-        device, rows = grower.keys.device, requests * MAX_ROWS
+        self._rows = MAX_ROWS + len(grower.masks(depth))
+        device, rows = grower.keys.device, requests * self._rows
         # The host's inputs, contiguous so that one copy uploads them. Initialised to one committed row per request in a
         # valid slot, since the capture also runs the work.
         self._memory = torch.ones(DraftStart.COLUMNS * requests + 2 * rows, dtype=torch.int64, device=device)
         self._memory[:requests] = 0
         columns, self._nodes, tokens = self._memory.split((DraftStart.COLUMNS * requests, rows, rows))
         self._start = grower.start(columns.view(-1, requests))
-        self._tokens = tokens.view(requests, MAX_ROWS)
-        self._hidden = torch.zeros(requests, MAX_ROWS, grower.hidden_size, dtype=grower.keys.dtype, device=device)
+        self._tokens = tokens.view(requests, self._rows)
+        self._hidden = torch.zeros(requests, self._rows, grower.hidden_size, dtype=grower.keys.dtype, device=device)
         # Not from the graphs' pool: one graph's results may share memory with the intermediates of an earlier one, the
         # next forward's, and the trees are read after that forward.
         self._trees = grower.memory(requests, depth)
@@ -254,7 +255,8 @@ class StaticDraft:
         new = [request.new for request in inputs]
         states, rows = _of_one_forward(new)
         columns = DraftStart.columns(inputs, nodes, roots=[each.tokens[-1] for each in new])
-        numbers = [*sum(columns, ()), *_padded(rows), *_padded([each.tokens for each in new])]
+        tokens = [each.tokens for each in new]
+        numbers = [*sum(columns, ()), *_padded(rows, self._rows), *_padded(tokens, self._rows)]
         pinned = self._memory.is_cuda
         self._memory.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned), non_blocking=True)
         torch.index_select(states, 0, self._nodes, out=self._hidden.view(-1, self._hidden.shape[-1]))
@@ -285,9 +287,9 @@ def _of_one_forward(several: Sequence[NewRows]) -> tuple[Tensor, list[list[int]]
     return forwards[0] if len(forwards) == 1 else torch.cat(forwards), rows
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Pads to `MAX_ROWS` numbers per request; the padding is computed but not read."""
-    return [number for mine in rows for number in (*mine, *[0] * (MAX_ROWS - len(mine)))]
+def _padded(rows: Sequence[Sequence[int]], width: int) -> list[int]:
+    """Pads to `width` numbers per request; the padding is computed but not read."""
+    return [number for mine in rows for number in (*mine, *[0] * (width - len(mine)))]
 
 
 class StaticKeep:

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.weights import load_weights, tensor_shapes
+from specvla_ros.speculation.settings import branch_rank
 
 
 class EagleHead(nn.Module):
@@ -23,7 +25,9 @@ class EagleHead(nn.Module):
 
     A parallel head drafts all levels of a tree in one forward, as P-EAGLE does (arXiv 2602.01469): rows whose token and
     state are not known yet are learned masks. P-EAGLE has one mask token and one mask state for all depths, which is
-    one row after the fusion; here each depth has its own row.
+    one row after the fusion; here each depth has its own row. A mask's state is the same after every node of a depth;
+    `branched` adds what the tokens on a node's own path change. That is linear and of low rank, so that a tree grows
+    without reading the output head again.
 
     Args:
         config: the layer's shape; its variant is always Llama's, regardless of the target's.
@@ -31,6 +35,7 @@ class EagleHead(nn.Module):
 
     Attributes:
         mask_rows: [parallel_depth - 1, hidden], used instead of `fuse`'s output; row i predicts token i + 2.
+        branch: [rank, 2 hidden] and [hidden, rank], of a parallel head; see `branched`.
     """
 
     mask_rows: Tensor
@@ -44,6 +49,10 @@ class EagleHead(nn.Module):
         masks = torch.zeros(parallel_depth - 1, config.hidden_size)
         if parallel_depth > 1:
             self.mask_rows = nn.Parameter(masks)
+            rank = branch_rank(config.hidden_size)
+            self.branch = nn.Sequential(
+                nn.Linear(2 * config.hidden_size, rank, bias=False), nn.Linear(rank, config.hidden_size, bias=False)
+            )
         else:
             self.register_buffer("mask_rows", masks, persistent=False)
 
@@ -54,6 +63,23 @@ class EagleHead(nn.Module):
     def project(self, both: Tensor) -> Tensor:
         """The layer's input from the concatenated inputs of `fuse`, [..., 2 * hidden]."""
         return linear(both, self.fc.weight, self.fc.bias)
+
+    def branched(self, states: Tensor, following: Tensor, above: Tensor) -> Tensor:
+        """States after nodes, [..., hidden], of a parallel head.
+
+        Args:
+            states: after the mask of each node's depth.
+            following: embeddings of the nodes' tokens.
+            above: states after the nodes' parents, from this function, or after the last known row.
+        """
+        changed: Tensor = self.branch(torch.cat((following, above), dim=-1))
+        return states + changed
+
+    def branch_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`branched`'s factors of `following` and of `above`, [rank, hidden] each, and of their sum, [hidden, rank]."""
+        taken, given = (cast("Tensor", each.weight) for each in self.branch)
+        of_token, of_above = (part.clone(memory_format=torch.contiguous_format) for part in taken.chunk(2, dim=1))
+        return of_token, of_above, given
 
     def forward(
         self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
@@ -93,6 +119,7 @@ class EagleHead(nn.Module):
         }
         if self.parallel_depth > 1:
             tensors["mask_rows"] = self.mask_rows
+            tensors |= {f"branch.{name}": weight for name, weight in self.branch.named_parameters()}
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -113,6 +140,11 @@ def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
         raise UserError(
             f"draft.head: {directory} has neither model.safetensors nor pytorch_model.bin; copy the head's weights "
             "there, or train one with `specvla train-draft`"
+        )
+    if parallel_depth > 1 and not any(name.startswith("branch.") for name in tensor_shapes(directory)):
+        raise UserError(
+            f"draft.head: {directory} drafts {parallel_depth} tokens in one forward without branches, as heads of an "
+            f"earlier version did: train it again with `specvla train-draft --parallel-depth {parallel_depth}`"
         )
     load_weights(directory, tensors)
     _check_kind(directory, tensors, decoder.config.vocab_size)

@@ -13,6 +13,7 @@ from specvla_kernels.device import has_kernels, to_device
 from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows, newest_rows
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree
 from specvla_kernels.finish_tree import GrownTrees, finish_tree
+from specvla_kernels.fused_linear import linear
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.decoder import PackedDecoder
@@ -189,6 +190,12 @@ class TreeGrower:
         config = head.config
         self.hidden_size = config.hidden_size
         self.parallel_depth = head.parallel_depth
+        self._after_end = torch.arange(head.parallel_depth, device=decoder.device)
+        if head.parallel_depth > 1:
+            of_token, self._of_above, given = head.branch_weights()
+            path_logits = decoder.logits(given.T.clone(memory_format=torch.contiguous_format), ids)
+            # [hidden, rank], [rank, rank] and [rank, ids]; an id that has no logit gets none from a path.
+            self._branch = of_token.T, (self._of_above @ given).T, path_logits.nan_to_num(neginf=0.0)
         shape = (slots, slot_rows, config.num_key_value_heads, config.head_dim)
         self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self.values = torch.empty_like(self.keys)
@@ -240,28 +247,16 @@ class TreeGrower:
         """The head's states after each request's newest committed row and its masks, [trees, 1 + masks, hidden].
 
         `following` and `hidden` are [trees, n, hidden], as in EagleHead. Only the first `rows` of each request count;
-        the others are computed into uncommitted rows of its slot. `start` must not have spans, which are for trees.
+        behind them is room for the masks of `depth`. The others are computed into uncommitted rows of its slot. `start`
+        must not have spans, which are for trees.
         """
         assert not start.spans
-        trees, n, size = following.shape
-        if self.parallel_depth == 1:
-            plan = self._plan(trees, n, is_tree=False)
-            rows = chain_rows(start.where, following, hidden, plan.tiles)
-            return self._over(rows, start, plan)[rows.ends][:, None]
-        masks = self.masks(depth)
-        later = len(masks)
-        # In a slot the masks follow the last row that counts; rows that do not count come after the masks.
-        place = torch.arange(n + later, device=following.device).expand(trees, -1)
-        new = start.where.rows[:, None]
-        order = torch.where(place < new, place, torch.where(place < new + later, n + place - new, place - later))
-        fused = torch.cat((self.head.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
-        fused = fused.gather(1, order[:, :, None].expand(-1, -1, size))
-        # Limit positions to a tree's own depth, since later ones may not exist.
-        deepest = new + start.where.max_depths[:, None].clamp(min=1, max=1 + later) - 2
-        layout = self._chain_layout(start, start.where.prefix_lens - start.where.rows, place.minimum(deepest))
-        states = self.forward(fused.flatten(0, 1), layout).view_as(fused)
-        ends = new - 1 + torch.arange(1 + later, device=new.device)
-        return states.gather(1, ends[:, :, None].expand(-1, -1, size))
+        masks = len(self.masks(depth))
+        plan = self._plan(*hidden.shape[:2], is_tree=False)
+        rows = chain_rows(start.where, following, hidden, plan.tiles, masks=masks)
+        ends = rows.ends[:, None]
+        ends = ends + self._after_end[: 1 + masks] if masks else ends
+        return self._over(rows, start, plan, masked=ends[:, 1:])[ends]
 
     def memory(self, trees: int, depth: int) -> GrownTrees:
         """Memory to grow trees of a given depth into."""
@@ -299,17 +294,43 @@ class TreeGrower:
                 else:
                     rows = newest_rows(where, beam, states, plan.tiles)
                 earlier = n - rows.inputs.shape[1]
-                states = self._over(rows, start, plan, earlier).view(trees, n - earlier, -1)[:, -self._k :]
+                states = self._over(rows, start, plan, earlier=earlier).view(trees, n - earlier, -1)[:, -self._k :]
             self._consider(growth, self._logits(states), start.dimensions)
 
     def _expand_all(self, growth: TreeGrowth, start: DraftStart, states: Tensor) -> None:
-        """Grows every level from one forward: candidates after a node depend on its depth, not on its path."""
-        for logits in self._logits(states).unbind(1):
-            width = growth.beam_tokens.shape[1]
-            self._consider(growth, logits[:, None].expand(-1, width, -1), start.dimensions)
+        """Grows every level from one forward; see `EagleHead.branched`.
 
-    def _over(self, rows: DraftRows, start: DraftStart, plan: AttentionPlan, earlier: int = 0) -> Tensor:
-        """Runs the head on rows, [requests * n, hidden], that follow `earlier` nodes of each tree in its slot."""
+        A node's logits are those of its depth's state, and of what its path changes, [trees, beam, rank].
+        """
+        trees = len(states)
+        of_token, onward, branch_logits = (each.expand(trees, -1, -1) for each in self._branch)
+        logits, above = self._logits(states), linear(states, self._of_above)
+        path: Tensor | None = None
+        for level, rows in enumerate(logits.split(1, dim=1)):
+            if growth.beam is not None:
+                embedded, parents = self.decoder.embed_tokens(growth.beam.tokens), growth.beam.parents[:, :, None]
+                new = torch.baddbmm(above[:, level - 1 : level], embedded, of_token)
+                if path is not None:
+                    new = torch.baddbmm(new, path.gather(1, parents.expand(-1, -1, path.shape[2])), onward)
+                path = new
+                rows = torch.baddbmm(rows, path.to(rows.dtype), branch_logits)
+            self._consider(growth, rows, start.dimensions)
+
+    def _over(
+        self,
+        rows: DraftRows,
+        start: DraftStart,
+        plan: AttentionPlan,
+        *,
+        earlier: int = 0,
+        masked: Tensor | None = None,
+    ) -> Tensor:
+        """Runs the head on rows, [requests * n, hidden].
+
+        Args:
+            earlier: nodes of each tree that are in its slot already.
+            masked: int64 [requests, masks], the rows that are masks.
+        """
         n = rows.inputs.shape[1]
         spans = tuple(
             Span(slot, i * n, n, prefix + earlier, is_tree=True, earlier=earlier)
@@ -318,23 +339,9 @@ class TreeGrower:
         plans = {(plan.group, self.keys.shape[2]): plan}
         layout = PackedLayout(spans, rows.positions, rows.kv_rows, rows.ancestors, plans)
         fused = self.head.project(rows.inputs.flatten(0, 1))
+        if masked is not None and masked.shape[1]:
+            fused[masked] = self.head.mask_rows[: masked.shape[1]]
         return self.head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
-
-    def _chain_layout(self, start: DraftStart, first_rows: Tensor, offsets: Tensor) -> PackedLayout:
-        """A layout with n rows per request, at `first_rows` [requests] plus `offsets` [requests, n]."""
-        requests, n = offsets.shape
-        begin = start.where.slots * self._slot_rows + first_rows
-        plan = self._plan(requests, n, is_tree=False)
-        begins = torch.stack((start.where.slots, first_rows), dim=1).to(torch.int32)
-        begins = begins.repeat_interleave(len(plan.tiles) // requests, dim=0)
-        plan = replace(plan, tiles=torch.cat((begins, plan.tiles[:, 2:]), dim=1))
-        return PackedLayout(
-            (),
-            positions=(first_rows[:, None] + offsets).flatten(),
-            kv_rows=(begin[:, None] + torch.arange(n, device=offsets.device)).flatten(),
-            ancestors=torch.zeros_like(offsets).flatten(),
-            plans={(plan.group, self.keys.shape[2]): plan},
-        )
 
     def _logits(self, states: Tensor) -> Tensor:
         """Logits [trees, n, ids] from states [trees, n, hidden]."""
