@@ -47,7 +47,7 @@ from specvla_ros.speculation.tree import Tree
 SMOLLM = "SmolLM2-135M-Instruct"
 _DEPTH = 5
 _MAX_BYTES = 20e9
-_HELD_OUT = 48  # answers drafted at the end
+_TOKENS = 1000  # of the held-out answers drafted at the end
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,9 @@ def compared(name: str, work: Path) -> dict[str, Any]:
         heads[kind] = by.load(directory, target)
         print(f"{name}: {kind} is trained", file=sys.stderr, flush=True)
     trained_on = sum(len(read_shard(path)) for path in shards[:-1])
-    samples = read_shard(shards[-1])[:_HELD_OUT]
-    tokens = sum(len(sample.tokens) for sample in samples) / len(samples)
+    held_out = read_shard(shards[-1])
+    tokens = sum(len(sample.tokens) for sample in held_out) / len(held_out)
+    samples = held_out[: round(_TOKENS / tokens)]
     rows = drafted(target, heads, samples)
     return asdict(PLANS[name]) | {
         "policy": name,
