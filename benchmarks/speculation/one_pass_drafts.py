@@ -63,7 +63,7 @@ PLANS = {
     "nano": Plan(1024, 6),
     "fast": Plan(576, 2),
     "digits": Plan(552, 1),
-    "reasoning": Plan(320, 2, max_text=64),
+    "reasoning": Plan(320, 6, max_text=64),
     SMOLLM: Plan(320, 1, max_text=24),
 }
 
