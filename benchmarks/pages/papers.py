@@ -7,6 +7,8 @@ from pathlib import Path
 
 from benchmarks.pages.tables import Result, beside_first, interval, table, views
 
+_LAUNCHES = Path(__file__).resolve().parents[1] / "results" / "launches.json"
+
 
 def _emulation(result: Result) -> Result:
     devices, figures = result["devices"], result["figures"]
@@ -134,6 +136,29 @@ def _head_recipes(result: Result) -> Result:
     }
 
 
+def _one_pass_drafts(result: Result) -> Result:
+    """Each head's drafts beside those of the head that grows trees level by level; launches are of launches.json."""
+    rows = []
+    for policy in result["policies"]:
+        levels = policy["heads"][0]
+        rows += [
+            {
+                **policy,
+                **head,
+                "of_length": head["accept_length"] / levels["accept_length"],
+                "of_time": head["draft_s"] / levels["draft_s"],
+            }
+            for head in policy["heads"]
+        ]
+    cases = json.loads(_LAUNCHES.read_text(encoding="utf-8"))["cases"]
+    names = {"levels": "spec", "branched": "spec, drafts from one forward"}
+    return {"rows": rows, **{field: _launches_of_a_draft(cases[name]) for field, name in names.items()}}
+
+
+def _launches_of_a_draft(case: Result) -> int:
+    return max(each["launches"] for each in case["graphs"] if each["graph"].startswith("draft by"))
+
+
 def _acceptance_rules(result: Result) -> Result:
     parts = ("nano", "text")
     return {
@@ -207,4 +232,14 @@ def _share(times: Mapping[str, float], part: str) -> Result:
     return {"seconds": times[part], "share": times[part] / sum(times.values())}
 
 
-VIEWS = views(_emulation, _speculation, _spec_vla, _head_recipes, _acceptance_rules, _lvspec, _fly, _actionflow)
+VIEWS = views(
+    _emulation,
+    _speculation,
+    _spec_vla,
+    _head_recipes,
+    _one_pass_drafts,
+    _acceptance_rules,
+    _lvspec,
+    _fly,
+    _actionflow,
+)
