@@ -45,8 +45,8 @@ def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tens
 
     `following` (embeddings) and `hidden` (states) are [requests, n, hidden]; the first `rows` of each request count,
     and the next `masks`, whose inputs the caller replaces after the fusion. The others are computed too, into
-    uncommitted rows of the slot. Slots and first rows are written into `tiles`, int32
-    [tiles, 6], the attention's table (see AttentionPlan), with equally many tiles per request.
+    uncommitted rows of the slot. Slots and first rows are written into `tiles`, int32 [tiles, 6], the attention's table
+    (see AttentionPlan), with equally many tiles per request.
     """
     run = chain_rows_triton if has_kernels(hidden) else chain_rows_reference
     return run(where, following, hidden, tiles, masks=masks)

@@ -247,7 +247,7 @@ class TreeGrower:
         """The head's states after each request's newest committed row and its masks, [trees, 1 + masks, hidden].
 
         `following` and `hidden` are [trees, n, hidden], as in EagleHead. Only the first `rows` of each request count;
-        behind them is room for the masks of `depth`. The others are computed into uncommitted rows of its slot. `start`
+        after them is room for the masks of `depth`. The others are computed into uncommitted rows of its slot. `start`
         must not have spans, which are for trees.
         """
         assert not start.spans
