@@ -56,6 +56,7 @@ class JointArm(Attacker):
         self.output, self.of_joints = Output(output), of_joints
         self.joints, self.passing, self.measured = HOME.copy(), False, True
         self.goal = self._checked = self.joints  # the end of the last right chunk
+        self.side = 1.0  # of the first joint, to which that chunk leads
         self.sent: list[tuple[float, np.ndarray]] = []  # stamp or arrival, and positions or velocities [points, joints]
         self.driving: Callable[[], None] = lambda: None  # what a right driver says, for the guard
         self._side_m = STEP_M
@@ -116,7 +117,7 @@ class JointArm(Attacker):
 
     def next_move(self) -> tuple[Callable[[], None], Callable[[], bool]]:
         """Publishes a right action, which leads back and forth, and tells whether it is followed."""
-        sign = -1.0 if self.joints[0] > 0 else 1.0
+        self.side = sign = -1.0 if self.joints[0] > 0 else 1.0
         start, self.goal = self.joints, self.joints + sign * STEP_RAD * np.eye(len(HOME))[0]
 
         def act() -> None:
