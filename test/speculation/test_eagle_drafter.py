@@ -290,7 +290,7 @@ def test_a_parallel_head_drafts_all_levels_in_one_forward() -> None:
     for row in range(len(fused)):
         layout = pack_layout([(Span(0, 0, 1, row, is_tree=False), None)], 20, fused.device)
         states.append(again(fused[row : row + 1], layout, DECODER.rotation(layout.positions), keys, values))
-    taken, given = (each.weight for each in again.branch)
+    taken, given = (each.get_parameter("weight") for each in again.branch)
     depths, parents, log_probs = tree.ancestry.depths.tolist(), tree.ancestry.parents.tolist(), tree.log_probs.tolist()
     after = [states[6][0]]
     for node in range(1, len(tree)):

@@ -63,7 +63,7 @@ def test_each_step_is_what_a_tree_of_that_depth_is_fed_with(steps: int, head: Ea
                 for i_own, own in enumerate(range(known, known + step)):
                     node = real_following[own : own + 1]
                     if head.parallel_depth > 1:
-                        taken, given = (each.weight for each in head.branch)
+                        taken, given = (each.get_parameter("weight") for each in head.branch)
                         masked = served.feed(head.mask_rows[i_own : i_own + 1])
                         out = masked + torch.cat((node, out), dim=1) @ taken.T @ given.T
                     else:

@@ -4,7 +4,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,7 @@ class EagleHead(nn.Module):
 
     def branch_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """`branched`'s factors of `following` and of `above`, [rank, hidden] each, and of their sum, [hidden, rank]."""
-        taken, given = (cast("Tensor", each.weight) for each in self.branch)
+        taken, given = (each.get_parameter("weight") for each in self.branch)
         of_token, of_above = (part.clone(memory_format=torch.contiguous_format) for part in taken.chunk(2, dim=1))
         return of_token, of_above, given
 
