@@ -53,10 +53,10 @@ def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tens
 
 
 def beam_rows(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor) -> DraftRows:
-    """Lays out all beams of the trees so far, after the committed rows.
+    """Lays out the beams of the trees so far, after the committed rows.
 
-    Earlier beams are recomputed: on a GPU, reading the head's only layer from memory takes longer than any number of
-    rows.
+    On a GPU these are all: reading the head's only layer from memory takes longer than any number of rows. On a CPU
+    each row takes its time, and only the newest beam is laid out. The earlier beams' keys and values are in the slots.
 
     Args:
         states: [requests, width, hidden], states after the previous beam's nodes, which the newest beam's parents
@@ -64,8 +64,9 @@ def beam_rows(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | No
         before: [requests, n, 2 hidden], the earlier beams' inputs; None: there are none.
         tiles: as in `chain_rows`.
     """
-    run = beam_rows_triton if has_kernels(states) else beam_rows_reference
-    return run(where, beam, states, before, tiles)
+    if has_kernels(states):
+        return beam_rows_triton(where, beam, states, before, tiles)
+    return newest_rows(where, beam, states, tiles)
 
 
 def chain_rows_reference(
@@ -84,7 +85,7 @@ def chain_rows_reference(
 def beam_rows_reference(
     where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor
 ) -> DraftRows:
-    """`beam_rows` in PyTorch."""
+    """`beam_rows_triton` in PyTorch."""
     inputs = _beam_inputs(where, beam, states)
     inputs = inputs if before is None else torch.cat((before, inputs), dim=1)
     depths = torch.arange(inputs.shape[1], device=inputs.device) // beam.tokens.shape[1]
@@ -93,10 +94,7 @@ def beam_rows_reference(
 
 
 def newest_rows(where: DraftSlots, beam: Beam, states: Tensor, tiles: Tensor) -> DraftRows:
-    """Lays out only the newest beam, for references: on a CPU each row takes its time.
-
-    The earlier beams' keys and values are in the slots already, after the committed rows.
-    """
+    """The rows of `beam_rows_reference` that are the newest beam's."""
     k = beam.tokens.shape[1]
     earlier = beam.ancestors.shape[1] - k
     depths = torch.full((1, k), earlier // k, device=states.device).minimum(_deepest(where))
@@ -144,7 +142,7 @@ def chain_rows_triton(
 
 
 def beam_rows_triton(where: DraftSlots, beam: Beam, states: Tensor, before: Tensor | None, tiles: Tensor) -> DraftRows:
-    """`beam_rows` as one launch."""
+    """All beams, in one launch."""
     n, k = beam.ancestors.shape[1], beam.tokens.shape[1]
     before = states if before is None else before
     sources = (where.embeddings, states, before, beam.tokens, beam.parents, beam.ancestors)

@@ -96,9 +96,9 @@ def _overwrite(old: Any, new: Any) -> None:
 
 
 def use_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the attention follow its plan's table as the kernel does, in any dtype."""
-    for operator in (packed_attention, tree_growth):
-        monkeypatch.setattr(operator, "has_kernels", lambda _: True)
+    """Has the attention follow its plan's table as the kernel does, in any dtype, and drafts all their beams."""
+    monkeypatch.setattr(packed_attention, "has_kernels", lambda _: True)
+    monkeypatch.setattr(tree_growth, "beam_rows", draft_rows.beam_rows_reference)
     monkeypatch.setattr(packed_attention, "packed_attention_triton", _as_one_step)
 
 
@@ -106,7 +106,7 @@ def use_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels(wanted: bool):
     """Runs the decoder's and the draft's operators as Triton kernels, or as their references."""
     with pytest.MonkeyPatch.context() as patch:
-        for operator in (rope_write_kv, packed_attention, draft_rows, expand_tree, finish_tree, tree_growth):
+        for operator in (rope_write_kv, packed_attention, draft_rows, expand_tree, finish_tree):
             patch.setattr(operator, "has_kernels", lambda _: wanted)
         yield patch
 

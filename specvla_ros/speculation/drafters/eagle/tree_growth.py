@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
-from specvla_kernels.device import has_kernels, to_device
-from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows, newest_rows
+from specvla_kernels.device import to_device
+from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree
 from specvla_kernels.finish_tree import GrownTrees, finish_tree
-from specvla_kernels.fused_linear import linear
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.decoder import PackedDecoder
@@ -288,11 +287,8 @@ class TreeGrower:
             if (beam := growth.beam) is not None:
                 trees, n = beam.ancestors.shape
                 plan = self._plan(trees, n, is_tree=True)
-                if has_kernels(states):
-                    rows = beam_rows(where, beam, states, inputs, plan.tiles)
-                    inputs = rows.inputs
-                else:
-                    rows = newest_rows(where, beam, states, plan.tiles)
+                rows = beam_rows(where, beam, states, inputs, plan.tiles)
+                inputs = rows.inputs
                 earlier = n - rows.inputs.shape[1]
                 states = self._over(rows, start, plan, earlier=earlier).view(trees, n - earlier, -1)[:, -self._k :]
             self._consider(growth, self._logits(states), start.dimensions)
@@ -304,7 +300,7 @@ class TreeGrower:
         """
         trees = len(states)
         of_token, onward, branch_logits = (each.expand(trees, -1, -1) for each in self._branch)
-        logits, above = self._logits(states), linear(states, self._of_above)
+        logits, above = self._logits(states), states @ self._of_above.T
         path: Tensor | None = None
         for level, rows in enumerate(logits.split(1, dim=1)):
             if growth.beam is not None:
