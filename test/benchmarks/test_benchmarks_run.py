@@ -53,6 +53,13 @@ def test_one_frame_in_flight_is_plain_decoding_and_each_more_is_older(tmp_path: 
         assert sum(parts.values()) == pytest.approx(1 / 1.2663 if "Orin" in device["name"] else 1 / 7.763, rel=1e-3)
 
 
+@pytest.mark.nightly
+def test_the_demo_is_counted_beside_busy_loops(tmp_path: Path):
+    options = "--robot", "table", "--loops", "0", "--work", tmp_path
+    result = run("benchmarks.robot.busy_demo", tmp_path / "out.json", *options)
+    assert result["success"]["episodes"] > 0 and min(result["load"]) >= 0
+
+
 def test_the_papers_threshold_is_the_papers_preset():
     assert threshold(PAPERS_R).followed_preset == "spec-vla-paper"
     assert threshold(3).acceptance.bins == (3,) and threshold(3).acceptance.gripper_bins == 3
