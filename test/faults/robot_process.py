@@ -192,6 +192,7 @@ class FaultyRobot(SimRobot):
         self._arm_s = self._began_at_s = self._ended_at_s = 0.0
         self._steps_told = 0
         self._stopped_at_s: float | None = None  # when it stopped by itself
+        self._fault = ""
         outputs: Any = self._outputs
         self._said = {"tool_pose": _Said(outputs._tool), "joint_states": _Said(outputs._joints)}
         outputs._tool, outputs._joints = self._said["tool_pose"], self._said["joint_states"]
@@ -225,14 +226,21 @@ class FaultyRobot(SimRobot):
         self._off_until_ns = sys.maxsize if name == LINK_LOST else 0
         if name == TIDY:
             self._tidy()
-        elif self._stopped_at_s is None:
-            (self._brake.hold if name in (PROTECTIVE_STOP, STUCK) else self._brake.release)()
-            self._running.publish(Bool(data=name != PROTECTIVE_STOP))
+        else:
+            self._fault = name
+            self._brake_for_fault()
         if name:
             self._began_at_s = self._arm_s
         else:
             self._ended_at_s = self._arm_s
         self._tell()
+
+    def _brake_for_fault(self) -> None:
+        """A stop of the arm's own goes on beside a fault, and a fault outlasts that stop."""
+        holds = self._fault in (PROTECTIVE_STOP, STUCK)
+        if self._stopped_at_s is None:
+            (self._brake.hold if holds else self._brake.release)()
+            self._running.publish(Bool(data=self._fault != PROTECTIVE_STOP))
 
     def _tidy(self) -> None:
         world = self.robot.world
@@ -274,9 +282,8 @@ class FaultyRobot(SimRobot):
 
     def _run_again(self) -> None:
         """From where the arm is, not where it was sent meanwhile."""
-        self._brake.release()
         self._brake.start(self._measured())
-        self._running.publish(Bool(data=True))
+        self._brake_for_fault()
 
     def _measured(self) -> Joints:
         assert self._arm is not None

@@ -6,15 +6,17 @@ from collections import Counter
 from dataclasses import asdict
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from faults.judge import Extremes
 from faults.processes import _by_itself, _latched_by_itself
 from faults.real_kinds import REAL_FAULTS, Hands
-from faults.robot_process import LIES
+from faults.robot_process import LIES, PROTECTIVE_STOP, STUCK, FaultyRobot
 from faults.stack import _PER_STACK, _do_missing, plan, stacks, summary
 from geometry_msgs.msg import PoseStamped
 from sensor_msgs.msg import JointState
+from std_msgs.msg import String
 from support.benchmark_runs import run
 
 from benchmarks.results_page import section
@@ -163,6 +165,36 @@ def test_an_arm_that_brakes_since_it_presses_brakes_harder_than_the_limits():
     sharp = Extremes(0.7, 4.3, 0.0, 0.7, 0.7, 0.0)
     seen = SimpleNamespace(fault=REAL_FAULTS["press stop"], halts_s=[5.0])
     assert _by_itself(None, sharp, seen, "pose") is True  # type: ignore[arg-type]
+
+
+class _Held:
+    held = False
+
+    def hold(self, position=None) -> None:
+        self.held = True
+
+    def release(self) -> None:
+        self.held = False
+
+    def start(self, measured) -> None: ...
+
+
+@pytest.mark.parametrize("fault", [PROTECTIVE_STOP, STUCK])
+def test_a_fault_that_begins_while_the_arm_rests_by_itself_outlasts_that_rest(fault):
+    told = []
+    robot: Any = FaultyRobot.__new__(FaultyRobot)
+    robot._said, robot._fault, robot._control_dt = {}, "", 0.002
+    robot._now_ns, robot._arm_s, robot._stopped_at_s = 0, 5.0, 4.9
+    robot._brake, robot._running = _Held(), SimpleNamespace(publish=lambda message: told.append(message.data))
+    robot._tell, robot._measured = lambda: None, lambda: None
+    robot._brake.hold()
+    robot._on_fault(String(data=fault))
+    assert robot._brake.held and told == []
+    robot._arm_s = 7.0
+    robot._stop_by_itself()
+    assert robot._brake.held and told == [fault != PROTECTIVE_STOP]
+    robot._on_fault(String(data=""))
+    assert not robot._brake.held and told[-1] is True
 
 
 @pytest.mark.parametrize("name", LIES)
