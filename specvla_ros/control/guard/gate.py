@@ -120,8 +120,8 @@ class Gate(ABC):
         """Limits the output to this fraction of the speed limits."""
         self._pace = Bounds(self._bounds.speed * share, self._bounds.acceleration)
 
-    def recall(self, measured: Measured) -> None:  # noqa: B027 (a zero velocity has no target)
-        """Returns the target to a robot that something else stopped, so that it does not move when released."""
+    def robot_stopped(self, measured: Measured | None) -> None:  # noqa: B027 (a zero velocity has no target)
+        """Takes the state of a robot that reports to be stopped; None: it reports nothing of the kind."""
 
     @property
     def at_rest(self) -> bool:
@@ -217,6 +217,7 @@ class SmoothGate(Gate, Generic[Place]):
         self._recalling = False
         self._recall: Place | None = None  # position of a robot that did not move; the target returns to it
         self._recalled = False  # the target has returned since motion last passed
+        self._stopped_at: Place | None = None  # where a robot stands that reports to be stopped
         self._window: Window[Place] = Window()
 
     # Operations on positions
@@ -320,6 +321,10 @@ class SmoothGate(Gate, Generic[Place]):
         dt_s = self._brake_lost_time(dt_s)
         sent = self._move(self._sent, self._stopping_velocity(self._sent, dt_s), dt_s)
         self._held = self.at_rest and self._recall is None
+        if self._held and self._stopped_at is not None:
+            # It does not listen, and may sink or be led by hand: once it runs again, it must not move from there.
+            self._sent = self._stopped_at
+            return None
         here = self._where(measured)
         if not self._held or here is None:
             self._reached = self._reached and self._held
@@ -363,7 +368,13 @@ class SmoothGate(Gate, Generic[Place]):
         # As fast as the limits allow: a robot that reacts again meanwhile follows the rest of this motion.
         return toward(self._velocity, way, self._zero, self._bounds, dt_s, gain=math.inf)
 
+    def robot_stopped(self, measured: Measured | None) -> None:
+        self._stopped_at = None if measured is None else self._where(measured)
+        if measured is not None:
+            self.recall(measured)
+
     def recall(self, measured: Measured) -> None:
+        """Returns the target to a robot that does not move, so that it does not move when released."""
         # Only once: a robot that reacts again moves late, and returning to it repeatedly would make it oscillate.
         if self._recall is None and not self._recalled:
             self._recall, self._recalling = self._where(measured), False

@@ -274,8 +274,8 @@ class Guard:
             failing += [lag] if lag is not None else []
         elif not failing and (far := self._gate.not_near(measured)) is not None:
             failing.append(far)
-        if any(refusal.cause is Cause.ROBOT_STOPPED for refusal in failing):
-            self._gate.recall(measured)
+        stopped = any(refusal.cause is Cause.ROBOT_STOPPED for refusal in failing)
+        self._gate.robot_stopped(measured if stopped else None)
         self._failing = failing
         self.tally.failing(failing)
         for refusal in failing:

@@ -109,6 +109,26 @@ def test_a_robot_that_was_stopped_is_sent_to_where_it_stands(output: str) -> Non
         assert np.abs(sent.positions - stands[1]).max() < 2e-4
 
 
+@pytest.mark.parametrize("output", ["pose", "position_array", "joint_trajectory", "joint_trajectory_chunk"])
+def test_a_robot_that_sinks_while_it_is_stopped_does_not_move_when_it_runs_again(output: str) -> None:
+    each, rule = running(output)
+    each.run(0.3)
+    follow, each._follow = each._follow, lambda sent: None  # type: ignore[method-assign]
+    each.guard.robot_state(rule, Message(mode=3))
+    each.run(0.5)
+    silent_from = len(each.sent)
+    for _ in range(50):
+        each.tool, each.joints = each.tool - np.array([0.0, 0.0, 1e-4]), each.joints - 1e-4
+        each.run(0.01)
+    assert all(sent is None for _, sent in each.sent[silent_from:]), "it does not listen"
+    sunk = each.tool.copy(), each.joints.copy()
+    each._follow = follow  # type: ignore[method-assign]
+    each.guard.robot_state(rule, Message(mode=1))
+    each.run(0.5)
+    assert each.guard.state is State.STOPPED and each.sent[-1][1] is not None
+    assert np.abs(each.tool - sunk[0]).max() < 1e-9 and np.abs(each.joints - sunk[1]).max() < 1e-9
+
+
 def test_a_robot_that_goes_on_after_a_stop_is_told_once_and_latches() -> None:
     each = rig("twist")
     each.until_passing()
