@@ -50,10 +50,14 @@ class Extremes:
         return [name for name, found in over.items() if found]
 
     @property
+    def free(self) -> "Extremes":
+        """What of them was while the arm touched nothing and was not thrown by what it touched."""
+        return replace(self, speed_share=self.free_speed_share, outside_m=self.free_outside_m)
+
+    @property
     def in_contact(self) -> bool:
         """Whether it is beyond only while the arm touches something, or is thrown by what it touched."""
-        free = replace(self, speed_share=self.free_speed_share, outside_m=self.free_outside_m)
-        return bool(self.beyond) and not free.beyond
+        return bool(self.beyond) and not self.free.beyond
 
 
 @dataclass(frozen=True)

@@ -341,12 +341,12 @@ def _by_itself(judge: Judge, extremes: Extremes, seen: _Round, output: str) -> b
 
     Servo keeps what it was sent while an arm was held, and the arm makes up for it once it is let go.
     """
-    fault = seen.fault
-    if extremes.beyond == ["acceleration"]:
+    fault, beyond = seen.fault, extremes.free.beyond
+    if beyond == ["acceleration"]:
         stands = fault.halts or fault.pauses
         brakes = fault.brakes or bool(seen.halts_s)
         return brakes or (fault.halts and output == "twist") or (stands and output == "position_array")
-    if not (extremes.beyond and fault.brakes and output == "twist"):
+    if not (beyond and fault.brakes and output == "twist"):
         return False
     held = judge.extremes(seen.moved_s, seen.ended_s)
     caught_up = judge.extremes(seen.ended_s + _CATCHES_UP_S, seen.over_s)

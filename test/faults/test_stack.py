@@ -165,6 +165,10 @@ def test_an_arm_that_brakes_since_it_presses_brakes_harder_than_the_limits():
     sharp = Extremes(0.7, 4.3, 0.0, 0.7, 0.7, 0.0)
     seen = SimpleNamespace(fault=REAL_FAULTS["press stop"], halts_s=[5.0])
     assert _by_itself(None, sharp, seen, "pose") is True  # type: ignore[arg-type]
+    fast_in_contact = Extremes(2.9, 4.3, 0.0, 2.9, 0.7, 0.0)
+    assert _by_itself(None, fast_in_contact, seen, "pose") is True  # type: ignore[arg-type]
+    fast_in_the_air = Extremes(2.9, 4.3, 0.0, 2.9, 2.9, 0.0)
+    assert _by_itself(None, fast_in_the_air, seen, "pose") is False  # type: ignore[arg-type]
 
 
 class _Held:
