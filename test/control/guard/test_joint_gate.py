@@ -76,6 +76,7 @@ def test_a_robot_that_hears_again_and_moves_late_is_not_swung(output: str) -> No
         each.joints = each.joints + 1e-3  # as `push` left it, it follows nothing
         each.advance(0.01)
         each.hear({"command"})
+        assert isinstance(gate, JointGate)
         gate.recall(each.guard._watch.measured(each.now))  # as it is while the robot is still found not to have moved
         each.tick()
     sent = [sent for _, sent in each.sent if isinstance(sent, SentJoints)]
