@@ -46,6 +46,7 @@ from specvla_ros.ros.qos import ACTION, LATCHED_STATE, NEWEST_IMAGE, STATE
 FAULT_TOPIC, TIME_TOPIC, RUNNING_TOPIC, WORLD_TOPIC = "/arm/fault", "/arm/time", "/arm/running", "/arm/world"
 IMAGE_SIZE = 112
 _TELL_STEPS, _SAID_STEPS, _STILL_TICKS = 5, 2, 10
+EPOCH_NS = 60 * 10**9  # of the clock, which goes back by seconds and must not become negative
 _POLLS = 2  # between two steps: each costs as much as a step
 _OLD_NS, _LEAP_M = 10**9, 0.1
 _AWAY_M = 0.1  # from the hand
@@ -345,6 +346,7 @@ def main() -> None:
     if role != "camera":
         # A robot costs this machine no time: the other executor takes half as much again.
         node.SingleThreadedExecutor, sim_robot._POLLS = EventsExecutor, _POLLS  # type: ignore[misc,assignment]
+        sim_robot._EPOCH_NS = EPOCH_NS
         make = partial(FaultyRobot, role == "with_clock")
         sys.exit(run_node("sim_robot", make, close=FaultyRobot.close, failure=attrgetter("failure")))
     options = argparse.ArgumentParser()

@@ -12,7 +12,7 @@ import pytest
 from faults.judge import Extremes
 from faults.processes import _by_itself, _latched_by_itself
 from faults.real_kinds import REAL_FAULTS, Hands
-from faults.robot_process import LIES, PROTECTIVE_STOP, STUCK, FaultyRobot
+from faults.robot_process import CLOCKS, EPOCH_NS, LIES, PROTECTIVE_STOP, STUCK, FaultyRobot
 from faults.stack import _PER_STACK, _do_missing, plan, stacks, summary
 from geometry_msgs.msg import PoseStamped
 from sensor_msgs.msg import JointState
@@ -169,6 +169,11 @@ def test_an_arm_that_brakes_since_it_presses_brakes_harder_than_the_limits():
     assert _by_itself(None, fast_in_contact, seen, "pose") is True  # type: ignore[arg-type]
     fast_in_the_air = Extremes(2.9, 4.3, 0.0, 2.9, 2.9, 0.0)
     assert _by_itself(None, fast_in_the_air, seen, "pose") is False  # type: ignore[arg-type]
+
+
+def test_no_clock_goes_back_before_its_beginning():
+    assert min(jump_s for _, jump_s in CLOCKS.values()) < 0
+    assert all(EPOCH_NS + jump_s * 1e9 > 0 for _, jump_s in CLOCKS.values())
 
 
 class _Held:
