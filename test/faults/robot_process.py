@@ -40,11 +40,12 @@ from specvla_ros.lab.simulation.controllers import JointState as Joints
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import draw_layout
 from specvla_ros.ros import node
-from specvla_ros.ros.node import run_node
+from specvla_ros.ros.node import raise_priority, run_node
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE, NEWEST_IMAGE, STATE
 
 FAULT_TOPIC, TIME_TOPIC, RUNNING_TOPIC, WORLD_TOPIC = "/arm/fault", "/arm/time", "/arm/running", "/arm/world"
 IMAGE_SIZE = 112
+_PRIORITY = 5  # a robot is no process among others; below the guard's and the driver's
 _TELL_STEPS, _SAID_STEPS, _STILL_TICKS = 5, 2, 10
 EPOCH_NS = 60 * 10**9  # of the clock, which goes back by seconds and must not become negative
 _POLLS = 2  # between two steps: each costs as much as a step
@@ -203,6 +204,7 @@ class FaultyRobot(SimRobot):
         self._running = self.create_publisher(Bool, RUNNING_TOPIC, LATCHED_STATE)
         self._running.publish(Bool(data=True))
         self.create_subscription(String, FAULT_TOPIC, self._on_fault, ACTION)
+        raise_priority(_PRIORITY)
 
     def _listen(self) -> Any:
         """Commands go to the arm by way of its limits and its brake."""

@@ -29,7 +29,7 @@ from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.motion_record import MotionRecorder
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
-from specvla_ros.ros.node import raise_priority, run_node
+from specvla_ros.ros.node import run_node
 from specvla_ros.ros.parameters import parameters_declared, read_parameters
 
 _EPOCH_NS = 1_000_000_000  # a stamp of 0 means unset
@@ -41,7 +41,6 @@ _SEEK_S = 1.0  # time between two images while the policy is lost
 # Maximum delay of the executor, e.g. after rendering an image, that a commanded arm makes up for.
 _CATCH_UP_S = 0.1
 _POLLS = 4  # timer calls per control step, so that commands are taken between two steps
-_PRIORITY = 5  # SCHED_FIFO: a real arm needs no share of this machine's CPU; below the guard's and the driver's
 
 
 class Phase(Enum):
@@ -97,8 +96,6 @@ class SimRobot(Node):
         self._next_s = self._began_s
         polls, tick = (1, self._on_timer) if self._arm is None else (_POLLS, self._poll)
         self._timer = self.create_timer(self._period_s / polls, tick, clock=Clock(clock_type=ClockType.STEADY_TIME))
-        if self._arm is not None:
-            raise_priority(_PRIORITY)
 
     def _listen(self) -> ActionInput | CommandInput:
         if self._arm is None:
