@@ -26,7 +26,7 @@ from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.prompt import PromptTokenizer
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.quantization import check_quantization, quantize_layer
+from specvla_ros.models.quantization import check_quantization, quantize_layer, quantize_products
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.target import ImageEmbeddings, Pixels
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
@@ -35,6 +35,7 @@ from specvla_ros.speculation.settings import DRAFT_FOLDER
 TEXT_TOKENS = 34  # of OpenVLA's prompt, approximately
 PROMPT = 290  # rows: OpenVLA's 256 patches and its text
 TOKENS = 7  # of an action
+VISION = "+vision"  # after a format's name: the vision is quantised too
 _BINS = 256
 _PAD_ROWS = 64
 _SHARPNESS = 64.0
@@ -169,13 +170,21 @@ def random_policy(
 
 
 @torch.no_grad()
-def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
-    """Returns the policy with quantised matrices in the decoder's layers; everything else is shared."""
-    check_quantization(quantization, policy.decoder.device, policy.decoder.dtype)
+def quantized(policy: RandomPolicy, name: str) -> RandomPolicy:
+    """Returns the policy with quantised matrices in the decoder's layers; everything else is shared.
+
+    `name`: a format; with VISION at its end, the vision has it too.
+    """
+    quantization, vision = name.removesuffix(VISION), name.endswith(VISION)
+    check_quantization(quantization, policy.decoder.device, policy.decoder.dtype, vision=vision)
     given = policy.model
     with torch.device("meta"):
         model = OpenVLA(given.config)
     model.towers, model.projector = given.towers, given.projector
+    if vision:
+        model.towers, model.projector = copy.deepcopy(model.towers), copy.deepcopy(model.projector)
+        for part in (model.towers, model.projector):
+            quantize_products(part, quantization)
     model.decoder.embed_tokens = given.decoder.embed_tokens
     model.decoder.norm, model.decoder.lm_head = given.decoder.norm, given.decoder.lm_head
     for index, layer in enumerate(given.decoder.layers):  # in turn, so that only one copy is unquantised at a time

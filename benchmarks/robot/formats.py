@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import FRAMES_FIRST_SEED, Episodes, Out, Seed, finish, of_weights, result_head, show_progress
+from benchmarks.random_policy import VISION
 from benchmarks.results_page import RESULTS
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
@@ -28,8 +29,9 @@ from specvla_ros.lab.evaluation.simulate_summary import compare_episodes, summar
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, tick_time
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
+from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.quantization import QUANTIZATIONS, is_packed, quantize_layer
+from specvla_ros.models.quantization import QUANTIZATIONS, is_packed, quantize_layer, quantize_products
 from specvla_ros.models.target import Target
 
 Episode = tuple[str, int]
@@ -44,12 +46,16 @@ def policy_in(weights: str) -> Target:
 
     Policies refuse float8 on a CPU, which has no product for it; the operators' references compute it here.
     """
-    if weights != "fp8":
-        return load_target(nano_policy(), device="cpu", quantization=weights)
-    policy = load_target(nano_policy(), device="cpu")
-    for layer in _decoder(policy).layers:
+    chosen, vision = weights.removesuffix(VISION), weights.endswith(VISION)
+    if chosen != "fp8":
+        return load_target(nano_policy(), device="cpu", quantization=chosen, quantize_vision=vision)
+    policy = require_openvla(load_target(nano_policy(), device="cpu"))
+    for layer in policy.decoder.layers:
         assert isinstance(layer, DecoderLayer)
-        quantize_layer(layer, weights)
+        quantize_layer(layer, chosen)
+    if vision:
+        for part in (policy.model.towers, policy.model.projector):
+            quantize_products(part, chosen)
     return policy
 
 
@@ -67,7 +73,7 @@ def how_it_runs(weights: str, policy: Target) -> str:
         "w8a8": f"{packed}, with the rounding of the GPU's kernel",
         "w8a8_hadamard": f"{packed}, with the rounding of the GPU's kernel, after rotating the channels",
         "fp8": "the reference of the GPU's kernel, which a policy on a CPU refuses",
-    }[weights]
+    }[weights.removesuffix(VISION)] + (", in the vision too" if weights.endswith(VISION) else "")
 
 
 def answers(policy: Target, frames: Sequence[Observation]) -> Answers:
@@ -111,7 +117,7 @@ def main(
     out: Out = RESULTS / "formats_cpu.json",
 ) -> None:
     """Compares every weight format with float32."""
-    policies = {weights: policy_in(weights) for weights in QUANTIZATIONS}
+    policies = {weights: policy_in(weights) for weights in (*QUANTIZATIONS, f"w8a8{VISION}", f"fp8{VISION}")}
     seen = islice(simulation_source(policies[PLAIN], FRAMES_FIRST_SEED), pictures)
     frames = [replace(frame, stamp_ns=number) for number, frame in enumerate(seen, start=1)]
     wanted = [(task, seed + i) for i in range(episodes) for task in tasks_of(TABLE, ())]

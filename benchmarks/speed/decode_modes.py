@@ -19,6 +19,10 @@ The gain from int8 on a CPU, for short and for long answers:
     python -m benchmarks.speed.decode_modes --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 3
     python -m benchmarks.speed.decode_modes --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 1 \
         --tokens 53 --trace chunks:digits-2 --nodes 12 --repeats 3
+
+And with the vision, which takes as long as the language model:
+
+    python -m benchmarks.speed.decode_modes --sizes 1b --quantization none,w8a8,w8a8+vision --formats-only --actions 3
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,6 +52,7 @@ from benchmarks.random_policy import (
     PROMPT,
     SIZES,
     TOKENS,
+    VISION,
     RandomPolicy,
     quantized,
     random_policy,
@@ -67,6 +72,7 @@ from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.settings import NO_HEAD, DraftSettings
 
 CHUNKS = (1, 2, 3)
+FORMATS = f"{', '.join(QUANTIZATIONS)}; with {VISION} for the vision too"
 BASELINE, COMPILED, PLAIN = "transformers", "transformers, compiled", "ar"
 UNQUANTISED = "none"
 _LOSSLESS = ("ar", "pipeline")
@@ -83,9 +89,7 @@ def main(
     dtype: Dtype = "",
     trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "goal",
     nodes: Annotated[int, typer.Option(help="Nodes of a draft tree, including the root.", min=8)] = 16,
-    quantization: Annotated[str, typer.Option(help=f"Formats, comma-separated: {', '.join(QUANTIZATIONS)}.")] = (
-        "none,w8a8,int4,fp8"
-    ),
+    quantization: Annotated[str, typer.Option(help=f"Formats, comma-separated: {FORMATS}.")] = ("none,w8a8,int4,fp8"),
     tokens: Annotated[int, typer.Option(help="Tokens per answer.", min=2)] = TOKENS,
     formats_only: Annotated[
         bool, typer.Option("--formats-only", help="Skip the comparison of all modes; compare formats in ar and spec.")
@@ -156,7 +160,7 @@ def _answers(engine: Engine, seen: Observation, stamp_ns: int) -> bool:
 def _formats(quantization: str) -> list[str]:
     """The given formats without `none`."""
     formats = quantization.split(",")
-    unknown = [name for name in formats if name not in QUANTIZATIONS]
+    unknown = [name for name in formats if name.removesuffix(VISION) not in QUANTIZATIONS]
     if unknown:
         raise typer.BadParameter(f"unknown quantisation '{unknown[0]}'; known: {', '.join(QUANTIZATIONS)}")
     return [name for name in formats if name != UNQUANTISED]

@@ -36,6 +36,7 @@ def load_target(
     unnorm_key: str = _USUAL.unnorm_key,
     center_crop: bool = _USUAL.center_crop,
     quantization: str = _USUAL.quantization,
+    quantize_vision: bool = _USUAL.quantize_vision,
     action_head: bool = _USUAL.action_head,
     prompt: str = _USUAL.prompt,
     cameras: tuple[str, ...] = _USUAL.cameras,
@@ -50,6 +51,7 @@ def load_target(
         unnorm_key: dataset whose action statistics to use; empty: the only one.
         center_crop: for checkpoints fine-tuned with image augmentation.
         quantization: format of the decoder layers' matrices, see `check_quantization`.
+        quantize_vision: give the vision's matrices the same format.
         action_head: compute only the logits of action tokens, for a policy that answers with nothing else.
         prompt: see `PromptStyle`; `auto`: as config.json says.
         cameras: the robot's cameras among the policy's, for a policy that can run without some.
@@ -72,6 +74,7 @@ def load_target(
             unnorm_key=unnorm_key,
             center_crop=center_crop,
             quantization=quantization,
+            quantize_vision=quantize_vision,
             action_head=action_head,
             prompt=prompt,
             cameras=cameras,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised matrices of the decoder's layers: w8a8, fp8 and int4 on a CPU are our own, int4 on a GPU is torchao's.
 
-Embeddings, norms, output head, vision towers and projector are not quantised; neither is a draft head, except with w8a8
-on a CPU.
+Vision towers and projector are quantised if asked for. Embeddings, norms and output head are not; neither is a draft
+head, except with w8a8 on a CPU.
 """
 
 import importlib.util
@@ -41,24 +41,28 @@ class RoundedLinear(nn.Linear):
 
     Args:
         weight: [out_features, in_features]; in a float64 model its steps are float64, and it is not packed.
+        bias: [out_features], not rounded.
     """
 
     scales: Tensor
 
-    def __init__(self, weight: Rounded) -> None:
+    def __init__(self, weight: Rounded, bias: Tensor | None = None) -> None:
         values, scales = weight.values, weight.steps
         super().__init__(values.shape[1], values.shape[0], bias=False, device="meta")
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=False)
         packable = values.dtype == torch.int8 and values.device.type == "cpu" and scales.dtype != torch.float64
         self.packed = pack_int8(values, scales.float()) if packable else None
         self.weight = nn.Parameter(values if self.packed is None else values[:0].clone(), requires_grad=False)
         self.register_buffer("scales", scales)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return self.packed(x)
-        if self.weight.dtype == torch.int8:
-            return int8_linear(x, self.weight, self.scales)
-        return rounded_linear(round_rows(x, self.weight.dtype), Rounded(self.weight, self.scales), x.dtype)
+        if x.ndim > 2:
+            return self(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        if self.packed is None and (weight := self.rounded) is not None:
+            return rounded_linear(round_rows(x, weight.values.dtype), weight, x.dtype, bias=self.bias)
+        out = int8_linear(x, self.weight, self.scales) if self.packed is None else self.packed(x)
+        return out if self.bias is None else out + self.bias
 
     @property
     def rounded(self) -> Rounded | None:
@@ -112,17 +116,23 @@ def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) + whole
 
 
-def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
+def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype, *, vision: bool = False) -> None:
     """Checks that a device can compute with such weights; reads no checkpoint.
 
     Args:
         quantization: `none`; `int4`: weights only; `w8a8`, `w8a8_hadamard`, `fp8`: weights and activations.
         dtype: of the unquantised part.
+        vision: whether the vision is quantised too.
 
     Raises UserError: unknown quantisation, unsupported on this device or in this dtype, or torchao is missing.
     """
     if quantization not in QUANTIZATIONS:
         raise UserError(f"model.quantization is '{quantization}', but it must be one of: {', '.join(QUANTIZATIONS)}")
+    if vision and quantization in ("none", "int4"):
+        raise UserError(
+            f"model.quantize_vision needs 8 bits, but model.quantization is {quantization}: set it to w8a8, {ROTATED} "
+            "or fp8"
+        )
     if quantization in _LEAST_CAPABILITY and not (quantization == "int4" and device.type == "cpu"):
         _check_gpu(quantization, device, dtype)
     if quantization == "int4" and device.type != "cpu" and importlib.util.find_spec("torchao") is None:
@@ -182,11 +192,22 @@ def quantize_layer(layer: DecoderLayer, quantization: str) -> None:
         setattr(layer, name, _quantized(getattr(layer, name), quantization))
 
 
+@torch.no_grad()
+def quantize_products(part: nn.Module, quantization: str) -> None:
+    """Quantises all linear layers of a part of the model in place, to 8 bits without rotation; biases stay as they are.
+
+    Layers whose widths are no multiples of 8 stay unquantised, since torch's own product on a GPU refuses them.
+    """
+    for name, matrix in list(part.named_modules()):
+        if isinstance(matrix, nn.Linear) and matrix.in_features % 8 == matrix.out_features % 8 == 0:
+            part.set_submodule(name, _quantized(matrix, quantization))
+
+
 def _quantized(matrix: nn.Linear, quantization: str) -> nn.Linear:
     if quantization == "int4":
         return _by_torchao(matrix) if matrix.weight.is_cuda else Int4Linear(matrix.weight)
     kind = torch.int8 if quantization in ("w8a8", ROTATED) else torch.float8_e4m3fn
-    return RoundedLinear(round_weight(matrix.weight.detach(), kind))
+    return RoundedLinear(round_weight(matrix.weight.detach(), kind), matrix.bias)
 
 
 def _by_torchao(matrix: nn.Linear) -> nn.Linear:

@@ -57,6 +57,12 @@ class ModelSettings:
         choices=QUANTIZATIONS,
         basic=True,
     )
+    quantize_vision: bool = parameter(
+        False,
+        "Quantise the vision of an OpenVLA checkpoint too, in the same 8 bits but without rotation. On a CPU the "
+        "vision takes as long as the language model. Compare success before use.",
+        name="model.quantize_vision",
+    )
     action_head: bool = parameter(
         False,
         "Read only the 256 action rows of the output head; for policies that answer with actions only.",

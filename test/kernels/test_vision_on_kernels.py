@@ -3,19 +3,24 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, TOLERANCES, forced, poisoned_empty
 from support.nightly import examples
 
-from specvla_kernels import layer_products, layernorm_residual, patch_embedding
+from specvla_kernels import layer_products, layernorm_residual, patch_embedding, rounded_linear
 from specvla_kernels.layernorm_residual import layernorm_residual_reference, layernorm_residual_triton
 from specvla_kernels.patch_embedding import patch_embedding_reference, patch_embedding_triton
+from specvla_ros.models import quantization
 from specvla_ros.models.config import VisionTowerConfig
 from specvla_ros.models.families.openvla import model as openvla_model
 from specvla_ros.models.families.openvla.model import VisionTower
+from specvla_ros.models.quantization import quantize_products
 
 pytest.importorskip("triton")
+
+_OPERATORS = openvla_model, layer_products, layernorm_residual, patch_embedding, quantization, rounded_linear
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -69,11 +74,11 @@ def test_patches(patch_size: int, side: int, dim: int, dtype: torch.dtype, seed:
     torch.testing.assert_close(out.double(), expected, **TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("fused", "weights"), [(True, "none"), (False, "none"), (False, "w8a8"), (False, "fp8")])
 @pytest.mark.parametrize(("tokens", "layer_scale"), [(2, True), (0, False)])
-@torch.inference_mode()
+@torch.no_grad()
 def test_a_tower_on_kernels_gives_what_it_gives_on_references(
-    tokens: int, layer_scale: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, layer_scale: bool, fused: bool, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     config = VisionTowerConfig(
@@ -85,11 +90,19 @@ def test_a_tower_on_kernels_gives_what_it_gives_on_references(
         weight.copy_(torch.randn(weight.shape) * 0.3)
     tower.to(DEVICE)
     pixels = torch.randn(3, 20, 20, device=DEVICE)
+    exact = tower(pixels)
+    if weights != "none":
+        monkeypatch.setattr(quantization, "pack_int8", lambda *_: None)  # a GPU has none
+        quantize_products(tower.blocks, weights)
     features = []
     for kernels in (False, True):
-        for operator in (openvla_model, layer_products, layernorm_residual, patch_embedding):
+        for operator in _OPERATORS:
             monkeypatch.setattr(operator, "has_kernels", lambda _, kernels=kernels: kernels)
         with forced(fused):
             features.append(tower(pixels))
     assert features[0].isfinite().all() and features[0].shape == (25, 24)
-    torch.testing.assert_close(*features, atol=1e-4, rtol=1e-4)
+    if weights == "none":
+        torch.testing.assert_close(*features, atol=1e-4, rtol=1e-4)
+    else:  # a value at the border between two steps may be rounded either way
+        assert F.cosine_similarity(*features, dim=1).min() > 0.999
+        assert F.cosine_similarity(exact, features[1], dim=1).min() > 0.9 and not torch.equal(exact, features[1])

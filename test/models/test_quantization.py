@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -91,6 +92,30 @@ def test_only_the_layers_matrices_are_quantised(checkpoint: Path) -> None:
             assert torch.equal(parameter, exact[name]), name
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@torch.inference_mode()
+def test_vision_is_quantised_if_asked_for(checkpoint: Path) -> None:
+    load = partial(load_openvla, checkpoint, device="cpu")
+    exact, layers, whole = load(), load(quantization="w8a8"), load(quantization="w8a8", quantize_vision=True)
+    pixels = torch.randn(exact.model.pixel_shape, generator=torch.Generator().manual_seed(0))
+    wanted, same, found = (policy.model.image_embeddings(pixels) for policy in (exact, layers, whole))
+    assert torch.equal(wanted, same)
+    assert 0.99 < F.cosine_similarity(wanted, found, dim=1).min() < 0.999999
+    rounded = {name for name, module in whole.model.named_modules() if isinstance(module, RoundedLinear)}
+    beside = {name for name in rounded if not name.startswith("decoder.")}
+    vision = [each for each in exact.model.named_modules() if each[0].startswith(("towers.", "projector."))]
+    products = {name: module for name, module in vision if isinstance(module, torch.nn.Linear)}
+    fit = {name for name, matrix in products.items() if matrix.in_features % 8 == matrix.out_features % 8 == 0}
+    assert beside == fit and len(fit) > len(products) / 2
+    assert whole.describe()["quantization"] == "w8a8, vision too"
+    assert whole.describe()["parameters"] == exact.describe()["parameters"]
+
+
+@pytest.mark.parametrize("how", ["none", "int4"])
+def test_vision_is_not_quantised_without_8_bits(checkpoint: Path, how: str) -> None:
+    with pytest.raises(UserError, match=rf"model.quantize_vision needs 8 bits, but model.quantization is {how}: set"):
+        load_target(checkpoint, device="cpu", quantization=how, quantize_vision=True)
 
 
 def test_an_incomplete_checkpoint_is_refused_as_ever_and_progress_ends_at_one(tmp_path: Path) -> None:

@@ -28,12 +28,30 @@ from specvla_ros.models.decoder import (
     tie_head,
 )
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
-from specvla_ros.models.quantization import ROTATED, check_memory, quantize_layer, rotate_layer, turn_stream
+from specvla_ros.models.quantization import (
+    ROTATED,
+    RoundedLinear,
+    check_memory,
+    quantize_layer,
+    quantize_products,
+    rotate_layer,
+    turn_stream,
+)
 from specvla_ros.models.weights import Progress, Tables, check_weights, load_weights, read_tables
 
 _TOWERS = ("featurizer", "fused_featurizer")
 _LLM = "language_model."
 _LayerNorm = partial(nn.LayerNorm, eps=1e-6)
+
+
+def _product(x: Tensor, matrix: nn.Linear) -> Tensor:
+    return matrix(x) if isinstance(matrix, RoundedLinear) else linear(x, matrix.weight, matrix.bias)
+
+
+def _gelu(x: Tensor, matrix: nn.Linear) -> Tensor:
+    if isinstance(matrix, RoundedLinear):
+        return F.gelu(matrix(x))
+    return gelu_product(x, matrix.weight, matrix.bias)
 
 
 class _LayerScale(nn.Module):
@@ -54,13 +72,10 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, dim = x.shape
-        q, k, v = (
-            linear(x, self.qkv.weight, self.qkv.bias)
-            .view(batch, tokens, 3, self.heads, dim // self.heads)
-            .permute(2, 0, 3, 1, 4)
-        )
+        fused = _product(x, self.qkv).view(batch, tokens, 3, self.heads, dim // self.heads)
+        q, k, v = fused.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v)
-        return linear(attended.transpose(1, 2).reshape(batch, tokens, dim), self.proj.weight, self.proj.bias)
+        return _product(attended.transpose(1, 2).reshape(batch, tokens, dim), self.proj)
 
 
 class _Mlp(nn.Module):
@@ -70,7 +85,7 @@ class _Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(gelu_product(x, self.fc1.weight, self.fc1.bias), self.fc2.weight, self.fc2.bias)
+        return _product(_gelu(x, self.fc1), self.fc2)
 
 
 class _Block(nn.Module):
@@ -151,11 +166,14 @@ class VisionTower(nn.Module):
             assert block is not None
             scale, mlp_scale = block.scales
             normed, x = _norm_of_sum(block.attn(normed[None])[0], x, scale, block.norm2)
-            fc1, fc2 = block.mlp.fc1, block.mlp.fc2
-            hidden = gelu_product(normed, fc1.weight, fc1.bias)
+            hidden, last = _gelu(normed, block.mlp.fc1), block.mlp.fc2
             if following is not None:
-                normed, x = _norm_of_sum(fc2(hidden), x, mlp_scale, following.norm1)
-        return scaled_sum(hidden, fc2.weight, fc2.bias, mlp_scale, x)[-self.config.patches :]
+                normed, x = _norm_of_sum(last(hidden), x, mlp_scale, following.norm1)
+        if isinstance(last, RoundedLinear):
+            x = x + (last(hidden) if mlp_scale is None else last(hidden) * mlp_scale)
+        else:
+            x = scaled_sum(hidden, last.weight, last.bias, mlp_scale, x)
+        return x[-self.config.patches :]
 
 
 def _norm_of_sum(x: Tensor, residual: Tensor, scale: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
@@ -177,8 +195,8 @@ class Projector(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         *inner, last = (cast(nn.Linear, self.get_submodule(f"fc{i + 1}")) for i in range(self.depth))
         for layer in inner:
-            features = gelu_product(features, layer.weight, layer.bias)
-        return linear(features, last.weight, last.bias)
+            features = _gelu(features, layer)
+        return _product(features, last)
 
 
 class OpenVLA(nn.Module):
@@ -234,6 +252,7 @@ def load_model(
     dtype: torch.dtype,
     *,
     quantization: str = "none",
+    quantize_vision: bool = False,
     progress: Progress | None = None,
 ) -> OpenVLA:
     """Loads the model of a checkpoint, ready to decode.
@@ -241,6 +260,7 @@ def load_model(
     Args:
         dtype: of the unquantised part; the output head may have another, see `head_dtype`.
         quantization: format of the decoder layers' matrices, checked by `check_quantization`.
+        quantize_vision: give the towers' blocks and the projector the same format, checked by it too.
 
     Raises UserError: the device has too little memory, or the weights are incomplete or do not fit the config.
     """
@@ -255,6 +275,9 @@ def load_model(
         load_weights(directory, model.checkpoint_tensors(), progress, stored=tables.stored)
     else:
         _load_quantized(model, directory, device, quantization, progress, tables)
+    if quantize_vision:
+        for part in (model.towers, model.projector):
+            quantize_products(part, quantization)
     return model.eval().requires_grad_(False)
 
 

@@ -40,6 +40,7 @@ def load_openvla(
     unnorm_key: str,
     center_crop: bool,
     quantization: str,
+    quantize_vision: bool,
     action_head: bool,
     prompt: str,
     cameras: tuple[str, ...],
@@ -60,9 +61,10 @@ def load_openvla(
         partial(_prompts, directory, config, prompt),
         partial(_image_processor, directory, config, center_crop=center_crop and not with_head),
         lambda: None if with_head else _codec(directory, config, unnorm_key, style),
-        partial(check_quantization, quantization, device, dtype),
+        partial(check_quantization, quantization, device, dtype, vision=quantize_vision),
     )
-    load = partial(load_model, directory, config, device, dtype, quantization=quantization, progress=progress)
+    kept = partial(load_model, quantization=quantization, quantize_vision=quantize_vision)
+    load = partial(kept, directory, config, device, dtype, progress=progress)
     if oft is not None:
         return oft.target(directory, load(), image_processor, prompts, cropped=center_crop)
     if cameras not in (ALL_CAMERAS, config.cameras):
@@ -73,7 +75,8 @@ def load_openvla(
     head_ids = _head_ids(codec, directory) if action_head else None
     model = load()
     model.decoder.head_ids = head_ids
-    return OpenVLATarget(directory, model, image_processor, prompts, codec, quantization, generation, state)
+    weights = f"{quantization}, vision too" if quantize_vision else quantization
+    return OpenVLATarget(directory, model, image_processor, prompts, codec, weights, generation, state)
 
 
 def _prompts(directory: Path, config: OpenVLAConfig, chosen: str) -> PromptTokenizer:
