@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
-_BEAM_NODES = 8  # of a beam at once
+BEAM_NODES = 8  # of a beam at once
 _WARPS = 8  # one per node, whose ids it then scans without waiting for others; half where sm_120 would spill
 MAX_COLUMNS = 1 << 10  # of a row in the kernel; of longer rows, the caller chooses the likeliest ids first
 
@@ -215,7 +215,7 @@ def expand_tree_triton(
         offset, level, candidates.first_id, columns, len(tolerances) - 1, before,
         BINS=window.bins if window else 0, SHARED=bool(window and columns > window.bins), ROWS=rows is not None,
         NORMALISED=candidates.normalised, CHOSEN=chosen is not None, FIRST=beam is None, LAST=last,
-        WIDTH=width, K=k, BLOCK_WIDTH=min(power_of_two(width), _BEAM_NODES), BLOCK_K=power_of_two(k),
+        WIDTH=width, K=k, BLOCK_WIDTH=min(power_of_two(width), BEAM_NODES), BLOCK_K=power_of_two(k),
         BLOCK_LEVEL=power_of_two(width * k), BLOCK_COLUMNS=power_of_two(columns), BLOCK_NODES=64,
         num_warps=_WARPS // 2 if rows is not None and chosen is not None else _WARPS,
     )  # fmt: skip
@@ -265,69 +265,27 @@ def _expand_tree(  # type: ignore[no-untyped-def]
             inside = there[:, None] & (column < columns)[None, :]
             at = tree * row_stride + node[:, None] * node_stride + column[None, :]
             x = tl.load(rows + at, inside, other=-infinity).to(tl.float32)
-            if not NORMALISED:
-                x = x - tl.max(x, 1)[:, None]
-                x = x - tl.log(tl.sum(tl.exp(x), 1))[:, None]
-            x = tl.where(x == x, x, -infinity)
-            found = tl.zeros((BLOCK_WIDTH, BLOCK_K), tl.int32)
-            gained = tl.full((BLOCK_WIDTH, BLOCK_K), -infinity, tl.float32)
-            if BINS > 0:
-                r = tl.load(tolerances + tl.minimum(tl.maximum(dimension, 0), last_dimension)).to(tl.int32)
-                bin_of = tl.minimum(columns - 1 - column, BINS - 1)[None, :]
-                left = tl.where(inside, tl.exp(x), -1.0)
-                top = tl.zeros((BLOCK_WIDTH,), tl.int32)
-                if SHARED:
-                    first = (column == 0)[None, :]
-                    second = (column == 1)[None, :]
-                    ahead = tl.max(tl.where(second, x, -infinity), 1) > tl.max(tl.where(first, x, -infinity), 1)
-                    top = ahead.to(tl.int32)
-                    share = tl.sum(tl.where(first, left, 0.0), 1)[:, None]
-                    left = tl.where(first, -1.0, tl.where(second, left + share, left))
-                for i in range(K):
-                    best = tl.max(left, 1)[:, None]
-                    bin_ = tl.min(tl.where(left == best, bin_of, BINS), 1)
-                    near = (tl.abs(bin_of - bin_[:, None]) <= r) & (left >= 0.0)
-                    mass = tl.log(tl.sum(tl.where(near, left, 0.0), 1))
-                    where_ = tl.where(bin_ == BINS - 1, top, columns - 1 - bin_)
-                    found = tl.where((child == i)[None, :], where_[:, None], found)
-                    gained = tl.where((child == i)[None, :], mass[:, None], gained)
-                    left = tl.where(near, 0.0, left)
-            else:
-                open_ = inside
-                for i in range(K):
-                    best = tl.max(tl.where(open_, x, -infinity), 1)
-                    where_ = tl.min(tl.where(open_ & (x == best[:, None]), column[None, :], BLOCK_COLUMNS), 1)
-                    found = tl.where((child == i)[None, :], where_[:, None], found)
-                    gained = tl.where((child == i)[None, :], best[:, None], gained)
-                    open_ = open_ & (column[None, :] != where_[:, None])
+            found, gained = best_columns(
+                x, inside, dimension, tolerances, columns, last_dimension,
+                BINS, SHARED, NORMALISED, K, BLOCK_WIDTH, BLOCK_K, BLOCK_COLUMNS,
+            )  # fmt: skip
             if CHOSEN:
                 token = tl.where(dimension < 0, token, first_id + found.to(tl.int64))
                 score = tl.where(dimension < 0, score, gained)
             else:
                 token = first_id + found.to(tl.int64)
                 score = gained
-        score = tl.where(score == score, tl.minimum(score, 0.0), -infinity)
-        number = tl.zeros((BLOCK_WIDTH,), tl.int64)
+        total, number = tl.zeros((BLOCK_WIDTH,), tl.float32), tl.zeros((BLOCK_WIDTH,), tl.int64)
         if not FIRST:
-            score = tl.load(beam_scores + tree * WIDTH + node, there, other=0.0)[:, None] + score
+            total = tl.load(beam_scores + tree * WIDTH + node, there, other=0.0)
             number = tl.load(beam_numbers + tree * WIDTH + node, there, other=0)
-        score = tl.where(grows, score, -infinity)
         at = entries + node[:, None] * K + child[None, :]
-        tl.store(tokens + at, token, pairs)
-        tl.store(scores + at, score, pairs)
-        tl.store(parents + at, tl.zeros((BLOCK_WIDTH, BLOCK_K), tl.int64) + number[:, None], pairs)
+        store_children(tokens + at, scores + at, parents + at, pairs, token, score, total, number, grows)
     if not LAST:
         tl.debug_barrier()  # all threads see the children of all nodes
         best_child = child
         if WIDTH > 1:
-            entry = tl.arange(0, BLOCK_LEVEL)
-            open_entry = entry < WIDTH * K
-            total = tl.load(scores + entries + entry, open_entry, other=-infinity)
-            for i in range(K):
-                best_score = tl.max(tl.where(open_entry, total, -infinity), 0)
-                at_entry = tl.min(tl.where(open_entry & (total == best_score), entry, BLOCK_LEVEL), 0)
-                best_child = tl.where(child == i, at_entry, best_child)
-                open_entry = open_entry & (entry != at_entry)
+            best_child = best_entries(scores + entries, WIDTH * K, K, BLOCK_K, BLOCK_LEVEL)
         mine = child < K
         to = tree * K + child
         tl.store(next_tokens + to, tl.load(tokens + entries + best_child, mine, other=0), mine)
@@ -344,3 +302,81 @@ def _expand_tree(  # type: ignore[no-untyped-def]
             copied = tl.load(old + earlier, earlier < before, other=0)
             tl.store(next_row + earlier, copied, earlier < before)
         tl.store(next_row + before + child, bits, mine)
+
+
+@jit
+def best_columns(  # type: ignore[no-untyped-def]
+    x, inside, dimension, tolerances, columns, last_dimension,
+    BINS: tl.constexpr, SHARED: tl.constexpr, NORMALISED: tl.constexpr, K: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Columns and log-probabilities [BLOCK_WIDTH, BLOCK_K] of the children in rows x, as `choose_children` chooses."""
+    infinity = float("inf")
+    child = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    if not NORMALISED:
+        x = x - tl.max(x, 1)[:, None]
+        x = x - tl.log(tl.sum(tl.exp(x), 1))[:, None]
+    x = tl.where(x == x, x, -infinity)
+    found = tl.zeros((BLOCK_WIDTH, BLOCK_K), tl.int32)
+    gained = tl.full((BLOCK_WIDTH, BLOCK_K), -infinity, tl.float32)
+    if BINS > 0:
+        r = tl.load(tolerances + tl.minimum(tl.maximum(dimension, 0), last_dimension)).to(tl.int32)
+        bin_of = tl.minimum(columns - 1 - column, BINS - 1)[None, :]
+        left = tl.where(inside, tl.exp(x), -1.0)
+        top = tl.zeros((BLOCK_WIDTH,), tl.int32)
+        if SHARED:
+            first = (column == 0)[None, :]
+            second = (column == 1)[None, :]
+            ahead = tl.max(tl.where(second, x, -infinity), 1) > tl.max(tl.where(first, x, -infinity), 1)
+            top = ahead.to(tl.int32)
+            share = tl.sum(tl.where(first, left, 0.0), 1)[:, None]
+            left = tl.where(first, -1.0, tl.where(second, left + share, left))
+        for i in range(K):
+            best = tl.max(left, 1)[:, None]
+            bin_ = tl.min(tl.where(left == best, bin_of, BINS), 1)
+            near = (tl.abs(bin_of - bin_[:, None]) <= r) & (left >= 0.0)
+            mass = tl.log(tl.sum(tl.where(near, left, 0.0), 1))
+            where_ = tl.where(bin_ == BINS - 1, top, columns - 1 - bin_)
+            found = tl.where((child == i)[None, :], where_[:, None], found)
+            gained = tl.where((child == i)[None, :], mass[:, None], gained)
+            left = tl.where(near, 0.0, left)
+    else:
+        open_ = inside
+        for i in range(K):
+            best = tl.max(tl.where(open_, x, -infinity), 1)
+            where_ = tl.min(tl.where(open_ & (x == best[:, None]), column[None, :], BLOCK_COLUMNS), 1)
+            found = tl.where((child == i)[None, :], where_[:, None], found)
+            gained = tl.where((child == i)[None, :], best[:, None], gained)
+            open_ = open_ & (column[None, :] != where_[:, None])
+    return found, gained
+
+
+@jit
+def store_children(  # type: ignore[no-untyped-def]
+    to_tokens, to_scores, to_parents, pairs, token, score, total, number, grows
+):
+    """Writes children [nodes, k] of nodes with a total and a number; impossible ones where the tree does not grow."""
+    score = tl.where(score == score, tl.minimum(score, 0.0), -float("inf"))
+    score = tl.where(grows, total[:, None] + score, -float("inf"))
+    tl.store(to_tokens, token, pairs)
+    tl.store(to_scores, score, pairs)
+    tl.store(to_parents, tl.zeros_like(token) + number[:, None], pairs)
+
+
+@jit
+def best_entries(  # type: ignore[no-untyped-def]
+    scores, n: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Indices of the best K of n scores, [BLOCK_K], the first of equal ones."""
+    infinity = float("inf")
+    nth, entry = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK)
+    left = entry < n
+    score = tl.load(scores + entry, left, other=-infinity)
+    best = nth
+    for i in range(K):
+        highest = tl.max(tl.where(left, score, -infinity), 0)
+        at = tl.min(tl.where(left & (score == highest), entry, BLOCK), 0)
+        best = tl.where(nth == i, at, best)
+        left = left & (entry != at)
+    return best

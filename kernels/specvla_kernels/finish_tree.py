@@ -94,21 +94,32 @@ def finish_tree_triton(
 ) -> GrownTrees:
     """`finish_tree` as one launch, a program per tree."""
     trees, n = considered.tokens.shape
-    size = 1 + min(max_nodes - 1, n)
-    made = out or GrownTrees(
-        roots.new_empty(4, trees, size),
-        considered.scores.new_empty(trees, size),
-        torch.empty(trees, size, dtype=torch.bool, device=roots.device),
-    )
+    made = out or empty_trees(considered, max_nodes)
+    size = made.valid.shape[1]
     node_of = torch.empty(trees, n + 1, dtype=torch.int32, device=roots.device)
-    block = power_of_two(size, 16)
     _finish_tree[(trees,)](
         considered.tokens, considered.scores, considered.parents, roots, nodes, *made,
         node_of, considered.tokens.stride(0), n, k, size, trees,
-        DOUBLINGS=levels.bit_length(), BLOCK=block, BLOCK_ENTRIES=min(power_of_two(n, 16), _ENTRIES),
-        num_warps=max(4, block // 8),
+        **block_sizes(n, size, levels), num_warps=max(4, power_of_two(size, 16) // 8),
     )  # fmt: skip
     return made
+
+
+def empty_trees(considered: Considered, max_nodes: int) -> GrownTrees:
+    """Memory for the best of all considered children."""
+    trees, n = considered.tokens.shape
+    size, device = 1 + min(max_nodes - 1, n), considered.tokens.device
+    return GrownTrees(
+        considered.tokens.new_empty(4, trees, size),
+        considered.scores.new_empty(trees, size),
+        torch.empty(trees, size, dtype=torch.bool, device=device),
+    )
+
+
+def block_sizes(n: int, size: int, levels: int) -> dict[str, int]:
+    """Constants of `write_tree` for trees of `size` nodes from n considered children."""
+    entries = min(power_of_two(n, 16), _ENTRIES)
+    return dict(DOUBLINGS=levels.bit_length(), BLOCK=power_of_two(size, 16), BLOCK_ENTRIES=entries)
 
 
 @jit(
@@ -121,7 +132,18 @@ def _finish_tree(  # type: ignore[no-untyped-def]
     tokens, scores, parents, roots, nodes, numbers, log_probs, valid, node_of, considered_stride, n, k, size, trees,
     DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    tree = tl.program_id(0).to(tl.int64)
+    write_tree(
+        tl.program_id(0).to(tl.int64), tokens, scores, parents, roots, nodes, numbers, log_probs, valid, node_of,
+        considered_stride, n, k, size, trees, DOUBLINGS, BLOCK, BLOCK_ENTRIES,
+    )  # fmt: skip
+
+
+@jit
+def write_tree(  # type: ignore[no-untyped-def]
+    tree, tokens, scores, parents, roots, nodes, numbers, log_probs, valid, node_of, considered_stride, n, k, size,
+    trees, DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Writes one finished tree; all threads see what is considered."""
     block = tl.arange(0, BLOCK_ENTRIES)
     own_scores = scores + tree * considered_stride
     kept = tl.minimum(tl.minimum(tl.load(nodes + tree).to(tl.int32), size) - 1, n)
