@@ -37,6 +37,7 @@ from specvla_kernels.finish_tree import finish_tree_triton
 from specvla_kernels.fused_linear import fused_linear_triton
 from specvla_kernels.gated_unit import gated_unit_triton
 from specvla_kernels.greedy_choice import greedy_choice_triton
+from specvla_kernels.grow_tree import PathLogits, grow_tree_triton
 from specvla_kernels.layernorm_residual import layernorm_residual_triton
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
@@ -250,6 +251,12 @@ def _finish(k: int, levels: int, nodes: int) -> None:
     finish_tree_triton(considered, _whole(4), _whole(4), k=k, levels=levels, max_nodes=nodes)
 
 
+def _grow(k: int, levels: int, ids: int, *, window: bool = False) -> None:
+    states, tokens = (torch.empty(shape, device=_META) for shape in ((4, levels, levels, ids), (levels, ids, ids)))
+    logits = PathLogits(states, tokens, _whole(4), window=Window(255, _whole(8)) if window else None)
+    grow_tree_triton(logits, _whole(4), _whole(4), _whole(4), k=k, max_nodes=64)
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
     "the trial, bf16": partial(try_product, _META, torch.bfloat16),
     "the trial, fp32": partial(try_product, _META, torch.float32),
@@ -270,6 +277,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "finish_tree, 64 nodes": partial(_finish, 8, 5, 64),
     "finish_tree, a chain": partial(_finish, 1, 63, 64),
     "finish_tree, 64 children": partial(_finish, 64, 2, 64),
+    "grow_tree, likeliest 8 of 256": partial(_grow, 8, 5, 256),
+    "grow_tree, likeliest 8 of 1024": partial(_grow, 8, 5, 1024),
+    "grow_tree, likeliest 64 of 256": partial(_grow, 64, 2, 256),
+    "grow_tree, a chain": partial(_grow, 1, 63, 256),
+    "grow_tree, window mass": partial(_grow, 8, 5, 256, window=True),
     "accept_tree, one node": partial(_accept, 1, 0),
     "accept_tree, 16 nodes": partial(_accept, 16, 7),
     "accept_tree, 64 nodes": partial(_accept, 64, 7),
