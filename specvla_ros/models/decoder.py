@@ -258,15 +258,16 @@ class PackedDecoder(nn.Module):
         `ids` limits the result to these ids, [n, len(ids)].
         """
         if ids is not None:
-            return self._products(hidden, self.lm_head.weight[ids.start : ids.stop])
+            return self.output_products(hidden, self.lm_head.weight[ids.start : ids.stop])
         if self.head_ids is None:
-            return self._products(hidden, self.lm_head.weight)
+            return self.output_products(hidden, self.lm_head.weight)
         known = self.logits(hidden, self.head_ids)
         logits = known.new_full((hidden.shape[0], self.config.vocab_size), -torch.inf)
         logits[:, self.head_ids.start : self.head_ids.stop] = known
         return logits
 
-    def _products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def output_products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Products of hidden states with rows of an output head, in the dtype of `logits`."""
         kept = head_dtype(weight.dtype, weight.device)
         if kept.itemsize == 2:
             return torch.mm(hidden.to(kept), weight.T, out_dtype=torch.float32)

@@ -29,7 +29,7 @@ DECODER = random_decoder(
 )
 HEADS = {"levels": random_head(DECODER, seed=1), "parallel": random_head(DECODER, seed=1, parallel_depth=3)}
 SLOTS = 3
-KINDS = (*HEADS, "levels of ids", "levels of windows")
+KINDS = (*HEADS, "parallel of ids", "levels of ids", "levels of windows", "parallel of windows")
 WINDOW = WindowMass.from_actions(3, ActionIds(0, 16, 15), 7, DEVICE)
 WINDOW.tolerate((1,) * 7)
 
@@ -80,7 +80,7 @@ def requests(draw: st.DrawFn) -> list[DraftInput]:
     return made
 
 
-@pytest.mark.parametrize("kind", nightly_but(lambda kind: kind in [*KINDS][:2], KINDS))
+@pytest.mark.parametrize("kind", nightly_but(lambda kind: kind in [*KINDS][:3], KINDS))
 @settings(max_examples=examples(8) if DEVICE.type == "cpu" else 200, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=2))
 @torch.inference_mode()

@@ -56,7 +56,7 @@ def written() -> dict[str, Any]:
     return cases
 
 
-@pytest.mark.parametrize("case", ["specpipe", "orin.yaml"])
+@pytest.mark.parametrize("case", ["specpipe", "orin.yaml", "spec, drafts from one forward"])
 def test_ticks_and_graphs_launch_what_is_written_down(case: str, written: dict[str, Any]):
     found = json.loads(
         run("-c", f"import json; from launches import launches; print(json.dumps(launches.count('{case}')))")
@@ -75,6 +75,12 @@ def test_every_cases_ticks_and_graphs_launch_what_is_written_down(written: dict[
     run("-m", "launches.launches", "--out", str(out))
     for mode, found in json.loads(out.read_text())["cases"].items():
         assert found == written[mode], MEANT
+
+
+def test_a_draft_from_one_forward_takes_few_launches_at_any_depth(written: dict[str, Any]):
+    graphs = written["spec, drafts from one forward"]["graphs"]
+    drafts = {each["graph"]: each["launches"] for each in graphs if each["graph"].startswith("draft by")}
+    assert len(drafts) == 5 and max(drafts.values()) <= 15, drafts
 
 
 def test_no_tick_waits_for_the_device_but_for_its_one_read_back(written: dict[str, Any]):

@@ -136,11 +136,14 @@ class EagleDrafter(Drafter):
     def _check(self, static: "StaticDraft", requests: int, depth: int) -> None:
         """Compares a captured draft with the same work run eagerly, and with a draft of other shapes.
 
+        The kernel that grows whole trees is compared with its reference first.
+
         Other shapes round differently, which may decide a near tie otherwise and change a tree. Trees that differ are
         drafted again from other rows; a fault shows every time.
         """
         nodes = [self._settings.nodes] * requests
         what = f"a captured draft of {requests} trees with {depth} levels"
+        self._grower.check(requests, depth)
         errors: list[Tensor] = []
         for draw in range(_DRAWS):
             inputs = check_inputs(self._decoder, requests, depth, draw, prefix_len=max(1, self.committed_rows // 2))

@@ -80,6 +80,26 @@ class EagleHead(nn.Module):
         of_token, of_above = (part.clone(memory_format=torch.contiguous_format) for part in taken.chunk(2, dim=1))
         return of_token, of_above, given
 
+    def path_weights(self, output: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """`branched` along whole paths, followed by the output head: linear, so that each term of a logit is apart.
+
+        Args:
+            output: rows of the output head, [ids, hidden], of the only ids that are drafted.
+            embedded: their embeddings, likewise.
+
+        Returns:
+            [parallel_depth, ids, hidden]: the logits that a level's state adds, by how many levels they are below it.
+            [parallel_depth - 1, ids, ids]: those that a token adds, by how many levels they are below its children;
+            then by the token. See `PathLogits`.
+        """
+        of_token, of_above, given = (weight.to(output.dtype) for weight in self.branch_weights())
+        onward, from_path = of_above @ given, [output @ given]  # [rank, rank], and [ids, rank] of each distance
+        while len(from_path) < self.parallel_depth - 1:
+            from_path.append(from_path[-1] @ onward)
+        below = torch.stack(from_path)
+        of_tokens = (embedded @ of_token.T) @ below.mT
+        return torch.cat((output[None], below @ of_above)), of_tokens
+
     def forward(
         self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> Tensor:

@@ -13,10 +13,12 @@ from specvla_kernels.device import to_device
 from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree
 from specvla_kernels.finish_tree import GrownTrees, finish_tree
+from specvla_kernels.grow_tree import grow_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.eagle.path_terms import PathTerms
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
 
@@ -55,6 +57,15 @@ class WindowMass:
         """Sets r per action dimension, 0 beyond, in the same memory, since a captured draft reads it."""
         self.bins.copy_(torch.tensor([*bins] + [0] * (len(self.bins) - len(bins))))
 
+    @property
+    def window(self) -> Window:
+        return Window(self.actions.bins, self.bins)
+
+    def ids(self, known: range) -> range | None:
+        """The children's ids, whose first of `actions` is counted from the first known one; None if some are text."""
+        first, stop = (known.start + action for action in (self.actions.first, self.actions.stop))
+        return None if self.text else range(first, stop)
+
     def candidates(self, rows: Tensor, dimensions: Tensor, *, normalised: bool) -> Candidates:
         """Candidates from logits of the action ids, or from `normalised` log-probabilities of the vocabulary.
 
@@ -67,7 +78,7 @@ class WindowMass:
             rows[..., first:stop],
             first_id=first,
             normalised=normalised,
-            window=Window(self.actions.bins, self.bins),
+            window=self.window,
             chosen=None if likeliest is None else (likeliest.indices, likeliest.values),
         )
 
@@ -190,7 +201,9 @@ class TreeGrower:
         self.hidden_size = config.hidden_size
         self.parallel_depth = head.parallel_depth
         self._after_end = torch.arange(head.parallel_depth, device=decoder.device)
-        if head.parallel_depth > 1:
+        few = ids if ids is None or window is None else window.ids(ids)
+        self._terms = PathTerms.from_head(head, decoder, few, None if window is None else window.window)
+        if self._terms is None and head.parallel_depth > 1:
             of_token, self._of_above, given = head.branch_weights()
             path_logits = decoder.logits(given.T.clone(memory_format=torch.contiguous_format), ids)
             # [hidden, rank], [rank, rank] and [rank, ids]; an id that has no logit gets none from a path.
@@ -267,12 +280,21 @@ class TreeGrower:
             torch.zeros(trees, n, dtype=torch.bool, device=device),
         )
 
+    def check(self, trees: int, depth: int) -> None:
+        """See `PathTerms.check`."""
+        if self._terms is not None:
+            self._terms.check(trees, depth, k=self._k, max_nodes=self._nodes)
+
     def grow(self, start: DraftStart, predicted: Tensor, depth: int, out: GrownTrees | None = None) -> GrownTrees:
         """Grows trees after committed rows that the head has read, in `out` (see `memory`) or new memory.
 
         `predicted`, [trees, n, hidden], has the head's states after the last committed rows and, for a parallel head,
         after each of the tree's masks. `depth`: that of the deepest tree, at least 1.
         """
+        if self._terms is not None:
+            logits = self._terms.logits(self.decoder, predicted[:, :depth], start.dimensions)
+            sizes = dict(k=self._k, max_nodes=self._nodes)
+            return grow_tree(logits, start.roots, start.where.max_depths, start.nodes, **sizes, out=out)
         growth = TreeGrowth(start.roots, start.where.max_depths, k=self._k, levels=depth)
         if self.parallel_depth > 1:
             self._expand_all(growth, start, predicted[:, :depth])
@@ -294,7 +316,7 @@ class TreeGrower:
             self._consider(growth, self._logits(states), start.dimensions)
 
     def _expand_all(self, growth: TreeGrowth, start: DraftStart, states: Tensor) -> None:
-        """Grows every level from one forward; see `EagleHead.branched`.
+        """Grows every level from one forward, where any id may be drafted; see `EagleHead.branched`.
 
         A node's logits are those of its depth's state, and of what its path changes, [trees, beam, rank].
         """
