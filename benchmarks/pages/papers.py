@@ -156,7 +156,7 @@ def _one_pass_drafts(result: Result) -> Result:
 
 
 def _launches_of_a_draft(case: Result) -> int:
-    return max(each["launches"] for each in case["graphs"] if each["graph"].startswith("draft by"))
+    return max(each["launches"] for each in case["graphs"] if each["graph"].startswith(("draft by", "draft from")))
 
 
 def _acceptance_rules(result: Result) -> Result:

@@ -219,8 +219,10 @@ def _name_of(captured: Any) -> str:
     if isinstance(captured, eagle.StaticKeep):
         return f"draft keys of {len(captured._hidden)} rows"
     if isinstance(captured, eagle.StaticDraft):
-        mass = "by window mass" if captured._grower._window is not None else "by top k"
-        return f"draft {mass}, trees {len(captured._tokens)}, levels {captured._depth}"
+        grower = captured._grower
+        how = "by window mass" if grower._window is not None else "by top k"
+        how = "from one forward" if grower.parallel_depth > 1 else how
+        return f"draft {how}, trees {len(captured._tokens)}, levels {captured._depth}"
     return "vision"
 
 

@@ -79,7 +79,7 @@ def test_every_cases_ticks_and_graphs_launch_what_is_written_down(written: dict[
 
 def test_a_draft_from_one_forward_takes_few_launches_at_any_depth(written: dict[str, Any]):
     graphs = written["spec, drafts from one forward"]["graphs"]
-    drafts = {each["graph"]: each["launches"] for each in graphs if each["graph"].startswith("draft by")}
+    drafts = {each["graph"]: each["launches"] for each in graphs if each["graph"].startswith("draft from")}
     assert len(drafts) == 5 and max(drafts.values()) <= 15, drafts
 
 
