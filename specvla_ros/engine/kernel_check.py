@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from specvla_kernels.accept_within import Within, accept_within
+from specvla_kernels.accept_within import Deferral, Within, accept_within
 from specvla_kernels.compare_drafts import Nodes, PackedTrees
 from specvla_kernels.device import has_kernels, references
 from specvla_kernels.graph_capture import check_rows, randomize
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
 from specvla_kernels.miscompiles import known_for
+from specvla_kernels.uncertainty import uncertainty
 from specvla_ros.engine.batch import Segment, pack
 from specvla_ros.engine.cuda_graphs import ForwardSizes, check_segments
 from specvla_ros.engine.kv_cache import KVCache
@@ -76,7 +77,7 @@ def _first_layer(decoder: Decoder, segments: list[Segment], cache: KVCache) -> T
 
 
 def _check_acceptance(device: torch.device) -> None:
-    """Greedy choices and accepted paths must be equal: they are integers."""
+    """Greedy choices and accepted paths must be equal, since they are integers; entropies up to rounding."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_NODES, _TOKENS, generator=generator).to(device)
     ancestry = Ancestry.from_parents([(node - 1) // 2 for node in range(_NODES)], device)
@@ -85,10 +86,14 @@ def _check_acceptance(device: torch.device) -> None:
     log_probs = torch.randn(_NODES, generator=generator).to(device)
     nodes = Nodes(tokens, ancestry.parents, ancestry.depths, ancestry.ancestors, log_probs, yes, yes)
     trees = PackedTrees(nodes, (tokens + 1) % 4, torch.zeros_like(tokens[:1]))
-    for tolerances in (None, torch.ones_like(tokens[:3])):
-        within = Within(tolerances, 1, 2)
+    deferral = Deferral(0.5, 1, 1, terms=0)
+    for within in (Within(None, 1, 2), Within(torch.ones_like(tokens[:3]), 1, 2), Within(None, 1, 3, deferral)):
         with references():
-            expected = greedy_choice(logits), accept_within(trees, within, (0, 4, 4), 4)
-        found = greedy_choice(logits), accept_within(trees, within, (0, 4, 4), 4)
+            expected = greedy_choice(logits), accept_within(trees, within, (0, 4, 4), 4, logits)
+        found = greedy_choice(logits), accept_within(trees, within, (0, 4, 4), 4, logits)
         if not all(mine.equal(other) for mine, other in zip(found, expected, strict=True)):
             raise RuntimeError("choices or accepted paths are not equal")
+    for terms in (0, 3):
+        with references():
+            wanted = uncertainty(logits, terms)
+        check_rows(uncertainty(logits, terms)[:, None], wanted[:, None], what="the target's uncertainty")

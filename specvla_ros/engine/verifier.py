@@ -21,7 +21,8 @@ from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 from specvla_ros.models.generation import NO_RULES, GreedyRules
 from specvla_ros.models.target import ForwardResult
-from specvla_ros.speculation.accept import AcceptanceRule, ByDistance, Verification, accept
+from specvla_ros.speculation.accept import AcceptanceRule, Fusable, Verification, accept
+from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
@@ -166,6 +167,8 @@ class Verifier:
         if self._generation.penalises:
             self._generation.apply(logits, first, first, EarlierIds(first, first.repeat(3, 1)))
         greedy_choice(logits)
+        strict = Strict().within
+        rules = strict, replace(strict, tolerances=first), Fly().within, Fly(entropy="code").within
         for n in blocks(MIN_NODES, self._max_nodes):
             rows = torch.arange(n, device=device)[None]
             packed = PackedTrees(root, choices=first, positions=first, rows=rows)
@@ -174,9 +177,8 @@ class Verifier:
             if self._distances is not None:
                 self._distances.compare(trees)  # uploads its tables
             for length in blocks(MIN_PATH, self._max_depth + 1):
-                for each, tolerances in product((packed, alone), (Strict().within.tolerances, first)):
-                    within = replace(Strict().within, tolerances=tolerances)
-                    accept_within(each, within, (ids.first, ids.stop, ids.bins), length - 1)
+                for each, within in product((packed, alone), rules):
+                    accept_within(each, within, (ids.first, ids.stop, ids.bins), length - 1, logits)
                 path = accept(Strict(), Verification(trees, ids, length - 1, torch.empty(0)))
                 commit_kv(self._cache.keys, self._cache.values, first, first, path[:, :length])
 
@@ -196,8 +198,8 @@ class Verifier:
             rows = None if len(parts) == 1 else group.rows
             trees = PackedTrees(nodes, choices, group.positions, rows)
             rule, ids = group.rule, self._actions
-            if isinstance(rule, ByDistance) and (isinstance(rule, Strict) or self._distances in (None, ids)):
-                yield accept_within(trees, rule.within, (ids.first, ids.stop, ids.bins), group.max_depth)
+            if isinstance(rule, Fusable) and (rule.within.tolerances is None or self._distances in (None, ids)):
+                yield accept_within(trees, rule.within, (ids.first, ids.stop, ids.bins), group.max_depth, logits)
                 continue
             verification = Verification(
                 trees=trees.padded(),

@@ -98,15 +98,15 @@ class AcceptanceRule(Protocol):
 
 
 @runtime_checkable
-class ByDistance(Protocol):
-    """A rule that depends only on each token's distance; declaring its bounds reduces verification to one launch.
+class Fusable(Protocol):
+    """A rule that one kernel can decide; declaring its bounds reduces verification to one launch, or two for FLy.
 
-    The bounds apply to distances in bins, as counted by `ActionIds`. `accept` must decide the same for other codecs.
+    Tolerances apply to distances in bins, as counted by `ActionIds`. `accept` must decide the same for other codecs.
     """
 
     @property
     def within(self) -> Within:
-        """The bounds of the accepted distances."""
+        """The drafts that the rule accepts."""
 
 
 def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:

@@ -12,7 +12,15 @@ from support.checkpoints import load_openvla, write_checkpoint
 from support.static_forwards import use_table
 
 from benchmarks.random_policy import random_decoder
-from specvla_kernels import accept_within, device, gated_unit, greedy_choice, packed_attention, rope_write_kv
+from specvla_kernels import (
+    accept_within,
+    device,
+    gated_unit,
+    greedy_choice,
+    packed_attention,
+    rope_write_kv,
+    uncertainty,
+)
 from specvla_ros.engine import engine as engines
 from specvla_ros.engine import kernel_check
 from specvla_ros.engine.cuda_graphs import ForwardSizes
@@ -27,6 +35,7 @@ OPERATORS: dict[str, ModuleType] = {
     "rope_write_kv": rope_write_kv,
     "greedy_choice": greedy_choice,
     "accept_within": accept_within,
+    "uncertainty": uncertainty,
 }
 SHAPE = DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128)
 
@@ -55,7 +64,7 @@ def test_a_kernel_that_differs_from_its_reference_is_found(broken: str, monkeypa
     sizes = ForwardSizes(slots=2, nodes=8, prompts=(20,))
     found = kernel_fault(decoder, new_cache(decoder, slots=2, slot_rows=48), sizes)
     assert found.startswith("a kernel differs from its reference: ") == bool(broken), found
-    assert ("first layer" in found) == (broken not in ("", "greedy_choice", "accept_within"))
+    assert ("first layer" in found) == (broken not in ("", "greedy_choice", "accept_within", "uncertainty"))
 
 
 def test_a_full_card_says_nothing_of_its_kernels(

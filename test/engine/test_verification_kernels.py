@@ -7,13 +7,14 @@ from support.launches import Launches
 from support.static_forwards import recorded
 from support.verifications import ACTIONS, VOCAB, make_tree
 
-from specvla_kernels import accept_tree, compare_drafts
+from specvla_kernels import accept_tree, accept_within, compare_drafts
 from specvla_kernels.accept_tree import MIN_PATH
 from specvla_kernels.accept_within import Within, accept_within_reference
 from specvla_kernels.commit_kv import commit_kv_reference
 from specvla_kernels.compare_drafts import MIN_NODES, PackedTrees
 from specvla_kernels.device import blocks, power_of_two
 from specvla_kernels.graph_capture import Captures
+from specvla_kernels.uncertainty import uncertainty_reference
 from specvla_ros.engine import verifier
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.verifier import Verifier, VerifyInput
@@ -21,6 +22,7 @@ from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.rules.bin_distance import BinDistance
+from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.strict import Strict
 
 
@@ -70,23 +72,35 @@ def test_every_variant_of_the_walk_is_compiled_before_a_rule_or_a_second_robot_a
 ) -> None:
     met: set[tuple[int | bool, ...]] = set()
 
-    def accept(trees: PackedTrees, within: Within, ids: tuple[int, int, int], max_depth: int) -> torch.Tensor:
+    def accept(
+        trees: PackedTrees,
+        within: Within,
+        ids: tuple[int, int, int],
+        max_depth: int,
+        unsure: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         sizes = power_of_two(trees.max_nodes, MIN_NODES), power_of_two(max_depth + 1, MIN_PATH)
-        met.add((within.exact, within.near, trees.rows is not None, within.tolerances is not None, *sizes))
-        return accept_within_reference(trees, within, ids, max_depth)
+        met.add((trees.rows is not None, within.tolerances is not None, unsure is not None, *sizes))
+        return accept_within_reference(trees, within, ids, max_depth, unsure)
 
-    monkeypatch.setattr(verifier, "accept_within", accept)
+    def entropy(logits: torch.Tensor, terms: int) -> torch.Tensor:
+        met.add((terms,))
+        return uncertainty_reference(logits, terms)
+
+    monkeypatch.setattr(accept_within, "has_kernels", lambda _: True)
+    monkeypatch.setattr(accept_within, "accept_within_triton", accept)
+    monkeypatch.setattr(accept_within, "uncertainty", entropy)
     cache = KVCache((1, 4, 40, 1, 2), dtype=torch.float32, device=torch.device("cpu"))
     made = Verifier(Strict(), ACTIONS, cache, max_nodes=20, max_depth=7)
     made.capture(Captures(recorded))
     compiled = met.copy()
-    for rule in (Strict(), BinDistance((5,) * 6 + (0,))):
+    for rule in (Strict(), BinDistance((5,) * 6 + (0,)), Fly(), Fly(window=0), Fly(0.005, 3, "code")):
         for requests, nodes in ((1, 1), (1, 8), (1, 20), (3, 1), (3, 20)):
             tree = make_tree([13] * nodes, [-1, *[0] * (nodes - 1)])
             parts = [VerifyInput(tree, 1, slot, 20, rule) for slot in range(requests)]
             logits, hidden = torch.zeros(nodes * requests, VOCAB), [torch.zeros(nodes, 4)] * requests
             made.verify(ForwardResult(logits, hidden[0]), hidden, parts, made.prepare(parts))
-    assert met == compiled and len(compiled) == 8
+    assert met == compiled and len(compiled) == 2 + 12
 
 
 def test_blocks_reach_from_the_least_to_what_holds_the_most() -> None:

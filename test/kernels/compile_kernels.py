@@ -27,7 +27,7 @@ with suppress(ImportError):
 from benchmarks.decoder_shapes import DECODERS
 from specvla_kernels import attention_plan, fused_linear, rounded_linear
 from specvla_kernels.accept_tree import accept_tree_triton
-from specvla_kernels.accept_within import Within, accept_within_triton
+from specvla_kernels.accept_within import Deferral, Within, accept_within_triton
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
 from specvla_kernels.device import HAS_TRITON, Tile, try_product
@@ -51,6 +51,7 @@ from specvla_kernels.rounded_linear import (
     round_rows_triton,
     rounded_linear_triton,
 )
+from specvla_kernels.uncertainty import uncertainty_triton
 from specvla_ros.lab.planning.cost import OPENVLA_7B
 from specvla_ros.models.config import DecoderShape
 
@@ -203,12 +204,19 @@ def _within(n: int, depth: int, requests: int) -> None:
         positions=_whole(requests),
         rows=_whole(requests, n) if requests > 1 else None,
     )
+    ids, unsure = (31744, 32000, 255), torch.empty(64, device=_META)
     for tolerances in (None, _whole(9)):
-        accept_within_triton(trees, Within(tolerances, 0, 1), (31744, 32000, 255), depth)
+        accept_within_triton(trees, Within(tolerances, 0, 1), ids, depth)
+    accept_within_triton(trees, Within(None, 0, 1, Deferral(0.3, 2, 2, terms=0)), ids, depth, unsure)
 
 
 def _greedy() -> None:
     greedy_choice_triton(torch.empty(16, 32064, device=_META))
+
+
+def _uncertainty() -> None:
+    for terms in (0, 3):
+        uncertainty_triton(torch.empty(64, 151936, device=_META), terms)
 
 
 def _penalty() -> None:
@@ -262,6 +270,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "the trial, fp32": partial(try_product, _META, torch.float32),
     "greedy_choice": _greedy,
     "repetition_penalty": _penalty,
+    "uncertainty": _uncertainty,
     "accept_within, one node": partial(_within, 1, 0, 1),
     "accept_within, 16 nodes": partial(_within, 16, 7, 1),
     "accept_within, 16 nodes, packed": partial(_within, 16, 7, 4),

@@ -21,7 +21,8 @@ from specvla_kernels.compare_drafts import (
     compare_drafts_triton,
 )
 from specvla_kernels.device import HAS_TRITON
-from specvla_ros.speculation.accept import AcceptanceRule, ByDistance, Verification
+from specvla_kernels.uncertainty import uncertainty_reference
+from specvla_ros.speculation.accept import AcceptanceRule, Fusable, Verification
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
@@ -30,9 +31,9 @@ from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
 TOLERANCES = (Strict(), *(BinDistance(bins, DEVICE) for bins in ((0,), (1, 1, 1), (3, 0, 2, 1, 5, 1, 0))))
+DEFERRED = Fly(0.3, 2), Fly(0.0, 0), Fly(0.3, 1), Fly(0.005, 3, "code"), Fly(0.4, 2, "code")
 LOOSE = (
-    Fly(0.3, 2),
-    Fly(0.005, 3, "code"),
+    *DEFERRED,
     LVSpec(0.4, 3, 1),
     Composite(BinDistance((2,) * 7, DEVICE), Fly(0.2, 2), (torch.arange(VOCAB) < 4).to(DEVICE)),
 )
@@ -88,9 +89,13 @@ def check(parts: list[TreeCase], rule: AcceptanceRule) -> None:
         for mine, other in zip(of_drafts(by_kernel, parts), of_drafts(comparison, parts), strict=True):
             assert mine.equal(other)
         assert accept_tree_triton(trees, by_kernel, *walked).tolist() == expected
-    if isinstance(rule, ByDistance):
+    if isinstance(rule, Fusable):
         for lie in (side_by_side(parts), *(side_by_side(parts[:1], alone=True),) * (len(parts) == 1)):
-            where = lie, rule.within, ids, verification.max_depth
+            unsure = None
+            if rule.within.deferral is not None:
+                logits = torch.cat([part.logits for part in reversed(parts)]).to(DEVICE)
+                unsure = uncertainty_reference(logits, rule.within.deferral.terms)
+            where = lie, rule.within, ids, verification.max_depth, unsure
             assert accept_within_reference(*where).tolist() == expected
             assert not HAS_TRITON or accept_within_triton(*where).tolist() == expected
 
@@ -133,7 +138,7 @@ def test_batches_of_small_trees(parts: list[TreeCase], rule: AcceptanceRule) -> 
 @given(
     n=st.one_of(st.sampled_from([1, 2, 63, 64]), st.integers(1, 64)),
     reach=st.integers(1, 8),
-    rule=st.sampled_from(TOLERANCES),
+    rule=st.sampled_from((*TOLERANCES, *DEFERRED)),
     seed=st.integers(0, 10_000),
 )
 def test_large_trees_with_ties(n: int, reach: int, rule: AcceptanceRule, seed: int) -> None:

@@ -11,8 +11,7 @@ from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.rules.registry import RuleContext, rule
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from specvla_kernels.accept_within import Within
     from specvla_ros.speculation.accept import Acceptance, Verification
 
 ENTROPIES = ("paper", "code")
@@ -63,35 +62,29 @@ class Fly:
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False
 
+    @property
+    def within(self) -> Within:
+        from specvla_kernels.accept_within import Deferral, Within
+        from specvla_ros.speculation.accept import AcceptReason
+
+        exact, deferred = int(AcceptReason.EXACT), int(AcceptReason.DEFERRED)
+        if self.entropy == "paper":
+            return Within(None, exact, deferred, Deferral(self.theta, self.window, self.window, terms=0))
+        theta = -math.inf if self.theta <= _CODE_GATE_OFF else self.theta
+        return Within(None, exact, deferred, Deferral(theta, self.window, max(0, self.window - 1), _CODE_TERMS))
+
     def accept(self, verification: Verification) -> Acceptance:
         import torch
 
-        from specvla_ros.speculation.accept import Acceptance, AcceptReason
+        from specvla_kernels.accept_within import excused
+        from specvla_kernels.uncertainty import uncertainty
+        from specvla_ros.speculation.accept import Acceptance
 
-        exact, depths, on_path = verification.exact, verification.trees.depths, verification.on_path
-        follow = self.window if self.entropy == "paper" else max(0, self.window - 1)
-        later, here = depths[:, :, None], depths[:, None]
-        within = (later > here) & (later <= here + follow)  # [requests, k, j]: k lies in j's window
-        counts = on_path.to(torch.float32) @ (exact[:, :, None] & within).to(torch.float32)  # [requests, e, j]
-        reach = torch.where(on_path & verification.trees.valid[:, :, None], later, 0).amax(dim=1)
-        excused = (counts == follow) & (self._unsure(verification) & (depths + self.window <= reach))[:, None]
-        reasons = torch.where(exact, int(AcceptReason.EXACT), int(AcceptReason.DEFERRED))
-        return Acceptance(exact[:, None] | excused, reasons)
-
-    def _unsure(self, verification: Verification) -> Tensor:
-        """Bool [requests, n]: True if the gate at the node's position is open; closed if the logits hold a NaN."""
-        import torch
-
-        probabilities = verification.logits.softmax(dim=-1)
-        if self.entropy == "paper":
-            entropy = torch.special.entr(probabilities).sum(dim=-1) / math.log(probabilities.shape[-1])
-        else:
-            terms = min(_CODE_TERMS, probabilities.shape[-1])
-            entropy = torch.special.entr(probabilities.topk(terms, dim=-1).values).sum(dim=-1)
-            if self.theta <= _CODE_GATE_OFF:
-                return torch.ones_like(verification.exact)
-        parents = verification.trees.parents.clamp(min=0)
-        return verification.of_nodes(entropy >= self.theta).gather(1, parents)
+        within, exact = self.within, verification.exact
+        assert within.deferral is not None
+        unsure = verification.of_nodes(uncertainty(verification.logits, within.deferral.terms))
+        mask = exact[:, None] | excused(verification.trees, exact, unsure, within.deferral)
+        return Acceptance(mask, torch.where(exact, within.exact, within.near))
 
 
 @rule("fly", settings=Fly, order=20)
