@@ -37,7 +37,8 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter, StaticDraft, StaticKeep
+from specvla_ros.speculation.drafters.eagle.captured import StaticDraft, StaticKeep
+from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)

@@ -36,6 +36,7 @@ from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, ex
 from specvla_kernels.finish_tree import finish_tree_triton
 from specvla_kernels.fused_linear import fused_linear_triton
 from specvla_kernels.gated_unit import gated_unit_triton
+from specvla_kernels.gather_rows import gather_rows_triton
 from specvla_kernels.greedy_choice import greedy_choice_triton
 from specvla_kernels.grow_tree import PathLogits, grow_tree_triton
 from specvla_kernels.layernorm_residual import layernorm_residual_triton
@@ -251,6 +252,7 @@ def _draft_rows(shape: _Shape) -> None:
     beam = Beam(_whole(4, 8), _whole(4, 8), angles[:4, :8], _whole(4, 8), _whole(4, 16))
     before = shape.empty(4, 8, 2 * hidden)
     beam_rows_triton(where, beam, states, before, tiles)
+    gather_rows_triton(states[0], _whole(4), states[1, :4], (states[2], states[3]), (states[2], states[3]))
 
 
 def _finish(k: int, levels: int, nodes: int) -> None:

@@ -41,6 +41,7 @@ from specvla_ros.models.quantization import quantize_layer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.speculation.drafters.eagle import drafter as eagle
 from specvla_ros.speculation.drafters.eagle import head as eagle_head
+from specvla_ros.speculation.drafters.eagle.captured import StaticDraft, StaticKeep
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.settings import AcceptanceSettings
 
@@ -216,9 +217,9 @@ def _record(run: Callable[[], Any], launches: Launches) -> Callable[[], Any]:
 def _name_of(captured: Any) -> str:
     if isinstance(captured, cuda_graphs.StaticForward):
         return f"forward of {captured._rows} rows"
-    if isinstance(captured, eagle.StaticKeep):
-        return f"draft keys of {len(captured._hidden)} rows"
-    if isinstance(captured, eagle.StaticDraft):
+    if isinstance(captured, StaticKeep):
+        return f"draft keys of {len(captured.rows[0])} rows"
+    if isinstance(captured, StaticDraft):
         grower = captured._grower
         how = "by window mass" if grower._window is not None else "by top k"
         how = "from one forward" if grower.parallel_depth > 1 else how

@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from specvla_kernels import draft_rows, expand_tree, finish_tree, grow_tree, packed_attention, rope_write_kv
+from specvla_kernels import (
+    draft_rows,
+    expand_tree,
+    finish_tree,
+    gather_rows,
+    grow_tree,
+    packed_attention,
+    rope_write_kv,
+)
 from specvla_kernels.attention_plan import AttentionPlan
 from specvla_kernels.graph_capture import Capture, Result
 from specvla_kernels.layout import PackedLayout, Span
@@ -106,7 +114,8 @@ def use_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels(wanted: bool):
     """Runs the decoder's and the draft's operators as Triton kernels, or as their references."""
     with pytest.MonkeyPatch.context() as patch:
-        for operator in (rope_write_kv, packed_attention, draft_rows, expand_tree, finish_tree, grow_tree):
+        replaced = draft_rows, expand_tree, finish_tree, gather_rows, grow_tree, packed_attention, rope_write_kv
+        for operator in replaced:
             patch.setattr(operator, "has_kernels", lambda _: wanted)
         yield patch
 

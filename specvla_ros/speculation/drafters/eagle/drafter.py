@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE draft head as a drafter: keeps its own KV cache and grows a tree per request.
+"""The EAGLE draft head as a drafter: keeps its own KV cache and grows a tree per request."""
 
-Work that CUDA graphs can capture runs on static memory (`StaticDraft`, `StaticKeep`).
-"""
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_kernels.device import copy_together, to_device
+from specvla_kernels.device import to_device
 from specvla_kernels.finish_tree import GrownTrees
 from specvla_kernels.graph_capture import (
-    Capture,
     Captures,
     check_errors,
     check_rows,
@@ -26,9 +24,9 @@ from specvla_kernels.graph_capture import (
 )
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.speculation.drafters.eagle.captured import MAX_ROWS, KeptRows, StaticDraft, StaticKeep, StaticNumbers
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.eagle.tree_growth import (
-    DraftStart,
     TreeGrower,
     WindowMass,
     split_trees,
@@ -38,7 +36,6 @@ from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, Draft
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
-MAX_ROWS = 8  # per request in a captured draft, as many as an OpenVLA action commits; earlier rows go to StaticKeep
 _DRAWS = 4  # of rows to check a captured draft with
 _UNLIKELY = -50.0  # instead of -inf, so that differences are finite
 
@@ -76,6 +73,8 @@ class EagleDrafter(Drafter):
         self._kept: dict[int, StaticKeep] = {}  # by number of rows
         sizes = dict(k=settings.top_k, nodes=settings.nodes, slots=slots, slot_rows=self._slot_rows)
         self._grower = TreeGrower(head, decoder, window=window, ids=ids, **sizes)
+        most = StaticDraft.size(self._grower, slots, settings.depth), 2 * max(paddings(1, self.committed_rows))
+        self._numbers = StaticNumbers(*most, decoder.device)
 
     @property
     def work(self) -> DraftWork:
@@ -98,19 +97,25 @@ class EagleDrafter(Drafter):
         growing = [request for request in inputs if request.slot in sizes]
         if not growing:
             self.forwards += any(len(request.new) for request in inputs)
-            self._keep(inputs)
+            if (kept := self._rows_to_keep(inputs)) is not None:
+                self._keep(kept)
             return [Tree.from_root(request.root) for request in inputs]
         max_nodes, deepest = [limit for _, limit in sizes.values()], max(depth for depth, _ in sizes.values())
         apart, fed = all(request.new.nodes for request in growing), inputs
+        kept = None
         if apart:  # earlier rows only need keys and values
-            self._keep([_before_newest(request, MAX_ROWS * (request.slot in sizes)) for request in inputs])
+            earlier = [_before_newest(request, MAX_ROWS * (request.slot in sizes)) for request in inputs]
+            kept = self._rows_to_keep(earlier)
             growing = fed = [replace(request, new=request.new.newest(MAX_ROWS)) for request in growing]
         static = self._captured.get((len(growing), deepest)) if apart else None
+        if kept is not None and (static is None or kept.static is None):
+            self._keep(kept)
+            kept = None
         if static is None:
             grown = self._grow(fed, growing, max_nodes, deepest)
         else:
             self.forwards += self._forwards(deepest)
-            grown = static(growing, max_nodes)
+            grown = static(growing, max_nodes, kept)
         k = self._settings.top_k
         trees = iter(split_trees(grown, [(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
@@ -122,18 +127,21 @@ class EagleDrafter(Drafter):
         randomize(self._grower.keys, self._grower.values)
         for rows in sorted(paddings(1, self.committed_rows), reverse=True):
             with captures.attempt(f"draft keys of {rows} rows"):
-                self._kept[rows] = self._checked_keep(StaticKeep(self._grower, rows, captures.capture), rows)
+                self._kept[rows] = self._checked_keep(
+                    StaticKeep(self._grower, self._numbers, rows, captures.capture), rows
+                )
         for requests in range(self._slots, 0, -1):  # largest first, so that the others reuse its memory pool
             for depth in range(min(self._captured_depth, self._settings.depth), 0, -1):
                 with captures.attempt(f"drafts of {requests} trees with {depth} levels"):
-                    static = StaticDraft(self._grower, requests=requests, depth=depth, capture=captures.capture)
+                    sizes = dict(requests=requests, depth=depth)
+                    static = StaticDraft(self._grower, self._numbers, **sizes, capture=captures.capture)
                     self._check(static, requests, depth)
                     self._captured[requests, depth] = static
 
     def release(self) -> None:
         self._captured, self._kept = {}, {}
 
-    def _check(self, static: "StaticDraft", requests: int, depth: int) -> None:
+    def _check(self, static: StaticDraft, requests: int, depth: int) -> None:
         """Compares a captured draft with the same work run eagerly, and with a draft of other shapes.
 
         The kernel that grows whole trees is compared with its reference first.
@@ -156,7 +164,7 @@ class EagleDrafter(Drafter):
                 return
         check_errors(least, self._decoder.dtype, what=what)
 
-    def _checked_keep(self, static: "StaticKeep", rows: int) -> "StaticKeep":
+    def _checked_keep(self, static: StaticKeep, rows: int) -> StaticKeep:
         """Compares the keys and values written by the capture with those of the same work run eagerly."""
         n = min(rows, self.committed_rows)
         shape = (2, max(1, n - 1), self._grower.hidden_size)
@@ -167,7 +175,7 @@ class EagleDrafter(Drafter):
         self._grower.keep(following, hidden, to_device(places, hidden.device))
         expected = [store[0, : len(hidden)].flatten(1).clone() for store in stores]
         randomize(*stores)
-        static([following], [hidden], places)
+        static(KeptRows(following, hidden, places))
         for store, wanted in zip(stores, expected, strict=True):
             check_rows(store[0, : len(hidden)].flatten(1), wanted, what=f"captured draft keys of {rows} rows")
         return static
@@ -175,21 +183,24 @@ class EagleDrafter(Drafter):
     def _forwards(self, depth: int) -> int:
         return depth if self._grower.parallel_depth == 1 else 1
 
-    def _keep(self, inputs: Sequence[DraftInput]) -> None:
-        """Writes the head's keys and values of new rows that no tree grows from; needs no attention or MLP.
+    def _rows_to_keep(self, inputs: Sequence[DraftInput]) -> KeptRows | None:
+        """The new rows that no tree grows from, which need no attention or MLP; None: there are none.
 
         An answer that lacks only its last token has no further tree to read them.
         """
         parts = [each for each in inputs if len(each.new) and (each.mid_prompt or each.max_depth > 0)]
         if not parts:
-            return
-        following, hidden = [each.new.following for each in parts], [each.new.hidden for each in parts]
+            return None
+        following, hidden = (_joined([getattr(each.new, name) for each in parts]) for name in ("following", "hidden"))
         places = self._grower.places(parts)
-        static = self._kept.get(padded_rows(len(places[0])))
-        if static is not None:
-            static(following, hidden, places)
-            return
-        self._grower.keep(torch.cat(following), torch.cat(hidden), to_device(places, self._decoder.device))
+        return KeptRows(following, hidden, places, self._kept.get(padded_rows(len(hidden))))
+
+    def _keep(self, kept: KeptRows) -> None:
+        """Writes the head's keys and values of rows."""
+        if kept.static is not None:
+            kept.static(kept)
+        else:
+            self._grower.keep(kept.following, kept.hidden, to_device(kept.places, self._decoder.device))
 
     def _feed(self, inputs: Sequence[DraftInput], depths: Mapping[int, int] | None = None) -> dict[int, Tensor]:
         """The head's states by slot, [1 + masks, hidden], after the last committed row and each mask of a tree."""
@@ -230,100 +241,8 @@ def _before_newest(request: DraftInput, left: int) -> DraftInput:
     return replace(request, new=before, prefix_len=request.prefix_len - len(request.new) + len(before))
 
 
-class StaticDraft:
-    """A CUDA graph that feeds the newest committed rows of some requests to the head, and grows their trees."""
-
-    def __init__(self, grower: TreeGrower, *, requests: int, depth: int, capture: Capture) -> None:
-        self._grower, self._depth = grower, depth
-        self._rows = MAX_ROWS + len(grower.masks(depth))
-        device, rows = grower.keys.device, requests * self._rows
-        # The host's inputs, contiguous so that one copy uploads them. Initialised to one committed row per request in a
-        # valid slot, since the capture also runs the work.
-        self._memory = torch.ones(DraftStart.COLUMNS * requests + 2 * rows, dtype=torch.int64, device=device)
-        self._memory[:requests] = 0
-        columns, self._nodes, tokens = self._memory.split((DraftStart.COLUMNS * requests, rows, rows))
-        self._start = grower.start(columns.view(-1, requests))
-        self._tokens = tokens.view(requests, self._rows)
-        self._hidden = torch.zeros(requests, self._rows, grower.hidden_size, dtype=grower.keys.dtype, device=device)
-        # Not from the graphs' pool: one graph's results may share memory with the intermediates of an earlier one, the
-        # next forward's, and the trees are read after that forward.
-        self._trees = grower.memory(requests, depth)
-        self._replay = capture(self._run)
-
-    def __call__(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> GrownTrees:
-        """`TreeGrower.grow`, up to rounding; nothing is read back, and the next call overwrites the result.
-
-        Each input has 1 to `MAX_ROWS` rows written by nodes. `nodes`: max nodes of each tree including the root.
-        """
-        new = [request.new for request in inputs]
-        states, rows = _of_one_forward(new)
-        columns = DraftStart.columns(inputs, nodes, roots=[each.tokens[-1] for each in new])
-        tokens = [each.tokens for each in new]
-        numbers = [*sum(columns, ()), *_padded(rows, self._rows), *_padded(tokens, self._rows)]
-        pinned = self._memory.is_cuda
-        self._memory.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned), non_blocking=True)
-        torch.index_select(states, 0, self._nodes, out=self._hidden.view(-1, self._hidden.shape[-1]))
-        return self._replay()
-
-    def again(self) -> GrownTrees:
-        """Repeats the last draft eagerly, in separate memory."""
-        return self._grow(None)
-
-    def _run(self) -> GrownTrees:
-        return self._grow(self._trees)
-
-    def _grow(self, out: GrownTrees | None) -> GrownTrees:
-        following = self._grower.decoder.embed_tokens(self._tokens)
-        predicted = self._grower.predict(self._start, following, self._hidden, self._depth)
-        return self._grower.grow(self._start, predicted, self._depth, out)
-
-
-def _of_one_forward(several: Sequence[NewRows]) -> tuple[Tensor, list[list[int]]]:
-    """The states [n, hidden] of several requests' forwards, and the nodes' rows in them, per request."""
-    forwards = list({id(each.states): each.states for each in several}.values())
-    starts: dict[int, int] = {}
-    start = 0
-    for states in forwards:
-        starts[id(states)] = start
-        start += len(states)
-    rows = [[starts[id(each.states)] + node for node in each.nodes] for each in several]
-    return forwards[0] if len(forwards) == 1 else torch.cat(forwards), rows
-
-
-def _padded(rows: Sequence[Sequence[int]], width: int) -> list[int]:
-    """Pads to `width` numbers per request; the padding is computed but not read."""
-    return [number for mine in rows for number in (*mine, *[0] * (width - len(mine)))]
-
-
-class StaticKeep:
-    """Captured writing of keys and values of up to `rows` committed rows."""
-
-    def __init__(self, grower: TreeGrower, rows: int, capture: Capture) -> None:
-        self._grower = grower
-        self._spare = (0, grower.spare_row)
-        device = grower.keys.device
-        self._places = torch.zeros((2, rows), dtype=torch.int64, device=device)
-        self._places[1] = grower.spare_row
-        self._following = torch.zeros(rows, grower.hidden_size, dtype=grower.keys.dtype, device=device)
-        self._hidden = torch.zeros_like(self._following)
-        self._replay = capture(self._run)
-
-    def __call__(
-        self, following: Sequence[Tensor], hidden: Sequence[Tensor], places: tuple[list[int], list[int]]
-    ) -> None:
-        """`TreeGrower.keep` for parts [n, hidden] and the positions of all; nothing is read back."""
-        sizes = [len(each) for each in hidden]
-        n = sum(sizes)
-        # Padding goes to the spare row, which is never read.
-        padded = [column + [spare] * (len(self._hidden) - n) for column, spare in zip(places, self._spare, strict=True)]
-        self._places.copy_(torch.tensor(padded, pin_memory=self._places.is_cuda), non_blocking=True)
-        ours = [memory[:n].split(sizes) for memory in (self._following, self._hidden)]
-        copy_together([*ours[0], *ours[1]], [*following, *hidden])
-        self._replay()
-
-    def _run(self) -> Tensor:
-        self._grower.keep(self._following, self._hidden, self._places)
-        return self._hidden
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def check_inputs(decoder: PackedDecoder, requests: int, depth: int, draw: int, *, prefix_len: int) -> list[DraftInput]:
