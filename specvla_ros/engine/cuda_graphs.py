@@ -22,6 +22,7 @@ from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
 from specvla_ros.engine.kv_cache import LESS_MEMORY, KVCache
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.verifier import NOTHING_ALONG, Along
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import Decoder, ForwardResult, Target
 
@@ -237,17 +238,19 @@ class StaticForward:
         plan = _plan(bucket, heads // kv_heads, kv_heads, cache)
         self._axes = config.rope_axes
         size = HostInputs.size(bucket.rows, _most_tiles(bucket, segments, plan), self._axes)
-        memory = torch.zeros(size, dtype=torch.int64, device=device)
-        self._numbers = numbers = HostInputs.in_memory(memory, bucket.rows, self._axes)
+        # After the forward's own numbers is room for those that it sends along.
+        room = Along.most(segments, len(logits), cache.slot_rows)
+        self._memory = torch.zeros(size + room, dtype=torch.int64, device=device)
+        self._numbers = numbers = HostInputs.in_memory(self._memory[:size], bucket.rows, self._axes)
         chain = Chain(numbers.chain, bucket.longest, cache.slot_rows) if flash else None
         self._plan = replace(plan, tiles=numbers.tiles, chain=chain)
         plans = {(heads // kv_heads, kv_heads): self._plan}
         self._layout = PackedLayout((), numbers.positions, numbers.kv_rows, numbers.ancestors, plans)
         self._embeddings = torch.zeros(bucket.rows, config.input_size, dtype=decoder.dtype, device=device)
-        self._send((), ())
+        self._send((), (), ())
         self.replay = capture(self._run)
 
-    def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
+    def __call__(self, segments: Sequence[Segment], along: Along = NOTHING_ALONG) -> ForwardResult:
         """`packed_forward`, up to rounding; nothing is read back, and the next forward overwrites the result.
 
         Raises ValueError if the segments do not fit their slots, each other or the bucket.
@@ -258,10 +261,10 @@ class StaticForward:
             raise ValueError(
                 f"{n} rows, {wanted} of them wanted, do not fit a forward of {self._rows} and {len(self._logits)}"
             )
-        self._send(segments, spans)
-        self._fill(segments, spans)
+        sent = self._send(segments, spans, along.numbers)
+        self._fill(segments, spans, along)
         hidden, choices = self.replay()
-        return ForwardResult(self._logits[:wanted], hidden[:n], choices[:wanted])
+        return ForwardResult(self._logits[:wanted], hidden[:n], choices[:wanted], sent)
 
     def _run(self) -> tuple[Tensor, Tensor]:
         """Hidden states of all rows, and choices for as many rows as `logits` holds."""
@@ -273,10 +276,13 @@ class StaticForward:
         logits = self._logits.copy_(decoder.logits(hidden[numbers.wanted[: len(self._logits)]]))
         return hidden, greedy_choice(logits)
 
-    def _send(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
+    def _send(self, segments: Sequence[Segment], spans: Sequence[Span], along: Sequence[int]) -> Tensor:
+        """Uploads the host's inputs, and returns the numbers sent along, int64."""
+        size = len(self._numbers.all)
         # New memory each time: the copy may still be running when the next forward is packed.
-        memory = torch.zeros(len(self._numbers.all), dtype=torch.int64, pin_memory=self._numbers.all.is_cuda)
-        host = HostInputs.in_memory(memory, self._rows, self._axes)
+        memory = torch.zeros(size + len(along), dtype=torch.int64, pin_memory=self._memory.is_cuda)
+        memory.numpy()[size:] = along
+        host = HostInputs.in_memory(memory[:size], self._rows, self._axes)
         positions, kv_rows, ancestors = (each.numpy() for each in (host.positions, host.kv_rows, host.ancestors))
         kv_rows[:], ids = self._cache.sink_row, host.ids.numpy()
         for segment, span in zip(segments, spans, strict=True):
@@ -297,13 +303,14 @@ class StaticForward:
         host.tiles.copy_(self._plan.table(tiled))
         wanted = wanted_rows(segments, spans)
         host.wanted.numpy()[: len(wanted)] = wanted
-        self._numbers.all.copy_(memory, non_blocking=True)
+        there = self._memory[: len(memory)]
+        there.copy_(memory, non_blocking=True)
+        return there[size:]
 
-    def _fill(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
+    def _fill(self, segments: Sequence[Segment], spans: Sequence[Span], along: Along) -> None:
         """Copies the inputs that are on the device, in one launch: embeddings, tokens and ancestry."""
         numbers = self._numbers
-        places: list[Tensor] = []
-        known: list[Tensor] = []
+        places, known = [*along.places], [*along.values]
         for segment, span in zip(segments, spans, strict=True):
             rows = slice(span.start, span.stop)
             places.append((self._embeddings if segment.inputs.is_floating_point() else numbers.ids)[rows])

@@ -27,7 +27,7 @@ from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.thoughts import Thoughts
-from specvla_ros.engine.verifier import Commit, Verifier
+from specvla_ros.engine.verifier import NOTHING_ALONG, Commit, Verifier
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
@@ -372,13 +372,14 @@ class Engine:
                 share.request.rule = self.verifier.rule
         verified = batch.verified
         trees = [share.verify_input() for share in verified]
-        prepared = self.verifier.prepare(trees)
-        result = self.runner.run(batch)
+        prepared = self.verifier.prepare(trees) if trees else None
+        result = self.runner.run(batch, prepared.along if prepared else NOTHING_ALONG)
         if (chooser := self.scheduler.chooser) is not None:
             chooser.play()  # while a GPU computes
+        if prepared is None:
+            return []
         commits = self.verifier.verify(result, [share.tree_hidden for share in verified], trees, prepared)
-        if verified:
-            batch.vision_s = self.runner.vision_s()  # only valid after a read-back
+        batch.vision_s = self.runner.vision_s()  # only valid after a read-back
         return commits
 
     def _draft(self, batch: Batch, commits: list[Commit]) -> None:

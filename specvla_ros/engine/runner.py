@@ -30,6 +30,7 @@ from specvla_ros.engine.cuda_graphs import (
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.verifier import NOTHING_ALONG, Along
 from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
 from specvla_ros.models.weights import Progress, no_progress
 
@@ -66,14 +67,14 @@ class Runner:
         if len(request.prompt) != request.layout.rows:
             raise ValueError(f"a prompt laid out with {request.layout.rows} rows has {len(request.prompt)} embeddings")
 
-    def run(self, batch: Batch) -> ForwardResult:
+    def run(self, batch: Batch, along: Along = NOTHING_ALONG) -> ForwardResult:
         """Computes a non-empty batch whose prompts are embedded, and sets the hidden states of its shares.
 
         Returns logits and choices for the nodes of all verified trees, in share order. The next run overwrites all
         results.
         """
         segments = [share.segments() for share in batch.shares]
-        result = self.forwards([segment for mine in segments for segment in mine])
+        result = self.forwards([segment for mine in segments for segment in mine], along)
         start = 0
         for share, mine in zip(batch.shares, segments, strict=True):
             share.states, share.rows = result.hidden, range(start, start + sum(map(len, mine)))
@@ -151,11 +152,11 @@ class Forwards:
         self._captured: dict[Bucket, StaticForward] = {}
         self._flash: dict[Bucket, str] = {}  # result of trying flash-attn
 
-    def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
-        """Runs `packed_forward`, by a captured forward of its size if one exists."""
+    def __call__(self, segments: Sequence[Segment], along: Along = NOTHING_ALONG) -> ForwardResult:
+        """Runs `packed_forward`, by a captured forward of its size if one exists, which then sends `along` too."""
         bucket = self.sizes.bucket([len(each) for each in segments])
         static = self._captured.get(bucket) if bucket else None
-        return static(segments) if static else packed_forward(self._decoder, segments, self._cache)
+        return static(segments, along) if static else packed_forward(self._decoder, segments, self._cache)
 
     def capture(self, captures: Captures) -> None:
         """See Capturable: captures a forward of every size. Overwrites every slot."""

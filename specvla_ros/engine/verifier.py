@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,23 +57,52 @@ class Commit:
 
 @dataclass(frozen=True)
 class Group:
-    """The requests of a forward that share a rule, with their numbers uploaded from the host."""
+    """The requests of a forward that share a rule."""
 
     parts: tuple[int, ...]  # their indices among the requests of the forward
     rule: AcceptanceRule
     max_depth: int  # maximum over their trees
-    positions: Tensor  # int64 [requests]
-    slots: Tensor  # int64 [requests], all different
-    root_rows: Tensor  # int64 [requests]
-    rows: Tensor  # int64 [requests, n], each node's row among all trees' nodes; padding: the row after the last
+
+
+class GroupNumbers(NamedTuple):
+    """A group's numbers on the device, int64."""
+
+    positions: Tensor  # [requests]
+    slots: Tensor  # [requests], all different
+    root_rows: Tensor  # [requests]
+    rows: Tensor  # [requests, n], each node's row among all trees' nodes; padding: the row after the last
+
+
+@dataclass(frozen=True)
+class Along:
+    """Inputs that a captured forward sends with its own, in the same copy and the same launch."""
+
+    numbers: Sequence[int] = ()  # from the host
+    places: Sequence[Tensor] = ()  # on the device, see `copy_together`
+    values: Sequence[Tensor] = ()
+
+    @staticmethod
+    def most(slots: int, nodes: int, slot_rows: int) -> int:
+        """Max numbers for trees with so many nodes in total, and a penalty for the ids of all slots' rows."""
+        return slots * (3 + slot_rows) + 4 * nodes
+
+    def send(self, device: torch.device) -> Tensor:
+        """Sends them alone, and returns the numbers, int64."""
+        copy_together(self.places, self.values)
+        return to_device(self.numbers, device)
+
+
+NOTHING_ALONG = Along()
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A forward's inputs to verification, uploaded; `earlier`: the ids up to each root, for a penalty."""
+    """A verification's inputs before the forward."""
 
-    groups: list[Group]
-    earlier: EarlierIds | None = None
+    groups: Sequence[Group]
+    nodes: Nodes  # of all trees; packed ones are filled by `along`
+    sizes: Sequence[int]  # of the parts of its numbers: each group's, and those of a penalty
+    along: Along
 
 
 class Verifier:
@@ -104,12 +134,10 @@ class Verifier:
         self._max_nodes, self._max_depth = max_nodes, max_depth
 
     def prepare(self, parts: Sequence[VerifyInput]) -> Prepared:
-        """Uploads the inputs before the forward, since a later copy would wait for it.
+        """Prepares the inputs before the forward, which may send them along with its own.
 
-        The requests must have different slots and the order of their logits.
+        The requests, at least one, must have different slots and the order of their logits.
         """
-        if not parts:
-            return Prepared([])
         starts = [*accumulate((len(part.tree) for part in parts), initial=0)]
         by_rule: dict[int, list[int]] = {}
         for index, part in enumerate(parts):
@@ -117,12 +145,9 @@ class Verifier:
         numbers = [_numbers(parts, indices, starts) for indices in by_rule.values()]
         if self._generation.penalises:
             numbers += EarlierIds.numbers([part.ids for part in parts], [len(part.tree) for part in parts])
-        sizes = [*map(len, numbers)]
-        uploaded = iter(to_device([*chain(*numbers)], self._cache.keys.device).split(sizes))
-        groups = [_group(parts, indices, next(uploaded)) for indices in by_rule.values()]
-        if not self._generation.penalises:
-            return Prepared(groups)
-        return Prepared(groups, EarlierIds(next(uploaded), next(uploaded).view(3, -1)))
+        groups = [_group(parts, indices) for indices in by_rule.values()]
+        nodes, places, values = _side_by_side([part.tree for part in parts])
+        return Prepared(groups, nodes, [*map(len, numbers)], Along([*chain(*numbers)], places, values))
 
     def verify(
         self, result: ForwardResult, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Prepared
@@ -132,18 +157,20 @@ class Verifier:
         `result` has logits and choices for the nodes of all trees, in request order; `hidden` has the last hidden
         states of each request's tree, [nodes, hidden].
         """
-        if not parts:
-            return []
-        groups = prepared.groups
-        nodes = _side_by_side([part.tree for part in parts])
+        groups, nodes = prepared.groups, prepared.nodes
+        sent = prepared.along.send(self._cache.keys.device) if result.sent is None else result.sent
+        uploaded = sent.split([*prepared.sizes])
+        numbers_of = [_numbers_of(group, each) for group, each in zip(groups, uploaded, strict=False)]
         choices, logits = result.choices, result.logits
         if self._generation.changes_choices or choices is None:
-            logits = self._generation.apply(logits, nodes.tokens, nodes.ancestors, prepared.earlier)
+            of_penalty = uploaded[len(groups) :]
+            earlier = EarlierIds(of_penalty[0], of_penalty[1].view(3, -1)) if of_penalty else None
+            logits = self._generation.apply(logits, nodes.tokens, nodes.ancestors, earlier)
             choices = greedy_choice(logits)
-        paths = list(self._paths(nodes, logits, choices, hidden, parts, groups))
-        for group, path in zip(groups, paths, strict=True):
+        paths = list(self._paths(nodes, logits, choices, hidden, parts, groups, numbers_of))
+        for group, where, path in zip(groups, numbers_of, paths, strict=True):
             taken = path[:, : group.max_depth + 1]
-            commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, taken)
+            commit_kv(self._cache.keys, self._cache.values, where.slots, where.root_rows, taken)
         flat = [path.flatten() for path in paths]
         numbers = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())  # the tick's one read-back
         commits: dict[int, Commit] = {}
@@ -193,10 +220,11 @@ class Verifier:
         hidden: Sequence[Tensor],
         parts: Sequence[VerifyInput],
         groups: Sequence[Group],
+        numbers: Sequence[GroupNumbers],
     ) -> Iterator[Tensor]:
-        for group in groups:
-            rows = None if len(parts) == 1 else group.rows
-            trees = PackedTrees(nodes, choices, group.positions, rows)
+        for group, where in zip(groups, numbers, strict=True):
+            rows = None if len(parts) == 1 else where.rows
+            trees = PackedTrees(nodes, choices, where.positions, rows)
             rule, ids = group.rule, self._actions
             if isinstance(rule, Fusable) and (rule.within.tolerances is None or self._distances in (None, ids)):
                 yield accept_within(trees, rule.within, (ids.first, ids.stop, ids.bins), group.max_depth, logits)
@@ -227,22 +255,25 @@ def _numbers(parts: Sequence[VerifyInput], indices: Sequence[int], starts: Seque
     return numbers
 
 
-def _group(parts: Sequence[VerifyInput], indices: Sequence[int], uploaded: Tensor) -> Group:
-    requests, max_depth = len(indices), max(parts[index].tree.depth for index in indices)
+def _group(parts: Sequence[VerifyInput], indices: Sequence[int]) -> Group:
+    return Group(tuple(indices), parts[indices[0]].rule, max(parts[index].tree.depth for index in indices))
+
+
+def _numbers_of(group: Group, uploaded: Tensor) -> GroupNumbers:
+    requests = len(group.parts)
     positions, slots, root_rows = uploaded[: 3 * requests].view(3, requests)
-    rows = uploaded[3 * requests :].view(requests, -1)
-    return Group(tuple(indices), parts[indices[0]].rule, max_depth, positions, slots, root_rows, rows)
+    return GroupNumbers(positions, slots, root_rows, uploaded[3 * requests :].view(requests, -1))
 
 
-def _side_by_side(trees: Sequence[Tree]) -> Nodes:
+def _side_by_side(trees: Sequence[Tree]) -> tuple[Nodes, list[Tensor], list[Tensor]]:
+    """All trees' nodes, and the copies that fill them: places and values."""
     found = [Nodes(*tree.columns) for tree in trees]
     if len(found) == 1:
-        return found[0]
+        return found[0], [], []
     sizes = [len(tree) for tree in trees]
     packed = Nodes(*(column.new_empty(sum(sizes)) for column in found[0]))
     places = [place for column in packed for place in column.split(sizes)]
-    copy_together(places, [column for columns in zip(*found, strict=True) for column in columns])
-    return packed
+    return packed, places, [column for columns in zip(*found, strict=True) for column in columns]
 
 
 def _padded_rows(states: Sequence[Tensor]) -> Tensor:

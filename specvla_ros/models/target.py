@@ -41,6 +41,7 @@ class ForwardResult:
     logits: Tensor  # float32 [n_wanted, vocab], of the wanted rows
     hidden: Tensor  # [n_rows, hidden], of all rows, after the final norm
     choices: Tensor | None = None  # int64 [n_wanted], `greedy_choice` of the logits, if the forward has computed it
+    sent: Tensor | None = None  # int64, the numbers of `Along`, if the forward has uploaded them
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from specvla_kernels.graph_capture import Captures
 from specvla_kernels.uncertainty import uncertainty_reference
 from specvla_ros.engine import verifier
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.verifier import Verifier, VerifyInput
+from specvla_ros.engine.verifier import Along, Verifier, VerifyInput
 from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.rules.bin_distance import BinDistance
@@ -101,6 +102,19 @@ def test_every_variant_of_the_walk_is_compiled_before_a_rule_or_a_second_robot_a
             logits, hidden = torch.zeros(nodes * requests, VOCAB), [torch.zeros(nodes, 4)] * requests
             made.verify(ForwardResult(logits, hidden[0]), hidden, parts, made.prepare(parts))
     assert met == compiled and len(compiled) == 2 + 12
+
+
+def test_a_forward_has_room_for_what_any_verification_sends_along() -> None:
+    slots, nodes, slot_rows = 3, 20, 40
+    cache = KVCache((1, slots, slot_rows, 1, 2), dtype=torch.float32, device=torch.device("cpu"))
+    rules = GreedyRules(repetition_penalty=1.1)
+    made = Verifier(Strict(), ACTIONS, cache, max_nodes=nodes, max_depth=7, generation=rules)
+    tree = make_tree([13] * nodes, [-1, *[0] * (nodes - 1)])
+    rules_of: tuple[list[AcceptanceRule], ...] = [Strict()] * slots, [Strict(), Fly(), BinDistance((5,))]
+    for apart in rules_of:  # of one rule, and each of its own
+        parts = [VerifyInput(tree, 1, slot, 20, rule, ids=range(slot_rows)) for slot, rule in enumerate(apart)]
+        numbers = made.prepare(parts).along.numbers
+        assert len(numbers) == Along.most(slots, slots * nodes, slot_rows)
 
 
 def test_blocks_reach_from_the_least_to_what_holds_the_most() -> None:

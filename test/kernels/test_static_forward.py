@@ -23,6 +23,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, StaticForward, logits_memory
 from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.engine.runner import Forwards, Graphs
+from specvla_ros.engine.verifier import Along
 from specvla_ros.models.config import DecoderShape
 
 pytest.importorskip("triton")
@@ -114,11 +115,16 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
             cache.values.copy_(ring_before(segments).values)
             poison(static)
 
-            result = static(segments)
+            value = torch.arange(len(segments) + 2, device=DEVICE)
+            place = torch.zeros_like(value)
+            along = [*range(7, 7 + len(segments[0]))]
+
+            result = static(segments, Along(along, [place], [value]))
 
             torch.testing.assert_close(result.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(result.logits, expected.logits, atol=1e-4, rtol=1e-4)
             assert result.choices is not None and result.choices.equal(greedy_choice(result.logits))
+            assert result.sent is not None and result.sent.tolist() == along and place.equal(value)
             assert whole[-1][0].isfinite().all(), "rows that no segment has are finite too"
             for store, wanted in ((cache.keys, expected_cache.keys), (cache.values, expected_cache.values)):
                 store.flatten(1, 2)[:, cache.sink_row] = torch.nan  # the one row that a packed forward leaves alone

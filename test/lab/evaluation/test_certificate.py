@@ -70,14 +70,14 @@ def test_the_two_largest_logits_are_the_plain_decoders(policy: OpenVLATarget, re
     engine = Engine(policy, EngineSettings("ar"))
     run = engine.runner.run
 
-    def watched(batch: Any) -> Any:
-        result = run(batch)
+    def watched(batch: Any, along: Any) -> Any:
+        result = run(batch, along)
         if len(result.logits):
             largest = result.logits.topk(2, dim=1).values
             margins.append(float((largest[:, 0] - largest[:, 1]).min()))
         return result
 
-    engine.runner.run = watched  # type: ignore[method-assign]
+    engine.runner.run = watched  # type: ignore[assignment, method-assign]
     for frame in certificate.frames_in(policy, recorded[:1], ALONE):
         engine.act(frame)
     assert closest == pytest.approx(min(margins), abs=1e-5)
