@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repetition penalty at each node of several trees: earlier ids, and the ids on the node's own path."""
+"""The choice at each node of several trees under a repetition penalty: of earlier ids, and those on the node's path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.device import has_kernels, jit, tl
+from specvla_kernels.greedy_choice import BLOCK, greedy_choice_reference, likeliest
 from specvla_kernels.layout import MAX_TREE_NODES
 
-_BLOCK = 256  # earlier ids per program at once
+_IDS = 256  # earlier ids per program at once
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,14 @@ class EarlierIds:
         return flat, [*columns[0], *columns[1], *columns[2]]
 
 
-def penalise_repeats(logits: Tensor, penalty: float, tokens: Tensor, ancestors: Tensor, earlier: EarlierIds) -> Tensor:
+def penalised_choice(
+    logits: Tensor,
+    penalty: float,
+    tokens: Tensor,
+    ancestors: Tensor,
+    earlier: EarlierIds,
+    excluded: Tensor | None = None,
+) -> Tensor:
     """Divides positive logits of ids that were before by the penalty and multiplies negative ones, in place.
 
     As transformers' RepetitionPenaltyLogitsProcessor (CTRL, arXiv 1909.05858): each id once, however often it was
@@ -48,18 +56,24 @@ def penalise_repeats(logits: Tensor, penalty: float, tokens: Tensor, ancestors: 
     Args:
         logits: float32 or float64 [nodes, vocab], rows contiguous.
         tokens, ancestors: int64 [nodes], of all trees side by side. A root counts with the earlier ids only.
+        excluded: bool [vocab], True for ids whose logits are set to -inf after the penalty; None: no id.
 
     Returns:
-        `logits`.
+        int64 [nodes], `greedy_choice` of the changed logits.
     """
-    run = penalise_repeats_triton if has_kernels(logits) else penalise_repeats_reference
-    return run(logits, penalty, tokens, ancestors, earlier)
+    run = penalised_choice_triton if has_kernels(logits) else penalised_choice_reference
+    return run(logits, penalty, tokens, ancestors, earlier, excluded)
 
 
-def penalise_repeats_reference(
-    logits: Tensor, penalty: float, tokens: Tensor, ancestors: Tensor, earlier: EarlierIds
+def penalised_choice_reference(
+    logits: Tensor,
+    penalty: float,
+    tokens: Tensor,
+    ancestors: Tensor,
+    earlier: EarlierIds,
+    excluded: Tensor | None = None,
 ) -> Tensor:
-    """`penalise_repeats` in PyTorch."""
+    """`penalised_choice` in PyTorch."""
     n, vocab = logits.shape
     rows, (first_rows, first_ids, end_ids) = torch.arange(n, device=logits.device), earlier.of_nodes
     seen = torch.zeros(n, vocab, dtype=torch.uint8, device=logits.device)
@@ -72,30 +86,40 @@ def penalise_repeats_reference(
     )
     seen.scatter_add_(1, tokens.clamp(0, vocab - 1).expand(n, n), on_path.to(torch.uint8))
     changed = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return logits.copy_(torch.where(seen > 0, changed, logits))
+    logits.copy_(torch.where(seen > 0, changed, logits))
+    if excluded is not None:
+        logits.masked_fill_(excluded, -torch.inf)
+    return greedy_choice_reference(logits)
 
 
-def penalise_repeats_triton(
-    logits: Tensor, penalty: float, tokens: Tensor, ancestors: Tensor, earlier: EarlierIds
+def penalised_choice_triton(
+    logits: Tensor,
+    penalty: float,
+    tokens: Tensor,
+    ancestors: Tensor,
+    earlier: EarlierIds,
+    excluded: Tensor | None = None,
 ) -> Tensor:
-    """`penalise_repeats` as one launch, a program per node, which reads only the logits that change."""
+    """`penalised_choice` as one launch, a program per node."""
     n, vocab = logits.shape
+    out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
         # A product with the reciprocal, as PyTorch divides by a number on a GPU.
-        _penalise_repeats[(n,)](
-            logits, tokens, ancestors, earlier.ids, earlier.of_nodes, logits.stride(0), vocab, n, penalty, 1 / penalty,
-            NODES=MAX_TREE_NODES, BLOCK=_BLOCK, num_warps=4,
+        _penalised_choice[(n,)](
+            logits, tokens, ancestors, earlier.ids, earlier.of_nodes, logits if excluded is None else excluded, out,
+            logits.stride(0), vocab, n, penalty, 1 / penalty,
+            EXCLUDES=excluded is not None, NODES=MAX_TREE_NODES, IDS=_IDS, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-    return logits
+    return out
 
 
 @jit(
     do_not_specialize=["vocab", "n_nodes"],
     do_not_specialize_on_alignment=["tokens", "ancestors", "ids", "of_nodes"],
 )
-def _penalise_repeats(  # type: ignore[no-untyped-def]
-    logits, tokens, ancestors, ids, of_nodes, row_stride, vocab, n_nodes, penalty, reciprocal,
-    NODES: tl.constexpr, BLOCK: tl.constexpr,
+def _penalised_choice(  # type: ignore[no-untyped-def]
+    logits, tokens, ancestors, ids, of_nodes, excluded, out, row_stride, vocab, n_nodes, penalty, reciprocal,
+    EXCLUDES: tl.constexpr, NODES: tl.constexpr, IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     node = tl.program_id(0).to(tl.int64)
     row = logits + node * row_stride
@@ -109,8 +133,8 @@ def _penalise_repeats(  # type: ignore[no-untyped-def]
     # A logit changes once: by the first node of the path with its id, unless the id was before the root.
     twice = (token[:, None] == token[None, :]) & (n[None, :] < n[:, None])
     counts = on_path & (tl.sum(twice.to(tl.int32), 1) == 0)
-    place = tl.arange(0, BLOCK)
-    for at in range(start, end, BLOCK):
+    place = tl.arange(0, IDS)
+    for at in range(start, end, IDS):
         there = at + place < end
         earlier = tl.load(ids + at + place, there, other=-2)
         value = tl.load(row + earlier, there, other=0.0)
@@ -119,3 +143,5 @@ def _penalise_repeats(  # type: ignore[no-untyped-def]
         counts = counts & (tl.sum(before.to(tl.int32), 1) == 0)
     value = tl.load(row + token, counts, other=0.0)
     tl.store(row + token, tl.where(value < 0, value * penalty, value * reciprocal), counts)
+    tl.debug_barrier()  # all threads see the changed logits
+    tl.store(out + node, likeliest(row, excluded, vocab, EXCLUDES, BLOCK))

@@ -16,7 +16,6 @@ from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.compare_drafts import MIN_NODES, Nodes, PackedTrees
 from specvla_kernels.device import blocks, copy_together, to_device
 from specvla_kernels.graph_capture import Captures
-from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.repetition_penalty import EarlierIds
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
@@ -165,8 +164,7 @@ class Verifier:
         if self._generation.changes_choices or choices is None:
             of_penalty = uploaded[len(groups) :]
             earlier = EarlierIds(of_penalty[0], of_penalty[1].view(3, -1)) if of_penalty else None
-            logits = self._generation.apply(logits, nodes.tokens, nodes.ancestors, earlier)
-            choices = greedy_choice(logits)
+            choices = self._generation.choose(logits, nodes.tokens, nodes.ancestors, earlier)
         paths = list(self._paths(nodes, logits, choices, hidden, parts, groups, numbers_of))
         for group, where, path in zip(groups, numbers_of, paths, strict=True):
             taken = path[:, : group.max_depth + 1]
@@ -191,9 +189,8 @@ class Verifier:
         first = torch.zeros(1, dtype=torch.int64, device=device)
         root, ids = Nodes(*Tree.from_root(first).columns), self._actions
         logits = torch.zeros(1, max(1, self._vocab_size), device=device)
-        if self._generation.penalises:
-            self._generation.apply(logits, first, first, EarlierIds(first, first.repeat(3, 1)))
-        greedy_choice(logits)
+        earlier = EarlierIds(first, first.repeat(3, 1)) if self._generation.penalises else None
+        self._generation.choose(logits, first, first, earlier)
         strict = Strict().within
         rules = strict, replace(strict, tolerances=first), Fly().within, Fly(entropy="code").within
         for n in blocks(MIN_NODES, self._max_nodes):

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specvla_kernels.repetition_penalty import EarlierIds, penalise_repeats
+from specvla_kernels.greedy_choice import greedy_choice
+from specvla_kernels.repetition_penalty import EarlierIds, penalised_choice
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.settings.json_file import shown
@@ -37,19 +38,18 @@ class GreedyRules:
     def penalises(self) -> bool:
         return self.repetition_penalty != 1.0
 
-    def apply(self, logits: Tensor, tokens: Tensor, ancestors: Tensor, earlier: EarlierIds | None) -> Tensor:
-        """Applies the rules to logits, which may change in place, without a read-back.
+    def choose(self, logits: Tensor, tokens: Tensor, ancestors: Tensor, earlier: EarlierIds | None) -> Tensor:
+        """The choice after each node, int64 [nodes of all trees]; the logits change in place. Nothing is read back.
 
         Args:
             logits: float32 [nodes of all trees, vocab].
             tokens, ancestors: int64 [nodes of all trees], see `Tree`.
             earlier: the ids of prompt and answer up to each tree's root; None: no penalty.
         """
+        excluded = _others(self.allowed_ids, logits.shape[1], logits.device) if self.allowed_ids else None
         if earlier is not None:
-            logits = penalise_repeats(logits, self.repetition_penalty, tokens, ancestors, earlier)
-        if not self.allowed_ids:
-            return logits
-        return logits.masked_fill(_others(self.allowed_ids, logits.shape[1], logits.device), -torch.inf)
+            return penalised_choice(logits, self.repetition_penalty, tokens, ancestors, earlier, excluded)
+        return greedy_choice(logits if excluded is None else logits.masked_fill_(excluded, -torch.inf))
 
 
 NO_RULES = GreedyRules()

@@ -18,6 +18,7 @@ from specvla_kernels.uncertainty import uncertainty_reference
 from specvla_ros.engine import verifier
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.verifier import Along, Verifier, VerifyInput
+from specvla_ros.models import generation
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.target import ForwardResult
@@ -141,8 +142,12 @@ def test_a_verification_is_a_known_number_of_launches(
     parts = [VerifyInput(tree, 1, slot, 20, rule) for slot in range(requests)]
     path = torch.ones(requests, 4 * 8 + 1, dtype=torch.int64)
     choices = torch.zeros(8 * requests, dtype=torch.int64)
-    for operator, result in (("greedy_choice", choices), ("accept_within", path), ("commit_kv", None)):
-        monkeypatch.setattr(verifier, operator, lambda *_, result=result: result)
+    for module, operator, result in (
+        (generation, "greedy_choice", choices),
+        (verifier, "accept_within", path),
+        (verifier, "commit_kv", None),
+    ):
+        monkeypatch.setattr(module, operator, lambda *_, result=result: result)
     logits, hidden = torch.zeros(8 * requests, VOCAB), [torch.zeros(8, 4)] * requests
     with Launches() as launches:
         commits = made.verify(ForwardResult(logits, hidden[0]), hidden, parts, made.prepare(parts))

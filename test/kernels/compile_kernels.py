@@ -43,7 +43,7 @@ from specvla_kernels.layernorm_residual import layernorm_residual_triton
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
 from specvla_kernels.patch_embedding import patch_embedding_triton
-from specvla_kernels.repetition_penalty import EarlierIds, penalise_repeats_triton
+from specvla_kernels.repetition_penalty import EarlierIds, penalised_choice_triton
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_residual_triton, rmsnorm_triton
 from specvla_kernels.rope_write_kv import rope_write_kv_triton
 from specvla_kernels.rounded_linear import (
@@ -223,7 +223,8 @@ def _uncertainty() -> None:
 def _penalty() -> None:
     ids = _whole(64)
     earlier = EarlierIds(_whole(512), _whole(3, 64))
-    penalise_repeats_triton(torch.empty(64, 151936, device=_META), 1.05, ids, ids, earlier)
+    for excluded in (None, torch.empty(151936, dtype=torch.bool, device=_META)):
+        penalised_choice_triton(torch.empty(64, 151936, device=_META), 1.05, ids, ids, earlier, excluded)
 
 
 def _expand(k: int, *, window: bool = False, chosen: bool = False, rows: bool = True) -> None:

@@ -12,9 +12,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from specvla_kernels.layout import Ancestry
 from specvla_kernels.repetition_penalty import (
     EarlierIds,
-    penalise_repeats,
-    penalise_repeats_reference,
-    penalise_repeats_triton,
+    penalised_choice,
+    penalised_choice_reference,
+    penalised_choice_triton,
 )
 
 pytest.importorskip("triton")
@@ -46,21 +46,30 @@ def expected(logits: torch.Tensor, penalty: float, requests: list[Request]) -> t
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(st.lists(REQUESTS, min_size=1, max_size=3), st.sampled_from([0.5, 1.05, 2.0]), st.integers(0, 9))
-def test_every_node_is_penalised_as_its_own_path_would_be(requests: list[Request], penalty: float, seed: int) -> None:
+@given(
+    st.lists(REQUESTS, min_size=1, max_size=3),
+    st.sampled_from([0.5, 1.05, 2.0]),
+    st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1),
+    st.integers(0, 9),
+)
+def test_every_node_is_penalised_as_its_own_path_would_be(
+    requests: list[Request], penalty: float, left_out: set[int], seed: int
+) -> None:
     sizes = [len(nodes) for _, nodes in requests]
     logits = torch.randn(sum(sizes), VOCAB, generator=torch.Generator().manual_seed(seed))
-    right = expected(logits, penalty, requests)
+    excluded = torch.tensor([token in left_out for token in range(VOCAB)])
+    right = expected(logits, penalty, requests).masked_fill(excluded, -torch.inf)
     tokens = torch.tensor([token for _, nodes in requests for token, _ in nodes])
     ancestors = torch.cat([Ancestry.from_parents(parents_of(nodes)).ancestors for _, nodes in requests])
     ids, of_nodes = map(torch.tensor, EarlierIds.numbers([earlier for earlier, _ in requests], sizes))
-    for run in (penalise_repeats_reference, penalise_repeats_triton, penalise_repeats):
+    for run in (penalised_choice_reference, penalised_choice_triton, penalised_choice):
         changed = logits.to(DEVICE)
         changed = changed.clone() if changed is logits else changed
         earlier = EarlierIds(ids.to(DEVICE), of_nodes.view(3, -1).to(DEVICE))
-        found = run(changed, penalty, tokens.to(DEVICE), ancestors.to(DEVICE), earlier)
-        assert found is changed
-        torch.testing.assert_close(found.cpu(), right, rtol=1e-6, atol=0)
+        where = tokens.to(DEVICE), ancestors.to(DEVICE), earlier, excluded.to(DEVICE) if left_out else None
+        choices = run(changed, penalty, *where)
+        torch.testing.assert_close(changed.cpu(), right, rtol=1e-6, atol=0)
+        assert choices.tolist() == changed.argmax(dim=1).tolist()
 
 
 def test_a_token_outside_the_vocabulary_counts_as_its_nearest_end() -> None:
@@ -69,7 +78,8 @@ def test_a_token_outside_the_vocabulary_counts_as_its_nearest_end() -> None:
     ids, of_nodes = torch.tensor([3]), torch.tensor([[0, 0], [0, 0], [1, 1]])
     tokens, ancestors = torch.tensor([0, 99], device=DEVICE), torch.tensor([1, 3], device=DEVICE)
     earlier = EarlierIds(ids.to(DEVICE), of_nodes.to(DEVICE))
-    for run in (penalise_repeats_reference, penalise_repeats_triton):
-        found = run(logits.clone().to(DEVICE), 2.0, tokens, ancestors, earlier)
+    for run in (penalised_choice_reference, penalised_choice_triton):
+        found = logits.clone().to(DEVICE)
+        run(found, 2.0, tokens, ancestors, earlier)
         assert found[1].nonzero().flatten().tolist() == list(range(VOCAB))
         assert (found == 2.0).nonzero().tolist() == [[0, 3], [1, 3], [1, VOCAB - 1]]

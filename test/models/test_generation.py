@@ -18,7 +18,8 @@ VOCAB = 12
 def applied(logits: torch.Tensor, tree: Tree, before: list[int]) -> torch.Tensor:
     ids, of_nodes = map(torch.tensor, EarlierIds.numbers([before], [len(tree)]))
     earlier = EarlierIds(ids, of_nodes.view(3, -1))
-    return GreedyRules(repetition_penalty=2.0).apply(logits, tree.tokens, tree.ancestry.ancestors, earlier)
+    GreedyRules(repetition_penalty=2.0).choose(logits, tree.tokens, tree.ancestry.ancestors, earlier)
+    return logits
 
 
 def penalised(before: list[int], root: int, chains: list[tuple[int, ...]]) -> dict[tuple[int, ...], set[int]]:

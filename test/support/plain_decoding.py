@@ -28,8 +28,6 @@ def answer_of(target: Target, codec: Codec, observation: Observation) -> list[in
         logits = packed_forward(decoder, [Segment(0, 0, rows, positions=positions)], cache).logits
         ids = torch.tensor([*layout.ids, *tokens])
         earlier = EarlierIds(ids, torch.tensor([[0], [0], [len(ids)]]))
-        chosen = target.generation.apply(
-            logits, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), earlier
-        )
-        tokens.append(int(chosen.argmax()))
+        root, path = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+        tokens.append(int(target.generation.choose(logits, root, path, earlier)))
     return tokens[:end]
