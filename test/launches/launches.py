@@ -100,6 +100,10 @@ CASES: dict[str, Case] = {
     "spec, temporal and prompt lookup": Case(settings_of("spec", temporal=True, prompt_lookup_tokens=10)),
     "spec, rule fly": Case(settings_of("spec", rule="fly")),
     "spec, repetition penalty": Case(settings_of("spec"), generation=GreedyRules(1.05)),
+    "specpipe, temporal, rule fly": Case(settings_of("specpipe", temporal=True, rule="fly")),
+    "specpipe, temporal, repetition penalty": Case(
+        settings_of("specpipe", temporal=True), generation=GreedyRules(1.05)
+    ),
     "orin.yaml": Case(profile("orin"), quantization="w8a8"),
     "desktop.yaml": Case(profile("desktop")),
     **{

@@ -56,7 +56,7 @@ def written() -> dict[str, Any]:
     return cases
 
 
-@pytest.mark.parametrize("case", ["specpipe", "orin.yaml", "spec, drafts from one forward"])
+@pytest.mark.parametrize("case", ["orin.yaml", "spec, drafts from one forward", "specpipe, temporal, rule fly"])
 def test_ticks_and_graphs_launch_what_is_written_down(case: str, written: dict[str, Any]):
     found = json.loads(
         run("-c", f"import json; from launches import launches; print(json.dumps(launches.count('{case}')))")
@@ -81,6 +81,12 @@ def test_a_draft_from_one_forward_takes_few_launches_at_any_depth(written: dict[
     graphs = written["spec, drafts from one forward"]["graphs"]
     drafts = {each["graph"]: each["launches"] for each in graphs if each["graph"].startswith("draft from")}
     assert len(drafts) == 5 and max(drafts.values()) <= 15, drafts
+
+
+def test_every_tick_keeps_to_the_goals(written: dict[str, Any]):
+    for name, case in written.items():
+        for tick in case["ticks"]:
+            assert (tick["launches"] <= 12, tick["behind"] <= 4, tick["copies"] <= 6) == (True,) * 3, (name, tick)
 
 
 def test_no_tick_waits_for_the_device_but_for_its_one_read_back(written: dict[str, Any]):
