@@ -10,6 +10,7 @@ have the same children (P-EAGLE, arXiv 2602.01469). Each head is trained for eac
 out of its training, taking turns with the others. Takes about an hour on one CPU core; an interrupted run resumes.
 """
 
+import json
 import statistics
 import sys
 import time
@@ -48,24 +49,6 @@ SMOLLM = "SmolLM2-135M-Instruct"
 _DEPTH = 5
 _MAX_BYTES = 20e9
 _TOKENS = 1000  # of the held-out answers drafted at the end
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The answers that a policy's heads are trained on."""
-
-    frames: int  # images, or prompts
-    passes: int
-    max_text: int = 0  # maximum number of text tokens before the actions
-
-
-PLANS = {
-    "nano": Plan(1024, 6),
-    "fast": Plan(576, 2),
-    "digits": Plan(552, 1),
-    "reasoning": Plan(320, 6, max_text=64),
-    SMOLLM: Plan(320, 1, max_text=24),
-}
 
 
 class Unbranched(EagleHead):
@@ -116,6 +99,25 @@ KINDS = {
     "level by level": Kind(EagleHead, {"own_steps": _DEPTH}),
     "one forward": Kind(Unbranched, {"parallel_depth": _DEPTH}),
     "one forward, branched": Kind(EagleHead, {"parallel_depth": _DEPTH}),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answers that a policy's heads are trained on."""
+
+    frames: int  # images, or prompts
+    passes: int
+    max_text: int = 0  # maximum number of text tokens before the actions
+    kinds: tuple[str, ...] = tuple(KINDS)
+
+
+PLANS = {
+    "nano": Plan(1024, 6),
+    "fast": Plan(576, 2),
+    "digits": Plan(552, 1),
+    "reasoning": Plan(320, 6, max_text=64),
+    SMOLLM: Plan(320, 3, max_text=24, kinds=("level by level", "one forward, branched")),
 }
 
 
@@ -186,6 +188,8 @@ def compared(name: str, work: Path) -> dict[str, Any]:
     shards = answered(name, target, work)
     heads: dict[str, EagleHead] = {}
     for number, (kind, by) in enumerate(KINDS.items()):
+        if kind not in PLANS[name].kinds:
+            continue
         directory = work / f"head-{number}"
         by.train(target, shards, directory, PLANS[name].passes)
         heads[kind] = by.load(directory, target)
@@ -204,17 +208,25 @@ def compared(name: str, work: Path) -> dict[str, Any]:
     }
 
 
+def earlier_rows(out: Path | None) -> dict[str, dict[str, Any]]:
+    """The rows of a file about to be overwritten, by policy; each names its own run."""
+    if out is None or not out.exists():
+        return {}
+    return {row["policy"]: row for row in json.loads(out.read_text(encoding="utf-8"))["policies"]}
+
+
 def main(
     context: typer.Context,
     policies: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(PLANS)}.")] = "",
     work: Work = Path("one-pass-drafts"),
     out: Out = RESULTS / "one_pass_drafts.json",
 ) -> None:
-    """Trains the missing heads and compares their drafts."""
+    """Trains the missing heads and compares their drafts; rows of policies that are not chosen stay as they are."""
     torch.set_num_threads(1)
-    names = chosen_names("--policies", policies, PLANS)
-    rows = [compared(name, work / name) for name in names]
-    finish(result_head(context, torch.float32) | {"depth": _DEPTH, "policies": rows}, out)
+    names, head = chosen_names("--policies", policies, PLANS), result_head(context, torch.float32)
+    run = {name: head[name] for name in ("command", "date", "git_revision")}
+    rows = earlier_rows(out) | {name: compared(name, work / name) | {"run": run} for name in names}
+    finish(head | {"depth": _DEPTH, "policies": [rows[name] for name in PLANS if name in rows]}, out)
 
 
 if __name__ == "__main__":
