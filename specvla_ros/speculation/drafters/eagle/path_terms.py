@@ -41,14 +41,12 @@ class PathTerms:
         of_states, of_tokens = head.path_weights(output.to(wide), embedded.to(wide))
         return PathTerms(ids, window, of_states.to(output.dtype), of_tokens)
 
-    def logits(self, decoder: PackedDecoder, states: Tensor, dimensions: Tensor) -> PathLogits:
-        """Terms of the logits from the states [trees, levels, hidden] after each tree's last row and masks.
+    def logits(self, products: Tensor, dimensions: Tensor) -> PathLogits:
+        """Terms of the logits from the products [trees, levels, levels * ids] of the states with `of_states`.
 
         `dimensions` is int64 [trees], the action dimension of the first level's children.
         """
-        trees, levels = states.shape[:2]
-        weight = self.of_states[:levels].flatten(0, 1)
-        terms = decoder.output_products(states.flatten(0, 1), weight).view(trees, levels, levels, -1)
+        terms = products.unflatten(2, (products.shape[1], len(self.ids)))
         return PathLogits(terms, self.of_tokens, dimensions, self.ids.start, self.window)
 
     def check(self, trees: int, levels: int, *, k: int, max_nodes: int) -> None:

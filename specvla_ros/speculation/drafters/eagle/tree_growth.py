@@ -292,7 +292,9 @@ class TreeGrower:
         after each of the tree's masks. `depth`: that of the deepest tree, at least 1.
         """
         if self._terms is not None:
-            logits = self._terms.logits(self.decoder, predicted[:, :depth], start.dimensions)
+            weight = self._terms.of_states[:depth].flatten(0, 1)
+            products = self.decoder.output_products(predicted[:, :depth].flatten(0, 1), weight)
+            logits = self._terms.logits(products.unflatten(0, (-1, depth)), start.dimensions)
             sizes = dict(k=self._k, max_nodes=self._nodes)
             return grow_tree(logits, start.roots, start.where.max_depths, start.nodes, **sizes, out=out)
         growth = TreeGrowth(start.roots, start.where.max_depths, k=self._k, levels=depth)
