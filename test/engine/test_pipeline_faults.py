@@ -172,7 +172,7 @@ def test_a_fault_that_leaves_the_gpu_alive_costs_its_frame_alone(
 ) -> None:
     engine = Engine(policy, EngineSettings("ar"))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", lambda _: 1 / 0)
+        patch.setattr(engine.runner, "run", lambda *_: 1 / 0)
         assert isinstance(engine.act(frame(1)), Drop)
     assert isinstance(engine.act(frame(2)), Action) and "fault" not in engine.describe()
 
@@ -180,7 +180,7 @@ def test_a_fault_that_leaves_the_gpu_alive_costs_its_frame_alone(
 def test_a_first_frame_without_memory_says_what_to_lower(
     policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: object) -> None:
+    def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     engine = Engine(policy, EngineSettings("ar"))
