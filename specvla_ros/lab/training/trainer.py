@@ -167,7 +167,8 @@ class Trainer(Generic[V]):
         path = self._state / "state.pt"
         if not path.exists():
             return
-        state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
+        # The loading below copies to the weights' device. torch reads to no `cpu:0`, the device of several processes.
+        state = torch.load(path, map_location="cpu", weights_only=True)
         self._task.trained.load_state_dict(state["model"])
         for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)

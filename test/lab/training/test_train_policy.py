@@ -194,6 +194,20 @@ def test_killed_training_goes_on(bags, tmp_path):
     assert [each.step for each in history] == [20, 40, 60]
 
 
+def test_training_goes_on_in_one_of_several_processes(bags, tmp_path, monkeypatch):
+    device = torch.device("cpu", 0)  # accelerate's, if there are several processes without a GPU
+    monkeypatch.setattr(pytest.importorskip("accelerate").Accelerator, "device", device)
+    few = training(steps=4, validate_every=2)
+
+    def stop(progress):
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_policy([bags], tmp_path / "policy", few, on_progress=stop)
+    assert [each.step for each in train_policy([bags], tmp_path / "policy", few)] == [2, 4]
+
+
 def test_other_settings_do_not_go_on_with_a_state(bags, tmp_path):
     def stop(progress):
         raise KeyboardInterrupt
