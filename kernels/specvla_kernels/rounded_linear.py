@@ -16,7 +16,7 @@ from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The rounded magnitude of a row's largest value."""
-_LEAST_MAXIMUM = 1e-30  # of a row, so that a row of zeros is not divided by zero
+LEAST_MAXIMUM = 1e-30  # of a row, so that a row of zeros is not divided by zero
 _WEIGHT_ROWS = 1024
 
 # By rows of a tile: columns, depth, stages and warps. The fastest on an H200 of those that fit the 99 KiB of sm_120.
@@ -67,7 +67,7 @@ def round_rows_reference(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None 
     if gate:
         wide = gated_unit_reference(wide, gate)
     most = torch.full((), LARGEST[dtype], dtype=wide.dtype, device=wide.device)  # division by a number rounds twice
-    steps = wide.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST_MAXIMUM) / most
+    steps = wide.abs().amax(dim=1, keepdim=True).clamp(min=LEAST_MAXIMUM) / most
     scaled = wide / steps
     return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), steps[:, 0])
 
@@ -93,7 +93,7 @@ def round_rows_triton(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = N
     _round_rows[(n_rows,)](
         x, norm.weight if norm else x, rounded, steps, x.stride(0), norm.eps if norm else 0.0,
         NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, GATE=gate,
-        LARGEST=LARGEST[dtype], LEAST=_LEAST_MAXIMUM, WIDTH=width, BLOCK=block, WIDEN=x.device.type == "cpu",
+        LARGEST=LARGEST[dtype], LEAST=LEAST_MAXIMUM, WIDTH=width, BLOCK=block, WIDEN=x.device.type == "cpu",
         num_warps=16 if block > 1 << 13 else 8,
     )  # fmt: skip
     return Rounded(rounded, steps)
