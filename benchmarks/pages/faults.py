@@ -123,4 +123,11 @@ def faults_by_kind(result: Result) -> str:
     return table(cells)
 
 
-VIEWS = views(_soak, _attacks, _faults, _mutants) | {"attack_nodes": _attacks}
+def _busy_demo(result: Result) -> Result:
+    before, after = result["load"]
+    causes = [(node, *each) for node, counts in result["refused"].items() for each in counts.items()]
+    words = ", ".join(f"{count} × {cause} ({node})" for node, cause, count in causes)
+    return {"load_before": before, "load_after": after, "refusals": words or "none"}
+
+
+VIEWS = views(_soak, _attacks, _faults, _mutants, _busy_demo) | {"attack_nodes": _attacks}
