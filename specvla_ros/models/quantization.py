@@ -196,7 +196,7 @@ def quantize_layer(layer: DecoderLayer, quantization: str) -> None:
 def quantize_products(part: nn.Module, quantization: str) -> None:
     """Quantises all linear layers of a part of the model in place, to 8 bits without rotation; biases stay as they are.
 
-    Layers whose widths are no multiples of 8 stay unquantised, since torch's own product on a GPU refuses them.
+    Layers whose widths are not multiples of 8 stay unquantised, since torch's own product on a GPU refuses them.
     """
     for name, matrix in list(part.named_modules()):
         if isinstance(matrix, nn.Linear) and matrix.in_features % 8 == matrix.out_features % 8 == 0:
