@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised matrices of the decoder's layers: w8a8, fp8 and int4 on a CPU are our own, int4 on a GPU is torchao's.
 
-Vision towers and projector are quantised if asked for. Embeddings, norms and output head are not; neither is a draft
-head, except with w8a8 on a CPU.
+Vision towers and projector are quantised if asked for; a draft head's layer is, where the decoder's products run in 8
+bits. Embeddings, norms and output head are not.
 """
 
 import importlib.util
@@ -103,6 +103,14 @@ class Int4Linear(nn.Linear):
 def is_packed(layer: nn.Module) -> bool:
     """True if a layer's matrices are packed in int8 for a CPU."""
     return any(isinstance(module, RoundedLinear) and module.packed is not None for module in layer.modules())
+
+
+def fast_format(model: nn.Module) -> str:
+    """The format, w8a8 or fp8, in which a model's products are computed in 8 bits on its device; empty: in none."""
+    for module in model.modules():
+        if isinstance(module, RoundedLinear) and (module.packed is not None or has_kernels(module.scales)):
+            return "w8a8" if module.weight.dtype == torch.int8 else "fp8"
+    return ""
 
 
 class _TorchaoLinear(nn.Linear):

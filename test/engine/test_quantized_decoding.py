@@ -28,7 +28,7 @@ from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import DecoderLayer
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.quantization import is_packed, quantize_layer
+from specvla_ros.models.quantization import fast_format, is_packed, quantize_layer
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 pytest.importorskip("torchao.quantization", reason="torchao is not installed")
@@ -143,3 +143,17 @@ def test_the_draft_heads_layer_is_packed_beside_a_packed_target_alone(
     layer = DecoderLayer(DecoderShape(32, 40, 1, 4, 2, 16, vocab_size=50)).requires_grad_(False)
     quantize_layer(layer, "w8a8")
     assert is_packed(layer)
+
+
+@pytest.mark.parametrize("how", ["none", "w8a8", "w8a8_hadamard", "fp8"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_draft_heads_layer_is_quantised_where_a_gpu_computes_in_8_bits(
+    how: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "pack_int8", lambda *_: None)
+    monkeypatch.setattr(quantization, "has_kernels", lambda _: kernels)
+    layer = DecoderLayer(DecoderShape(32, 40, 1, 4, 2, 16, vocab_size=50)).requires_grad_(False)
+    if how != "none":
+        quantize_layer(layer, how)
+    expected = {"none": "", "w8a8_hadamard": "w8a8"}.get(how, how)
+    assert fast_format(layer) == (expected if kernels else "")

@@ -97,11 +97,19 @@ def test_a_decoder_on_kernels_gives_what_it_gives_on_references(
     torch.testing.assert_close(cache.values, expected_cache.values, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("how", nightly_but(lambda how: how == "w8a8", ["w8a8", "fp8"]))
+@pytest.mark.parametrize(
+    ("how", "normed"),
+    nightly_but(
+        lambda case: case[0] == "w8a8",
+        [("w8a8", True), ("w8a8", False), ("fp8", True), ("fp8", False)],
+        of_several=True,
+    ),
+)
 @torch.inference_mode()
 def test_a_quantised_decoder_on_kernels_gives_what_it_gives_on_references(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    how: str, normed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`normed`: with a norm before the attention, which a draft head's layer lacks."""
     torch.manual_seed(0)
     decoder = PackedDecoder(CONFIG).requires_grad_(False)
     for weight in decoder.parameters():
@@ -111,6 +119,7 @@ def test_a_quantised_decoder_on_kernels_gives_what_it_gives_on_references(
     for layer in decoder.layers:
         assert isinstance(layer, DecoderLayer)
         quantization.quantize_layer(layer, how)
+        layer.input_norm = layer.input_norm if normed else torch.nn.Identity()
     results = []
     for kernels in (False, True):
         for operator in (*OPERATORS, rounded_linear, quantization):

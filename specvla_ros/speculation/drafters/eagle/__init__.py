@@ -30,7 +30,7 @@ def _head(context: DraftContext) -> Drafter | None:
         return None
     import torch
 
-    from specvla_ros.models.quantization import is_packed, quantize_layer
+    from specvla_ros.models.quantization import fast_format, quantize_layer
     from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
     from specvla_ros.speculation.drafters.eagle.head import load_draft_head
     from specvla_ros.speculation.drafters.eagle.tree_growth import WindowMass
@@ -48,10 +48,11 @@ def _head(context: DraftContext) -> Drafter | None:
             f"{directory} drafts {head.parallel_depth} tokens in one forward, but draft.depth is "
             f"{settings.depth}: lower it"
         )
-    # With an int8 target, a float32 draft would take most of a tick, and drafts do not affect the tokens. There is no
-    # packed product in float64.
-    if decoder.dtype != torch.float64 and any(is_packed(layer) for layer in decoder.layers):
-        quantize_layer(head.layer, "w8a8")
+    # With a target in 8 bits, another draft would take most of a tick, and drafts do not affect the tokens. In float64
+    # there are no such products.
+    weights = fast_format(decoder.layers)
+    if weights and decoder.dtype != torch.float64:
+        quantize_layer(head.layer, weights)
     window, ids = None, None if settings.whole_vocabulary else answer_ids(codec, settings.top_k)
     if settings.children == "window_mass":
         if codec.action_ids.first >= codec.action_ids.stop:
