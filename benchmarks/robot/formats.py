@@ -31,7 +31,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.quantization import QUANTIZATIONS, is_packed, quantize_layer, quantize_products
+from specvla_ros.models.quantization import QUANTIZATIONS, fast_format, quantize_layer, quantize_products
 from specvla_ros.models.target import Target
 
 Episode = tuple[str, int]
@@ -66,7 +66,7 @@ def _decoder(policy: Target) -> PackedDecoder:
 
 def how_it_runs(weights: str, policy: Target) -> str:
     """Describes how a format's products are computed here, and what differs on a GPU."""
-    packed = "a packed product in int8" if is_packed(_decoder(policy)) else "the reference of the int8 product"
+    packed = "a packed product in int8" if fast_format(_decoder(policy)) else "the reference of the int8 product"
     return {
         "none": "float32",
         "int4": "unpacked to float32 for every product; uniform steps, where torchao searches for better ones on a GPU",

@@ -100,11 +100,6 @@ class Int4Linear(nn.Linear):
         return F.linear(x, self.unpacked())
 
 
-def is_packed(layer: nn.Module) -> bool:
-    """True if a layer's matrices are packed in int8 for a CPU."""
-    return any(isinstance(module, RoundedLinear) and module.packed is not None for module in layer.modules())
-
-
 def fast_format(model: nn.Module) -> str:
     """The format, w8a8 or fp8, in which a model's products are computed in 8 bits on its device; empty: in none."""
     for module in model.modules():

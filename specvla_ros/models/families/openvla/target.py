@@ -63,8 +63,16 @@ def load_openvla(
         lambda: None if with_head else _codec(directory, config, unnorm_key, style),
         partial(check_quantization, quantization, device, dtype, vision=quantize_vision),
     )
-    kept = partial(load_model, quantization=quantization, quantize_vision=quantize_vision)
-    load = partial(kept, directory, config, device, dtype, progress=progress)
+    load = partial(
+        load_model,
+        directory,
+        config,
+        device,
+        dtype,
+        quantization=quantization,
+        quantize_vision=quantize_vision,
+        progress=progress,
+    )
     if oft is not None:
         return oft.target(directory, load(), image_processor, prompts, cropped=center_crop)
     if cameras not in (ALL_CAMERAS, config.cameras):
