@@ -13,7 +13,7 @@ from benchmarks.robot.driving import modes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.simulation.robot import TableRobot
-from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
+from specvla_ros.lab.simulation.rollout import Clock, Rollout, read_stage_times, tick_time
 from specvla_ros.models.checkpoint import load_target
 
 
@@ -69,7 +69,7 @@ def record_timings(device: str, names: list[str]) -> dict[str, Timing]:
     chosen = modes() | {"auto": replace(modes()["spec"], mode="auto")}
     found = {}
     for name in names:
-        rollout = Rollout(Engine(policy, chosen[name]), robot, Clock.REALTIME, tick_time(device))
+        rollout = Rollout(Engine(policy, chosen[name]), robot, Clock.REALTIME, tick_time(read_stage_times(device)))
         result = rollout.run("put_red", 0)
         pictured_s = np.maximum(0.0, np.array(robot.pictured_s).round(6))
         published_s = pictured_s + result.latency_s

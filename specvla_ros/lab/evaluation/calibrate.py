@@ -20,7 +20,7 @@ from specvla_ros.lab.evaluation.simulate import SimulateSettings, read_episodes,
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
 from specvla_ros.lab.files import write_parameters
 from specvla_ros.lab.plans import CalibratePlan, Limits
-from specvla_ros.lab.simulation.rollout import EpisodeResult, read_stage_times, tick_time
+from specvla_ros.lab.simulation.rollout import EpisodeResult, TickTime, tick_time
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
@@ -157,7 +157,8 @@ def calibrate(
     plain = Trial(_PLAIN, None, replace(base.engine, mode="ar", acceptance=AcceptanceSettings()))
     relaxed, refused = _relaxed_trials(policy, spec, plan)
     groups = [_trials(spec, plan.nodes, None), *relaxed]
-    candidates = _try_on_frames(policy, plain, groups, frames, plan, on_progress)
+    emulated = replace(base, emulate=plan.emulate).stage_times()
+    candidates = _try_on_frames(policy, plain, groups, frames, tick_time(emulated), on_progress)
     exact = [candidate for candidate in candidates if candidate.trial.tolerance is None]
     chosen = fastest_exact = max(exact, key=lambda candidate: candidate.speed_up)
     results = {candidate.trial.name: candidate.judged(plan.limits, fastest_exact) for candidate in candidates}
@@ -175,7 +176,7 @@ def calibrate(
         "world": base.world,
         "frames": len(frames),
         "episodes": asdict(plan.episodes) if plan.episodes is not None else None,
-        "emulate": read_stage_times(plan.emulate).as_json() if plan.emulate else None,
+        "emulate": emulated and emulated.as_json(),
         **head(),
     }
     calibration = Calibration(tuple(results.values()), chosen, plan.limits, refused, context)
@@ -227,7 +228,7 @@ def _try_on_frames(
     plain: Trial,
     groups: Sequence[Sequence[Trial]],
     frames: Sequence[Observation],
-    plan: CalibratePlan,
+    pace: TickTime,
     on_progress: OnProgress,
 ) -> list[Candidate]:
     """Times plain decoding with each group. Groups run one after the other, since every engine needs its own memory."""
@@ -239,7 +240,7 @@ def _try_on_frames(
             {trial.name: trial.engine for trial in (plain, *group)},
             frames,
             rounds=1,
-            pace=tick_time(plan.emulate),
+            pace=pace,
             on_frame=lambda: on_progress("frames", next(progress), len(groups) * len(frames)),
         )
         exact = runs[_PLAIN]

@@ -24,7 +24,7 @@ from specvla_ros.lab.evaluation.paired import Rate, confidence_interval, log_e_v
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, checkpoint_hashes, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import Criterion, QualifyPlan
-from specvla_ros.lab.simulation.rollout import Clock, tick_time
+from specvla_ros.lab.simulation.rollout import Clock
 
 QUALIFY_FILE = "qualify.json"
 REFERENCE = "lockstep"
@@ -162,7 +162,7 @@ def qualify(
     """
     base = next(iter(candidates.values()))
     for settings in candidates.values():
-        tick_time(settings.emulate)  # an unknown device fails here
+        settings.stage_times()  # an unknown device fails here
     lockstep = replace(base, clock=Clock.LOCKSTEP, emulate="", engine=replace(base.engine, mode="ar"))
     simulated = {REFERENCE: lockstep, **candidates}
     tasks = simulate.tasks_of(base.world, plan.tasks, base.robot)

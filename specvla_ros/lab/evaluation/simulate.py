@@ -36,12 +36,12 @@ from specvla_ros.lab.simulation.arms import check_actions, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import TOOL_COMMANDS
 from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
 from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot, check_policy
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, StageTimes, read_stage_times, tick_time
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.lora import adapter_of
-from specvla_ros.models.settings import ModelSettings
+from specvla_ros.models.settings import ModelSettings, WeightFormat
 from specvla_ros.models.target import Target
 
 TABLE = "table"
@@ -64,6 +64,12 @@ class SimulateSettings:
     time_limit: float = 1.0  # time limit of an episode, as a multiple of its task's
     model: ModelSettings = field(default_factory=ModelSettings)
 
+    def stage_times(self) -> StageTimes | None:
+        """Stage times of the emulated device with the policy's weights; None if no device is emulated."""
+        if not self.emulate:
+            return None
+        return read_stage_times(self.emulate, self.software, WeightFormat(self.model.quantization))
+
     def as_json(self) -> dict[str, Any]:
         values = {"policy": str(self.policy.resolve()), "clock": self.clock.value, "software": self.software.value}
         return asdict(self) | values
@@ -83,7 +89,7 @@ def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
     """Runs one episode; keeps the robot and any local engine for the next one in this process."""
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid(), host)
-    pace = tick_time(settings.emulate, settings.software)
+    pace = tick_time(settings.stage_times())
     rollout = partial(Rollout, engine, robot, settings.clock, pace, time_limit=settings.time_limit)
     if job.film is None:
         return rollout().run(job.task, job.seed)
@@ -116,7 +122,7 @@ def _engine_and_robot(
 
 def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
     """Creates the engine that several workers share."""
-    return EngineHost(policy_of(settings), settings.engine, workers, tick_time(settings.emulate, settings.software))
+    return EngineHost(policy_of(settings), settings.engine, workers, tick_time(settings.stage_times()))
 
 
 def policy_of(settings: SimulateSettings) -> Target:
@@ -168,13 +174,13 @@ def simulate(
     finished episodes and the total.
     """
     read_config(settings.policy)
-    tick_time(settings.emulate, settings.software)  # an unknown device fails here
+    settings.stage_times()  # an unknown device fails here
     if plan.per_engine and settings.clock is Clock.REALTIME:
         raise UserError(f"--per-engine {plan.per_engine} needs --clock lockstep: in real time each robot has its own")
     if settings.engine.commit != "none":
         raise UserError(
             "decode.commit needs a robot that follows all actions of an answer, and a simulated one follows the first: "
-            "leave it at none; python -m benchmarks.robot.commit measures it on a robot that does"
+            "leave it at none; python -m benchmarks.robot.mechanisms measures it on a robot that does"
         )
     if settings.world != TABLE and settings.robot != TABLE_ARM.name:
         raise UserError(f"--robot {settings.robot} needs --world table; {settings.world} has its own robot")
@@ -199,10 +205,10 @@ def simulate(
                 on_episode(result, sum(key in done for key in wanted), len(wanted))
         finally:
             finished = [done[key] for key in wanted if key in done]
-            emulated = read_stage_times(settings.emulate, settings.software).as_json() if settings.emulate else None
+            emulated = settings.stage_times()
             described = {"settings": settings.as_json(), "adapter": adapter_of(settings.policy), "plan": asdict(plan)}
             context = described | {
-                "emulation": emulated,
+                "emulation": emulated and emulated.as_json(),
                 "busy": busy_machine(before, CpuTimes.now()) or None,
                 **head(),
             }

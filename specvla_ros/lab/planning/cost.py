@@ -304,11 +304,12 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficien
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times of unquantised OpenVLA-7B on an absent device. Results with them are emulation and labelled as such."""
+    """Times of OpenVLA-7B on an absent device. Results with them are emulation and labelled as such."""
 
     device: Device  # its `efficiency` is that of the software
     model: ModelCost
     software: Software = Software.EAGER
+    weights: WeightFormat = WeightFormat.NONE  # of the decoder; vision and draft head have the device's dtype
 
     @property
     def name(self) -> str:
@@ -317,10 +318,11 @@ class StageTimes:
     @property
     def source(self) -> str:
         shares = self.device.efficiency
-        rows = self.model.prompt_rows
+        rows, rounded = self.model.prompt_rows, self.weights is not WeightFormat.NONE
+        decoder = f" with its decoder in {self.weights.value}" if rounded else ""
         return (
-            f"derived: OpenVLA-7B's bytes and operations in {self.device.dtype}, at {shares.bandwidth:.0%} of the "
-            f"device's bandwidth, {shares.compute(rows):.0%} of its matrix rate with {rows} rows, and "
+            f"derived: OpenVLA-7B's bytes and operations in {self.device.dtype}{decoder}, at {shares.bandwidth:.0%} of "
+            f"the device's bandwidth, {shares.compute(rows):.0%} of its matrix rate with {rows} rows, and "
             f"{shares.layer_s * 1e6:.0f} µs more per layer ({self.software.value} software); nothing was measured here"
         )
 
@@ -359,7 +361,7 @@ class StageTimes:
         return Forward(trees=trees, nodes=nodes, prefix_rows=trees * (self.model.prompt_rows + _COMMITTED))
 
     def _forward_s(self, forward: Forward) -> float:
-        parts = forward_parts(forward, self.model, WeightFormat.NONE, self.device.value_bytes)
+        parts = forward_parts(forward, self.model, self.weights, self.device.value_bytes)
         return sum(map(self._reached_s, parts))
 
     def _drafting_s(self, work: "TickWork") -> float:
@@ -388,15 +390,22 @@ class StageTimes:
         return part.seconds(self.device, self.device.efficiency)
 
 
-def stage_times(device: Device, software: Software = Software.EAGER) -> StageTimes:
-    """Times of OpenVLA-7B on a device with a kind of software; UserError if it does not fit in memory."""
+def stage_times(
+    device: Device, software: Software = Software.EAGER, weights: WeightFormat = WeightFormat.NONE
+) -> StageTimes:
+    """Times of OpenVLA-7B on a device with a kind of software.
+
+    Raises UserError if it does not fit in memory, or if the device has no rate for products in the weights' format.
+    """
     model = model_cost(OPENVLA_7B)
-    needed_gb = model.memory_bytes(WeightFormat.NONE, device.value_bytes, draft=False) / 1e9
+    needed_gb = model.memory_bytes(weights, device.value_bytes, draft=False) / 1e9
     if needed_gb > device.memory_gb:
+        form = device.dtype if weights is WeightFormat.NONE else weights.value
         raise UserError(
             f"{device.name} has {device.memory_gb:g} GB of memory, but OpenVLA-7B takes {needed_gb:.1f} GB in "
-            f"{device.dtype}: choose a device with more memory"
+            f"{form}: choose a device with more memory"
         )
+    device.operations_per_s(arithmetic_of(weights), model.prompt_rows)  # raises without such a rate
     # The committed results were emulated with drafts of any id: 7 ms more per draft of 5 steps on an Orin.
     model = replace(model, draft_head_values=model.head_values)
-    return StageTimes(device.running(software), model, software)
+    return StageTimes(device.running(software), model, software, weights)

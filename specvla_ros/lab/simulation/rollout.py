@@ -21,6 +21,7 @@ from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.lab.tally import DecodeTally
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.settings import WeightFormat
 
 if TYPE_CHECKING:  # torch, which the simulated robot and the demo do not need
     from specvla_ros.engine.batch import TickWork
@@ -34,16 +35,17 @@ _FAULT_LIMIT = 10  # consecutive observations without an action after which the 
 TickTime = Callable[["TickWork", float], float]  # (a tick's work, measured seconds) -> seconds that count
 
 
-def read_stage_times(device: str, software: Software = Software.EAGER) -> StageTimes:
+def read_stage_times(
+    device: str, software: Software = Software.EAGER, weights: WeightFormat = WeightFormat.NONE
+) -> StageTimes:
     """Reads the stage times of a device, given by the name of a bundled device or by a JSON file."""
-    return stage_times(read_device(device, "--emulate"), software)
+    return stage_times(read_device(device, "--emulate"), software, weights)
 
 
-def tick_time(device: str = "", software: Software = Software.EAGER) -> TickTime:
-    """Returns a function for a tick's duration: the measured one, or a device's; see `read_stage_times`."""
-    if not device:
+def tick_time(stages: StageTimes | None = None) -> TickTime:
+    """Returns a function for a tick's duration: an emulated device's, or without one the measured duration."""
+    if stages is None:
         return lambda _, measured_s: measured_s
-    stages = read_stage_times(device, software)
     return lambda work, _: stages.tick_s(work)
 
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ticks on a device that is not here: one table for planning and for simulation."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specvla_ros.engine.batch import TickWork
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.planning.cost import (
     OPENVLA_7B,
     Forward,
@@ -17,7 +21,8 @@ from specvla_ros.lab.planning.cost import (
     stage_times,
 )
 from specvla_ros.lab.planning.device import Software, known_devices, read_device
-from specvla_ros.lab.simulation.rollout import tick_time
+from specvla_ros.lab.simulation.rollout import read_stage_times, tick_time
+from specvla_ros.models.settings import ModelSettings
 from specvla_ros.speculation.drafters.registry import DraftWork
 
 ROWS, LAYERS, WIDTH, VOCABULARY = 290, 32, 4096, 32064  # Llama 2 7B as OpenVLA has it
@@ -70,14 +75,17 @@ def test_a_tick_is_what_a_plain_reading_gives(name: str, image: int, prompt: int
     prompts=st.integers(0, 1),
     trees=st.integers(1, 6),
     nodes_each=st.integers(1, 50),
+    weights=st.sampled_from([WeightFormat.NONE, WeightFormat.W8A8]),
 )
-def test_the_simulation_counts_what_the_plan_counts(name: str, prompts: int, trees: int, nodes_each: int) -> None:
+def test_the_simulation_counts_what_the_plan_counts(
+    name: str, prompts: int, trees: int, nodes_each: int, weights: WeightFormat
+) -> None:
     device, model = read_device(name), model_cost(OPENVLA_7B)
     nodes = trees * nodes_each
     forward = Forward(prompts * ROWS, image=prompts > 0, trees=trees, nodes=nodes, prefix_rows=trees * (ROWS + 3))
-    planned = roofline_seconds(forward_parts(forward, model, WeightFormat.NONE, 2), device, device.efficiency)
+    planned = roofline_seconds(forward_parts(forward, model, weights, 2), device, device.efficiency)
     work = TickWork(images=prompts, prompts=prompts, trees=trees, nodes=nodes)
-    assert stage_times(device).tick_s(work) == pytest.approx(planned)
+    assert stage_times(device, weights=weights).tick_s(work) == pytest.approx(planned)
 
 
 @pytest.mark.parametrize("name", ["orin", "rtx5090"])
@@ -130,13 +138,31 @@ def test_ticks_of_captured_graphs_are_shorter_and_say_so(name: str) -> None:
         TickWork(trees=1, nodes=1),
     )
     assert all(captured.tick_s(work) < eager.tick_s(work) for work in works)
-    assert eager.tick_s(works[0]) == stage_times(device).tick_s(works[0]) == tick_time(name)(works[0], 9.0)
-    assert captured.tick_s(works[0]) == tick_time(name, Software.CAPTURED)(works[0], 9.0)
+    assert (
+        eager.tick_s(works[0])
+        == stage_times(device).tick_s(works[0])
+        == tick_time(read_stage_times(name))(works[0], 9.0)
+    )
+    assert captured == read_stage_times(name, Software.CAPTURED)
     told = captured.as_json()
     assert told["software"] == "captured" and "(captured software)" in told["source"]
     assert told["efficiency"] == device.captured.as_json()
 
 
 def test_a_device_too_small_for_the_model_is_not_emulated() -> None:
-    with pytest.raises(UserError, match="Orin Nano 8 GB has 8 GB of memory, but OpenVLA-7B takes 15"):
+    with pytest.raises(UserError, match=r"Orin Nano 8 GB has 8 GB of memory, but OpenVLA-7B takes 15\.\d GB in bf"):
         stage_times(read_device("orin_nano"))
+    with pytest.raises(UserError, match=r"takes 8\.\d GB in w8a8"):
+        stage_times(read_device("orin_nano"), weights=WeightFormat.W8A8)
+    assert stage_times(read_device("orin_nano"), weights=WeightFormat.INT4).tick_s(TickWork(trees=1, nodes=1)) > 0
+
+
+def test_an_emulated_device_takes_the_format_of_the_policys_weights() -> None:
+    settings = SimulateSettings(nano_policy(), emulate="orin", model=ModelSettings(quantization="w8a8"))
+    found = settings.stage_times()
+    assert found == stage_times(read_device("orin"), weights=WeightFormat.W8A8)
+    assert found is not None and "with its decoder in w8a8" in found.source
+    assert replace(settings, emulate="").stage_times() is None
+    fp8 = replace(settings, model=ModelSettings(quantization="fp8"))
+    with pytest.raises(UserError, match="has no fp8 rate"):
+        fp8.stage_times()
