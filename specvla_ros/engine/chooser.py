@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from specvla_ros.engine.pace import MEMORY, Answers, Kind, Pace, expected_age
+from specvla_ros.engine.pace import MEMORY, Answers, Kind, Pace, expected_age, waits_for_thought
 
 # A pace is tried if its age is below this share of the current one's in two rounds in a row; at first, in one.
 _BETTER = 0.97
@@ -117,6 +117,7 @@ class Chooser:
         self.pace = Pace(drafts=drafts)
         self.times, self.answers = TickTimes(), Answers()
         self.measured = False
+        self._thoughts: dict[bool, float] = {}  # mean forwards of answers with their own text, by whether drafted
         self._most, self._spreads, self._can_draft = most, tuple(spreads), drafts
         self._round: list[Pace] = []  # candidates left in this round
         self._best = (1.0, self.pace)  # in this round: share of the current pace's age, and pace
@@ -202,6 +203,21 @@ class Chooser:
             self._try(Pace(drafts=self.pace.drafts))
         elif not self._rest and self.answers.known(drafted=self.pace.drafts):
             self._due = min(self._due + self._at_once, _AT_ONCE)
+
+    def thought(self, forwards: int, *, drafted: bool) -> None:
+        """Learns from an answer with its own text, beside which frames may start; see `waits_for_thought`."""
+        before = self._thoughts.get(drafted, float(forwards))
+        self._thoughts[drafted] = MEMORY * before + (1 - MEMORY) * forwards
+
+    @property
+    def waits_for_thought(self) -> bool:
+        """True if a frame should not start beside such an answer."""
+        drafts = self.pace.drafts
+        answers = self.answers.forwards(others=0, drafted=drafts)
+        if not answers or drafts not in self._thoughts:
+            return False
+        forwards = (round(self._thoughts[drafts]), round(fmean(answers)))
+        return waits_for_thought(*forwards, drafts, self.times.seconds)
 
     def play(self) -> None:
         """Computes the next candidate's age if one is due, relative to the current pace's, and decides after the last.

@@ -198,6 +198,41 @@ def may_begin(pace: Pace, answers: Answers, in_flight: int, newest: tuple[int, i
     return math.isinf(pace.left) or answers.left(done, others=others, drafted=pace.drafts) <= pace.left
 
 
+def waits_for_thought(thought: int, answer: int, drafts: bool, seconds: Callable[[Kind], float | None]) -> bool:
+    """True if the next frame should wait for an answer with its own text (decode.think_every_s).
+
+    One frame at a time has latency S and age 1.5 S. The text's answer disturbs this: waiting for it takes W once, and
+    its action is W old; beside it, the next frames start after its prompt, and each takes longer until it is complete.
+    The way with the smaller excess over the steady age wins. With l_i the latency of the i-th action from then on, and
+    d_i the time since the action before it,
+
+        excess = sum_i d_i (l_(i-1) + d_i / 2 - 1.5 S),    l_0 = S.
+
+    Args:
+        thought, answer: verifying forwards of an answer with its own text, and of one with a given text; at least 1.
+        seconds: mean time of a kind of tick; the next frame does not wait if one is unknown.
+    """
+    kinds = (Kind(True, 1, 0, drafts), Kind(False, 0, 1, drafts), Kind(True, 1, 1, drafts), Kind(False, 0, 2, drafts))
+    times = [seconds(kind) for kind in kinds]
+    if None in times:
+        return False
+    first, other, first_beside, other_beside = (each or 0.0 for each in times)
+    steady_s, own_s = (first + (forwards - 1) * other for forwards in (answer, thought))
+
+    def excess(actions: Sequence[tuple[float, float]]) -> float:
+        ages = [steady_s, *(latency for _, latency in actions)]
+        intervals = [*(since for since, _ in actions), steady_s]
+        return sum(d * (age + d / 2 - 1.5 * steady_s) for d, age in zip(intervals, ages, strict=True))
+
+    beside, waited = list[tuple[float, float]](), first
+    for left in range(thought - 1, 0, -answer):
+        shared = min(left, answer)
+        latency = first_beside + (shared - 1) * other_beside + (answer - shared) * other
+        beside.append((waited + latency, latency))
+        waited = 0.0
+    return excess([(own_s, own_s)]) < excess(beside)
+
+
 class FirstActions:
     """Decides whether the rest of an answer is needed once k of its actions are published.
 

@@ -82,6 +82,8 @@ class Scheduler:
             return False
         if self.chooser is None:
             return len(own) < self.target_in_flight
+        if any(not each.late for each in self._renewing(stream)) and self.chooser.waits_for_thought:
+            return False
         pace, answers = self.chooser.pace, self.chooser.answers
         return not own or may_begin(pace, answers, len(own), (own[-1].others, own[-1].verified, own[-1].prefilling))
 
@@ -184,8 +186,11 @@ class Scheduler:
         drafts = any(share.request.drafts for share in batch.shares)
         trees = len(batch.shares) - len(prompts)
         self.chooser.times.add(Kind(work.images > 0, max(prompts, default=0), trees, drafts), seconds)
-        for request in [each for each in batch.answered if not each.given.renews]:
+        for request in batch.answered:
             forwards, tokens = request.verified, len(request.tokens) - len(request.given.tokens)
+            if request.given.renews:
+                self.chooser.thought(forwards, drafted=request.drafts)
+                continue
             self.chooser.answered(forwards, tokens, others=request.others, drafted=request.drafts)
 
     def renews(self, stream: str) -> bool:

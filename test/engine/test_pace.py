@@ -11,7 +11,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
 from support.nightly import examples, nightly_but
@@ -20,7 +20,16 @@ from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.chooser import Chooser, TickTimes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.pace import Answers, Kind, Pace, expected_age, expected_left, simulated_age
+from specvla_ros.engine.pace import (
+    Answers,
+    Kind,
+    Pace,
+    expected_age,
+    expected_left,
+    mean_age,
+    simulated_age,
+    waits_for_thought,
+)
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
@@ -67,6 +76,30 @@ def test_two_frames_have_an_age_of_a_latency_and_half_a_period() -> None:
     cost = Costs(10, 0, 10, 0)  # every tick takes 10 ms
     latency_s, period_s = 0.05, 0.03
     assert expected_age(Pace(2, 2.0), always(5), cost.seconds) == pytest.approx(latency_s + period_s / 2)
+
+
+def age_while_thinking(costs: Costs, thought: int, answer: int, *, beside: bool) -> float:
+    """One frame at a time, every seventieth with its own text; a tick advances everything that is in flight."""
+    now_s, acted = 0.0, list[tuple[float, float]]()
+    left = 0  # forwards of the text's answer while another frame's is computed beside it
+    for number in range(280):
+        begun_s, forwards = now_s, thought if number % 70 == 35 else answer
+        if beside and forwards == thought:
+            now_s += costs.seconds(Kind(True, 1, 0, True))
+            left = thought - 1
+            continue
+        for tick in range(forwards):
+            now_s += costs.seconds(Kind(True, 1, left > 0, True) if not tick else Kind(False, 0, 1 + (left > 0), True))
+            left = max(0, left - 1)
+        acted.append((now_s, now_s - begun_s))
+    return mean_age(acted)
+
+
+def test_frames_start_beside_a_long_text_and_wait_for_a_short_one() -> None:
+    seconds = Costs(reading=8, vision=9, prompt=20, tree=1).seconds
+    assert not waits_for_thought(40, 7, True, seconds)
+    assert waits_for_thought(4, 2, True, seconds)
+    assert not waits_for_thought(4, 2, True, lambda kind: None if kind.begins and kind.trees else seconds(kind))
 
 
 def searched(costs: Costs, forwards: int, most: int, ticks: int) -> float:
@@ -180,6 +213,18 @@ def learnt(draw: st.DrawFn) -> Answers:
 
 TIMES = st.builds(Costs, st.floats(0.1, 50), st.floats(0, 50), st.floats(0.1, 200), st.floats(0, 20))
 PACES = st.builds(Pace, st.integers(1, 3), st.sampled_from([1.0, 2.0, 5.0, math.inf]), st.sampled_from([1, 2, 4]))
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(costs=TIMES, thought=st.integers(2, 60), answer=st.integers(1, 8))
+def test_a_frame_waits_for_a_thought_where_that_makes_the_image_younger(
+    costs: Costs, thought: int, answer: int
+) -> None:
+    waiting, beside = (age_while_thinking(costs, thought, answer, beside=each) for each in (False, True))
+    assume(thought > answer)
+    waits = waits_for_thought(thought, answer, True, costs.seconds)
+    chosen = waiting if waits else beside
+    assert chosen <= 1.001 * min(waiting, beside)
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -14,6 +14,7 @@ from support.pipelines import PICTURES, frame, poisoned
 from support.plain_decoding import answer_of
 
 from specvla_ros import Engine, EngineSettings, UserError
+from specvla_ros.engine.chooser import Chooser
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
@@ -177,6 +178,23 @@ def test_newer_images_are_acted_on_while_the_next_thought_is_written(
     assert renewed <= {each.observation.stamp_ns for each in late} | {*thought}
     assert any(stamp not in thought for stamp in renewed), "a thought came after a newer image's action"
     assert {*thought.values()} >= {1}, "meanwhile the old one was given"
+
+
+def test_mode_auto_starts_no_frame_beside_a_thought_worth_waiting_for(
+    policy: OpenVLATarget, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Chooser, "waits_for_thought", property(lambda chooser: True))
+    picture = next(i for i in range(PICTURES) if plain.thinks(i))
+    engine = Engine(policy, replace(BASE, mode="auto", think_every_s=20e-9, draft=replace(TREE, nodes=2)))
+    ended: list[Outcome] = []
+    for stamp in range(1, 120):
+        ended += engine.submit(frame(stamp, picture))
+        ended += engine.tick()
+        assert len(engine.scheduler.requests) <= 1
+    actions = [each for each in ended if isinstance(each, Action)]
+    renewed = [each for each in actions if each.text_ns == each.observation.stamp_ns]
+    assert len(renewed) > 3 and len(actions) > len(renewed)
+    assert not any(each.reason is DropReason.OVERTAKEN for each in ended if isinstance(each, Drop))
 
 
 def test_a_policy_that_does_not_write_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
