@@ -54,9 +54,7 @@ _EMULATED = (
     "faults",
     "actionflow",
     "robots_per_device",
-    "first_actions",
-    "commit",
-    "thinking",
+    "mechanisms",
 )  # benchmarks that depend on the devices' tables
 _TEMPLATES, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("pages", "readme.md.in"))
 PAGES = (

@@ -11,7 +11,7 @@ started while others were in flight. A frame is always waiting; an image's age a
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -192,15 +192,15 @@ def _figures(run: DrivenLoop, seconds: Callable[[Tick], float]) -> dict[str, Any
     return {
         "age_s": mean_age(acted),
         "error_s": statistics.stdev(windows) / len(windows) ** 0.5,
-        "p95_s": _quantile(acted, 0.95),
+        "p95_s": quantile_of_age(acted, 0.95),
         "rate_hz": (len(acted) - 1) / (acted[-1][0] - acted[0][0]),
         "latency_s": statistics.fmean(age for _, age in acted),
         "in_flight": run.in_flight,
     }
 
 
-def _quantile(acted: list[tuple[float, float]], share: float) -> float:
-    """Quantile of the age at evenly spaced times."""
+def quantile_of_age(acted: Sequence[tuple[float, float]], share: float) -> float:
+    """Quantile over time of the age of the image acted on; arguments as for `mean_age`."""
     first, last = acted[0][0], acted[-1][0]
     ages, place = [], 0
     for sample in range(_SAMPLES):

@@ -117,21 +117,18 @@ def test_a_share_of_success_is_the_surer_the_more_pairs_agree() -> None:
 
 
 @pytest.mark.nightly
-def test_newer_images_are_given_the_last_thought_in_closed_loop(tmp_path: Path):
-    result = run("benchmarks.robot.thinking", tmp_path / "out.json", "--episodes", 1, "--every", "0,4")
-    always, rarely = result["rows"]
-    assert always["given_share"] == 0 and always["jump_within"] is None and always["thought_age_s"] == 0
-    assert rarely["thought_age_s"] > 0 and rarely["given_share"] > 0.3
-    assert rarely["forwards_given"] < rarely["forwards_own"] and rarely["success"]["first"]["episodes"] == 5
-
-
-@pytest.mark.nightly
-def test_the_robots_share_of_a_continued_answer_is_given_in_closed_loop(tmp_path: Path):
-    result = run("benchmarks.robot.commit", tmp_path / "out.json", "--episodes", 1, "--devices", "thor")
-    alone, continued = result["rows"]
-    assert alone["given"] == 0 and continued["given"] > 0.2 and alone["age_ratio"]["ratio"] == 1
-    assert alone["success"]["first"] == continued["success"]["first"]
-    assert continued["jump"]["seams"] > 0 and continued["jump"]["mm_median"] < alone["jump"]["mm_median"]
+def test_each_mechanism_makes_the_image_younger_in_closed_loop(tmp_path: Path):
+    found = [
+        run("benchmarks.robot.mechanisms", tmp_path / "out.json", "--episodes", 1, "--cells", each) for each in "36"
+    ]
+    (alone, first, commit, everything), (thinking, *given_texts) = (result["rows"] for result in found)
+    assert alone["with"] == thinking["with"] == "auto" and alone["age_ratio"]["ratio"] == 1
+    assert alone["given_actions"] == first["given_actions"] == 0 and commit["given_actions"] > 0.2
+    assert everything["picture_age_s"] < min(first["picture_age_s"], commit["picture_age_s"]) < alone["picture_age_s"]
+    assert commit["jump"]["mm_median"] < alone["jump"]["mm_median"]
+    assert thinking["given_texts"] == 0 and all(row["given_texts"] > 0.3 for row in given_texts)
+    assert all(row["forwards_to_first"] < thinking["forwards_to_first"] for row in given_texts)
+    assert all(row["success"]["first"]["episodes"] == 5 for row in (first, commit, everything, *given_texts))
 
 
 @pytest.fixture(scope="module")
