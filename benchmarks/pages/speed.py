@@ -113,7 +113,11 @@ def _launches(result: Result) -> Result:
         {graph: count for case in cases.values() for graph, count in _graphs(case)} for cases in (before, now)
     )
     graphs = [["graph", "launches"], *([graph, _from_to(held.get(graph, 0), count)] for graph, count in holds.items())]
-    return {"ticks": table(ticks), "graphs": table(graphs)}
+    unfused = {
+        rule: max(int(tick["launches"]) for tick in now[f"spec, rule {rule}"]["ticks"])
+        for rule in ("lvspec", "composite")
+    }
+    return {"ticks": table(ticks), "graphs": table(graphs)} | unfused
 
 
 def _graphs(case: Result) -> list[tuple[str, int]]:

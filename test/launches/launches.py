@@ -71,9 +71,9 @@ def settings_of(
     return replace(settings, mode=mode, prefill_chunks=chunks, max_text_tokens=128, acceptance=acceptance)
 
 
-def profile(name: str) -> EngineSettings:
-    """Decoding of a shipped profile with a draft head, relaxed."""
-    settings = engine_settings_from(params_file=CONFIG / f"{name}.yaml", values={"draft.head": "random"})
+def profile(name: str, head: str = "random") -> EngineSettings:
+    """Decoding of a shipped profile, relaxed; `head`: draft head."""
+    settings = engine_settings_from(params_file=CONFIG / f"{name}.yaml", values={"draft.head": head})
     return replace(settings, max_text_tokens=128, max_image_age_s=0.0, acceptance=_BINS)
 
 
@@ -87,6 +87,9 @@ class Case:
     generation: GreedyRules = NO_RULES
 
 
+UNFUSED = ("lvspec", "composite")  # rules for text that no kernel decides; in no shipped profile
+# Draft head by decoder. None drafts for a decoder with image features in its first layers.
+HEADS = {"minivla": "random", "pi0-fast": "random", "qwen2.5-vl-3b": "random", "qwen3-vl-4b": ""}
 CASES: dict[str, Case] = {
     "ar": Case(settings_of("ar")),
     "spec": Case(settings_of("spec")),
@@ -99,6 +102,7 @@ CASES: dict[str, Case] = {
     "specpipe, temporal": Case(settings_of("specpipe", temporal=True)),
     "spec, temporal and prompt lookup": Case(settings_of("spec", temporal=True, prompt_lookup_tokens=10)),
     "spec, rule fly": Case(settings_of("spec", rule="fly")),
+    **{f"spec, rule {rule}": Case(settings_of("spec", rule=rule)) for rule in UNFUSED},
     "spec, repetition penalty": Case(settings_of("spec"), generation=GreedyRules(1.05)),
     "specpipe, temporal, rule fly": Case(settings_of("specpipe", temporal=True, rule="fly")),
     "specpipe, temporal, repetition penalty": Case(
@@ -106,9 +110,15 @@ CASES: dict[str, Case] = {
     ),
     "orin.yaml": Case(profile("orin"), quantization="w8a8"),
     "desktop.yaml": Case(profile("desktop")),
+    "desktop.yaml, fp8": Case(profile("desktop"), quantization="fp8"),
     **{
-        f"{name}: specpipe, temporal": Case(settings_of("specpipe", temporal=True), name)
-        for name in ("minivla", "pi0-fast", "qwen2.5-vl-3b")
+        f"{name}: specpipe, temporal": Case(settings_of("specpipe", head=head, temporal=True), name)
+        for name, head in HEADS.items()
+    },
+    **{
+        f"{name}: {device}.yaml": Case(profile(device, head), name, quantization)
+        for name, head in HEADS.items()
+        for device, quantization in (("orin", "w8a8"), ("desktop", "none"))
     },
 }
 
@@ -125,6 +135,8 @@ def fake_policy(
             assert isinstance(layer, DecoderLayer)
             quantize_layer(layer, quantization)
     pixels = torch.empty(3 * len(size.towers), 224, 224)
+    # Features for the first layers come from a vision tower of their own, which is not counted.
+    prompt = torch.empty(PROMPT, size.llama.input_size, dtype=_DTYPE, device="cuda") if size.llama.deepstack else None
     return RandomPolicy(
         generation=generation,
         directory=Path("random"),
@@ -133,6 +145,7 @@ def fake_policy(
         prompt=PromptTokenizer(None, style=PromptStyle.OPENVLA, trailing_id=None, vocab_size=size.llama.vocab_size),
         codec=random_codec(model.config.token_vocab_size, tokens),
         prompt_rows=PROMPT,
+        embeddings=prompt,
     )
 
 

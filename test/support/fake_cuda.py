@@ -150,6 +150,8 @@ def _patches(launches: Launches, read_back: Callable[[tuple[int, ...]], list[Any
     yield patch.object(Tensor, "__setitem__", _setitem(Tensor.__setitem__))
     yield patch.object(FakeTensor, "__iter__", lambda tensor: iter(tensor.unbind(0)), create=True)
     yield patch.object(Tensor, "view", _view(Tensor.view))
+    yield patch.object(Tensor, "__invert__", lambda tensor: torch.bitwise_not(tensor))
+    yield patch.object(Tensor, "contiguous", _contiguous)
     yield patch.object(Tensor, "copy_", _copy(Tensor.copy_, launches))
     yield patch.object(torch, "index_select", _index_select(launches))
     fused = torch.nn.functional
@@ -206,7 +208,11 @@ def _attention(launches: Launches) -> Callable[..., Tensor]:
     return run
 
 
-# A build without CUDA has no guard for its device: indexing, and views of another dtype, are done without one.
+# A build without CUDA has no guard for its device: these methods are done without one.
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else torch.clone(tensor, memory_format=torch.contiguous_format)
 
 
 def _split(tensor: Tensor, index: Any) -> tuple[Tensor, dict[int, Tensor]]:
