@@ -33,10 +33,14 @@ def generate_launch_description() -> LaunchDescription:
                 description="Parameter file of driver, guard and task: limits, output, frames; see config/robots.",
             ),
             DeclareLaunchArgument(
-                "action_topic", default_value="policy/action", description="The policy's actions, VlaAction."
+                "action_topic", default_value=RobotTopics.action, description="The policy's actions, VlaAction."
             ),
-            DeclareLaunchArgument("tool_pose_topic", default_value="tool_pose", description="Measured PoseStamped."),
-            DeclareLaunchArgument("joint_states_topic", default_value="joint_states", description="JointState topic."),
+            DeclareLaunchArgument(
+                "tool_pose_topic", default_value=RobotTopics.tool_pose, description="Measured PoseStamped."
+            ),
+            DeclareLaunchArgument(
+                "joint_states_topic", default_value=RobotTopics.joint_states, description="JointState topic."
+            ),
             *(
                 DeclareLaunchArgument(
                     f"{name}_topic", default_value=f"guard/{name}", description=f"Topic for the guard's {name}."
