@@ -23,8 +23,8 @@ from specvla_kernels.graph_capture import capture_on
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.paired import Z_95
 from specvla_ros.lab.evaluation.run_directory import cpu_name, git_revision
-from specvla_ros.lab.planning.cost import stage_times
 from specvla_ros.lab.planning.device import read_device
+from specvla_ros.lab.planning.stage_times import stage_times
 from specvla_ros.models.checkpoint import DTYPES
 
 Sizes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")]

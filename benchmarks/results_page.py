@@ -21,8 +21,8 @@ from benchmarks.pages.figures import figures
 from benchmarks.pages.headlines import headlines
 from benchmarks.pages.tables import Result, table
 from benchmarks.pages.template import Block, filled, read_template
-from specvla_ros.lab.planning.cost import stage_times
 from specvla_ros.lab.planning.device import read_device
+from specvla_ros.lab.planning.stage_times import stage_times
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"

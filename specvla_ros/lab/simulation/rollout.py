@@ -15,8 +15,8 @@ from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.pace import mean_age
 from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
-from specvla_ros.lab.planning.cost import StageTimes, stage_times
 from specvla_ros.lab.planning.device import Software, read_device
+from specvla_ros.lab.planning.stage_times import StageTimes, stage_times
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.lab.tally import DecodeTally

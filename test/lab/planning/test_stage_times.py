@@ -18,9 +18,9 @@ from specvla_ros.lab.planning.cost import (
     forward_parts,
     model_cost,
     roofline_seconds,
-    stage_times,
 )
 from specvla_ros.lab.planning.device import Software, known_devices, read_device
+from specvla_ros.lab.planning.stage_times import stage_times
 from specvla_ros.lab.simulation.rollout import read_stage_times, tick_time
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.speculation.drafters.registry import DraftWork
