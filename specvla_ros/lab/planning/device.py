@@ -111,7 +111,7 @@ class Device:
         rate = self.int8_tops if arithmetic is Arithmetic.INT8 else self.fp8_tflops
         if rate is None:
             others = "none, int4, fp8" if arithmetic is Arithmetic.INT8 else "none, int4, w8a8"
-            raise UserError(f"{self.name} has no {arithmetic.value} rate: choose one of --weights {others}")
+            raise UserError(f"{self.name} has no {arithmetic.value} rate: choose another weight format: {others}")
         return rate * 1e12
 
     def as_json(self) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
 
 
 def test_units_that_are_not_there_are_not_used() -> None:
-    with pytest.raises(UserError, match="no fp8 rate: choose one of --weights"):
+    with pytest.raises(UserError, match="no fp8 rate: choose another weight format: none, int4, w8a8"):
         read_device("orin").operations_per_s(Arithmetic.FP8, 290)
 
 
