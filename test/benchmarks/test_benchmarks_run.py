@@ -117,6 +117,13 @@ def test_a_share_of_success_is_the_surer_the_more_pairs_agree() -> None:
 
 
 @pytest.mark.nightly
+def test_a_compiled_forward_gives_the_engines_logits_and_its_time(tmp_path: Path):
+    found = run("benchmarks.speed.compiled_forward", tmp_path / "out.json", "--repeats", 3)["cases"]
+    assert [each["mode"] for each in found] == ["ar", "spec"]
+    assert all(each["seconds"]["products"] < each["seconds"]["engine"] < each["tick_s"] for each in found)
+
+
+@pytest.mark.nightly
 def test_each_mechanism_makes_the_image_younger_in_closed_loop(tmp_path: Path):
     found = [
         run("benchmarks.robot.mechanisms", tmp_path / "out.json", "--episodes", 1, "--cells", each) for each in "36"
