@@ -139,12 +139,20 @@ def _readme_fields(results: Mapping[str, Result]) -> dict[str, Any]:
     """The fields of benchmarks/readme.md.in, from results by the names of their files."""
     formats = results["formats_cpu"]["formats"]
     agreement = formats["w8a8"]["agreement"]
+    rows = {row["with"]: row for row in results["mechanisms"]["rows"] if row["device"] == "rtx5090"}
+    alone, first = (rows[name] for name in ("auto", "first actions"))
     return {
         "table": _ages(results["age"]["rows"]),
         "w8a8": {
             "tokens": f"{agreement['same_tokens'] / agreement['tokens']:.0%}",
             "success": f"{formats['w8a8']['success']['rate']:.0%}",
             "before": f"{formats['none']['success']['rate']:.0%}",
+        },
+        "first": {
+            "age": f"{first['picture_age_s']:.2f} s",
+            "before": f"{alone['picture_age_s']:.2f} s",
+            "success": f"{first['success']['second']['rate']:.0%}",
+            "success_before": f"{alone['success']['second']['rate']:.0%}",
         },
         "gpu": {
             name: {"hz": f"{row['action_rate_hz']:.0f}"}
