@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields for the speed benchmarks: shares, labels, columns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.pages.tables import Result, named, newer_words, table, views
 
@@ -69,7 +69,8 @@ def _decode_modes(result: Result) -> Result:
         return {"any_modes": bool(modes), "modes": modes, "any_formats": bool(rows), "formats": rows}
 
     if "policies" in result:
-        return {"policies": [{"cells": table(_of_policies(result["policies"]))}], "traced": False}
+        policies = result["policies"]
+        return {"policies": [{"cells": table(_of_policies(policies)), **_auto_ages(policies)}], "traced": False}
     alone = not any("modes" in size for size in result["sizes"].values())
     flags = {"traced": True, "no_vision": not result["vision"], "all_modes": not alone, "formats_alone": alone}
     return {**flags, "policies": [], "of_sizes": ", ".join(result["sizes"]), **_by_size(result, view)}
@@ -84,6 +85,25 @@ def _of_policies(policies: Mapping[str, Result]) -> list[list[str]]:
             shown = [mode, f"{row['forwards_per_action']:.1f}", *first, *age, f"{row['action_rate_hz']:.1f}"]
             cells.append([name, *shown])
     return cells
+
+
+def _auto_ages(policies: Mapping[str, Result]) -> dict[str, str]:
+    """The image's age in mode auto relative to `spec` where drafts pay, and to `ar` elsewhere and without a drafter."""
+    over_ar = {
+        name: {mode: float(row["age_over_ar"]) for mode, row in policy["modes"].items()}
+        for name, policy in policies.items()
+    }
+    paying = {name: ages for name, ages in over_ar.items() if ages["spec"] < 1}
+    return {
+        "paying": ", ".join(f"*{name}*" for name in paying),
+        "over_spec": _range([ages["auto"] / ages["spec"] for ages in paying.values()]),
+        "over_ar": _range([ages["auto"] for name, ages in over_ar.items() if name not in paying]),
+        "undrafted": _range([ages["auto, no drafter"] for ages in over_ar.values()]),
+    }
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def _kernels(result: Result) -> Result:

@@ -54,15 +54,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {  # by policy; those that appl
     "reasoning": {ALONE: {}, "think every 1 s": {"think_every_s": 1.0}, "think every 4 s": {"think_every_s": 4.0}},
 }
 CELLS = {
-    f"{policy}, {device}, {weights.value}": (policy, device, weights)
-    for policy, device, weights in (
-        ("digits", "orin", WeightFormat.NONE),
-        ("digits", "orin", WeightFormat.W8A8),
-        ("digits", "thor", WeightFormat.NONE),
-        ("digits", "rtx5090", WeightFormat.NONE),
-        ("reasoning", "orin", WeightFormat.NONE),
-        ("reasoning", "orin", WeightFormat.W8A8),
-    )
+    "digits-orin": ("digits", "orin", WeightFormat.NONE),
+    "digits-orin-w8a8": ("digits", "orin", WeightFormat.W8A8),
+    "digits-thor": ("digits", "thor", WeightFormat.NONE),
+    "digits-rtx5090": ("digits", "rtx5090", WeightFormat.NONE),
+    "reasoning-orin": ("reasoning", "orin", WeightFormat.NONE),
+    "reasoning-orin-w8a8": ("reasoning", "orin", WeightFormat.W8A8),
 }
 
 
@@ -91,14 +88,12 @@ def main(
     context: typer.Context,
     episodes: Episodes = 10,
     seed: Seed = 7000,
-    cells: Annotated[str, typer.Option(help=f"Comma-separated numbers, from 1: {'; '.join(CELLS)}. Empty: all.")] = "",
+    cells: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(CELLS)}. Empty: all.")] = "",
     out: Out = RESULTS / "mechanisms.json",
 ) -> None:
     """Runs all episodes with all settings."""
-    by_number = dict(zip(map(str, range(1, len(CELLS) + 1)), CELLS, strict=True))
-    chosen = [by_number[each] for each in chosen_names("--cells", cells, by_number)]
     rows, digests = [], {}
-    for policy, device, weights in (CELLS[name] for name in chosen):
+    for policy, device, weights in (CELLS[name] for name in chosen_names("--cells", cells, CELLS)):
         directory, decoding = find_policy(Path(policy))
         digests[policy] = weights_digest(directory)
         own = replace(engine_settings_from(params_file=decoding), **_PLAIN)

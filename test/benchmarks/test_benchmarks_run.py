@@ -126,9 +126,8 @@ def test_a_compiled_forward_gives_the_engines_logits_and_its_time(tmp_path: Path
 
 @pytest.mark.nightly
 def test_each_mechanism_makes_the_image_younger_in_closed_loop(tmp_path: Path):
-    found = [
-        run("benchmarks.robot.mechanisms", tmp_path / "out.json", "--episodes", 1, "--cells", each) for each in "36"
-    ]
+    shortest = ("benchmarks.robot.mechanisms", tmp_path / "out.json", "--episodes", 1, "--cells")
+    found = [run(*shortest, cell) for cell in ("digits-thor", "reasoning-orin-w8a8")]
     (alone, first, commit, everything), (thinking, *given_texts) = (result["rows"] for result in found)
     assert alone["with"] == thinking["with"] == "auto" and alone["age_ratio"]["ratio"] == 1
     assert alone["given_actions"] == first["given_actions"] == 0 and commit["given_actions"] > 0.2

@@ -220,8 +220,8 @@ PACES = st.builds(Pace, st.integers(1, 3), st.sampled_from([1.0, 2.0, 5.0, math.
 def test_a_frame_waits_for_a_thought_where_that_makes_the_image_younger(
     costs: Costs, thought: int, answer: int
 ) -> None:
-    waiting, beside = (age_while_thinking(costs, thought, answer, beside=each) for each in (False, True))
     assume(thought > answer)
+    waiting, beside = (age_while_thinking(costs, thought, answer, beside=each) for each in (False, True))
     waits = waits_for_thought(thought, answer, True, costs.seconds)
     chosen = waiting if waits else beside
     assert chosen <= 1.001 * min(waiting, beside)
