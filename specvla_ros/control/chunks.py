@@ -24,18 +24,30 @@ _STEP_S = 0.02  # between two points
 # Share of the acceleration that is planned: the controller's cubic to the first point needs more than the plan.
 _PLANNED_ACCELERATION = 0.75
 _LEAD_S = TRAJECTORY_AHEAD_S  # to the first point
+# Of any motion whose speed and acceleration are limited, a cubic with the same positions and velocities at its ends is
+# faster than that limit by at most the acceleration limit times this.
+_SWING_S = _LEAD_S / 22.9
 _ROUNDING = 1e-9
 _DEPARTED = 0.01  # rad or m, of the plan from the motion: a new plan is made
 _MISSED = 1e-4  # the same at rest
 _SEAM = 1.8  # limit, where a plan joins the one before, as a factor on the planned acceleration
+_LEAST_SPEED = 0.5  # share of a joint's speed that is planned at least: no such cubic is faster than twice the plan
 _JOINED_S = 0.15  # after which a new plan is followed as it is
 
 
 def planned(model: JointModel) -> JointModel:
-    """The arm with the accelerations that its chunks are planned with."""
+    """The arm with the speeds and accelerations that its chunks are planned with: the controller's cubics need more."""
     if model.max_acceleration is None:
         return model
-    return replace(model, max_acceleration=_PLANNED_ACCELERATION * model.max_acceleration)
+    acceleration = _PLANNED_ACCELERATION * model.max_acceleration
+    speed = np.maximum(model.max_speed - _SWING_S * acceleration, _LEAST_SPEED * model.max_speed)
+    return replace(model, max_speed=speed, max_acceleration=acceleration)
+
+
+def _speed_limit(planned_speed: np.ndarray, acceleration: np.ndarray) -> np.ndarray:
+    """The joints' speed limits from what `planned` made of them, float64 [joints] each."""
+    limit: np.ndarray = np.minimum(planned_speed + _SWING_S * acceleration, planned_speed / _LEAST_SPEED)
+    return limit
 
 
 def horizon_s(longest_s: float, stop_s: float) -> float:
@@ -70,12 +82,14 @@ class _Plan:
         return position, velocity, (self.path.at(now_s - self.begun_s + _STEP_S)[1] - velocity) / _STEP_S
 
     def left(self, now_s: float) -> JointPath:
-        """The path from now."""
+        """The path from now, by its own points: others would make other cubics."""
         passed_s = now_s - self.begun_s
-        ends_s = max(self.path.end_s - passed_s, _LEAD_S)
-        times_s = np.append(np.arange(_LEAD_S, ends_s - _STEP_S / 2, _STEP_S), ends_s)
-        states = [self.path.at(passed_s + each) for each in times_s]
-        return JointPath(times_s, np.array([at for at, _ in states]), np.array([moves for _, moves in states]))
+        coming = self.path.delayed(-passed_s)
+        later = coming.points(int(np.searchsorted(coming.times_s, _LEAD_S + _STEP_S / 4)))
+        left = later.begun_at(_LEAD_S, *self.path.at(passed_s + _LEAD_S))
+        assert left.velocities is not None
+        left.velocities[-1] = 0.0  # but for rounding
+        return left
 
 
 class TrajectoryChunks:
@@ -153,7 +167,7 @@ class TrajectoryChunks:
 
     def _fits(self, path: JointPath, max_acceleration: np.ndarray) -> bool:
         _, speeds, accelerations = path.sampled()
-        fast = np.abs(speeds) > self._commands.max_speed * TOLERANCE
+        fast = np.abs(speeds) > _speed_limit(self._commands.max_speed, max_acceleration) * TOLERANCE
         return not (fast.any() or (np.abs(accelerations) > _SEAM * max_acceleration).any())
 
 

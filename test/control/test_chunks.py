@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 from control.test_joint_space import ACCELERATION, CONTROL_S, NAMES, SPEED, START, Arm, model
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fault_scene import kinematics
 from support.nightly import examples
 
 from specvla_ros.control.action_space import ActionRefusedError, ToolSpace
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.chunks import TrajectoryChunks, planned
+from specvla_ros.control.chunks import _SWING_S, TrajectoryChunks, planned
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.guard.gate import TOLERANCE
-from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, JointSolver
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.control.robot_model import JointModel
@@ -29,6 +29,8 @@ from specvla_ros.lab.simulation.controllers import JointState, JointTrajectory, 
 
 LONGEST_S = 0.6
 NOTHING = np.zeros(0)
+# The second joint reaches its speed limit for a moment, within one of the controller's cubics.
+PEAKS = ((0.1, 0.05, 0.5), (0.1, 0.3, 0.5), (0.1, 0.221875, 0.5), (0.1, 0.05, 0.75))
 SEAM = 1.4  # at a sudden change of plan; the guard follows what exceeds a limit point by point
 
 
@@ -36,7 +38,8 @@ class Robot:
     """The driver's control, and a controller that obeys its chunks: what arrives of them."""
 
     def __init__(self):
-        self.arm = Arm(max_acceleration=planned(model()).max_acceleration)
+        arm = planned(model())
+        self.arm = Arm(max_speed=arm.max_speed, max_acceleration=arm.max_acceleration)
         self.chunks = TrajectoryChunks(self.arm.kinematics, LONGEST_S, model().stop_s)
         self.controller = JointTrajectoryController(NAMES, from_desired=True)
         self.controller.start(JointState(self.arm.at, np.zeros(3)))
@@ -70,6 +73,7 @@ plans = st.lists(st.tuples(chunks, st.integers(0, 20), st.integers(1, 30), st.sa
 
 @settings(deadline=None, max_examples=examples(25))
 @given(plans)
+@example([([np.array(row) for row in PEAKS], 0, 1, None)])
 def test_a_chunk_has_no_point_in_the_past_ends_at_rest_in_time_and_keeps_the_limits(plan):
     robot = Robot()
     for rows, age, steps, what in plan:
@@ -189,6 +193,21 @@ def test_no_point_is_beyond_the_range_of_a_joint_that_goes_to_its_end():
             robot.step()
     assert robot.arm.at[0] == pytest.approx(high)
     assert max(path.positions[:, 0].max() for _, path in robot.sent) <= high
+
+
+def test_the_controllers_cubic_needs_no_more_speed_than_is_left_to_it():
+    """The motion with the worst cubic is at its limit but for a rise before and a fall after; here all are within 1 s."""
+    rises_s, share = np.linspace(0.0, 0.5, 101), np.linspace(0.0, 1.0, 101)
+    before, after, at = rises_s[:, None, None], rises_s[None, :, None], share[None, None]
+    mean = -(before**2 + after**2) / 2
+    ends = -before * (1 - at) * (1 - 3 * at) - after * at * (3 * at - 2)
+    worst = (ends + 6 * mean * at * (1 - at)).max()
+    assert worst == pytest.approx(_SWING_S / TRAJECTORY_AHEAD_S, rel=0.01) and worst <= _SWING_S / TRAJECTORY_AHEAD_S
+    arm = planned(model(max_speed=np.array([2.0, 0.5, 0.01])))
+    assert arm.max_acceleration is not None
+    limit = arm.max_speed + _SWING_S * arm.max_acceleration
+    np.testing.assert_allclose(limit[:2], [2.0, 0.5])
+    assert arm.max_speed[2] == 0.005, "no cubic between speeds below a limit is twice as fast as the limit"
 
 
 def test_a_chunk_too_short_to_stop_in_is_refused():
