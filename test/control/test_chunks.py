@@ -196,7 +196,7 @@ def test_no_point_is_beyond_the_range_of_a_joint_that_goes_to_its_end():
 
 
 def test_the_controllers_cubic_needs_no_more_speed_than_is_left_to_it():
-    """The motion with the worst cubic is at its limit but for a rise before and a fall after; here all are within 1 s."""
+    """The motion with the worst cubic is at its limit but for a rise before and a fall after, all within 1 s here."""
     rises_s, share = np.linspace(0.0, 0.5, 101), np.linspace(0.0, 1.0, 101)
     before, after, at = rises_s[:, None, None], rises_s[None, :, None], share[None, None]
     mean = -(before**2 + after**2) / 2
