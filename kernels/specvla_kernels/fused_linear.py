@@ -22,6 +22,7 @@ _TILES = {
 # the registers of 4 warps (sm_87, Triton 3.2).
 _NORMED_TILES = {16: (64, 64, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 3, 8)}
 _MOST_ROWS = 64  # of a tile
+_COMPILED_ROWS = 8  # of a tree, for which a compiled layer is faster
 _LARGE = 1 << 21  # minimum multiplications for which oneDNN is faster, despite its lookup of compiled kernels
 
 
@@ -31,12 +32,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     On a CPU in float32, MKL is slow for few rows, and on processors other than Intel's for many rows too. Its
     matrix-vector product, used in a decode step, runs on one core: a batched product over equal shares of the weight's
     rows, one per thread, reads them in parallel. More rows go to oneDNN, without a gradient, unless rows and weight are
-    few. Measured by benchmarks/speed/linear.py.
+    few. A compiled layer's number of rows is unknown, so it counts as 8. Measured by benchmarks/speed/linear.py.
     """
-    n_rows = x.shape[:-1].numel()
+    n_rows = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
     if x.is_cuda or x.dtype != torch.float32 or not n_rows:
         return F.linear(x, weight, bias)
-    if n_rows > 1 and n_rows * weight.numel() >= _LARGE and _has_onednn() and not torch.is_grad_enabled():
+    counted = n_rows if isinstance(n_rows, int) else _COMPILED_ROWS
+    if n_rows > 1 and counted * weight.numel() >= _LARGE and _has_onednn() and not torch.is_grad_enabled():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if x.ndim != 2 or bias is not None:
         return F.linear(x, weight, bias)

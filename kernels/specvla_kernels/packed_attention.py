@@ -45,7 +45,7 @@ def packed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Packed
 def packed_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PackedLayout) -> Tensor:
     """`packed_attention` in PyTorch."""
     grouped = q.shape[1] != k_cache.shape[2]
-    alone = len(layout.spans) == 1 and layout.spans[0].length == len(q)
+    alone = len(layout.spans) == 1 and layout.spans[0].length == q.shape[0]
     out = q if alone else torch.empty_like(q)
     for span, mask in zip(layout.spans, layout.masks, strict=True):
         slot, rows = slice(span.slot, span.slot + 1), span.prefix_len + span.length

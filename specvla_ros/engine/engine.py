@@ -229,6 +229,7 @@ class Engine:
         self._set_up(settings)
         if graphs.warm:
             self.runner.graphs.warm_up()
+            self.runner.compile_layers()
         return before.flush(DropReason.MODE_CHANGED)
 
     @_on_its_device
@@ -252,6 +253,7 @@ class Engine:
         if fault := kernel_fault(decoder, self.cache, self.runner.forwards.sizes):
             distrust_kernels(decoder.device, fault)
         self.runner.graphs.warm_up(progress)
+        self.runner.compile_layers(progress)
         progress("warming up: timing ticks", 1.0)
         self.measure_ticks()
         self.warm_up_s = time.perf_counter() - started
@@ -301,6 +303,7 @@ class Engine:
             "tokens": "" if self.target.head else self.settings.tokens_in(self.target.decoder.dtype),
             "kernels": operators_on(self.target.decoder.device, self.target.decoder.dtype),
             "cuda_graphs": self.runner.graphs.status,
+            "compiled_layers": self.runner.compiled,
             "attention": self.runner.forwards.attention,
             "fault": self._lost,
         }

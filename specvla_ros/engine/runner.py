@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a tick's model work: vision for the starting request, then one packed forward of the batch.
 
-Sizes captured as CUDA graphs are replayed, all others run eagerly; callers do not need to know which.
+Sizes captured as CUDA graphs are replayed, small trees on a CPU run compiled layers, and all others run eagerly: no
+caller sees which.
 """
 
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import NOTHING_ALONG, Along
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
 from specvla_ros.models.weights import Progress, no_progress
 
@@ -51,6 +54,26 @@ class Runner:
         sizes = ForwardSizes.from_settings(target, settings)
         self.forwards = Forwards(target.decoder, cache, sizes, causal=target.causal_prompt)
         self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
+        self.compiled = ""  # how the decoder's layers are compiled, for diagnostics; empty: they need not be
+
+    def compile_layers(self, progress: Progress = no_progress) -> None:
+        """On a CPU, compiles the decoder's layers for small trees; without a compiler they run as they are."""
+        decoder = self._target.decoder
+        if decoder.device.type != "cpu" or not isinstance(decoder, PackedDecoder):
+            return
+        if os.environ.get("TORCH_COMPILE_DISABLE", "0") not in ("", "0"):
+            self.compiled = "off: TORCH_COMPILE_DISABLE is set"
+            return
+        progress("warming up: compiling the decoder's layers for this processor; their next start is faster", 1.0)
+        try:
+            decoder.compile_layers()
+        except Exception as error:  # any: they run without too, only slower
+            self.compiled = f"off: {error}"
+            _log.warning("decoding without compiled layers, up to twice as slow with small policies: %s", error)
+            return
+        if decoder.compiled is not None:
+            took = f", compiled in {decoder.compiled.compile_s:.0f} s" if decoder.compiled.compile_s else ""
+            self.compiled = f"for trees of up to {decoder.compiled.most_rows} nodes{took}"
 
     def embed(self, request: Request) -> None:
         """Computes a request's prompt embeddings; raises ValueError if their number differs from the layout."""

@@ -17,6 +17,7 @@ from specvla_kernels.layout import PackedLayout
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
 from specvla_kernels.rope_write_kv import rope_write_kv
+from specvla_ros.models.compiled_layers import CompiledLayers, are_compilable, compile_layers
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import ForwardResult as ForwardResult
 
@@ -191,6 +192,7 @@ class PackedDecoder(nn.Module):
     Attributes:
         head_ids: the only ids whose logits are computed, all others being -inf; None: all ids.
         turn: orthogonal rotation of the residual stream in the layers, [hidden, hidden]; None: no rotation.
+        compiled: runs the layers for small trees; None: they run themselves. See `compile_layers`.
     """
 
     def __init__(self, config: DecoderShape) -> None:
@@ -203,6 +205,7 @@ class PackedDecoder(nn.Module):
         self.head_ids: range | None = None
         self.turn: Tensor | None
         self.register_buffer("turn", None, persistent=False)
+        self.compiled: CompiledLayers | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._axes: Tensor | None = None
 
@@ -239,12 +242,18 @@ class PackedDecoder(nn.Module):
         cos, sin = self.rotation(layout.positions)
         x, *features = embeddings.split(self.config.hidden_size, dim=1)
         x = x if self.turn is None else x @ self.turn
+        compiled = self.compiled and self.compiled.forward_of(layout, cos, sin, keys, values)
         for i, layer in enumerate(islice(self.layers, layers)):
-            x = layer(x, cos, sin, layout, keys[i], values[i])
+            x = compiled(i, x) if compiled else layer(x, cos, sin, layout, keys[i], values[i])
             if i < len(features):
                 x = x + features[i]
         hidden: Tensor = self.norm(x if self.turn is None else x @ self.turn.T)
         return hidden
+
+    def compile_layers(self) -> None:
+        """See `compiled_layers.compile_layers`; nothing if layers of this kind cannot be compiled, or are already."""
+        if self.compiled is None and are_compilable([*self.layers]):
+            self.compiled = compile_layers([*self.layers])
 
     def products(self, x: Tensor) -> Tensor:
         """See `Decoder`; uses the first layer."""

@@ -44,7 +44,7 @@ class BinDistance:
 
         return torch.tensor((*self.bins, 0, -1), device=self.device)
 
-    @property
+    @cached_property
     def within(self) -> Within:
         from specvla_kernels.accept_within import Within
         from specvla_ros.speculation.accept import AcceptReason

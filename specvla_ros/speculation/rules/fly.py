@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from specvla_ros.settings.parameter import parameter
@@ -62,7 +63,7 @@ class Fly:
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False
 
-    @property
+    @cached_property
     def within(self) -> Within:
         from specvla_kernels.accept_within import Deferral, Within
         from specvla_ros.speculation.accept import AcceptReason

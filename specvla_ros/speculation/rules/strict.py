@@ -8,6 +8,7 @@ docs/explanation/speculative-decoding.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from specvla_ros.speculation.rules.registry import RuleContext, rule
@@ -24,7 +25,7 @@ class Strict:
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False
 
-    @property
+    @cached_property
     def within(self) -> Within:
         from specvla_kernels.accept_within import Within
         from specvla_ros.speculation.accept import AcceptReason
