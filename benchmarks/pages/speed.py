@@ -41,14 +41,11 @@ def _revisions(result: Result) -> Result:
     return {**result, "rows": rows}
 
 
-def _compiled_forward(result: Result) -> Result:
-    cases = []
-    for each in result["cases"]:
-        took = each["seconds"]
-        cases.append(each | {"compiled_tick_s": each["tick_s"] - took["engine"] + took["compiled"]})
-    left = {each["mode"]: each["compiled_tick_s"] / each["tick_s"] for each in cases}
-    products = cases[-1]["seconds"]["products"] / cases[-1]["seconds"]["engine"]
-    return left | {"cases": cases, "products": products, "compile_s": max(each["compile_s"] for each in cases)}
+def _compiled_layers(result: Result) -> Result:
+    rows = [{"what": f"forward of {each['rows']} rows", **each["seconds"]} for each in result["forwards"]]
+    rows += [{"what": f"tick in `{mode}`", **seconds} for mode, seconds in result["ticks"].items()]
+    rows = [each | {"ratio": each["compiled"] / each["eager"]} for each in rows]
+    return result | {"rows": rows}
 
 
 def _decode_modes(result: Result) -> Result:
@@ -234,5 +231,5 @@ def _class(name: str) -> tuple[bool, bool]:
 
 
 VIEWS = views(
-    _tick_cost, _revisions, _compiled_forward, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines
+    _tick_cost, _revisions, _compiled_layers, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines
 )

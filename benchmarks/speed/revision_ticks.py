@@ -27,6 +27,7 @@ class Decoding:
 
     def __init__(self, target: Any, mode: str, images: list[dict[str, Any]]) -> None:
         self._engine = Engine(target, EngineSettings(mode, max_text_tokens=MAX_TEXT_TOKENS))
+        self._engine.warm_up()
         self._blank = replace(target.blank_observation(), prompt_ids=None)
         self._images, self._numbers = images, count(1)
 
