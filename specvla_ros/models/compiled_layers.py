@@ -181,7 +181,7 @@ class _Traced(nn.Module):
 
 @dataclass(frozen=True)
 class _TreeLayout:
-    """What a layer on a CPU reads of a `PackedLayout`."""
+    """The parts of a `PackedLayout` that a layer reads on a CPU."""
 
     spans: tuple[Span, ...]
     masks: tuple[Tensor | None, ...]
@@ -247,7 +247,7 @@ def _seconds(calls: Sequence[Callable[[], Tensor]]) -> list[float]:
 
 
 def cache_folder() -> Path:
-    """Where compiled layers are kept."""
+    """The folder of compiled layers."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specvla_ros" / "layers"
 
 

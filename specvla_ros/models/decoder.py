@@ -230,7 +230,8 @@ class PackedDecoder(nn.Module):
             keys, values: [layers, slots, slot_rows, kv_heads, head_dim]; the rows' keys and values are written to them.
         """
         hidden = self.hidden_states(embeddings, layout, keys, values)
-        return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
+        wanted = hidden if len(wanted_rows) == len(hidden) else hidden[wanted_rows]
+        return ForwardResult(self.logits(wanted), hidden)
 
     def hidden_states(
         self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor, *, layers: int | None = None
