@@ -39,8 +39,9 @@ from specvla_ros.models.observation import normalise_instruction
 PADDING = -100  # after answers; ignored by PyTorch's cross-entropy
 _VERSION = 5
 # Steps per action range that digits are trained on; 1 mm at the table. Finer differences in demonstrations are
-# tracking noise of the arm, which a policy can only memorise.
+# tracking noise of the arm, which a policy can only memorise. The joints' ranges are wider than the tool's.
 _DIGIT_STEPS = 100
+_JOINT_DIGIT_STEPS = 250
 _MANY_BAGS = 64
 _VALIDATION_SHARE = 20  # one in this many episodes
 _ARRAYS = ("states", "actions", "instruction_of", "episode_of", "time_ns")  # one file each, next to the images
@@ -380,7 +381,8 @@ def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
     chunks = action_chunks(data, codec.horizon, codec.action_range, codec.dt_s)
     if isinstance(codec, DigitsCodec):
         low, high = codec.action_range
-        step = np.where(high > low, high - low, 1.0) / _DIGIT_STEPS
+        steps = _JOINT_DIGIT_STEPS if data.action_names else _DIGIT_STEPS
+        step = np.where(high > low, high - low, 1.0) / steps
         chunks = low + np.rint((chunks - low) / step) * step
     answers = [torch.tensor((*codec.encode(chunk), end)) for chunk in chunks]
     return pad_sequence(answers, batch_first=True, padding_value=PADDING)[:, None]

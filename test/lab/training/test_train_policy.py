@@ -22,12 +22,14 @@ from specvla_ros.lab.bags.demonstrations import DemonstrationRecord, Hindsight, 
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.plans import NanoShape, PolicyTraining
-from specvla_ros.lab.training.dataset import action_chunks, action_statistics, load_demonstrations, shuffled
+from specvla_ros.lab.training.dataset import Batches, action_chunks, action_statistics, load_demonstrations, shuffled
 from specvla_ros.lab.training.nano import teach_instructions, write_nano
 from specvla_ros.lab.training.train_policy import action_loss, train_policy
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
+from specvla_ros.models.codecs.digits import DigitsCodec
+from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 SHAPE = NanoShape(image_size=28, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=2, head_dim=16)
@@ -387,7 +389,7 @@ def write_joint_bags(directory: Path, *, bags: int = 20, steps: int = 6) -> None
         write_demonstration(directory / f"bag-{i:02d}", record)
 
 
-@pytest.mark.parametrize("codec", ["bins", "fast"])
+@pytest.mark.parametrize("codec", ["bins", "fast", "digits"])
 def test_a_policy_of_joints_learns_their_displacements_and_names_them(tmp_path, codec: str) -> None:
     write_joint_bags(tmp_path / "bags")
     changes = dict(steps=4, validate_every=4, codec=codec, horizon=3, unnorm_key="specvla_joints", topics=STATE)
@@ -400,8 +402,12 @@ def test_a_policy_of_joints_learns_their_displacements_and_names_them(tmp_path, 
     everything = (np.full(3, -np.inf), np.full(3, np.inf))
     chunks = action_chunks(data, 1 if codec == "bins" else 3, everything, 0.2)
     np.testing.assert_array_equal(chunks[1, 0], [*(data.actions[1, 0, :2] - data.states[1, ::-1]), 1.0])
-    if codec == "fast":
+    if codec != "bins":
         np.testing.assert_array_equal(chunks[1, 2], [*(data.actions[3, 0, :2] - data.states[1, ::-1]), 1.0])
+    if isinstance(target.codec, DigitsCodec):  # in 250 steps of a joint's range, not in the tool's 100
+        answer = [id_ for id_ in Batches(require_openvla(target), data)._answers[1, 0].tolist() if id_ >= 0]
+        numbers = [int(word) for word in target.codec._words(target.codec.action_tokens(answer))]
+        assert all(number % 4 == 0 for number in numbers) and any(number % 10 for number in numbers)
     low, high = target.codec.action_range
     np.testing.assert_allclose([low[:2], high[:2]], np.quantile(chunks[..., :2].reshape(-1, 2), (0.01, 0.99), axis=0))
 
