@@ -37,7 +37,7 @@ from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.prompt import PromptTokenizer
 from specvla_ros.models.generation import NO_RULES, GreedyRules
-from specvla_ros.models.quantization import quantize_layer
+from specvla_ros.models.quantization import ROTATED, quantize_layer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.speculation.drafters.eagle import drafter as eagle
 from specvla_ros.speculation.drafters.eagle import head as eagle_head
@@ -111,6 +111,7 @@ CASES: dict[str, Case] = {
     "orin.yaml": Case(profile("orin"), quantization="w8a8"),
     "desktop.yaml": Case(profile("desktop")),
     "desktop.yaml, fp8": Case(profile("desktop"), quantization="fp8"),
+    f"orin.yaml, {ROTATED}": Case(profile("orin"), quantization=ROTATED),
     **{
         f"{name}: specpipe, temporal": Case(settings_of("specpipe", head=head, temporal=True), name)
         for name, head in HEADS.items()
@@ -134,6 +135,8 @@ def fake_policy(
         for layer in model.decoder.layers:
             assert isinstance(layer, DecoderLayer)
             quantize_layer(layer, quantization)
+    if quantization == ROTATED:
+        model.decoder.turn = torch.empty(2 * (size.llama.hidden_size,), dtype=_DTYPE, device="cuda")
     pixels = torch.empty(3 * len(size.towers), 224, 224)
     # Features for the first layers come from a vision tower of their own, which is not counted.
     prompt = torch.empty(PROMPT, size.llama.input_size, dtype=_DTYPE, device="cuda") if size.llama.deepstack else None
