@@ -31,9 +31,10 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.lab.bundled.policies import find_policy
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
+from specvla_ros.lab.planning.stage_times import read_stage_times
 from specvla_ros.lab.simulation.driven_robot import DrivenRobot
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, TickTime, read_stage_times, tick_time
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, TickTime, tick_time
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.settings import WeightFormat

@@ -33,8 +33,8 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.planning.stage_times import read_stage_times
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
-from specvla_ros.lab.simulation.rollout import read_stage_times
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target

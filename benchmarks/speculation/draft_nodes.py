@@ -23,8 +23,7 @@ from benchmarks.speculation.pipelining import DEVICES_OF_CHUNKS, PLAIN, SPEC, Su
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
-from specvla_ros.lab.planning.stage_times import StageTimes
-from specvla_ros.lab.simulation.rollout import read_stage_times
+from specvla_ros.lab.planning.stage_times import StageTimes, read_stage_times
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target

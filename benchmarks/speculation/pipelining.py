@@ -52,9 +52,9 @@ from specvla_ros.lab.bundled.policies import bundled_policy, nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
-from specvla_ros.lab.planning.stage_times import StageTimes
+from specvla_ros.lab.planning.stage_times import StageTimes, read_stage_times
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, read_stage_times
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation

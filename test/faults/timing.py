@@ -12,8 +12,9 @@ import numpy as np
 from benchmarks.robot.driving import modes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.planning.stage_times import read_stage_times
 from specvla_ros.lab.simulation.robot import TableRobot
-from specvla_ros.lab.simulation.rollout import Clock, Rollout, read_stage_times, tick_time
+from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.models.checkpoint import load_target
 
 

@@ -30,14 +30,14 @@ from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, Shared, share
 from specvla_ros.lab.planning.device import Software
 from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
-from specvla_ros.lab.planning.stage_times import StageTimes
+from specvla_ros.lab.planning.stage_times import StageTimes, read_stage_times
 from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.lab.simulation.arms import check_actions, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import TOOL_COMMANDS
 from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
 from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot, check_policy
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config

@@ -17,7 +17,7 @@ from specvla_ros.lab.planning.cost import (
     model_cost,
     vision_part,
 )
-from specvla_ros.lab.planning.device import Device, Software
+from specvla_ros.lab.planning.device import Device, Software, read_device
 from specvla_ros.models.settings import WeightFormat
 
 if TYPE_CHECKING:  # importing the engine imports torch
@@ -133,3 +133,10 @@ def stage_times(
     # The committed results were emulated with drafts of any id: 7 ms more per draft of 5 steps on an Orin.
     model = replace(model, draft_head_values=model.head_values)
     return StageTimes(device.running(software), model, software, weights)
+
+
+def read_stage_times(
+    device: str, software: Software = Software.EAGER, weights: WeightFormat = WeightFormat.NONE
+) -> StageTimes:
+    """Reads the stage times of a device, given by the name of a bundled device or by a JSON file."""
+    return stage_times(read_device(device, "--emulate"), software, weights)

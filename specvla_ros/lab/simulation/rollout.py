@@ -15,13 +15,11 @@ from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.pace import mean_age
 from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
-from specvla_ros.lab.planning.device import Software, read_device
-from specvla_ros.lab.planning.stage_times import StageTimes, stage_times
+from specvla_ros.lab.planning.stage_times import StageTimes
 from specvla_ros.lab.simulation.robot import SimulatedRobot
 from specvla_ros.lab.simulation.world import SimulationDiverged
 from specvla_ros.lab.tally import DecodeTally
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.settings import WeightFormat
 
 if TYPE_CHECKING:  # torch, which the simulated robot and the demo do not need
     from specvla_ros.engine.batch import TickWork
@@ -33,13 +31,6 @@ _START_NS = 1_000_000_000  # a stamp of 0 means unset
 _FAULT_LIMIT = 10  # consecutive observations without an action after which the policy counts as dead
 
 TickTime = Callable[["TickWork", float], float]  # (a tick's work, measured seconds) -> seconds that count
-
-
-def read_stage_times(
-    device: str, software: Software = Software.EAGER, weights: WeightFormat = WeightFormat.NONE
-) -> StageTimes:
-    """Reads the stage times of a device, given by the name of a bundled device or by a JSON file."""
-    return stage_times(read_device(device, "--emulate"), software, weights)
 
 
 def tick_time(stages: StageTimes | None = None) -> TickTime:

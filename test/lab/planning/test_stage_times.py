@@ -20,8 +20,8 @@ from specvla_ros.lab.planning.cost import (
     roofline_seconds,
 )
 from specvla_ros.lab.planning.device import Software, known_devices, read_device
-from specvla_ros.lab.planning.stage_times import stage_times
-from specvla_ros.lab.simulation.rollout import read_stage_times, tick_time
+from specvla_ros.lab.planning.stage_times import read_stage_times, stage_times
+from specvla_ros.lab.simulation.rollout import tick_time
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.speculation.drafters.registry import DraftWork
 

@@ -15,8 +15,9 @@ from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.outcome import Action, DecodeRecord, Drop, DropReason, StageTimings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import read_device
+from specvla_ros.lab.planning.stage_times import read_stage_times
 from specvla_ros.lab.simulation.robot import TableRobot
-from specvla_ros.lab.simulation.rollout import Clock, Rollout, TickTime, read_stage_times
+from specvla_ros.lab.simulation.rollout import Clock, Rollout, TickTime
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.drafters.registry import DraftWork
 
