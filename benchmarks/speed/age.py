@@ -23,7 +23,7 @@ from benchmarks.acceptance_trace import lengths_for
 from benchmarks.harness import Out, chosen_names, finish, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.engine.pace import mean_age
-from specvla_ros.lab.planning.cost import OPENVLA_7B, draft_part, forward_parts, model_cost, roofline_seconds
+from specvla_ros.lab.planning.cost import OPENVLA_7B, draft_parts, forward_parts, model_cost, roofline_seconds
 from specvla_ros.lab.planning.device import Device, Software, read_device
 from specvla_ros.lab.planning.limits import AcceptanceLengths, DrivenLoop, Mode, Tick, drive
 from specvla_ros.models.settings import WeightFormat
@@ -178,7 +178,7 @@ def _seconds(answers: Answers, mode: Mode, device: Device, weights: WeightFormat
         parts = forward_parts(tick.forward, model, weights, device.value_bytes)
         if tick.drafting and answers.head:
             rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
-            parts += (draft_part(model, device.value_bytes, steps=depth, rows=rows, prefix_rows=prefix),)
+            parts += draft_parts(model, weights, device.value_bytes, steps=depth, rows=rows, prefix_rows=prefix)
         return roofline_seconds(parts, device, device.efficiency)
 
     return seconds

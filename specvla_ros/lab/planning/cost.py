@@ -66,6 +66,7 @@ class ModelCost:
     kv_values: int  # keys and values of one token, all layers
     pair_operations: int  # attention operations for one pair of query and key, all layers and heads
     draft_values: int  # weights of an EAGLE head for this decoder: its fusion and its one layer
+    draft_layer_values: int  # those of the layer
     draft_head_values: int  # weights of the output head for the ids that it may draft
     draft_branch_values: int  # weights that a head that drafts in one forward reads for each further depth
     draft_kv_values: int  # keys and values of one token in that layer
@@ -76,8 +77,11 @@ class ModelCost:
 
     def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
         """Memory of all weights in bytes, with or without a draft head."""
-        plain = self.head_values + self.embedding_values + self.vision_values + (self.draft_values if draft else 0)
-        return self.decoder_values * weight_bytes(weights, dtype_bytes) + plain * dtype_bytes
+        rounded, plain = self.decoder_values, self.head_values + self.embedding_values + self.vision_values
+        if draft:
+            in_layer = self.draft_layer_values if _rounds(weights) else 0
+            rounded, plain = rounded + in_layer, plain + self.draft_values - in_layer
+        return rounded * weight_bytes(weights, dtype_bytes) + plain * dtype_bytes
 
 
 def planned_config(checkpoint: Path, tokens: int) -> OpenVLAConfig:
@@ -135,6 +139,7 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
         kv_values=llama.num_hidden_layers * kv_values,
         pair_operations=llama.num_hidden_layers * 4 * llama.num_attention_heads * llama.head_dim,
         draft_values=2 * llama.hidden_size**2 + layer,
+        draft_layer_values=layer,
         draft_head_values=ids * llama.hidden_size,
         draft_branch_values=rank * (llama.hidden_size + rank + ids),
         draft_kv_values=kv_values,
@@ -244,23 +249,40 @@ def _attention_operations(forward: Forward, model: ModelCost) -> float:
     return model.pair_operations * (chunk + trees)
 
 
-def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int) -> Part:
+def draft_parts(
+    model: ModelCost, weights: WeightFormat, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int
+) -> tuple[Part, ...]:
     """One draft for all requests in flight: the head's layer, then the ids' part of the output head and the selection.
 
     `steps` is the tree's depth, the number of sequential forwards of a draft head that is not one-pass. `rows` are the
-    tree nodes of all steps, `prefix_rows` the committed rows of all requests.
+    tree nodes of all steps, `prefix_rows` the committed rows of all requests. With a decoder in 8 bits the head's layer
+    is in 8 bits too, a part of its own.
     """
     steps, further = (1, steps - 1) if model.one_pass else (steps, 0)
-    values = model.draft_values + model.draft_head_values
+    rounded = model.draft_layer_values if _rounds(weights) else 0
+    values = model.draft_values - rounded + model.draft_head_values
     read = steps * (values + prefix_rows * model.draft_kv_values) + further * model.draft_branch_values
-    return Part("draft", float(read * dtype_bytes), 2.0 * values * rows, rows, layers=2 * steps)
+    rest = Part("draft", float(read * dtype_bytes), 2.0 * values * rows, rows, layers=(1 if rounded else 2) * steps)
+    if not rounded:
+        return (rest,)
+    layer = float(steps * rounded), 2.0 * rounded * rows, rows, arithmetic_of(weights), steps
+    return Part("draft layer", *layer), rest
 
 
-def draft_prompt_part(model: ModelCost, dtype_bytes: int) -> Part:
+def draft_prompt_parts(model: ModelCost, weights: WeightFormat, dtype_bytes: int) -> tuple[Part, ...]:
     """Cost of the draft head over one prompt."""
-    rows = model.prompt_rows
-    values = model.draft_values + 2 * rows * model.draft_kv_values
-    return Part("draft prompt", float(values * dtype_bytes), 2.0 * model.draft_values * rows, rows, layers=1)
+    rows, rounded = model.prompt_rows, model.draft_layer_values if _rounds(weights) else 0
+    values = model.draft_values - rounded
+    read = float((values + 2 * rows * model.draft_kv_values) * dtype_bytes)
+    rest = Part("draft prompt", read, 2.0 * values * rows, rows, layers=0 if rounded else 1)
+    if not rounded:
+        return (rest,)
+    return Part("draft prompt layer", float(rounded), 2.0 * rounded * rows, rows, arithmetic_of(weights), 1), rest
+
+
+def _rounds(weights: WeightFormat) -> bool:
+    """True if the products with the matrices are in 8 bits, in the draft head too."""
+    return arithmetic_of(weights) is not Arithmetic.DENSE
 
 
 def roofline_seconds(parts: Sequence[Part], device: Device, efficiency: Efficiency = LIMIT) -> float:

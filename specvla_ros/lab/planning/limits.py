@@ -24,7 +24,7 @@ from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.errors import UserError
-from specvla_ros.lab.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, roofline_seconds
+from specvla_ros.lab.planning.cost import Forward, ModelCost, WeightFormat, draft_parts, forward_parts, roofline_seconds
 from specvla_ros.lab.planning.device import LIMIT, Device, Efficiency
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.statistics import ActionStatistics
@@ -387,7 +387,8 @@ def loop_on(
         parts = forward_parts(tick.forward, model, weights, device.value_bytes)
         if tick.drafting:
             rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
-            parts += (draft_part(model, device.value_bytes, steps=mode.depth, rows=rows, prefix_rows=prefix),)
+            head = model, weights, device.value_bytes
+            parts += draft_parts(*head, steps=mode.depth, rows=rows, prefix_rows=prefix)
         return roofline_seconds(parts, device, efficiency)
 
     return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)

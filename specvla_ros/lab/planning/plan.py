@@ -328,10 +328,10 @@ def _forwards(model: cost.ModelCost, device: Device, weights: WeightFormat) -> M
         f"vision + chunk of {first} + 2x16": packed(2, 16, first),
         f"chunk of {sum(others)} + 2x16": packed(2, 16, sum(others), first),
         "verify, 3x16": packed(3, 16),
-        f"draft head, {DraftSettings.depth} steps": (
-            cost.draft_part(model, device.value_bytes, steps=DraftSettings.depth, rows=NODES, prefix_rows=prefix),
+        f"draft head, {DraftSettings.depth} steps": cost.draft_parts(
+            model, weights, device.value_bytes, steps=DraftSettings.depth, rows=NODES, prefix_rows=prefix
         ),
-        "draft head, prompt": (cost.draft_prompt_part(model, device.value_bytes),),
+        "draft head, prompt": cost.draft_prompt_parts(model, weights, device.value_bytes),
     }
 
 

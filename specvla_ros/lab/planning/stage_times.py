@@ -11,8 +11,8 @@ from specvla_ros.lab.planning.cost import (
     ModelCost,
     Part,
     arithmetic_of,
-    draft_part,
-    draft_prompt_part,
+    draft_parts,
+    draft_prompt_parts,
     forward_parts,
     model_cost,
     vision_part,
@@ -33,7 +33,7 @@ class StageTimes:
     device: Device  # its `efficiency` is that of the software
     model: ModelCost
     software: Software = Software.EAGER
-    weights: WeightFormat = WeightFormat.NONE  # of the decoder; vision and draft head have the device's dtype
+    weights: WeightFormat = WeightFormat.NONE  # of decoder and draft head; vision has the device's dtype
 
     @property
     def name(self) -> str:
@@ -102,13 +102,13 @@ class StageTimes:
 
     def _head_s(self, trees: int, nodes: int) -> float:
         prefix = self._trees(trees, nodes).prefix_rows
-        part = draft_part(self.model, self.device.value_bytes, steps=1, rows=max(1, nodes), prefix_rows=prefix)
-        return self._reached_s(part)
+        head = self.model, self.weights, self.device.value_bytes
+        return sum(map(self._reached_s, draft_parts(*head, steps=1, rows=max(1, nodes), prefix_rows=prefix)))
 
     def _head_prompt_s(self) -> float:
         """Time that a prompt's rows add to a forward of the head, which reads its weights anyway."""
-        part = draft_prompt_part(self.model, self.device.value_bytes)
-        return max(0.0, self._reached_s(part) - self._reached_s(replace(part, operations=0.0)))
+        parts = draft_prompt_parts(self.model, self.weights, self.device.value_bytes)
+        return sum(max(0.0, self._reached_s(part) - self._reached_s(replace(part, operations=0.0))) for part in parts)
 
     def _reached_s(self, part: Part) -> float:
         return part.seconds(self.device, self.device.efficiency)

@@ -9,8 +9,9 @@ from specvla_ros.lab.planning.cost import (
     OPENVLA_7B,
     Forward,
     WeightFormat,
-    draft_part,
-    draft_prompt_part,
+    arithmetic_of,
+    draft_parts,
+    draft_prompt_parts,
     forward_parts,
     model_cost,
     ridge_rows,
@@ -20,7 +21,8 @@ from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.planning.limits import MODES, mode_limit, spec_vla_relaxed
 
 MODEL = model_cost(OPENVLA_7B)
-TABLES = replace(MODEL, draft_head_values=0)  # the table's drafts do not read the output head
+# The table's drafts do not read the output head, and their layer is in bfloat16 with any decoder.
+TABLES = replace(MODEL, draft_head_values=0, draft_layer_values=0)
 PREFIX = 293
 FORWARDS = {
     "decode": Forward(trees=1, nodes=1, prefix_rows=PREFIX),
@@ -109,15 +111,32 @@ def test_crossovers(device: str, bf16: int, w4: int) -> None:
 
 @pytest.mark.parametrize(("device", "head_ms"), [("h200", "0.44"), ("rtx5090", "1.1"), ("orin", "9.3")])
 def test_draft_head(device: str, head_ms: str) -> None:
-    part = draft_part(TABLES, 2, steps=4, rows=16, prefix_rows=PREFIX)
-    whole = draft_part(MODEL, 2, steps=4, rows=16, prefix_rows=PREFIX)
+    drafts = WeightFormat.NONE, 2
+    (part,) = draft_parts(TABLES, *drafts, steps=4, rows=16, prefix_rows=PREFIX)
+    (whole,) = draft_parts(MODEL, *drafts, steps=4, rows=16, prefix_rows=PREFIX)
     assert whole.bytes - part.bytes == 4 * 256 * 4096 * 2  # the bins, in bfloat16
-    one_pass = draft_part(replace(MODEL, one_pass=True), 2, steps=4, rows=16, prefix_rows=PREFIX)
+    (one_pass,) = draft_parts(replace(MODEL, one_pass=True), *drafts, steps=4, rows=16, prefix_rows=PREFIX)
     assert one_pass.bytes == whole.bytes / 4 + 2 * 3 * MODEL.draft_branch_values
     assert one_pass.layers == 2 and one_pass.operations == whole.operations
     digits = len(head_ms.partition(".")[2])
     assert f"{part.seconds(read_device(device)) * 1e3:.{digits}f}" == head_ms
-    assert draft_prompt_part(MODEL, 2).operations == pytest.approx(0.137e12, abs=0.5e9)
+    (prompt,) = draft_prompt_parts(MODEL, *drafts)
+    assert prompt.operations == pytest.approx(0.137e12, abs=0.5e9)
+
+
+@pytest.mark.parametrize("weights", [WeightFormat.W8A8, WeightFormat.FP8])
+def test_a_draft_heads_layer_is_in_8_bits_with_the_decoder(weights: WeightFormat) -> None:
+    where = {"steps": 4, "rows": 16, "prefix_rows": PREFIX}
+    (whole,) = draft_parts(MODEL, WeightFormat.INT4, 2, **where)
+    layer, rest = draft_parts(MODEL, weights, 2, **where)
+    assert layer.bytes == 4 * MODEL.draft_layer_values and layer.arithmetic is arithmetic_of(weights)
+    assert layer.operations + rest.operations == whole.operations and layer.layers + rest.layers == whole.layers
+    assert whole.bytes - rest.bytes == 2 * layer.bytes
+    layer, rest = draft_prompt_parts(MODEL, weights, 2)
+    (whole,) = draft_prompt_parts(MODEL, WeightFormat.NONE, 2)
+    assert layer.operations + rest.operations == whole.operations and layer.layers + rest.layers == whole.layers
+    without, with_head = (MODEL.memory_bytes(weights, 2, draft=draft) for draft in (False, True))
+    assert with_head - without == 2 * MODEL.draft_values - MODEL.draft_layer_values
 
 
 # Of a device and its weights, for each mode: latency [ms] and rate [1/s] at the limit.
