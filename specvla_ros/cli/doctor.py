@@ -63,6 +63,7 @@ def examine() -> list[Check]:
         _python(),
         *_torch(),
         *_kernels(),
+        _compiler(),
         *(_package(name, _INSTALL) for name in _LIBRARIES),
         _image_converter(),
         *(_package(name, fix, absent="note") for name, fix in _WITHOUT.items()),
@@ -180,6 +181,15 @@ def _kernels() -> list[Check]:
         _attempt(name, look, f"pip install triton==3.7.1, the version of torch 2.13{slow}", state="note")
         for name, look in looks.items()
     ]
+
+
+def _compiler() -> Check:
+    """Looks for the compiler of a decoder's layers, for decoding on a CPU."""
+    wanted = os.environ.get("CXX") or "g++"
+    if found := shutil.which(wanted.split()[0]):
+        return Check("C++ compiler", "ok", found)
+    slow = "on a CPU, small policies decode up to twice as slow without it: apt install g++, or set CXX"
+    return Check("C++ compiler", "note", f"no {wanted}", slow)
 
 
 def _opengl() -> str:

@@ -202,9 +202,11 @@ def test_doctor_says_what_to_type_for_each_finding(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor.metadata, "version", absent)
     monkeypatch.setattr(doctor, "import_module", broken)
     monkeypatch.setattr(doctor.sys, "version_info", (3, 9))
+    monkeypatch.setenv("CXX", "/nowhere/g++ -O2")
     typed = re.compile(r"(pip|apt|apt-get) install |source |make |sysctl -w |export |nvidia-smi")
     found = [check for check in doctor.examine() if check.state != "ok"]
-    assert {"python", "torch", "ruckig", "mujoco", "raw images", "rclpy"} <= {check.name for check in found}
+    missing = {"python", "torch", "ruckig", "mujoco", "raw images", "rclpy", "C++ compiler"}
+    assert missing <= {check.name for check in found}
     assert [check for check in found if not typed.search(check.fix)] == []
 
 
