@@ -17,6 +17,7 @@ from support.nightly import examples, nightly_but
 from torch import nn
 
 from benchmarks.random_policy import random_decoder
+from specvla_kernels.graph_capture import row_errors
 from specvla_kernels.layout import MAX_TREE_NODES, Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
@@ -77,9 +78,9 @@ def check(decoder: PackedDecoder, compiled: CompiledLayers, parents: Sequence[in
             result = packed_forward(decoder, [tree], cache)
         found.append((result.logits, result.hidden, cache.keys, cache.values))
     decoder.compiled = compiled
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 0.1}[decoder.dtype]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.05}[decoder.dtype]
     for expected, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+        assert row_errors(got.flatten(0, -2), expected.flatten(0, -2)).max() <= tolerance
 
 
 def parents_of(choices: Sequence[float]) -> list[int]:
