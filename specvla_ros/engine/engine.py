@@ -244,7 +244,7 @@ class Engine:
         with self.mailbox.without_clock():
             outcome = self.act(self.target.blank_observation())
         self.close("")
-        if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
+        if isinstance(outcome, Drop) and outcome.reason not in (DropReason.NOT_AN_ACTION, DropReason.BROKEN_OFF):
             raise UserError(
                 f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}{_remedy(outcome)}"
             )

@@ -124,6 +124,13 @@ def test_an_answer_that_breaks_its_grammar_after_its_first_actions_is_dropped_as
     assert isinstance(only, Drop) and only.reason is DropReason.NOT_AN_ACTION
 
 
+def test_a_policy_that_breaks_off_at_a_black_image_is_warmed_up() -> None:
+    """It knows nothing of such images."""
+    engine = engine_of(with_codec(policy(), BrokenDigits))
+    engine.warm_up()
+    assert engine.warm_up_s > 0
+
+
 @pytest.mark.parametrize("commit", ["none", "executed"])
 def test_of_answers_that_never_end_each_is_told_and_the_next_image_gets_its_turn(commit: str) -> None:
     endless = with_codec(policy(), DigitsCodec, end_ids=frozenset(), limit=64)
