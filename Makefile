@@ -36,7 +36,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Run instructions on a simulated arm (ROBOT=panda or so101: through driver and guard; POLICY=wrist, joints, fast, digits, reasoning or a checkpoint)
+demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Run instructions on a simulated arm (ROBOT=panda or so101: through driver and guard; POLICY=wrist, joints, joint_digits, fast, digits, reasoning or a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
 test: build $(TESTING) $(CLIENTS) $(MUTANTS) $(GL)  ## Run all tests except nightly ones (12 to 20 minutes on 2 cores)

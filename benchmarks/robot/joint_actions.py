@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Success of a policy whose actions move the joints, against one whose actions move the tool, on paired starts.
+"""Success of policies whose actions move the joints, against one whose actions move the tool, on paired starts.
 
 python -m benchmarks.robot.joint_actions --episodes 60 --seed 7000
 
-Both act through the driver's control and the guard, in lockstep, as in `specvla simulate --follow guarded`. The tool's
-motion is sent as poses, that of the joints as chunks of a trajectory.
+All act through the driver's control and the guard, in lockstep, as in `specvla simulate --follow guarded`, with their
+own drafters, lossless. The tool's motion is sent as poses, that of the joints as chunks of a trajectory.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +17,8 @@ import typer
 
 from benchmarks.harness import Episodes, Out, Seed, Work, Workers, finish, result_head, show_progress
 from benchmarks.results_page import RESULTS, weights_digest
-from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.bundled.policies import bundled_policy
+from specvla_ros.engine.settings import engine_settings_from
+from specvla_ros.lab.bundled.policies import find_policy
 from specvla_ros.lab.evaluation.paired import Z_95, PairedComparison
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
@@ -29,7 +30,7 @@ def main(
     episodes: Episodes = 20,
     seed: Seed = 7000,
     workers: Workers = 1,
-    policies: Annotated[str, typer.Option(help="Bundled policies; the first is the reference.")] = "nano,joints",
+    policies: Annotated[str, typer.Option(help="Bundled policies, the reference first.")] = "nano,joints,joint_digits",
     work: Work = Path("joint-actions-benchmark"),
     out: Out = RESULTS / "joint_actions.json",
 ) -> None:
@@ -37,8 +38,9 @@ def main(
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     rows, before = {}, None
     for name in policies.split(","):
-        policy = bundled_policy(name)
-        settings = SimulateSettings(policy, follow=Follow.GUARDED.value, engine=EngineSettings("ar"))
+        policy, decoding = find_policy(Path(name))
+        engine = replace(engine_settings_from(params_file=decoding), mode="auto")
+        settings = SimulateSettings(policy, follow=Follow.GUARDED.value, engine=engine)
         into = work / f"{name}-{weights_digest(policy)[:8]}"
         summary = simulate(settings, plan, into, partial(show_progress, name))
         done = read_episodes(into)

@@ -98,7 +98,7 @@ def test_chunks_and_points_are_compared_on_the_same_starts(tmp_path: Path):
 def test_a_policy_of_joints_is_judged_on_the_starts_of_one_of_the_tool(tmp_path: Path):
     smallest = ["--episodes", 1, "--work", tmp_path / "work"]
     found = run("benchmarks.robot.joint_actions", tmp_path / "out.json", *smallest)["policies"]
-    assert list(found) == ["nano", "joints"] and found["nano"]["against"]["only_second"] == 0
+    assert list(found) == ["nano", "joints", "joint_digits"] and found["nano"]["against"]["only_second"] == 0
     assert found["nano"]["share"]["ratio"] == 1
     assert all(each["success"]["episodes"] == 5 and len(each["tasks"]) == 5 for each in found.values())
 

@@ -11,7 +11,7 @@ from specvla_ros.lab.simulation.robot import TableRobot, check_policy
 from specvla_ros.models.codecs.statistics import ActionStatistics, select_statistics
 from specvla_ros.models.families.openvla.config import read_config
 
-OF_JOINTS = ("joints", "so101")
+OF_JOINTS = ("joints", "joint_digits", "so101")
 
 
 def statistics_of(policy: str) -> ActionStatistics:
@@ -25,7 +25,7 @@ def check(policy: str, robot: str) -> None:
 
 @pytest.mark.parametrize("policy", OF_JOINTS)
 def test_a_policy_of_joints_fits_the_arms_that_have_them(policy: str) -> None:
-    fitting = {"joints": {"table", "panda"}, "so101": {"so101"}}[policy]
+    fitting = {"so101"} if policy == "so101" else {"table", "panda"}
     for robot in (arm.name for arm in ALL_ARMS):
         if robot in fitting:
             check(policy, robot)
