@@ -37,7 +37,8 @@ class TickTimes:
         scale = sum_k n_k mean_k / sum_k n_k first_k
 
     with n_k ticks of kind k in this pace. Ticks that start a frame and the others have a scale each: the former also
-    wait for the towers and compete with the preparation of the next image.
+    wait for the towers and compete with the preparation of the next image. Drafted and plain ticks share only the
+    former: trees of real images are larger than those of configure's black ones.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,9 @@ class TickTimes:
     def _now_s(self, kind: Kind) -> float:
         if kind in self._seen or kind not in self._first_s:
             return self._mean_s[kind]
-        alike = [each for each in self._seen if each.begins == kind.begins and each in self._first_s]
+        known = [each for each in self._seen if each in self._first_s]
+        begins = kind.begins or all(each.drafts != kind.drafts for each in known)
+        alike = [each for each in known if each.begins == begins]
         now_s, first_s = (sum(self._seen[each] * of[each] for each in alike) for of in (self._mean_s, self._first_s))
         return self._first_s[kind] * now_s / first_s if first_s else self._mean_s[kind]
 

@@ -334,6 +334,22 @@ def test_a_kind_of_tick_that_never_was_takes_no_longer_than_one_with_more_trees(
     assert times.seconds(Kind(False, 0, 2, True)) == 0.02
 
 
+def test_larger_trees_than_in_configure_make_plain_ticks_no_slower() -> None:
+    """Those that start a frame tell of the device: theirs are the same rows."""
+    times = TickTimes()
+    drafted, plain = (Kind(False, 0, 1, drafts) for drafts in (True, False))
+    begun, plainly_begun = (Kind(True, 1, 0, drafts) for drafts in (True, False))
+    for kind in (drafted, plain, begun, plainly_begun):
+        times.add(kind, 0.01)
+    times.keep_first()
+    for _ in range(50):
+        times.add(begun, 0.012)
+        times.add(drafted, 0.03)
+    assert times.seconds(drafted) == pytest.approx(0.03, rel=0.05)
+    for kind in (plain, plainly_begun):
+        assert times.seconds(kind) == pytest.approx(0.012, rel=0.05)
+
+
 def test_a_device_whose_ticks_have_become_slower_is_named_and_chosen_by_as_it_is() -> None:
     chooser = Chooser(3, (1,), drafts=True)
     kind, rare = Kind(False, 0, 1, True), Kind(True, 1, 0, True)
