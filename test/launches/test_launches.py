@@ -18,6 +18,7 @@ WRITTEN = ROOT / "benchmarks" / "results" / "launches.json"
 
 ADDED = """
 import json
+import sys
 import torch
 from launches import launches
 from specvla_ros.engine.verifier import Verifier
@@ -31,7 +32,7 @@ more = {
 }
 for counted, ask in more.items():
     Verifier.verify = lambda self, result, *others: (ask(result), verify(self, result, *others))[1]
-    found[counted] = [tick[counted] for tick in launches.count("ar")["ticks"]]
+    found[counted] = [tick[counted] for tick in launches.count(sys.argv[1])["ticks"]]
 print(json.dumps(found))
 """
 MEANT = "if it is meant: PYTHONPATH=test python -m launches.launches; python -m benchmarks.results_page"
@@ -98,6 +99,10 @@ def test_no_tick_waits_for_the_device_but_for_its_one_read_back(written: dict[st
 
 
 @pytest.mark.nightly
-def test_one_more_of_each_is_noticed(written: dict[str, Any]):
-    for counted, found in json.loads(run("-c", ADDED).splitlines()[-1]).items():
-        assert [more - 1 for more in found] == [tick[counted] for tick in written["ar"]["ticks"]], counted
+@pytest.mark.parametrize(
+    "case", ["ar", "spec, temporal", "spec, repetition penalty", "orin.yaml", "qwen2.5-vl-3b: specpipe, temporal"]
+)
+def test_one_more_of_each_is_noticed(case: str, written: dict[str, Any]):
+    for counted, found in json.loads(run("-c", ADDED, case).splitlines()[-1]).items():
+        for more, tick in zip(found, written[case]["ticks"], strict=True):
+            assert more == tick[counted] + 1, counted
