@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.guarding import BASE, HOME, JOINTS, LIMITS, MOVES_S, START_NS, UPRIGHT, Rig, rig, velocities
 from support.guarding import settings as guard_settings
@@ -35,6 +35,7 @@ from specvla_ros.errors import UserError
 
 LATCHING = [cause for cause in Cause if cause.latches]
 RAMP_S = 0.125  # speed over acceleration, of every block of the limits
+COMMAND_TIMEOUT_S = 0.1
 OUTPUTS = ("twist", "pose", "joint_trajectory", "joint_trajectory_chunk", "position_array", "velocity_array")
 UNSTAMPED = ("position_array", "velocity_array")
 FAULTS = (
@@ -79,6 +80,19 @@ def wild(output: str, each: Rig, random: np.random.Generator):
     return JointCommand(stamp, None, positions, np.cumsum(random.uniform(0.001, 0.2, points)))
 
 
+def beyond_speed(command: Command, each: Rig) -> bool:
+    """True if a wild command asks for more speed than the limits: from where the robot is, within the timeout."""
+    if isinstance(command, TwistCommand):
+        lengths = np.linalg.norm(command.velocity.reshape(2, 3), axis=1)
+        return bool((lengths > [LIMITS.linear_speed, LIMITS.angular_speed]).any())
+    if isinstance(command, ToolPose):
+        return bool(np.linalg.norm(command.position - each.tool) > LIMITS.linear_speed * COMMAND_TIMEOUT_S)
+    if isinstance(command, JointVelocities):
+        return bool((np.abs(command.velocities) > JOINTS.max_speed).any())
+    first = np.abs(command.positions[0] - each.joints)
+    return bool((first > np.array(JOINTS.max_speed) * COMMAND_TIMEOUT_S).any())
+
+
 def suffer(each: Rig, stretch: Stretch, truth: "Truth") -> None:
     """One stretch, and what must then be true."""
     random = np.random.default_rng(stretch.seed)
@@ -90,6 +104,7 @@ def suffer(each: Rig, stretch: Stretch, truth: "Truth") -> None:
         command = None
         if fault == "wild":
             command = wild(each.output, each, random)
+            fault = fault if beyond_speed(command, each) else "none"
         elif fault in ("nan", "frame", "old_command"):
             command = spoiled(each.command(), fault)
         elif fault == "tool_nan":
@@ -146,7 +161,7 @@ class Truth:
                 self.heard_s[name] = each.steady_s
         if fault == "stop":
             self.stopped = True
-        limits_s = {"command": 0.1, "tool": 0.2, "enable": 0.5}
+        limits_s = {"command": COMMAND_TIMEOUT_S, "tool": 0.2, "enable": 0.5}
         silent = any(each.steady_s - self.heard_s[name] > limit for name, limit in limits_s.items())
         if fault in ("nan", "disable", "sources", "tool_nan", "stop") or silent or self.stopped:
             self.reason_s = each.steady_s if self.reason_s is None else self.reason_s
@@ -197,6 +212,9 @@ def assert_within_limits(each: Rig) -> None:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @given(st.lists(stretches, min_size=1, max_size=25))
+@example([Stretch("wild", 6, 0.09, 224)])  # happen to be within the limits: of velocities,
+@example([Stretch("wild", 6, 0.09, 239)])  # of twists,
+@example([Stretch("wild", 6, 0.09, 11)])  # and of chunks
 @settings(max_examples=examples(60))
 def test_whatever_comes_in_the_output_stays_within_limits_and_stops_in_time(output: str, plan: list[Stretch]) -> None:
     each = rig(output)
