@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.control.joint_parts import repeated
 from specvla_ros.control.motor_calibration import radians_per_percent
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
@@ -208,9 +209,8 @@ class ConventionSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        twice = sorted({name for name in self.joints if self.joints.count(name) > 1})
-        if twice:
-            raise UserError(f"action.joints names {', '.join(twice)} more than once: give each joint once, in order")
+        if twice := repeated(self.joints):
+            raise UserError(f"action.joints names {twice} more than once: give each joint once, in order")
 
     def convention(
         self, unnorm_key: str, dt_s: float | None = None, columns: Sequence[str] | None = None

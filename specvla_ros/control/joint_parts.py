@@ -10,13 +10,17 @@ TOLERANCE_S = 0.05  # default maximum difference between the stamps of parts
 _MOST_HEARD = 64  # names listed when one is missing
 
 
+def repeated(names: Sequence[str]) -> str:
+    """The names that occur more than once, separated by commas; empty if none does."""
+    return ", ".join(sorted({name for name in names if list(names).count(name) > 1}))
+
+
 def positions_by_name(names: Sequence[str], positions: Sequence[float]) -> dict[str, float]:
     """A JointState's positions, possibly NaN; UserError unless each name is unique and has one position."""
     if len(names) != len(positions):
         raise UserError(f"it has {len(names)} names and {len(positions)} positions")
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if list(names).count(name) > 1})
-        raise UserError(f"it has a duplicate name: {', '.join(twice)}")
+    if twice := repeated(names):
+        raise UserError(f"it has a duplicate name: {twice}")
     return dict(zip(names, map(float, positions), strict=True))
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from specvla_ros.control.convention import NO_NAMES
+from specvla_ros.control.joint_parts import repeated
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError, together
 from specvla_ros.settings.parameter import check, parameter
@@ -162,6 +163,8 @@ class Joints:
 
     def __post_init__(self) -> None:
         check(self)
+        if twice := repeated(self.names):
+            raise UserError(f"joints.names has {twice} more than once: give each joint of the arm once")
         if self.model_names != NO_NAMES and len(self.model_names) != len(self.names):
             raise UserError(
                 f"joints.model_names has {len(self.model_names)} names for the {len(self.names)} of joints.names; "
@@ -223,8 +226,8 @@ class JointLimits(Joints):
 
     def require(self, what_for: str) -> None:
         """Raises UserError for missing or invalid settings."""
-        if not all(self.names) or len(set(self.names)) != len(self.names):
-            raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
+        if not all(self.names):
+            raise UserError(f"{what_for} needs joints.names: the arm's joints, as in joint_states")
         checks = (self.require_positions, self._require_speed, self._require_acceleration)
         together(*(partial(each, what_for) for each in checks))
 

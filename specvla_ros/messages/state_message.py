@@ -34,6 +34,8 @@ class StateReader:
         self._units = units
         self._parts, self._dims, self._tolerance_s = JointParts(names, tolerance_s), dims, tolerance_s
         self.stamp_ns = 0  # stamp of the newest part of the last complete state
+        self.refused = 0  # messages
+        self.first_refusal = ""  # its reason
         if names and dims and len(names) != dims:
             raise UserError(f"state_names has {len(names)} names, but the policy reads {dims} values")
 
@@ -51,6 +53,14 @@ class StateReader:
 
         Raises UserError if the number of names or values is wrong, or a value that the policy reads is not finite.
         """
+        try:
+            return self._read(message, stamp_ns)
+        except UserError as error:
+            self.refused += 1
+            self.first_refusal = self.first_refusal or str(error)
+            raise
+
+    def _read(self, message: Any, stamp_ns: int) -> np.ndarray | None:
         self.stamp_ns = stamp_ns
         if not message.name and not self.names:
             return self._checked(list(message.position))

@@ -210,7 +210,7 @@ def test_a_joint_between_base_and_tool_that_nobody_commands_is_told(tmp_path: Pa
     values = joint_output(tmp_path, Z1)
     values["joints.names"] = values["joints.names"][1:]
     code, output = check(tmp_path, values)
-    assert code == 1 and any("joint1 also move tool0" in line for line in wrong(output)), output
+    assert code == 1 and any("lacks joint1, which the model has before tool0" in line for line in wrong(output)), output
 
 
 def test_a_joint_that_does_not_move_the_tool_is_told(tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ def test_a_workspace_is_widened_to_a_tool_outside_and_by_an_edge() -> None:
     np.testing.assert_allclose(high, [0.5, 0.21, 0.41])
 
 
+def test_a_joint_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"joints\.names has elbow more than once"):
+        Joints(names=("elbow", "wrist", "elbow"))
+
+
 def test_one_number_stands_for_all_joints() -> None:
     assert Joints(names=("a", "b"), max_speed=(2.0,)).speeds.tolist() == [2.0, 2.0]
     assert Joints(names=("a", "b"), max_speed=(1.0, 2.0)).speeds.tolist() == [1.0, 2.0]
@@ -99,7 +104,6 @@ def test_one_number_stands_for_all_joints() -> None:
     ("change", "words"),
     [
         ({"names": ("shoulder", "")}, "joints.names"),
-        ({"names": ("elbow", "elbow")}, "each once"),
         ({"position_min": (-1.0,)}, "joints.position_min: 2 numbers, one for each of joints.names; got 1"),
         ({"max_speed": (1.0, 1.0, 1.0)}, "joints.max_speed: 2 numbers, one for each of joints.names, or one for all"),
         ({"position_max": (2.0, -1.0)}, "smaller than joints.position_max"),

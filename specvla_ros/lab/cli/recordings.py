@@ -133,8 +133,9 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
     typer.echo(f"{summary.actions} of {frames} frames{whose} answered{latency}{decoding}; see {results}")
     if summary.drops_in_words and not failures:
         typer.echo(f"no action for {summary.drops_in_words}")
-    if busy := summary.context.get("busy"):
-        typer.echo(busy, err=True)
+    for name in ("refused_states", "busy"):
+        if found := summary.context.get(name):
+            typer.echo(found, err=True)
     for failure in failures:
         typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
     if failures:

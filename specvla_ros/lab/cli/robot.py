@@ -209,8 +209,8 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
     if others := [name for name in _on_the_way(model) if name not in model.in_model]:
         with report.part("model"):
             raise UserError(
-                f"{', '.join(others)} also move {model.tool} but are not in joints.names: the tool pose is right only "
-                "while they are at 0; give a model in which they are fixed at their actual positions"
+                f"joints.names lacks {', '.join(others)}, which the model has before {model.tool}: the tool pose "
+                "would be right only at position 0; add the name, or give a model in which that joint is fixed"
             )
     if driver.action_space != JOINTS:
         _note_weak_joint(report, driver.limits.angular_acceleration, model)

@@ -236,9 +236,9 @@ def emulation(device: Mapping[str, Any] | None) -> str:
     )
 
 
-def busy(machine: str | None) -> str:
-    """The notice that other processes kept the machine busy, see `busy_machine`; empty if they did not."""
-    return notice(escape(machine[0].upper() + machine[1:] + ".")) if machine else ""
+def noticed(found: str | None) -> str:
+    """The notice of what was found, such as by `busy_machine`; empty if nothing was."""
+    return notice(escape(found[0].upper() + found[1:] + ".")) if found else ""
 
 
 def recording(name: str | None) -> str:

@@ -48,6 +48,7 @@ from specvla_ros.lab.plans import Thresholds
 from specvla_ros.lab.terminal import progress_bar
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.messages.image_message import stamp_ns
+from specvla_ros.messages.state_message import StateReader
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
 
@@ -270,6 +271,7 @@ def replay(
         before = CpuTimes.now()
 
         def finish(incomplete: str) -> ReplaySummary:
+            context["refused_states"] = _refused(chosen.states)
             context["busy"] = busy_machine(before, CpuTimes.now()) or None
             return run.finish(thresholds or Thresholds(), context, incomplete)
 
@@ -286,6 +288,13 @@ def replay(
             return finish(incomplete)
 
 
+def _refused(states: StateReader) -> str:
+    """The states that no image got, in words; empty if there are none."""
+    if not states.refused:
+        return ""
+    return f"refused states: {states.refused}, whose images got another or none; the first: {states.first_refusal}"
+
+
 def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: str | None) -> None:
     """Raises UserError if the topics of other cameras and of the state do not match the policy's sensors."""
     lead, *others = policy.cameras
@@ -300,7 +309,7 @@ def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: s
         raise UserError(f"{policy.directory} has no other camera '{unknown[0]}'; remove --camera {unknown[0]}=…")
     if bool(policy.state_dims) != bool(state_topic):
         raise UserError(
-            f"{policy.directory} uses the robot's state: give its topic with --state-topic TOPIC"
+            f"{policy.directory} uses the robot's state: give its topic, as in --state-topic /joint_states"
             if policy.state_dims
             else f"{policy.directory} does not use a state; remove --state-topic"
         )

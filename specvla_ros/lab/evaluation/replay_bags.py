@@ -231,11 +231,14 @@ def _summarise(
             columns.add(record)
             together.add(record)
         in_bags += found["frames_in_bag"]
-        of_bag = {key: found[key] for key in ("bag", "policy", "hardware")}
+        of_bag = {key: found.get(key) for key in ("bag", "policy", "hardware", "refused_states")}
         context["policy"] = found["policy"]
         incomplete = why.get(name) or found["incomplete"]
         alone = summarise(columns, found["frames_in_bag"], Thresholds(), incomplete, of_bag)
         rows.append(BagRow(name, str(bag), incomplete, alone))
+    refused = [f"{row.name}: {told}" for row in rows if row.summary and (told := row.summary.context["refused_states"])]
+    if refused:
+        context["refused_states"] = f"{len(refused)} of {len(bags)} bags have broken states, such as {refused[0]}"
     total = summarise(together or ReplayColumns((), 0), in_bags, thresholds, "", context)
     summary = BagsSummary(tuple(rows), total, tuple(left_out))
     try:

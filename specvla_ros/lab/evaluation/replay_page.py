@@ -105,7 +105,8 @@ def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColum
     parts = [
         _answer(summary, summary.failures, "The whole bag was replayed"),
         _checkpoint(summary),
-        page.busy(summary.context.get("busy")),
+        page.noticed(summary.context.get("refused_states")),
+        page.noticed(summary.context.get("busy")),
         "<h2>Frames</h2>",
         page.table(("", "frames"), _frame_rows(summary)),
         _drop_plot(columns) if columns.dropped else "",
@@ -257,6 +258,7 @@ def write_bags_report(path: Path, summary: BagsSummary) -> None:
         _answer(total, summary.failures, f"All {len(summary.rows)} bags were replayed completely"),
         _checkpoint(total),
         "<h2>Bags</h2>",
+        page.noticed(total.context.get("refused_states")),
         page.table(BAGS_HEAD, [bag_cells(row) for row in summary.rows]),
         _links(path.parent, summary),
         _bags_plot(summary) if total.actions else "",

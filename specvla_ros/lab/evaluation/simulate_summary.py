@@ -173,7 +173,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
     parts = [
         page.answer("", f"{100 * summary.success.value:.0f} %", f"of {summary.success.n} episodes succeeded", success),
         page.emulation(summary.context.get("emulation")),
-        page.busy(summary.context.get("busy")),
+        page.noticed(summary.context.get("busy")),
         _films(path, films),
         "<h2>Tasks</h2>",
         page.table(

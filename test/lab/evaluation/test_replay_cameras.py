@@ -108,7 +108,7 @@ def test_frames_to_ask_about_are_those_of_a_replay(
         np.testing.assert_array_equal(frame.images["image"], bags.pixels(index))
         np.testing.assert_array_equal(frame.images["wrist"], bags.pixels(100 + index))
         np.testing.assert_allclose(frame.state, state_of(taken + 4 * MS), atol=1e-12)
-    with pytest.raises(UserError, match="uses the robot's state: give its topic with --state-topic"):
+    with pytest.raises(UserError, match="uses the robot's state: give its topic, as in --state-topic"):
         frame_source(policy, [bag], 0, TopicChoice(cameras=TOPICS.cameras))
     with pytest.raises(UserError, match="omit them with --data sim"):
         frame_source(policy, None, 0, sensors)
@@ -140,11 +140,27 @@ def test_a_state_in_parts_is_answered_as_the_whole_one(policy: Target, tmp_path:
     assert found[0] == found[1] and found[0][0] is not None
 
 
+def test_a_refused_state_is_told_though_another_is_near_enough(policy: Target, tmp_path: Path) -> None:
+    entries = episode()
+    _, _, taken, message = next(entry for entry in entries if entry[0] == "/joint_states")
+    message.position[2] = np.nan
+    assert taken == bags.START_NS - 30 * MS
+    bag, out = bags.write_bag(tmp_path / "bag", entries), tmp_path / "out"
+    summary = replay(warm_engine(policy), bag, out, topics=TOPICS, action=UNITS, progress=False)
+    assert summary.actions == FRAMES - 1
+    told = summary.context["refused_states"]
+    assert told.startswith("refused states: 1,") and "not finite" in told
+    assert told[1:] in (out / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("topics", "message"),
     [
         (TopicChoice(state_topic="/joint_states"), "give the topic of 'wrist': --camera wrist=TOPIC"),
-        (TopicChoice(cameras=TOPICS.cameras), "uses the robot's state: give its topic with --state-topic TOPIC"),
+        (
+            TopicChoice(cameras=TOPICS.cameras),
+            "uses the robot's state: give its topic, as in --state-topic /joint_states",
+        ),
         (TopicChoice(cameras={"wrist": "/w", "head": "/h"}, state_topic="/j"), "has no other camera 'head'"),
     ],
 )
