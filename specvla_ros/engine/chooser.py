@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from specvla_ros.engine.pace import MEMORY, Answers, Kind, Pace, expected_age, waits_for_thought
+from specvla_ros.engine.pace import MEMORY, Answers, Kind, Length, Pace, expected_age, waits_for_thought
 
 # A pace is tried if its age is below this share of the current one's in two rounds in a row; at first, in one.
 _BETTER = 0.97
@@ -187,11 +187,11 @@ class Chooser:
             ]
         return found
 
-    def answered(self, forwards: int, tokens: int, *, others: int, drafted: bool) -> None:
-        """Learns from an answer; ends a trial, starts one of drafting, or schedules more candidates."""
+    def answered(self, taken: Length, plain: Length, *, others: int, drafted: bool) -> None:
+        """Learns from an answer, see `Answers.add`; ends a trial, starts one of drafting, or schedules candidates."""
         if self._pinned:
             return
-        self.answers.add(forwards, tokens, others=others, drafted=drafted)
+        self.answers.add(taken, plain, others=others, drafted=drafted)
         self._plain = 0 if drafted else self._plain + 1
         self._overlapped = self._overlapped + 1 if self.pace.in_flight > 1 else 0
         self._rest = max(0, self._rest - 1)

@@ -2,9 +2,10 @@
 """The pace of decoding in mode auto, and the age of the image acted on that it is expected to have.
 
 This age is the mean over time of now minus the stamp of the image that the robot acts on. One frame at a time has
-latency L and period L, hence an age of 1.5 L. A frame started while another is in flight shares its forwards: periods
-become shorter and latencies longer. Which effect dominates depends on the cost of a forward on this device and on the
-number of forwards per answer. `chooser.py` measures both while the engine decodes.
+latency L and period L, hence an age of 1.5 L; less if the first actions of an answer are out before its end. A frame
+started while another is in flight shares its forwards: periods become shorter and latencies longer. Which effect
+dominates depends on the cost of a forward on this device and on the number of forwards per answer. `chooser.py`
+measures both while the engine decodes.
 """
 
 import math
@@ -49,26 +50,34 @@ class Kind:
     drafts: bool
 
 
+@dataclass(frozen=True)
+class Length:
+    """An answer's length, in forwards."""
+
+    first: int  # until its first actions were out
+    whole: int  # until a newer frame replaced it, or until its end
+
+
 class Answers:
-    """The number of forwards of the latest answers, by the number of requests in flight at their start.
+    """The lengths of the latest answers, by the number of requests in flight at their start.
 
     A frame started while others are in flight is drafted from an older answer and takes more forwards.
     """
 
     def __init__(self) -> None:
-        self._drafted: dict[int, deque[int]] = {}  # by the number of requests in flight at the start
-        self._plain: deque[int] = deque(maxlen=_ANSWERS)
+        self._drafted: dict[int, deque[Length]] = {}  # by the number of requests in flight at the start
+        self._plain: deque[Length] = deque(maxlen=_ANSWERS)
         self._left: dict[tuple[int, int, bool], float] = {}  # by the arguments of `left`, until the next answer
 
-    def add(self, forwards: int, tokens: int, *, others: int, drafted: bool) -> None:
-        """Records an answer; `forwards`: verifying ones; `tokens`: also the number of forwards without drafts."""
-        self._plain.append(tokens)
+    def add(self, taken: Length, plain: Length, *, others: int, drafted: bool) -> None:
+        """Records an answer; `taken`: in verifying forwards; `plain`: without drafts, in tokens."""
+        self._plain.append(plain)
         if drafted:
-            self._drafted.setdefault(others, deque(maxlen=_ANSWERS)).append(forwards)
+            self._drafted.setdefault(others, deque(maxlen=_ANSWERS)).append(taken)
         self._left = {}
 
-    def forwards(self, *, others: int, drafted: bool) -> Sequence[int]:
-        """Forwards of the latest answers started with `others` in flight, or fewer if that is not known yet.
+    def lengths(self, *, others: int, drafted: bool) -> Sequence[Length]:
+        """The lengths of the latest answers started with `others` in flight, or fewer if that is not known yet.
 
         A copy: other threads also check whether a frame may start.
         """
@@ -76,6 +85,10 @@ class Answers:
             return tuple(self._plain)
         known = [each for each in [*self._drafted] if each <= others and len(self._drafted[each]) >= _NEEDED]
         return tuple(self._drafted[max(known)]) if known else ()
+
+    def forwards(self, *, others: int, drafted: bool) -> Sequence[int]:
+        """`lengths` of whole answers."""
+        return tuple(each.whole for each in self.lengths(others=others, drafted=drafted))
 
     def left(self, done: int, *, others: int, drafted: bool) -> float:
         """Expected number of forwards left of an answer after `done`."""
@@ -100,13 +113,13 @@ def expected_left(forwards: Sequence[int], done: int) -> float:
 def expected_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float | None]) -> float:
     """Mean age in seconds of the image acted on if a new image always waits; infinite if a tick time is unknown.
 
-    The latest answers are decoded in turn, each in its number of forwards. Answer i ends at t_i, its image was started
-    at b_i, and it is acted on until t_(i+1):
+    The latest answers are decoded in turn, each in its number of forwards. The first actions of answer i are out at
+    t_i, its image was started at b_i, and it is acted on until t_(i+1):
 
         age = sum_i (t_(i+1) - t_i) ((t_i + t_(i+1)) / 2 - b_i)  /  sum_i (t_(i+1) - t_i)
 
-    One frame at a time starts each when the one before ends: b_i = t_(i-1), and t_i - b_i is the time of its first
-    forward, which has the prompt, and of its others. Other paces are simulated. The age of an image at its start adds
+    One frame at a time starts each when the one before ends. The first forward of each has the prompt. Other paces are
+    simulated. The age of an image at its start adds
     equally to all paces.
 
     Args:
@@ -114,12 +127,17 @@ def expected_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float |
     """
     if pace.in_flight > 1:
         return simulated_age(pace, answers, seconds)
-    takes = [*islice(cycle(answers.forwards(others=0, drafted=pace.drafts)), _FRAMES + 1)]
+    takes = [*islice(cycle(answers.lengths(others=0, drafted=pace.drafts)), _FRAMES + 1)]
     first_s, other_s = seconds(Kind(True, 1, 0, pace.drafts)), seconds(Kind(False, 0, 1, pace.drafts))
-    if first_s is None or (other_s is None and max(takes) > 1):
+    if first_s is None or (other_s is None and max(each.whole for each in takes) > 1):
         return math.inf
-    latencies_s = [first_s + (each - 1) * (other_s or 0.0) for each in takes]
-    return mean_age([*zip(accumulate(latencies_s), latencies_s, strict=True)])
+
+    def after_s(forwards: int) -> float:
+        return first_s + (forwards - 1) * (other_s or 0.0)
+
+    begun_s = accumulate((after_s(each.whole) for each in takes), initial=0.0)
+    latencies_s = [after_s(each.first) for each in takes]
+    return mean_age([(begun + latency, latency) for begun, latency in zip(begun_s, latencies_s, strict=False)])
 
 
 @dataclass
@@ -128,15 +146,21 @@ class _Played:
 
     begun_s: float
     others: int
-    takes: int  # verifying forwards, including the one that ends the prompt
+    takes: Length  # in verifying forwards, including the one that ends the prompt
     chunks: int  # prompt chunks left
     done: int = 0
+
+    @property
+    def next(self) -> int:
+        """Forwards until its first actions are out, or until its end."""
+        return (self.takes.whole if self.done >= self.takes.first else self.takes.first) - self.done
 
 
 def simulated_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float | None]) -> float:
     """`expected_age` of any pace, tick by tick. An overtaken frame gives no action."""
-    seconds, forwards = cache(seconds), cache(partial(answers.forwards, drafted=pace.drafts))
+    seconds, lengths = cache(seconds), cache(partial(answers.lengths, drafted=pace.drafts))
     now_s, begun, flights = 0.0, 0, list[_Played]()
+    acted_s = -1.0  # start of the newest image that was acted on
     out: list[tuple[float, float]] = []  # t_i, and the age of its image then
     while len(out) <= _FRAMES:
         newest = flights[-1] if flights else None
@@ -145,7 +169,7 @@ def simulated_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float 
         )
         trees = sum(not each.chunks for each in flights)
         if newest is None or begins:
-            takes, spread = forwards(others=len(flights)), pace.spread if flights else 1
+            takes, spread = lengths(others=len(flights)), pace.spread if flights else 1
             newest = _Played(now_s, len(flights), takes[begun % len(takes)], spread)
             flights.append(newest)
             begun += 1
@@ -158,16 +182,22 @@ def simulated_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float 
         for each in flights:
             each.chunks = max(0, each.chunks - 1)
             each.done += ticks * (not each.chunks)
-        ended = [each for each in flights if each.done >= each.takes]
+        acted = [each.begun_s for each in flights if each.done >= each.takes.first and each.begun_s > acted_s]
+        if acted:
+            acted_s = acted[-1]
+            out.append((now_s, now_s - acted_s))
+        ended = [each for each in flights if each.done >= each.takes.whole]
         if ended:
-            out.append((now_s, now_s - ended[-1].begun_s))
             flights = flights[flights.index(ended[-1]) + 1 :]
     return mean_age(out)
 
 
 def _alike(pace: Pace, answers: Answers, flights: Sequence[_Played]) -> int:
-    """Number of ticks, all of one kind, until an answer ends or the next frame may start; none is prefilling."""
-    ends, newest = min(each.takes - each.done for each in flights), flights[-1]
+    """Ticks, all of one kind, until first actions are out, an answer ends, or the next frame may start.
+
+    None of `flights` is prefilling.
+    """
+    ends, newest = min(each.next for each in flights), flights[-1]
     if len(flights) >= pace.in_flight:
         return ends
     left = partial(answers.left, others=newest.others, drafted=pace.drafts)

@@ -50,6 +50,8 @@ class Request:
     actions: Tensor | None = None
     late: bool = False  # whether a newer image's action is out, so that only its thought is of use
     handed_out: int = 0  # number of actions published before the answer was complete
+    first_forwards: int = 0  # verifying forwards until then; 0: no action was
+    ended_early: bool = False  # with the actions published
     spent_s: float = 0.0  # time since its start, in the seconds of `Engine.tick_time`
     # Records for DecodeStats, per decoded token or tick.
     bins_off: list[int] = field(default_factory=list)

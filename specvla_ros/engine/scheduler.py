@@ -6,6 +6,7 @@ It works on the host with numbers of rows and tokens only, so that planning can 
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.pace import FirstActions, Kind, may_begin
+from specvla_ros.engine.pace import FirstActions, Kind, Length, may_begin
 from specvla_ros.engine.pictures import Pictures
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
@@ -187,11 +188,27 @@ class Scheduler:
         trees = len(batch.shares) - len(prompts)
         self.chooser.times.add(Kind(work.images > 0, max(prompts, default=0), trees, drafts), seconds)
         for request in batch.answered:
-            forwards, tokens = request.verified, len(request.tokens) - len(request.given.tokens)
             if request.given.renews:
-                self.chooser.thought(forwards, drafted=request.drafts)
+                self.chooser.thought(request.verified, drafted=request.drafts)
                 continue
-            self.chooser.answered(forwards, tokens, others=request.others, drafted=request.drafts)
+            self.chooser.answered(*self._lengths(request), others=request.others, drafted=request.drafts)
+
+    def _lengths(self, request: Request) -> tuple[Length, Length]:
+        """An answer's length as it was decoded, and as without drafts, when each token takes a forward."""
+        forwards, tokens, given = request.verified, len(request.tokens), request.given
+        if not request.handed_out:
+            return Length(forwards, forwards), Length(tokens - len(given.tokens), tokens - len(given.tokens))
+        first = whole = self._tokens_of(request, given.actions + 1)
+        if not request.ended_early:
+            whole = tokens
+        elif forwards > request.first_forwards:  # else they may be several at once, but without drafts one suffices
+            whole = self._tokens_of(request, request.handed_out)
+        return Length(request.first_forwards, forwards), Length(first - len(given.tokens), whole - len(given.tokens))
+
+    def _tokens_of(self, request: Request, actions: int) -> int:
+        """The number of an answer's tokens that complete so many of its actions."""
+        tokens = request.tokens
+        return bisect_left(range(len(tokens)), actions, key=lambda count: len(self._begun(tokens[:count])))
 
     def renews(self, stream: str) -> bool:
         """True if a robot's next thought is being written, while newer images are given the last one."""
@@ -254,10 +271,11 @@ class Scheduler:
         oldest = {request.observation.stream: request for request in reversed(self.requests)}
         found = []
         for request in oldest.values():
-            actions = self._begun(request)
+            actions = self._begun(request.tokens)
             if max(request.handed_out, request.given.actions) < len(actions) < self._codec.horizon:
                 if not request.handed_out:
                     self._first_actions.add(request.spent_s)
+                    request.first_forwards = request.verified
                 request.handed_out = len(actions)
                 found.append(self._action(request, actions, tuple(request.tokens), partial=True))
         return found
@@ -319,13 +337,13 @@ class Scheduler:
 
     def _end_early(self, request: Request, batch: Batch) -> None:
         """Ends an answer with the actions already published."""
-        actions = self._begun(request)[: request.handed_out]
+        actions, request.ended_early = self._begun(request.tokens)[: request.handed_out], True
         self._answer(request, batch, actions, tuple(request.tokens), whole=False)
 
-    def _begun(self, request: Request) -> np.ndarray:
-        """The actions complete in an answer so far, float64 [n, dims]."""
+    def _begun(self, tokens: Sequence[int]) -> np.ndarray:
+        """The actions complete in the first tokens of an answer, float64 [n, dims]."""
         assert self._numbers is not None
-        numbers, dims = self._numbers.begun(request.tokens), len(self._codec.names)
+        numbers, dims = self._numbers.begun(tokens), len(self._codec.names)
         return numbers[: len(numbers) // dims * dims].reshape(-1, dims)
 
     def _answer(

@@ -23,6 +23,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.pace import (
     Answers,
     Kind,
+    Length,
     Pace,
     expected_age,
     expected_left,
@@ -56,11 +57,16 @@ SHARED_AT_FULL_PRICE = Costs(reading=1, vision=5, prompt=40, tree=5)
 COSTS = [SHARED_FOR_NOTHING, SHARED_AT_FULL_PRICE, Costs(8, 4, 20, 1), Costs(10, 0, 10, 2)]
 
 
-def always(forwards: int) -> Answers:
+def whole(forwards: int) -> Length:
+    """Of an answer whose actions are out at its end."""
+    return Length(forwards, forwards)
+
+
+def always(taken: Length) -> Answers:
     answers = Answers()
     for _ in range(20):
         for others in range(3):
-            answers.add(forwards, 4 * forwards, others=others, drafted=True)
+            answers.add(taken, Length(4 * taken.first, 4 * taken.whole), others=others, drafted=True)
     return answers
 
 
@@ -68,14 +74,22 @@ def test_one_frame_at_a_time_has_an_age_of_one_and_a_half_latencies() -> None:
     latency_s = SHARED_AT_FULL_PRICE.seconds(Kind(True, 1, 0, True)) + 4 * SHARED_AT_FULL_PRICE.seconds(
         Kind(False, 0, 1, True)
     )
-    assert expected_age(Pace(), always(5), SHARED_AT_FULL_PRICE.seconds) == pytest.approx(1.5 * latency_s)
+    assert expected_age(Pace(), always(whole(5)), SHARED_AT_FULL_PRICE.seconds) == pytest.approx(1.5 * latency_s)
 
 
 def test_two_frames_have_an_age_of_a_latency_and_half_a_period() -> None:
     """Each begins when the one before has two forwards left, the first of which carries the prompt as well."""
     cost = Costs(10, 0, 10, 0)  # every tick takes 10 ms
     latency_s, period_s = 0.05, 0.03
-    assert expected_age(Pace(2, 2.0), always(5), cost.seconds) == pytest.approx(latency_s + period_s / 2)
+    assert expected_age(Pace(2, 2.0), always(whole(5)), cost.seconds) == pytest.approx(latency_s + period_s / 2)
+
+
+@pytest.mark.parametrize("pace", [Pace(), Pace(2, 2.0)])
+def test_an_image_is_acted_on_from_its_first_actions_on(pace: Pace) -> None:
+    """The latency ends with them, and the period with the answer, or with the start of the next frame."""
+    cost = Costs(10, 0, 10, 0)
+    period_s = 0.05 if pace.in_flight == 1 else 0.03
+    assert expected_age(pace, always(Length(2, 5)), cost.seconds) == pytest.approx(0.02 + period_s / 2)
 
 
 def age_while_thinking(costs: Costs, thought: int, answer: int, *, beside: bool) -> float:
@@ -102,7 +116,7 @@ def test_frames_start_beside_a_long_text_and_wait_for_a_short_one() -> None:
     assert not waits_for_thought(4, 2, True, lambda kind: None if kind.begins and kind.trees else seconds(kind))
 
 
-def searched(costs: Costs, forwards: int, most: int, ticks: int) -> float:
+def searched(costs: Costs, taken: Length, most: int, ticks: int) -> float:
     """The least age of any schedule that repeats itself after at most so many ticks, whole prompts: every one is tried.
 
     A schedule says of each tick whether a frame is begun in it.
@@ -111,14 +125,14 @@ def searched(costs: Costs, forwards: int, most: int, ticks: int) -> float:
     for length in range(1, ticks + 1):
         for begins in itertools.product((False, True), repeat=length):
             if begins[0]:  # elsewhere it is the same schedule, later
-                least = min(least, repeated(costs, forwards, most, begins))
+                least = min(least, repeated(costs, taken, most, begins))
     return least
 
 
-def repeated(costs: Costs, forwards: int, most: int, begins: tuple[bool, ...]) -> float:
+def repeated(costs: Costs, taken: Length, most: int, begins: tuple[bool, ...]) -> float:
     """The age of a schedule in its second half of many repetitions; infinite where too many frames are in flight."""
     now_s, flights, out = 0.0, list[tuple[float, int]](), list[tuple[float, float]]()  # when begun, forwards done
-    for begin in begins * (6 * forwards // len(begins) + 6):
+    for begin in begins * (6 * taken.whole // len(begins) + 6):
         trees = len(flights)
         if trees + begin > most:
             return math.inf
@@ -127,21 +141,22 @@ def repeated(costs: Costs, forwards: int, most: int, begins: tuple[bool, ...]) -
         flights += [(now_s, 0)] * begin
         now_s += costs.seconds(Kind(begin, int(begin), trees, True))
         flights = [(begun_s, done + 1) for begun_s, done in flights]
-        out += [(now_s, begun_s) for begun_s, done in flights if done == forwards]
-        flights = [each for each in flights if each[1] < forwards]
+        out += [(now_s, begun_s) for begun_s, done in flights if done == taken.first]
+        flights = [each for each in flights if each[1] < taken.whole]
     out = out[len(out) // 2 :]
     spans = [(t, after, b) for (t, b), (after, _) in itertools.pairwise(out)]
     return sum((after - t) * ((t + after) / 2 - b) for t, after, b in spans) / (out[-1][0] - out[0][0])
 
 
 @pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize("forwards", [2, 5])
-def test_the_best_pace_is_as_young_as_the_best_of_all_schedules(costs: Costs, forwards: int) -> None:
+@pytest.mark.parametrize(("taken", "excess"), [(Length(2, 2), 0.02), (Length(5, 5), 0.02), (Length(2, 5), 0.025)])
+def test_the_best_pace_is_as_young_as_the_best_of_all_schedules(costs: Costs, taken: Length, excess: float) -> None:
+    """Nearly: where sharing costs nothing and actions come early, a schedule that no pace has is 2.4 % younger."""
     chooser = Chooser(3, (1,), drafts=True)
-    chooser.answers = always(forwards)
+    chooser.answers = always(taken)
     paces = [each for each in chooser.candidates() if each.drafts]
     best = min(expected_age(pace, chooser.answers, costs.seconds) for pace in paces)
-    assert best <= 1.02 * searched(costs, forwards, most=3, ticks=7)
+    assert best <= (1 + excess) * searched(costs, taken, most=3, ticks=7)
 
 
 def chosen_after(answers: int, costs: Callable[[Kind], float], *, forwards: int, tokens: int) -> Pace:
@@ -170,7 +185,7 @@ def chosen(chooser: Chooser, answers: int, costs: Callable[[Kind], float], *, fo
         for kind in kinds + [Kind(False, 0, flights, pace.drafts)] * (taken - 1):
             chooser.times.add(kind, costs(kind))
             chooser.play()
-        chooser.answered(taken, tokens, others=flights - 1, drafted=pace.drafts)
+        chooser.answered(whole(taken), whole(tokens), others=flights - 1, drafted=pace.drafts)
         paces.append(chooser.pace)
     return paces
 
@@ -205,9 +220,11 @@ def test_what_is_not_drafted_is_tried_again() -> None:
 def learnt(draw: st.DrawFn) -> Answers:
     answers = Answers()
     for forwards in draw(st.lists(st.integers(1, 30), min_size=8, max_size=60)):
-        others = draw(st.integers(0, 2))
-        answers.add(forwards, forwards + draw(st.integers(0, 9)), others=others, drafted=True)
-        answers.add(forwards, forwards, others=0, drafted=True)
+        others, more = draw(st.integers(0, 2)), draw(st.integers(0, 9))
+        first = draw(st.integers(1, forwards))
+        taken, plain = Length(first, forwards), Length(first + more * first // forwards, forwards + more)
+        answers.add(taken, plain, others=others, drafted=True)
+        answers.add(taken, taken, others=0, drafted=True)
     return answers
 
 
@@ -249,7 +266,7 @@ def test_one_frame_at_a_time_is_timed_by_the_ticks_that_it_needs() -> None:
     first, other = Kind(True, 1, 0, False), Kind(False, 0, 1, False)
     for forwards, known, age_s in [(1, {first: 1.0}, 1.5), (2, {first: 1.0}, math.inf), (1, {other: 1.0}, math.inf)]:
         answers = Answers()
-        answers.add(1, forwards, others=0, drafted=False)
+        answers.add(whole(1), whole(forwards), others=0, drafted=False)
         assert expected_age(Pace(drafts=False), answers, known.get) == age_s
 
 
@@ -311,7 +328,7 @@ def test_noise_and_a_changing_load_make_the_image_hardly_older(seed: int) -> Non
     paces = chosen(measured(costs.seconds), 600, seconds, forwards=7, tokens=8)[100:]
     answers = Answers()
     for _ in range(20):
-        answers.add(7, 8, others=0, drafted=True)
+        answers.add(whole(7), whole(8), others=0, drafted=True)
     ages_s = {pace: expected_age(pace, answers, true) for pace in {*paces, Pace(), Pace(drafts=False)}}
     assert fmean(ages_s[pace] for pace in paces) <= 1.02 * min(ages_s[Pace()], ages_s[Pace(drafts=False)])
 
@@ -375,7 +392,7 @@ def test_a_kind_of_tick_that_never_was_is_in_no_pace() -> None:
     for kind in (Kind(True, 1, 0, False), Kind(False, 0, 1, False)):
         chooser.times.add(kind, 0.01)
     for _ in range(60):
-        chooser.answered(7, 7, others=0, drafted=False)
+        chooser.answered(whole(7), whole(7), others=0, drafted=False)
         chooser.play()
     assert chooser.pace == Pace(drafts=False)
     assert expected_age(Pace(2, drafts=False), chooser.answers, chooser.times.seconds) == math.inf

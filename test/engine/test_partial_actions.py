@@ -14,7 +14,7 @@ from support.nightly import nightly_but
 
 from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.pace import FirstActions
+from specvla_ros.engine.pace import FirstActions, Length
 from specvla_ros.engine.settings import MODES, engine_settings_from
 from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.lab.bundled.policies import bundled_policy
@@ -188,6 +188,35 @@ def test_the_rest_of_an_answer_is_not_decoded_where_its_actions_last_until_a_new
         stamp, rows = answer.observation.stamp_ns, len(answer.actions)
         assert begun[stamp] == rows, "what was handed out is the answer"
         assert rows * 0.2 >= 0.03 * (ticks[stamp] + min(first_ticks))
+
+
+@pytest.mark.parametrize("tail", ["whole", "needed"])
+def test_auto_learns_how_long_first_actions_and_answers_take_with_and_without_drafts(tail: str) -> None:
+    plain, engine = Engine(policy(), EngineSettings("ar")), engine_of(policy(), mode="auto", tail=tail)
+    engine.tick_time = lambda work, seconds: 0.03
+    chooser, codec = engine.scheduler.chooser, policy().codec
+    assert chooser is not None and isinstance(codec, DigitsCodec)
+    first: dict[int, int] = {}  # forwards until the first actions, by image
+    learned = 0
+    for stamp in range(1, 60):
+        found = [*(engine.submit(frame(stamp)) if engine.has_room else ()), *engine.tick()]
+        for outcome in found:
+            assert isinstance(outcome, Action)
+            if outcome.partial:
+                first.setdefault(outcome.observation.stamp_ns, outcome.record.forwards)
+                continue
+            learned += 1
+            whole, rows = plain.act(outcome.observation), len(outcome.actions)
+            assert isinstance(whole, Action)
+            numbers = [len(codec.begun(whole.tokens[:count])) for count in range(len(whole.tokens))]
+            alone = (
+                first[outcome.observation.stamp_ns] == outcome.record.forwards
+            )  # nothing was decoded after the first
+            ends = numbers.index(7 if alone else 7 * rows) if rows < 8 else len(whole.tokens) + 1  # and the end token
+            taken = Length(first[outcome.observation.stamp_ns], outcome.record.forwards)
+            assert chooser.answers._drafted[0][-1] == taken
+            assert chooser.answers._plain[-1] == Length(numbers.index(7), ends)
+    assert learned > 1
 
 
 def test_answers_are_whole_where_no_newer_image_waits_or_nobody_asked() -> None:
