@@ -40,7 +40,8 @@ from specvla_ros.speculation.tree import Tree
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
-_TICKS_OF_A_PACE = 16  # enough for each of its kinds of ticks to occur more than once
+_TICKS_OF_A_PACE = 16  # least, enough for each of its kinds of ticks to occur more than once
+_TIME_OF_A_PACE_S = 0.1  # least, so that the first ones of short ticks, which are slow, hardly count
 # A device that needs longer, such as a CPU with a policy of 7 billion parameters, chooses among fewer paces.
 _MEASURING_S = 60.0
 
@@ -274,9 +275,11 @@ class Engine:
         with self.mailbox.without_clock():
             for pace in chooser.every_kind():
                 with chooser.pinned(pace):
-                    for number in range(1, _TICKS_OF_A_PACE + 1):
-                        if time.perf_counter() > until_s:
+                    begun_s, number = time.perf_counter(), 0
+                    while (now_s := time.perf_counter()) < until_s:
+                        if number >= _TICKS_OF_A_PACE and now_s - begun_s >= _TIME_OF_A_PACE_S:
                             break
+                        number += 1
                         if self.has_room:
                             self.submit(replace(blank, stamp_ns=number))
                         self.tick()
