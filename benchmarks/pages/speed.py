@@ -92,7 +92,7 @@ def _auto_ages(policies: Mapping[str, Result]) -> dict[str, str]:
     }
     paying = {name: ages for name, ages in over_ar.items() if ages["spec"] < 1}
     return {
-        "paying": ", ".join(f"*{name}*" for name in paying),
+        "paying": ", ".join(f"*{name}*" for name in paying) or "no policy here",
         "over_spec": _range([ages["auto"] / ages["spec"] for ages in paying.values()]),
         "over_ar": _range([ages["auto"] for name, ages in over_ar.items() if name not in paying]),
         "undrafted": _range([ages["auto, no drafter"] for ages in over_ar.values()]),
@@ -100,7 +100,8 @@ def _auto_ages(policies: Mapping[str, Result]) -> dict[str, str]:
 
 
 def _range(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+    """The least and the largest ratio; a dash if a run of few policies has none."""
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
 
 
 def _kernels(result: Result) -> Result:
