@@ -16,14 +16,14 @@ from specvla_ros.lab.training.draft_features import ShardJob, make_shard
 
 
 def replay_bag_dying_once(job: BagJob) -> str:
-    """Replays; the first worker at the bag `b` is killed at its twentieth tick."""
+    """Replays; the first worker at the bag `b` is killed at its twentieth tick after warm-up."""
     if job.out.name == "b":
         _kill_once(job.out.parent / ".died")
     return replay_bag(job)
 
 
 def run_job_dying_once(job: EpisodeJob) -> EpisodeResult:
-    """Runs an episode; the first worker at that of seed 1 is killed at its twentieth tick."""
+    """Runs an episode; the first worker at that of seed 1 is killed at its twentieth tick after warm-up."""
     if job.seed == 1:
         assert job.film is not None
         _kill_once(job.film.parents[1] / ".died")
@@ -31,7 +31,7 @@ def run_job_dying_once(job: EpisodeJob) -> EpisodeResult:
 
 
 def simulating_host_dying_once(mark: Path, settings: SimulateSettings, workers: int) -> EngineHost:
-    """The engine that workers share; the first one is killed at its twentieth tick."""
+    """The engine that workers share; the first one is killed at its twentieth tick after warm-up."""
     _kill_once(mark)
     return simulate.host_engine(settings, workers)
 
@@ -59,7 +59,7 @@ def _kill_once(mark: Path) -> None:
 
     def tick(engine: Engine) -> list[Outcome]:
         nonlocal done
-        done += 1
+        done += engine.warm_up_s > 0
         if done == 20:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(engine)
