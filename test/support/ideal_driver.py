@@ -57,7 +57,7 @@ class IdealDriver:
         before, self._joints = self._joints, self._solve(self._goal)
         if self._command == "velocity_array":
             measured = self._world.joint_state()[0][: len(self._joints)]
-            return (self._joints - before) / step_s + 6.0 * (before - measured)
+            return (self._joints - before) / step_s + 2.0 * (before - measured)  # slower than the joints follow
         if self._command == "position_array":
             return self._joints
         point = Point(_AHEAD_S, self._joints, _NOTHING, _NOTHING)

@@ -148,7 +148,7 @@ class StoppingArm:
     def open(self, monkeypatch: pytest.MonkeyPatch) -> "StoppingArm":
         """Begins its black box, which takes this arm's time for the time."""
         monkeypatch.setattr(black_box, "time", SimpleNamespace(time_ns=lambda: self.clock_ns))
-        self.box = black_box.BlackBox(self.directory, 120.0, 20)
+        self.box = black_box.BlackBox(self.directory, 120.0, 20, "twist")
         for topic, kind in _TOPICS.items():
             self.box.add_topic(topic, f"{kind.__module__.partition('.')[0]}/msg/{kind.__name__}")
         return self

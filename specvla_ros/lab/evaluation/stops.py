@@ -31,7 +31,6 @@ from mcap.exceptions import McapError
 from mcap.reader import make_reader
 
 from specvla_ros.control.guard.cause import Cause
-from specvla_ros.control.guard.settings import Output
 from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.message_types import MessageTypes
@@ -45,12 +44,6 @@ _PRESSED_S = 0.5  # maximum time from a ~/stop message to the braking that it ca
 _ACTION = "specvla_ros/msg/VlaAction"
 _STAMPED_BYTES = 12  # encapsulation and stamp
 _UNSTAMPED = ("std_msgs/msg/Float64MultiArray", "trajectory_msgs/msg/JointTrajectory")  # or a zero stamp, for "now"
-_OUTPUTS = {
-    "geometry_msgs/msg/PoseStamped": "pose",
-    "geometry_msgs/msg/TwistStamped": "twist",
-    "trajectory_msgs/msg/JointTrajectory": "joint_trajectory",
-    "std_msgs/msg/Float64MultiArray": "position_array",
-}
 _REFUSED_COMMANDS = (Cause.NOT_FINITE, Cause.BAD_FORM, Cause.OVER_SPEED, Cause.OVER_ACCELERATION, Cause.FAR)
 
 
@@ -63,7 +56,7 @@ class Stop:
     """One stop of a moving robot."""
 
     file: str
-    output: str  # the kind of command: pose, twist, joint_trajectory, position_array, velocity_array
+    output: str  # the guard's: pose, twist, joint_trajectory, …
     cause: str
     time_zero: str  # the event that time zero is taken from, in words
     speed_m_s: float
@@ -173,7 +166,7 @@ class ToolMotion:
 
 
 class BlackBoxFile:
-    """One file of the guard's black box; NotMeasuredError if it is not one, or lacks the time of braking.
+    """One file of the guard's black box; NotMeasuredError if it is not one, or of an older version.
 
     Topic names are the user's, so topics are identified by type and by the guard's order: the command first, the
     measured pose after it.
@@ -183,18 +176,14 @@ class BlackBoxFile:
         self._path, self._storage, self._types = path, storage, MessageTypes()
         about = _metadata(path)
         self.cause, self.reason = about["cause"], about.get("reason", "")
-        if "time_ns" not in about:
-            raise NotMeasuredError("an older version of the guard wrote it, without the time of braking")
+        if missing := [name for name in ("time_ns", "output") if name not in about]:
+            raise NotMeasuredError(f"an older version of the guard wrote it, without {missing[0]}")
+        self.output = about["output"]
         self.braking_s = int(about["time_ns"]) * 1e-9
         self._connections = sorted(storage.connections, key=lambda each: each.id)
         for each in self._connections:
             self._types.learn(each.msgtype, each.msgdef)
         self._command = self._connections[0].msgtype if self._connections else ""
-        self.output = _OUTPUTS.get(self._command, "")
-        if self.output and self._connections[0].topic.endswith(Output.VELOCITY_ARRAY.topic):
-            self.output = Output.VELOCITY_ARRAY.value
-        if not self.output:
-            raise NotMeasuredError("its first topic is not a motion command: not written by the guard's black box")
         self.tool = ToolMotion(list(self._poses()))
 
     def stop(self) -> Stop:

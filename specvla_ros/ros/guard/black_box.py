@@ -42,16 +42,19 @@ class BlackBox:
         directory: folder of the files.
         seconds: length of the past that is kept.
         files: number of files that are kept.
+        output: the guard's output, named in each file.
     """
 
-    def __init__(self, directory: Path, seconds: float, files: int) -> None:
+    def __init__(self, directory: Path, seconds: float, files: int, output: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         command = [sys.executable, "-m", "specvla_ros.ros.guard.black_box", str(theirs.fileno())]
         # A session of its own: Ctrl-C must not end it before it has written.
         self._process = subprocess.Popen(
-            [*command, str(directory), str(seconds), str(files)], pass_fds=[theirs.fileno()], start_new_session=True
+            [*command, str(directory), str(seconds), str(files), output],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
         )
         theirs.close()
         self._channels: dict[str, int] = {}
@@ -136,8 +139,8 @@ class Ring:
 class Recorder:
     """Reads from the guard's socket until the guard is gone; see `BlackBox`."""
 
-    def __init__(self, guard: socket.socket, directory: Path, seconds: float, files: int) -> None:
-        self._guard, self._directory, self._files = guard, directory, files
+    def __init__(self, guard: socket.socket, directory: Path, seconds: float, files: int, output: str) -> None:
+        self._guard, self._directory, self._files, self._output = guard, directory, files, output
         self._ring = Ring(seconds)
         self._stop: Stop | None = None
         self._written_s = -_PAUSE_S
@@ -199,7 +202,7 @@ class Recorder:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._make_room()
-            write_mcap(part, stop, messages, topics)
+            write_mcap(part, stop, self._output, messages, topics)
             part.rename(path)
             self._report({"file": str(path)})
         except ModuleNotFoundError as error:
@@ -224,14 +227,14 @@ class Recorder:
             return  # the guard is gone
 
 
-def write_mcap(path: Path, stop: Stop, messages: list[tuple[int, int, bytes]], topics: Topics) -> None:
+def write_mcap(path: Path, stop: Stop, output: str, messages: list[tuple[int, int, bytes]], topics: Topics) -> None:
     """Writes a recording; raises OSError, or ModuleNotFoundError if the package mcap is not installed."""
     from mcap.writer import CompressionType, Writer
 
     with path.open("wb") as file:
         writer = Writer(file, compression=CompressionType.NONE)
         writer.start(profile="ros2", library="specvla_ros guard")
-        about = {"cause": stop.cause, "reason": stop.reason, "time_ns": str(stop.time_ns)}
+        about = {"cause": stop.cause, "reason": stop.reason, "time_ns": str(stop.time_ns), "output": output}
         writer.add_metadata("guard", about)
         schemas = {
             msgtype: writer.register_schema(msgtype, "ros2msg", definition(msgtype).encode())
@@ -284,12 +287,12 @@ def _definition_file(package: str, name: str) -> Path:
 
 def main(arguments: list[str]) -> None:
     """Runs until the guard is gone."""
-    number, directory, seconds, files = arguments
+    number, directory, seconds, files, output = arguments
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # it ends with the guard, after writing
     os.nice(_NICENESS)
     guard = socket.socket(fileno=int(number))
-    Recorder(guard, Path(directory).expanduser(), float(seconds), int(files)).run()
+    Recorder(guard, Path(directory).expanduser(), float(seconds), int(files), output).run()
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ class GuardNode(Node):
         self._scheduling = ""
         self._fault = self._escalation_problem = ""
         directory, seconds = Path(self._chosen.black_box_dir).expanduser(), self._chosen.black_box_s
-        self.black_box = BlackBox(directory, seconds, self._chosen.black_box_files) if seconds else None
+        files, output = self._chosen.black_box_files, self._settings.output
+        self.black_box = BlackBox(directory, seconds, files, output) if seconds else None
         self._tool_topic = self.resolve_topic_name("tool_pose")
         self._goals: GripperGoals | None = None
         self._inputs: list[str] = []

@@ -22,7 +22,7 @@ RAW = b"\x00\x01\x00\x00" + b"\x06\x00\x00\x00hello\x00"  # std_msgs/msg/String 
 
 @contextmanager
 def recording(directory: Path, *, seconds: float = 60.0, files: int = 20) -> Iterator[BlackBox]:
-    box = BlackBox(directory, seconds, files)
+    box = BlackBox(directory, seconds, files, "twist")
     box.add_topic("/words", "std_msgs/msg/String")
     try:
         yield box
@@ -100,7 +100,7 @@ def test_a_guard_that_is_killed_leaves_what_led_there(tmp_path: Path) -> None:
 import os, signal
 from pathlib import Path
 from specvla_ros.ros.guard.black_box import BlackBox
-box = BlackBox(Path({str(tmp_path)!r}), 60.0, 20)
+box = BlackBox(Path({str(tmp_path)!r}), 60.0, 20, "twist")
 box.add_topic("/words", "std_msgs/msg/String")
 for _ in range(10):
     box.record("/words", {RAW!r})
@@ -152,7 +152,7 @@ def test_a_recorder_that_hangs_holds_up_nobody_and_what_is_lost_is_counted(tmp_p
 
 
 def test_a_recorder_that_died_is_said(tmp_path: Path) -> None:
-    box = BlackBox(tmp_path, 60.0, 20)
+    box = BlackBox(tmp_path, 60.0, 20, "twist")
     box._process.kill()
     wait_until(lambda: looked(box).problem)
     assert "ended with code -9" in box.problem
