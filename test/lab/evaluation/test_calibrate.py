@@ -162,7 +162,7 @@ def test_what_episodes_were_acted_with_is_chosen_and_written_as_a_profile(tmp_pa
     found = calibrate(policy, base, frames, tight, tmp_path / "tight")
     assert found.chosen.trial.tolerance == NEAR
     assert found.chosen.pairs is not None and found.chosen.pairs.first.n == 3
-    assert all("off at p95" in each.refusals[0] for each in found.candidates if each.trial.tolerance == FAR)
+    assert all("p95 deviation" in each.refusals[0] for each in found.candidates if each.trial.tolerance == FAR)
     assert [each.trial.tolerance for each in found.shortlist] == [None, None, NEAR, FAR]
     assert found.chosen in found.shortlist
     written = json.loads((tmp_path / "tight" / "calibration.json").read_text())
