@@ -213,7 +213,9 @@ def _player(role: str, *arguments: str) -> subprocess.Popen[bytes]:
     main = "from faults.robot_process import main; main()"
     if role == "operator":
         main = "from faults.guard_stop import play; play('operator', 'twist')"
-    return subprocess.Popen([sys.executable, "-c", f"{end_with}; {main}", role, *arguments], stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-c", f"{end_with}; {main}", role, *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # pytest puts `test` on sys.path
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 
 
 def _start(nodes: NodeProcesses, settings: GuardSettings, arm: Arm, on_clock: bool, folder: Path) -> None:
