@@ -37,8 +37,9 @@ class TickTimes:
         scale = sum_k n_k mean_k / sum_k n_k first_k
 
     with n_k ticks of kind k in this pace. Ticks that start a frame and the others have a scale each: the former also
-    wait for the towers and compete with the preparation of the next image. Drafted and plain ticks share only the
-    former: trees of real images are larger than those of configure's black ones.
+    wait for the towers and compete with the preparation of the next image. Of drafted ticks the others are longer than
+    in configure for a reason of their own, too: trees of real images are larger than those of black ones. What plain
+    ticks share with these, and drafted ones with plain ones, is the smaller scale.
     """
 
     def __init__(self) -> None:
@@ -83,10 +84,16 @@ class TickTimes:
         if kind in self._seen or kind not in self._first_s:
             return self._mean_s[kind]
         known = [each for each in self._seen if each in self._first_s]
-        begins = kind.begins or all(each.drafts != kind.drafts for each in known)
-        alike = [each for each in known if each.begins == begins]
-        now_s, first_s = (sum(self._seen[each] * of[each] for each in alike) for of in (self._mean_s, self._first_s))
-        return self._first_s[kind] * now_s / first_s if first_s else self._mean_s[kind]
+        shares = [kind.begins]
+        if not kind.begins and all(each.drafts != kind.drafts for each in known):
+            shares = [True, False]
+        scales = [self._scale([each for each in known if each.begins == begins]) for begins in shares]
+        return min((self._first_s[kind] * scale for scale in scales if scale), default=self._mean_s[kind])
+
+    def _scale(self, kinds: Sequence[Kind]) -> float:
+        """Current over baseline times of kinds that occur; 0 if none does."""
+        now_s, first_s = (sum(self._seen[each] * of[each] for each in kinds) for of in (self._mean_s, self._first_s))
+        return now_s / first_s if first_s else 0.0
 
 
 @dataclass
