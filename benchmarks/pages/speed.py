@@ -85,23 +85,17 @@ def _of_policies(policies: Mapping[str, Result]) -> list[list[str]]:
 
 
 def _auto_ages(policies: Mapping[str, Result]) -> dict[str, str]:
-    """The image's age in mode auto relative to `spec` where drafts pay, and to `ar` elsewhere and without a drafter."""
-    over_ar = {
-        name: {mode: float(row["age_over_ar"]) for mode, row in policy["modes"].items()}
-        for name, policy in policies.items()
-    }
-    paying = {name: ages for name, ages in over_ar.items() if ages["spec"] < 1}
+    """The image's age in mode auto relative to the better of `ar` and `spec`, and to `ar` without a drafter."""
+    modes = [policy["modes"] for policy in policies.values()]
+    over_ar = [{mode: float(row["age_over_ar"]) for mode, row in each.items()} for each in modes]
     return {
-        "paying": ", ".join(f"*{name}*" for name in paying) or "no policy here",
-        "over_spec": _range([ages["auto"] / ages["spec"] for ages in paying.values()]),
-        "over_ar": _range([ages["auto"] for name, ages in over_ar.items() if name not in paying]),
-        "undrafted": _range([ages["auto, no drafter"] for ages in over_ar.values()]),
+        "over_best": _range([ages["auto"] / min(ages["ar"], ages["spec"]) for ages in over_ar]),
+        "undrafted": _range([ages["auto, no drafter"] for ages in over_ar]),
     }
 
 
 def _range(ratios: Sequence[float]) -> str:
-    """The least and the largest ratio; a dash if a run of few policies has none."""
-    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def _kernels(result: Result) -> Result:
