@@ -27,6 +27,7 @@ from specvla_ros.errors import UserError
 _FOLLOWING, _NEAR = 0.2, 0.02  # rad or m, as the tool's rotation
 _TOLERANCE_M = 1e-4
 _SLOWER = 1.05  # factor on the time that a tool above its speed limit needs: its path is sampled
+_ROUNDING = 1e-9  # of a share of the speed limits
 _TRIES = 10
 # Share of its speed limit that a fast tool may have: a factor on that of braking, and its maximum.
 _AS_BRAKING, _MOST_SHARE = 1.02, 1.04
@@ -207,7 +208,7 @@ class JointMotion:
         for number in range(_TRIES):
             legs = self._axes.to(goal, start, seconds, velocity, pace)
             share = max(map(self._speed_share, legs), default=0.0)
-            if share <= allowed:
+            if share <= allowed * (1 + _ROUNDING):  # ever slower legs approach the limit: rounding must not decide
                 return legs
             if number == 0:
                 braking = max(map(self._speed_share, self._axes.brake(start)), default=0.0)

@@ -131,6 +131,7 @@ def test_a_loop_that_stands_still_while_actions_arrive_sends_no_motion_beyond_th
 
 @settings(deadline=None, max_examples=examples(25))
 @given(chunks, st.integers(0, 10))
+@example([*(START + 0.25 * np.array([[-1, 1, -1], [0, -1, 1], [1, 1, 0]]))], 2)  # a tool at its limit of speed
 def test_what_is_coming_comes_and_looking_ahead_changes_nothing(rows, age):
     robot = Robot()
     with_age(robot, rows, age)
