@@ -163,8 +163,9 @@ class Joints:
 
     def __post_init__(self) -> None:
         check(self)
-        if twice := repeated(self.names):
-            raise UserError(f"joints.names has {twice} more than once: give each joint of the arm once")
+        for name in ("names", "model_names"):
+            if twice := repeated(getattr(self, name)):
+                raise UserError(f"joints.{name} has {twice} more than once: give each joint of the arm once")
         if self.model_names != NO_NAMES and len(self.model_names) != len(self.names):
             raise UserError(
                 f"joints.model_names has {len(self.model_names)} names for the {len(self.names)} of joints.names; "

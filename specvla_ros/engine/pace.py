@@ -119,8 +119,7 @@ def expected_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float |
         age = sum_i (t_(i+1) - t_i) ((t_i + t_(i+1)) / 2 - b_i)  /  sum_i (t_(i+1) - t_i)
 
     One frame at a time starts each when the one before ends. The first forward of each has the prompt. Other paces are
-    simulated. The age of an image at its start adds
-    equally to all paces.
+    simulated. The age of an image at its start adds equally to all paces.
 
     Args:
         seconds: mean time of a kind of tick.

@@ -92,6 +92,8 @@ def test_a_workspace_is_widened_to_a_tool_outside_and_by_an_edge() -> None:
 def test_a_joint_that_is_named_twice_is_refused() -> None:
     with pytest.raises(UserError, match=r"joints\.names has elbow more than once"):
         Joints(names=("elbow", "wrist", "elbow"))
+    with pytest.raises(UserError, match=r"joints\.model_names has joint2 more than once"):
+        Joints(names=("shoulder", "elbow"), model_names=("joint2", "joint2"))
 
 
 def test_one_number_stands_for_all_joints() -> None:

@@ -209,11 +209,9 @@ def test_auto_learns_how_long_first_actions_and_answers_take_with_and_without_dr
             whole, rows = plain.act(outcome.observation), len(outcome.actions)
             assert isinstance(whole, Action)
             numbers = [len(codec.begun(whole.tokens[:count])) for count in range(len(whole.tokens))]
-            alone = (
-                first[outcome.observation.stamp_ns] == outcome.record.forwards
-            )  # nothing was decoded after the first
-            ends = numbers.index(7 if alone else 7 * rows) if rows < 8 else len(whole.tokens) + 1  # and the end token
             taken = Length(first[outcome.observation.stamp_ns], outcome.record.forwards)
+            needed = 1 if taken.first == taken.whole else rows  # actions, without drafts
+            ends = numbers.index(7 * needed) if rows < 8 else len(whole.tokens) + 1  # and the end token
             assert chooser.answers._drafted[0][-1] == taken
             assert chooser.answers._plain[-1] == Length(numbers.index(7), ends)
     assert learned > 1

@@ -231,7 +231,8 @@ def _summarise(
             columns.add(record)
             together.add(record)
         in_bags += found["frames_in_bag"]
-        of_bag = {key: found.get(key) for key in ("bag", "policy", "hardware", "refused_states")}
+        of_bag = {key: found[key] for key in ("bag", "policy", "hardware")}
+        of_bag["refused_states"] = found.get("refused_states")  # None in a result of an earlier version
         context["policy"] = found["policy"]
         incomplete = why.get(name) or found["incomplete"]
         alone = summarise(columns, found["frames_in_bag"], Thresholds(), incomplete, of_bag)
