@@ -26,7 +26,27 @@ def _age(result: Result) -> Result:
         "least": min(row["over_spec"]["share"] for row in rows),
         "captured_cells": _ages(result["captured"], modes),
         "turned": _turned([row for row in rows if row["weights"] == "none"], result["captured"]),
+        **_ahead([*rows, *result["captured"]]),
+        "beside": _beside(result["beside"]),
     }
+
+
+def _ahead(rows: Sequence[Result]) -> Result:
+    """What images beside a forward change in mode auto, and the number of cells in which it is not noise."""
+    shares = [row["ahead_over_auto"]["share"] for row in rows]
+    younger = [row for row in rows if row["ahead_over_auto"]["high"] < 0]
+    return {
+        "ahead_cells": len(rows),
+        "ahead_younger": len(younger),
+        "ahead_least": min(shares),
+        "ahead_most": max(shares),
+    }
+
+
+def _beside(rows: Sequence[Result]) -> str:
+    names = ("vision_s", "forward_s", "both_s")
+    cells = [[row["device"], row["software"], *(f"{row[name] * 1e3:.1f}" for name in names)] for row in rows]
+    return table([["device", "software", "vision, ms", "a verification, ms", "both at once, ms"], *cells])
 
 
 def _turned(eager: Sequence[Result], captured: Sequence[Result]) -> str:

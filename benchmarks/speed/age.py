@@ -23,7 +23,15 @@ from benchmarks.acceptance_trace import lengths_for
 from benchmarks.harness import Out, chosen_names, finish, result_head
 from benchmarks.results_page import RESULTS
 from specvla_ros.engine.pace import mean_age
-from specvla_ros.lab.planning.cost import OPENVLA_7B, draft_parts, forward_parts, model_cost, roofline_seconds
+from specvla_ros.lab.planning.cost import (
+    OPENVLA_7B,
+    Forward,
+    draft_parts,
+    forward_parts,
+    model_cost,
+    roofline_seconds,
+    vision_part,
+)
 from specvla_ros.lab.planning.device import Device, Software, read_device
 from specvla_ros.lab.planning.limits import AcceptanceLengths, DrivenLoop, Mode, Tick, drive
 from specvla_ros.models.settings import WeightFormat
@@ -31,9 +39,10 @@ from specvla_ros.speculation.settings import DraftSettings
 
 DEVICES = ("orin", "thor", "rtx5090", "h100")
 FORMATS = (WeightFormat.NONE, WeightFormat.W8A8)
-AUTO, ALONE = "auto", "spec"
+AUTO, ALONE, AHEAD = "auto", "spec", "ahead"
 _ACTIONS = {"digits-2": 2, "digits": 8}  # actions per answer of the policies whose first ones are out early
 _WINDOWS = 50  # windows per run, for confidence intervals
+_NODES = 16  # of the tree beside which vision is timed
 _SAMPLES = 4000  # samples of the age for its quantile
 _MODEL = model_cost(OPENVLA_7B)
 
@@ -78,7 +87,7 @@ def recorded() -> list[Answers]:
 
 
 def modes_of(answers: Answers) -> dict[str, Mode]:
-    """Returns the fixed modes and `auto`."""
+    """Returns the fixed modes, `auto`, and `auto` where images may be processed beside a forward."""
     nodes = answers.nodes
     return {
         "ar": Mode("ar", "ar"),
@@ -86,6 +95,7 @@ def modes_of(answers: Answers) -> dict[str, Mode]:
         "pipeline": Mode("pipeline", "pipeline", chunks=2),
         "specpipe": Mode("specpipe", "specpipe", nodes, chunks=2, at_prompt=True),
         AUTO: Mode("auto", "auto", nodes, max_in_flight=0, at_prompt=True),
+        AHEAD: Mode("auto", "auto", nodes, max_in_flight=0, at_prompt=True, ahead=True),
     }
 
 
@@ -107,7 +117,23 @@ def main(
             graphs = device.running(Software.CAPTURED)
             captured.append(_row(answers, graphs, name, WeightFormat.NONE, frames, runs))
     found = {"windows": _WINDOWS, "answers": [vars(each) for each in recorded()], "rows": rows, "captured": captured}
-    finish(result_head(context) | found, out)
+    beside = [_beside(read_device(name).running(software), name, software) for name in names for software in Software]
+    finish(result_head(context) | found | {"beside": beside}, out)
+
+
+def _beside(device: Device, name: str, software: Software) -> dict[str, Any]:
+    """Times of the vision towers, of a verification, and of both at once."""
+    tree = Forward(trees=1, nodes=_NODES, prefix_rows=_MODEL.prompt_rows)
+    of_each = (
+        [vision_part(_MODEL, device.value_bytes)],
+        *(
+            forward_parts(each, _MODEL, WeightFormat.NONE, device.value_bytes)
+            for each in (tree, replace(tree, image=True))
+        ),
+    )
+    vision_s, forward_s, both_s = (roofline_seconds(parts, device, device.efficiency) for parts in of_each)
+    found = {"vision_s": vision_s, "forward_s": forward_s, "both_s": both_s}
+    return {"device": name, "software": software.value} | found
 
 
 def _row(
@@ -120,13 +146,14 @@ def _row(
     )
     for mode_name, mode in modes_of(answers).items():
         seconds = _seconds(answers, mode, device, weights)
-        run = _run(mode, answers, fresh, stale, frames, seconds, runs if mode_name != AUTO else {})
+        run = _run(mode, answers, fresh, stale, frames, seconds, {} if mode.chooses else runs)
         found[mode_name] = _figures(run, seconds)
     first = None
     if answers.first:
         first = _figures(
             _drive(modes_of(answers)[AUTO], answers, fresh, stale, frames, seconds, answers.first), seconds
         )
+    ahead = found.pop(AHEAD)
     fixed = {each: figures for each, figures in found.items() if each != AUTO}
     best = min(fixed, key=lambda each: float(fixed[each]["age_s"]))
     return {
@@ -136,9 +163,12 @@ def _row(
         "tokens": answers.tokens,
         "modes": found,
         "first_action": first,
+        "ahead": ahead,
         "best": best,
         "over_best": _over(found[AUTO], found[best]),
         "over_spec": _over(found[AUTO], found[ALONE]),
+        "ahead_over_auto": _over(ahead, found[AUTO]),
+        "ahead_over_spec": _over(ahead, found[ALONE]),
     }
 
 

@@ -137,24 +137,32 @@ def packed_forward(decoder: Decoder, segments: Sequence[Segment], cache: KVCache
 
 @dataclass
 class ScheduledRequest:
-    """One request's share of a forward: a chunk of its prompt, the prompt's end with a drafted tree, or a tree."""
+    """One request's share of a tick: images ahead of a prompt, a chunk, the prompt's end with a tree, or a tree."""
 
     request: Request
-    prompt_rows: int  # number of its prompt rows; 0 after the prompt
+    prompt_rows: int  # number of its prompt rows; 0 after the prompt, and if `ahead`
     ends_prompt: bool
+    ahead: bool = False  # the vision towers process its images beside the forward, which has no rows of it
     # [n, hidden], last hidden states of the whole forward, valid until the next one.
     states: Tensor = field(default_factory=lambda: torch.empty(0))
     rows: range = range(0)  # this share's rows of `states`
 
     @staticmethod
     def next_share(request: Request) -> "ScheduledRequest":
+        if request.ahead and not request.tokens_per_forward:
+            return ScheduledRequest(request, 0, ends_prompt=False, ahead=True)
         left = max(0, request.layout.rows - request.prefix_len)
         rows = min(left, request.chunk_rows)
         return ScheduledRequest(request, rows, ends_prompt=0 < left == rows)
 
     @property
     def begins(self) -> bool:
-        return self.request.prefix_len == 0
+        """True before the commit of its request's first share."""
+        return not self.request.tokens_per_forward
+
+    @property
+    def prefills(self) -> bool:
+        return self.ahead or self.prompt_rows > 0
 
     @property
     def given_rows(self) -> int:
@@ -171,11 +179,13 @@ class ScheduledRequest:
 
     @property
     def verifies(self) -> bool:
-        """True if the share yields tokens, i.e. unless it is a chunk that does not end the prompt."""
-        return self.ends_prompt or not self.prompt_rows
+        """True if the share yields tokens, i.e. once its prompt is complete or ends."""
+        return self.ends_prompt or not self.prefills
 
     def segments(self) -> list[Segment]:
         request = self.request
+        if self.ahead:
+            return []
         tree, start = request.tree, request.prefix_len
         n = len(tree)
         if not self.prompt_rows:
@@ -264,7 +274,7 @@ class ScheduledRequest:
 class TickWork:
     """The work of one tick, from which its time on another device can be predicted."""
 
-    images: int = 0  # processed by the vision tower
+    images: int = 0  # processed by the vision tower; beside the forward if it has no prompt
     prompts: float = 0.0  # in the forward, without given tokens; a chunk counts as its fraction of the prompt
     given: int = 0  # rows of given answer tokens, computed with their prompt
     trees: int = 0  # requests in the forward that are past their prompt
@@ -289,6 +299,11 @@ class Batch:
     @property
     def verified(self) -> list[ScheduledRequest]:
         return [share for share in self.shares if share.verifies]
+
+    @property
+    def ahead(self) -> list[ScheduledRequest]:
+        """At most one."""
+        return [share for share in self.shares if share.ahead]
 
     @property
     def work(self) -> TickWork:

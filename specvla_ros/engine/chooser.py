@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean, median
 
 from specvla_ros.engine.pace import MEMORY, Answers, Kind, Length, Pace, expected_age, waits_for_thought
@@ -117,14 +118,16 @@ class Chooser:
         most: max frames of the robot in flight.
         spreads: forwards over which a prompt may be spread.
         drafts: whether any drafter is available.
+        ahead: whether the device may process an image beside a forward of others.
 
     Attributes:
         pace: the current one.
+        ahead: see above.
         measured: whether every kind of tick was timed; if not, the choice is limited to the kinds seen so far.
     """
 
-    def __init__(self, most: int, spreads: Sequence[int], *, drafts: bool) -> None:
-        self.pace = Pace(drafts=drafts)
+    def __init__(self, most: int, spreads: Sequence[int], *, drafts: bool, ahead: bool = False) -> None:
+        self.pace, self.ahead = Pace(drafts=drafts), ahead
         self.times, self.answers = TickTimes(), Answers()
         self.measured = False
         self._thoughts: dict[bool, float] = {}  # mean forwards of answers with their own text, by whether drafted
@@ -144,8 +147,15 @@ class Chooser:
     def every_kind(self) -> list[Pace]:
         """Paces that together cover every kind of tick, for measuring a device."""
         drafts = (True, False) if self._can_draft else (False,)
-        more = [Pace(self._most, spread=spread, drafts=each) for each in drafts for spread in self._spreads]
-        return [Pace(drafts=each) for each in drafts] + (more if self._most > 1 else [])
+        found = [Pace(drafts=each) for each in drafts]
+        if self._most > 1:
+            found += [Pace(self._most, math.inf, *each) for each in product(self._spreads, drafts, self._sides)]
+        return found
+
+    @property
+    def _sides(self) -> Sequence[bool]:
+        """Values that `Pace.ahead` may have."""
+        return (False, True) if self.ahead else (False,)
 
     def __str__(self) -> str:
         if not self.measured:
@@ -175,7 +185,7 @@ class Chooser:
             self.pace, self._pinned = kept, False
 
     def candidates(self) -> list[Pace]:
-        """One frame at a time, and several with each start time of the next and each spread of a prompt.
+        """One frame at a time, and several with each start time of the next, with each way to start it.
 
         All start times for the current choice of drafting or plain decoding, only the extremes for the other.
         """
@@ -186,12 +196,8 @@ class Chooser:
             half = max(1, round(fmean(self.answers.forwards(others=0, drafted=drafts)) / 2))
             moments = sorted({1.0, 2.0, 3.0, 4.0, float(half), math.inf}) if drafts == self.pace.drafts else [math.inf]
             found.append(Pace(drafts=drafts))
-            found += [
-                Pace(in_flight, left, spread, drafts)
-                for in_flight in range(2, self._most + 1)
-                for left in moments
-                for spread in self._spreads
-            ]
+            ways = product(range(2, self._most + 1), moments, self._spreads, [drafts], self._sides)
+            found += [Pace(*each) for each in ways]
         return found
 
     def answered(self, taken: Length, plain: Length, *, others: int, drafted: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from specvla_kernels.device import device_fault, distrust_kernels, on_device, operators_on
-from specvla_ros.engine.batch import Batch, TickWork
+from specvla_ros.engine.batch import Batch, ScheduledRequest, TickWork
 from specvla_ros.engine.chooser import Chooser
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.executed import ExecutedActions
@@ -23,6 +23,7 @@ from specvla_ros.engine.kv_cache import LESS_MEMORY, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pictures import Pictures, pictures_of
+from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
@@ -255,6 +256,11 @@ class Engine:
             distrust_kernels(decoder.device, fault)
         self.runner.graphs.warm_up(progress)
         self.runner.compile_layers(progress)
+        if (chooser := self.scheduler.chooser) is not None and chooser.ahead:
+            progress("warming up: comparing vision beside a forward with vision alone", 1.0)
+            if fault := self.runner.ahead_fault():
+                _log.warning("no image is processed beside a forward: %s", fault)
+                chooser.ahead = False
         progress("warming up: timing ticks", 1.0)
         self.measure_ticks()
         self.warm_up_s = time.perf_counter() - started
@@ -361,15 +367,19 @@ class Engine:
         return self._executed.given_to(seen, scheduler.age_at_first_actions_s(seen), scheduler.before(seen))
 
     def _embed(self, batch: Batch) -> None:
-        """Computes the starting prompts. A failure drops only its own frame."""
-        for share in [share for share in batch.shares if share.begins]:
-            try:
-                self.runner.embed(share.request)
-            except Exception as error:
-                if device_fault(self.target.decoder.device):
-                    raise
-                _log.exception("a prompt could not be computed")
-                self.scheduler.fail(batch, share, f"{type(error).__name__}: {error}")
+        """Computes the starting prompts, except those computed beside the forward."""
+        for share in [share for share in batch.shares if share.begins and not share.ahead]:
+            self._compute_prompt(batch, share, self.runner.embed)
+
+    def _compute_prompt(self, batch: Batch, share: ScheduledRequest, embed: Callable[[Request], None]) -> None:
+        """Computes a prompt. A failure drops only its own frame."""
+        try:
+            embed(share.request)
+        except Exception as error:
+            if device_fault(self.target.decoder.device):
+                raise
+            _log.exception("a prompt could not be computed")
+            self.scheduler.fail(batch, share, f"{type(error).__name__}: {error}")
 
     def _forward(self, batch: Batch) -> list[Commit]:
         self.last_work = batch.work
@@ -380,12 +390,15 @@ class Engine:
         trees = [share.verify_input() for share in verified]
         prepared = self.verifier.prepare(trees) if trees else None
         result = self.runner.run(batch, prepared.along if prepared else NOTHING_ALONG)
+        for share in batch.ahead:
+            self._compute_prompt(batch, share, self.runner.embed_ahead)
         if (chooser := self.scheduler.chooser) is not None:
             chooser.play()  # while a GPU computes
         if prepared is None:
             return []
         commits = self.verifier.verify(result, [share.tree_hidden for share in verified], trees, prepared)
-        batch.vision_s = self.runner.vision_s()  # only valid after a read-back
+        if not batch.ahead:  # else the towers are timed with the prompt
+            batch.vision_s = self.runner.vision_s()  # only valid after a read-back
         return commits
 
     def _draft(self, batch: Batch, commits: list[Commit]) -> None:
@@ -402,7 +415,8 @@ class Engine:
         committed = [each for each in zip(batch.verified, commits, strict=True) if each[0].request in drafting]
         embed, ahead_of = self.target.decoder.embed_tokens, self.scheduler.ahead_of
         inputs = [share.draft_input(commit, embed, ahead_of(share.request.observation)) for share, commit in committed]
-        inputs += [share.chunk_input() for share in batch.shares if not share.verifies and share.request in drafting]
+        chunks = [share for share in batch.shares if not (share.verifies or share.ahead)]
+        inputs += [share.chunk_input() for share in chunks if share.request in drafting]
         if not inputs:
             return
         before = self.drafter.work
@@ -460,7 +474,12 @@ class Engine:
         runner = Runner(target, cache, settings, (verifier, drafter))
         chooser = None
         if settings.chooses:
-            chooser = Chooser(settings.slots_per_stream, runner.forwards.sizes.spreads, drafts=bool(drafter.sources))
+            chooser = Chooser(
+                settings.slots_per_stream,
+                runner.forwards.sizes.spreads,
+                drafts=bool(drafter.sources),
+                ahead=runner.side.concurrent,
+            )
         scheduler = Scheduler(settings, self.mailbox, cache, codec, root, chooser)
         self.mailbox.limit = settings.streams
         self._codec, self._fallback = codec, fallback

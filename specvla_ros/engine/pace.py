@@ -30,6 +30,7 @@ class Pace:
     left: float = math.inf  # the next frame starts once the newest is expected to need at most this many forwards
     spread: int = 1  # forwards per prompt while other requests are in flight
     drafts: bool = True
+    ahead: bool = False  # the towers process its images beside a forward of others, in the tick before its prompt
 
     def __str__(self) -> str:
         how = "drafting" if self.drafts else "plain"
@@ -37,15 +38,16 @@ class Pace:
             return f"one frame at a time, {how}"
         begun = f", the next started {self.left:g} forwards before the end" if math.isfinite(self.left) else ""
         spread = f", prompts over {self.spread} forwards" if self.spread > 1 else ""
-        return f"up to {self.in_flight} frames{begun}{spread}, {how}"
+        ahead = ", images beside the forward before" if self.ahead else ""
+        return f"up to {self.in_flight} frames{begun}{ahead}{spread}, {how}"
 
 
 @dataclass(frozen=True)
 class Kind:
     """A class of ticks with about the same cost."""
 
-    begins: bool  # runs the vision towers on an image
-    spread: int  # forwards over which its prompt is spread; 0 without a prompt
+    begins: bool  # runs the vision towers on an image, beside the forward if it has no prompt
+    spread: int  # forwards over which the prompt in it is spread; 0 without a prompt
     trees: int  # requests past their prompt
     drafts: bool
 
@@ -59,13 +61,13 @@ class Length:
 
 
 class Answers:
-    """The lengths of the latest answers, by the number of requests in flight at their start.
+    """The lengths of the latest answers, by the number of requests in flight when their prompts started.
 
-    A frame started while others are in flight is drafted from an older answer and takes more forwards.
+    A frame whose prompt starts while others are in flight is drafted from an older answer and takes more forwards.
     """
 
     def __init__(self) -> None:
-        self._drafted: dict[int, deque[Length]] = {}  # by the number of requests in flight at the start
+        self._drafted: dict[int, deque[Length]] = {}  # by the number of others
         self._plain: deque[Length] = deque(maxlen=_ANSWERS)
         self._left: dict[tuple[int, int, bool], float] = {}  # by the arguments of `left`, until the next answer
 
@@ -144,9 +146,10 @@ class _Played:
     """A simulated request."""
 
     begun_s: float
-    others: int
-    takes: Length  # in verifying forwards, including the one that ends the prompt
-    chunks: int  # prompt chunks left
+    spread: int  # prompt chunks
+    chunks: int  # those left, and one while its images are processed ahead of them
+    others: int = 0
+    takes: Length = Length(1, 1)  # in verifying forwards, including the one that ends the prompt
     done: int = 0
 
     @property
@@ -168,12 +171,16 @@ def simulated_age(pace: Pace, answers: Answers, seconds: Callable[[Kind], float 
         )
         trees = sum(not each.chunks for each in flights)
         if newest is None or begins:
-            takes, spread = lengths(others=len(flights)), pace.spread if flights else 1
-            newest = _Played(now_s, len(flights), takes[begun % len(takes)], spread)
+            spread, ahead = (pace.spread, pace.ahead) if flights else (1, False)
+            newest = _Played(now_s, spread, spread + ahead)
             flights.append(newest)
             begun += 1
-        spread = pace.spread if newest.others else 1
-        tick_s = seconds(Kind(begins, spread if newest.chunks else 0, trees, pace.drafts))
+        if newest.chunks == newest.spread:  # its prompt starts
+            newest.others = len(flights) - 1
+            takes = lengths(others=newest.others)
+            newest.takes = takes[(begun - 1) % len(takes)]
+        has_rows = 0 < newest.chunks <= newest.spread
+        tick_s = seconds(Kind(begins, newest.spread if has_rows else 0, trees, pace.drafts))
         if tick_s is None:
             return math.inf
         ticks = 1 if newest.chunks else _alike(pace, answers, flights)
@@ -218,8 +225,8 @@ def may_begin(pace: Pace, answers: Answers, in_flight: int, newest: tuple[int, i
     """True if the newest frame should start now, while `in_flight` requests of its robot are in flight, at least one.
 
     Args:
-        newest: of the newest request, the number of others at its start, the number of forwards that have verified its
-            answer, and whether it is still prefilling.
+        newest: of the newest request, the number of others at its prompt's start, the number of forwards that have
+            verified its answer, and whether it is still prefilling.
     """
     others, done, prefilling = newest
     if prefilling or in_flight >= pace.in_flight:

@@ -34,7 +34,9 @@ class Request:
     given: Given = NOTHING_GIVEN
     acceptance: str = "strict"
     spread: int = 1  # forwards over which its prompt is spread
-    others: int = 0  # its robot's other requests in flight at its start
+    # Whether the vision towers process its images beside the forward of others, in the tick before its prompt.
+    ahead: bool = False
+    others: int = 0  # its robot's other requests in flight when its prompt starts
     drafts: bool = True  # whether its answer is drafted
     # Its acceptance rule, set by the engine in the tick that starts the prompt and kept to the end.
     rule: AcceptanceRule = field(default_factory=Strict)
@@ -82,7 +84,7 @@ class Request:
         return self.layout.rows - 1 if self.prefilling else self.prefix_len
 
     def advance(self, prompt_rows: int) -> None:
-        """Commits a chunk that does not end the prompt."""
+        """Commits a chunk that does not end the prompt; 0 rows while its images are processed ahead of it."""
         self.prefix_len += prompt_rows
         self.tokens_per_forward.append(0)
 

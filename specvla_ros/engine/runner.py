@@ -8,10 +8,13 @@ caller sees which.
 import logging
 import math
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,11 +36,13 @@ from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import NOTHING_ALONG, Along
+from specvla_ros.engine.vision import SideStream, StageClock, Vision, keep_for_current_stream
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
+from specvla_ros.models.target import Decoder, ForwardResult, Target
 from specvla_ros.models.weights import Progress, no_progress
 
 _log = logging.getLogger(__name__)
+_CHECKED_AHEAD = 8  # times: work that interferes need not do so each time
 
 
 class Runner:
@@ -48,12 +53,12 @@ class Runner:
             # Split-K sums would be added in the product's dtype, and more ties would break differently.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self._target = target
+        self._target, self._cache = target, cache
         self._clock = StageClock(target.decoder.device)
-        self.vision = Vision(target.model)
+        self.vision, self.side = Vision(target.model), SideStream(target.decoder.device)
         sizes = ForwardSizes.from_settings(target, settings)
         self.forwards = Forwards(target.decoder, cache, sizes, causal=target.causal_prompt)
-        self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
+        self.graphs = Graphs(cache.keys, (self.forwards, *others), beside=(self.vision,))
         self.compiled = ""  # how the decoder's layers are compiled, for diagnostics; empty: they need not be
 
     def compile_layers(self, progress: Progress = no_progress) -> None:
@@ -77,6 +82,16 @@ class Runner:
 
     def embed(self, request: Request) -> None:
         """Computes a request's prompt embeddings; raises ValueError if their number differs from the layout."""
+        self.side.join()  # a dropped request's images may still be there
+        self._embed(request)
+
+    def embed_ahead(self, request: Request) -> None:
+        """Does the same beside the forward that was given to the device last; its prompt waits for it."""
+        with self.side.beside():
+            self._embed(request)
+        keep_for_current_stream(request.prompt)
+
+    def _embed(self, request: Request) -> None:
         pictures, request.pictures = request.pictures, None
         self._clock.start()
         prepared = (pictures.pixels(),) if pictures is not None else ()
@@ -96,6 +111,10 @@ class Runner:
         Returns logits and choices for the nodes of all verified trees, in share order. The next run overwrites all
         results.
         """
+        if batch.ahead:
+            self.side.begin()
+        elif any(share.request.ahead and share.prompt_rows for share in batch.shares):
+            self.side.join()
         segments = [share.segments() for share in batch.shares]
         result = self.forwards([segment for mine in segments for segment in mine], along)
         start = 0
@@ -108,6 +127,34 @@ class Runner:
                 share.request.actions = self._target.head(share.hidden[: share.prompt_rows])
         return result
 
+    @torch.inference_mode()
+    def ahead_fault(self) -> str:
+        """Compares a prompt computed beside a forward, and the forward, with each of them alone; empty if equal.
+
+        Overwrites the KV cache.
+        """
+        blank, sizes = self._target.blank_observation(), self.forwards.sizes
+        black = blank.of_cameras(self._target.cameras)
+        images = {name: _noise(black[name], seed) for seed, name in enumerate(black)}
+        seen = replace(blank, images=images)
+        embed = partial(self._target.prompt_embeddings, seen, self._target.prompt_layout(seen).ids, self.vision)
+        trees = max(bucket for bucket in sizes.buckets() if bucket.longest <= sizes.nodes)
+        segments = check_segments(trees, sizes, self._target.decoder, self._cache)
+        randomize(self._cache.keys, self._cache.values)
+        prompt, hidden = embed().clone(), self.forwards(segments).hidden.clone()
+        try:
+            for _ in range(_CHECKED_AHEAD):
+                self.side.begin()
+                forward = self.forwards(segments)
+                with self.side.beside():
+                    beside = embed()
+                self.side.join()
+                check_rows(keep_for_current_stream(beside), prompt, what="a prompt computed beside a forward")
+                check_rows(forward.hidden, hidden, what="a forward beside the vision towers")
+        except RuntimeError as error:
+            return (str(error).splitlines() or [""])[0]
+        return ""
+
     def vision_s(self) -> float:
         """Vision tower time in seconds since the last call. Call after a read-back."""
         return self._clock.read_s()
@@ -116,14 +163,18 @@ class Runner:
 class Graphs:
     """Captures an engine's work as CUDA graphs and reports the result.
 
+    Args:
+        parts: work that runs one at a time and shares the memory of its intermediate results.
+        beside: work that may run beside these, with memory of its own.
+
     Attributes:
         status: for diagnostics; empty without a GPU.
         warm: whether a warm-up was run, successful or not.
     """
 
-    def __init__(self, store: Tensor, parts: Sequence[Capturable]) -> None:
+    def __init__(self, store: Tensor, parts: Sequence[Capturable], beside: Sequence[Capturable] = ()) -> None:
         self._store = store
-        self._parts = parts
+        self._groups = (parts, beside)
         self.status = "off: not warmed up" if store.is_cuda else ""
         self.warm = False
 
@@ -135,25 +186,30 @@ class Graphs:
         logged, reported in `status` and run eagerly; the others stay captured. `progress` gets each captured work.
         """
         self.warm = True
-        for each in self._parts:
+        for each in chain(*self._groups):
             each.release()
         try:
-            capture = capture_on(self._store)
+            capture, own = capture_on(self._store), capture_on(self._store)
         except RuntimeError as error:
             self.status = f"off: {error}"
             _log.warning("decoding without CUDA graphs, so launches may limit the speed: %s", error)
             return
-        if capture is None:
+        if capture is None or own is None:
             return
         captures = Captures(
             capture, lambda what: progress(f"warming up: {captures.count} CUDA graphs captured, now {what}", 1.0)
         )
-        for each in self._parts:
-            with captures.group(type(each).__name__.lower()):
-                each.capture(captures)
+        for captures.capture, parts in zip((capture, own), self._groups, strict=True):
+            for each in parts:
+                with captures.group(type(each).__name__.lower()):
+                    each.capture(captures)
         self.status = captures.summary()
         if captures.failed:
             _log.warning("decoding partly without CUDA graphs, so launches may limit the speed: %s", self.status)
+
+
+def _noise(like: np.ndarray, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, like.shape, dtype=np.uint8)
 
 
 def _free_bytes(decoder: Decoder) -> float:
@@ -222,87 +278,3 @@ class Forwards:
 
     def release(self) -> None:
         self._captured, self._flash = {}, {}
-
-
-class Vision:
-    """Runs a model's vision towers and projector."""
-
-    def __init__(self, model: VisionModel) -> None:
-        self._model = model
-        self._captured: StaticVision | None = None
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        return (self._captured or self._model.image_embeddings)(pixels)
-
-    def capture(self, captures: Captures) -> None:
-        """See Capturable: captures the towers, if the model has any."""
-        if not self._model.pixel_shape:
-            return
-        with captures.attempt("vision"):
-            static = StaticVision(self._model, captures.capture)
-            pixels = torch.randn(self._model.pixel_shape, generator=torch.Generator().manual_seed(0))
-            check_rows(static(pixels), self._model.image_embeddings(pixels), what="the captured vision")
-            self._captured = static
-
-    def release(self) -> None:
-        self._captured = None
-
-
-class StaticVision:
-    """Computes an image's embeddings: pixels are copied in, then the captured towers are replayed."""
-
-    def __init__(self, model: VisionModel, capture: Capture) -> None:
-        self._model = model
-        decoder = model.decoder
-        # NaN reveals a result that was not computed from pixels copied in later.
-        self._pixels = torch.full(model.pixel_shape, torch.nan, dtype=decoder.dtype, device=decoder.device)
-        self._replay = capture(self._run)
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """`VisionModel.image_embeddings`, [image_tokens, hidden], without waiting; the next image overwrites it.
-
-        `pixels`: [3 * towers, size, size], normalised, in host memory; fastest if pinned and in the decoder's dtype.
-        """
-        if self._pixels.is_cuda and (pixels.dtype != self._pixels.dtype or not pixels.is_pinned()):
-            # New memory each time: the copy may still be running when the next image arrives.
-            pixels = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=True).copy_(pixels)
-        self._pixels.copy_(pixels, non_blocking=True)
-        return self._replay()
-
-    def _run(self) -> Tensor:
-        return self._model.image_embeddings(self._pixels)
-
-
-class StageClock:
-    """Times work on the model's device.
-
-    On CUDA it records events and reads them after the tick's read-back, when they have completed anyway.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        self._started = 0.0
-        self._elapsed_s = 0.0
-        self._measured = False
-
-    def start(self) -> None:
-        self._started, self._measured = time.perf_counter(), False
-        if self._events is not None:
-            self._events[0].record()
-
-    def stop(self) -> None:
-        self._measured = True
-        self._elapsed_s = time.perf_counter() - self._started
-        if self._events is not None:
-            self._events[1].record()
-
-    def read_s(self) -> float:
-        """Seconds from start to stop, returned once; 0 if nothing was timed since. Call after a read-back."""
-        if not self._measured:
-            return 0.0
-        self._measured = False
-        if self._events is not None:
-            return self._events[0].elapsed_time(self._events[1]) * 1e-3
-        return self._elapsed_s

@@ -117,6 +117,8 @@ class Scheduler:
             if replaced is not None:
                 self._end_early(replaced, batch)
         batch.shares += [ScheduledRequest.next_share(request) for request in self.requests]
+        for request in (share.request for share in batch.shares if share.prompt_rows and not share.request.prefix_len):
+            request.others = sum(each is not request for each in self._of(request.observation.stream))
         return batch
 
     @property
@@ -148,6 +150,7 @@ class Scheduler:
             spread=self.spread,
             others=len(self._of(observation.stream)),
             drafts=self.settings.drafts if self.chooser is None else self.chooser.pace.drafts,
+            ahead=self.chooser is not None and self.chooser.pace.ahead and bool(batch.shares),
             pictures=batch.admitted.pictures,
         )
         self.requests.append(request)
@@ -167,7 +170,7 @@ class Scheduler:
             if NOT_A_NUMBER in commit.tokens:
                 self._drop(request, DropReason.NOT_FINITE, "the policy's logits hold NaN")
             elif self._completes(request, commit):
-                request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
+                request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prefills)
                 self._finish(request, batch)
         for share in batch.shares:
             if not share.verifies:
@@ -185,7 +188,7 @@ class Scheduler:
             return
         prompts = [share.request.spread for share in batch.shares if share.prompt_rows]
         drafts = any(share.request.drafts for share in batch.shares)
-        trees = len(batch.shares) - len(prompts)
+        trees = sum(not share.prefills for share in batch.shares)
         self.chooser.times.add(Kind(work.images > 0, max(prompts, default=0), trees, drafts), seconds)
         for request in batch.answered:
             if request.given.renews:
@@ -239,7 +242,7 @@ class Scheduler:
         """Adds a tick's time to the requests still in flight."""
         for share in batch.shares:
             if share.request in self.requests:
-                share.request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
+                share.request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prefills)
 
     def release(self) -> list[Outcome]:
         """Returns the outcomes ready for release: drops, then actions, oldest first.

@@ -32,8 +32,9 @@ from specvla_ros.engine.cuda_graphs import ForwardSizes, StaticForward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, Outcome
-from specvla_ros.engine.runner import Forwards, StaticVision
+from specvla_ros.engine.runner import Forwards
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.vision import StaticVision
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation

@@ -21,8 +21,9 @@ from specvla_ros.engine.cuda_graphs import ForwardSizes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.engine.runner import Forwards, Graphs, StaticVision, Vision
+from specvla_ros.engine.runner import Forwards, Graphs
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.vision import StaticVision, Vision
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation

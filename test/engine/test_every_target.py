@@ -4,6 +4,7 @@
 What does not go together is refused, and stands here: a pair that is neither decoded nor listed fails.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,9 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_q
 
 from benchmarks.papers.text_target import TextCodec
 from specvla_ros import Engine, EngineSettings, Observation, UserError
+from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.pace import Pace
 from specvla_ros.lab.evaluation.frame_sources import collect_answers
 from specvla_ros.lab.training.artifacts import save_answers
 from specvla_ros.models.checkpoint import load_target
@@ -270,6 +273,37 @@ def test_the_default_mode_equals_plain_decoding(
     engine.warm_up()
     found = decoded(engine, (seen(target, seed) for seed in range(FRAMES)))
     assert [*map(essence, found)] == plain(kind, target, expected)
+
+
+@pytest.mark.parametrize("spread", [1, 2])
+def test_images_processed_ahead_of_their_prompts_change_no_answer(
+    kind: str, spread: int, made: dict[str, Target], expected: dict[str, list[tuple[Any, ...]]]
+) -> None:
+    target = made[kind]
+    if spread > 1 and not target.causal_prompt:
+        return
+    engine = engine_of(kind, target, "head", mode="auto")
+    found, ahead = decoded_ahead(engine, (seen(target, seed) for seed in range(FRAMES)), spread)
+    assert [*map(essence, found)] == plain(kind, target, expected) and ahead
+
+
+def decoded_ahead(
+    engine: Engine, observations: Iterable[Observation], spread: int = 1
+) -> tuple[list[Outcome], list[TickWork]]:
+    """`decoded` with images ahead of their prompts, and the ticks that processed them."""
+    ahead: list[TickWork] = []
+    run = engine.tick
+
+    def tick() -> list[Outcome]:
+        outcomes = run()
+        if engine.last_work.images and not engine.last_work.prompts:
+            ahead.append(engine.last_work)
+        return outcomes
+
+    engine.tick = tick  # type: ignore[method-assign]
+    assert engine.scheduler.chooser is not None
+    with engine.scheduler.chooser.pinned(Pace(3, math.inf, spread, ahead=True)):
+        return decoded(engine, observations), ahead
 
 
 GIVEN: dict[str, dict[str, Any]] = {

@@ -49,7 +49,8 @@ class Costs:
 
     def seconds(self, kind: Kind) -> float:
         rows = self.prompt / kind.spread if kind.spread else 0.0
-        return 1e-3 * (kind.begins * self.vision + max(self.reading, rows + self.tree * kind.trees))
+        forward, vision = max(self.reading, rows + self.tree * kind.trees), kind.begins * self.vision
+        return 1e-3 * (vision + forward if kind.spread else max(vision, forward))
 
 
 SHARED_FOR_NOTHING = Costs(reading=10, vision=1, prompt=6, tree=0.5)
@@ -116,30 +117,35 @@ def test_frames_start_beside_a_long_text_and_wait_for_a_short_one() -> None:
     assert not waits_for_thought(4, 2, True, lambda kind: None if kind.begins and kind.trees else seconds(kind))
 
 
-def searched(costs: Costs, taken: Length, most: int, ticks: int) -> float:
+def searched(costs: Costs, taken: Length, most: int, ticks: int, *, ahead: bool) -> float:
     """The least age of any schedule that repeats itself after at most so many ticks, whole prompts: every one is tried.
 
-    A schedule says of each tick whether a frame is begun in it.
+    A schedule says of each tick whether a frame is begun in it, and of all, whether their images are `ahead`.
     """
     least = math.inf
     for length in range(1, ticks + 1):
         for begins in itertools.product((False, True), repeat=length):
             if begins[0]:  # elsewhere it is the same schedule, later
-                least = min(least, repeated(costs, taken, most, begins))
+                least = min(least, repeated(costs, taken, most, begins, ahead=ahead))
     return least
 
 
-def repeated(costs: Costs, taken: Length, most: int, begins: tuple[bool, ...]) -> float:
-    """The age of a schedule in its second half of many repetitions; infinite where too many frames are in flight."""
+def repeated(costs: Costs, taken: Length, most: int, begins: tuple[bool, ...], *, ahead: bool) -> float:
+    """The age of a schedule in its second half of many repetitions; infinite where too many frames are in flight.
+
+    A frame that begins alone has its images and its prompt in one tick.
+    """
     now_s, flights, out = 0.0, list[tuple[float, int]](), list[tuple[float, float]]()  # when begun, forwards done
     for begin in begins * (6 * taken.whole // len(begins) + 6):
-        trees = len(flights)
-        if trees + begin > most:
+        looked = [each for each in flights if not each[1]]  # their prompt is next
+        trees = len(flights) - len(looked)
+        if len(flights) + begin > most or (begin and looked):
             return math.inf
-        if not trees and not begin:
+        if not flights and not begin:
             return math.inf
-        flights += [(now_s, 0)] * begin
-        now_s += costs.seconds(Kind(begin, int(begin), trees, True))
+        looks = begin and ahead and trees > 0
+        flights += [(now_s, -1 if looks else 0)] * begin
+        now_s += costs.seconds(Kind(begin, int(bool(looked) or (begin and not looks)), trees, True))
         flights = [(begun_s, done + 1) for begun_s, done in flights]
         out += [(now_s, begun_s) for begun_s, done in flights if done == taken.first]
         flights = [each for each in flights if each[1] < taken.whole]
@@ -148,15 +154,19 @@ def repeated(costs: Costs, taken: Length, most: int, begins: tuple[bool, ...]) -
     return sum((after - t) * ((t + after) / 2 - b) for t, after, b in spans) / (out[-1][0] - out[0][0])
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize(("taken", "excess"), [(Length(2, 2), 0.02), (Length(5, 5), 0.02), (Length(2, 5), 0.025)])
-def test_the_best_pace_is_as_young_as_the_best_of_all_schedules(costs: Costs, taken: Length, excess: float) -> None:
+def test_the_best_pace_is_as_young_as_the_best_of_all_schedules(
+    costs: Costs, taken: Length, excess: float, ahead: bool
+) -> None:
     """Nearly: where sharing costs nothing and actions come early, a schedule that no pace has is 2.4 % younger."""
-    chooser = Chooser(3, (1,), drafts=True)
+    chooser = Chooser(3, (1,), drafts=True, ahead=ahead)
     chooser.answers = always(taken)
     paces = [each for each in chooser.candidates() if each.drafts]
     best = min(expected_age(pace, chooser.answers, costs.seconds) for pace in paces)
-    assert best <= (1 + excess) * searched(costs, taken, most=3, ticks=7)
+    least = min(searched(costs, taken, most=3, ticks=7, ahead=each) for each in {False, ahead})
+    assert best <= (1 + excess) * least
 
 
 def chosen_after(answers: int, costs: Callable[[Kind], float], *, forwards: int, tokens: int) -> Pace:
@@ -164,9 +174,9 @@ def chosen_after(answers: int, costs: Callable[[Kind], float], *, forwards: int,
     return chosen(measured(costs), answers, costs, forwards=forwards, tokens=tokens)[-1]
 
 
-def measured(costs: Callable[[Kind], float]) -> Chooser:
+def measured(costs: Callable[[Kind], float], *, ahead: bool = False) -> Chooser:
     """A chooser after configure, where every kind of tick took as long as these costs say."""
-    chooser = Chooser(3, (1, 2, 4), drafts=True)
+    chooser = Chooser(3, (1, 2, 4), drafts=True, ahead=ahead)
     kinds = itertools.product((True, False), (0, 1, 2, 4), range(4), (True, False))
     for kind in itertools.starmap(Kind, kinds):
         chooser.times.add(kind, costs(kind))
@@ -181,7 +191,9 @@ def chosen(chooser: Chooser, answers: int, costs: Callable[[Kind], float], *, fo
         pace = chooser.pace
         taken, flights = forwards if pace.drafts else tokens, pace.in_flight
         spread = pace.spread if flights > 1 else 1
-        kinds = [Kind(each == 0, spread, flights - 1, pace.drafts) for each in range(spread)]
+        ahead = pace.ahead and flights > 1
+        kinds = [Kind(not each and not ahead, spread, flights - 1, pace.drafts) for each in range(spread)]
+        kinds += [Kind(True, 0, flights - 1, pace.drafts)] * ahead
         for kind in kinds + [Kind(False, 0, flights, pace.drafts)] * (taken - 1):
             chooser.times.add(kind, costs(kind))
             chooser.play()
@@ -193,6 +205,21 @@ def chosen(chooser: Chooser, answers: int, costs: Callable[[Kind], float], *, fo
 def test_frames_overlap_where_sharing_costs_nothing_and_do_not_where_it_costs_all() -> None:
     assert chosen_after(110, SHARED_FOR_NOTHING.seconds, forwards=6, tokens=7).in_flight > 1
     assert chosen_after(110, SHARED_AT_FULL_PRICE.seconds, forwards=6, tokens=7) == Pace()
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_images_are_processed_beside_a_forward_where_that_hides_their_time(able: bool) -> None:
+    """Where the device can. Else the next frame would wait: its prompt pays its rows wherever it is."""
+    costs = Costs(reading=20, vision=18, prompt=40, tree=0)
+    pace = chosen(measured(costs.seconds, ahead=able), 400, costs.seconds, forwards=6, tokens=30)[-1]
+    assert (pace.ahead, "images beside the forward before" in str(pace)) == (able, able)
+
+
+def test_images_are_not_processed_beside_a_forward_that_they_make_longer() -> None:
+    def seconds(kind: Kind) -> float:
+        return SHARED_AT_FULL_PRICE.seconds(kind) + 0.03 * (kind.begins and not kind.spread)
+
+    assert chosen(measured(seconds, ahead=True), 400, seconds, forwards=6, tokens=30)[-1] == Pace()
 
 
 @pytest.mark.parametrize(("drafting", "drafts"), [(3.0, False), (1.1, True)])
@@ -229,7 +256,14 @@ def learnt(draw: st.DrawFn) -> Answers:
 
 
 TIMES = st.builds(Costs, st.floats(0.1, 50), st.floats(0, 50), st.floats(0.1, 200), st.floats(0, 20))
-PACES = st.builds(Pace, st.integers(1, 3), st.sampled_from([1.0, 2.0, 5.0, math.inf]), st.sampled_from([1, 2, 4]))
+PACES = st.builds(
+    Pace,
+    in_flight=st.integers(1, 3),
+    left=st.sampled_from([1.0, 2.0, 5.0, math.inf]),
+    spread=st.sampled_from([1, 2, 4]),
+    drafts=st.booleans(),
+    ahead=st.booleans(),
+)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -253,9 +287,8 @@ def test_the_age_of_one_frame_at_a_time_is_that_of_its_simulation(answers: Answe
 
 
 @settings(max_examples=examples(50), deadline=None)
-@given(answers=learnt(), costs=TIMES, pace=PACES, drafts=st.booleans())
-def test_ticks_of_one_kind_are_simulated_together(answers: Answers, costs: Costs, pace: Pace, drafts: bool) -> None:
-    pace = replace(pace, drafts=drafts)
+@given(answers=learnt(), costs=TIMES, pace=PACES)
+def test_ticks_of_one_kind_are_simulated_together(answers: Answers, costs: Costs, pace: Pace) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specvla_ros.engine.pace._alike", lambda *_: 1)
         one_by_one_s = simulated_age(pace, answers, costs.seconds)
@@ -475,19 +508,7 @@ def test_whatever_pace_is_chosen_the_tokens_are_the_plain_decoders(
 
 
 @settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    paces=st.lists(
-        st.builds(
-            Pace,
-            in_flight=st.integers(1, 3),
-            left=st.sampled_from([1.0, 3.0, math.inf]),
-            spread=st.sampled_from([1, 2, 4]),
-            drafts=st.booleans(),
-        ),
-        min_size=2,
-        max_size=4,
-    )
-)
+@given(paces=st.lists(PACES, min_size=2, max_size=4))
 def test_a_pace_that_changes_under_way_changes_no_token(policy: OpenVLATarget, paces: list[Pace]) -> None:
     expected = {
         number: action.tokens for number, action in enumerate(decoded(Engine(policy, EngineSettings("ar")), 3), 1)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any sequence of frames, ticks, epochs, faults and switches: no slot leaks, every frame ends once and rightly."""
 
+import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +21,7 @@ from support.nightly import examples
 from support.pipelines import failing_tick, frame, plain_tokens, poisoned
 
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.pace import Pace
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.families.openvla.target import OpenVLATarget
@@ -32,6 +35,14 @@ any_settings = st.builds(
     prefill_chunks=st.integers(1, 3),
     in_order=st.booleans(),
     draft=st.just(TREE),
+)
+any_pace = st.builds(
+    Pace,
+    in_flight=st.integers(1, 3),
+    left=st.sampled_from([1.0, 3.0, math.inf]),
+    spread=st.sampled_from([1, 2, 4]),
+    drafts=st.booleans(),
+    ahead=st.booleans(),
 )
 
 
@@ -50,6 +61,7 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: OpenVLATarge
             self.epoch, self.void_until = 1, 0
             self.ended: list[int] = []
             self.left: list[int] = []  # stamps of the actions
+            self.pinned = ExitStack()
 
         @initialize(chosen=any_settings)
         def start(self, chosen: EngineSettings) -> None:
@@ -101,6 +113,11 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: OpenVLATarge
             assert not self.engine.scheduler.requests and self.engine.busy >= waiting
             assert self.engine.settings.mode == chosen.mode
 
+        @precondition(lambda self: self.engine.scheduler.chooser is not None)
+        @rule(pace=any_pace)
+        def choose(self, pace: Pace) -> None:
+            self.pinned.enter_context(self.engine.scheduler.chooser.pinned(pace))
+
         @rule()
         def switch_to_what_cannot_be(self) -> None:
             before, in_flight = self.engine.settings, len(self.engine.scheduler.requests)
@@ -122,6 +139,7 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: OpenVLATarge
 
         def teardown(self) -> None:
             self.let_all_finish()
+            self.pinned.close()
             assert sorted(self.ended) == sorted(self.pictures)
 
     slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]

@@ -3,7 +3,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,8 @@ class Forward:
 
     prompt_rows: int = 0  # rows of the newest frame's prompt in this forward: all, a chunk, or none
     prompt_before: int = 0  # rows of that prompt computed by earlier forwards
-    image: bool = False  # True if the frame goes through the vision towers first
+    # True if a frame goes through the vision towers: before its prompt, or beside this forward if it has no prompt.
+    image: bool = False
     prompt_ends: bool = True  # True if the chunk is the prompt's last, so that it yields a token
     trees: int = 0  # number of requests with a complete prompt
     nodes: int = 0  # their tree nodes in total, roots included
@@ -203,17 +205,21 @@ class Part:
     rows: int  # rows of the matrix products; a measured rate depends on them
     arithmetic: Arithmetic = Arithmetic.DENSE  # number format of the products
     layers: int = 0  # model layers it runs through in sequence
+    beside: bool = False  # True if it runs at the same time as the others
 
     def seconds(self, device: Device, efficiency: Efficiency = LIMIT) -> float:
         if not self.rows:
             return 0.0
-        reading_s = self.bytes / (device.bytes_per_s() * efficiency.bandwidth)
+        return max(self.work_s(device, efficiency)) + self.layers * efficiency.layer_s
+
+    def work_s(self, device: Device, efficiency: Efficiency) -> tuple[float, float]:
+        """Seconds of reading and of computing, which overlap."""
         rate = device.operations_per_s(self.arithmetic, self.rows) * efficiency.compute(self.rows)
-        return max(reading_s, self.operations / rate) + self.layers * efficiency.layer_s
+        return self.bytes / (device.bytes_per_s() * efficiency.bandwidth), self.operations / rate
 
 
 def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dtype_bytes: int) -> tuple[Part, ...]:
-    """The parts of one forward in execution order."""
+    """The parts of one forward in execution order, and the vision towers where they run beside it."""
     chosen_rows = forward.nodes + int(bool(forward.prompt_rows) and forward.prompt_ends)
     # Every row of a prompt or tree is written once; that row and those before it are read once.
     kv_rows = forward.prompt_before + forward.prefix_rows + 2 * forward.rows
@@ -231,7 +237,7 @@ def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dty
         Part("head", model.head_values * dtype_bytes, 2.0 * model.head_values * chosen_rows, chosen_rows, layers=1),
     ]
     if forward.image:
-        parts.insert(0, vision_part(model, dtype_bytes))
+        parts.insert(0, replace(vision_part(model, dtype_bytes), beside=not forward.prompt_rows))
     return tuple(part for part in parts if part.rows)
 
 
@@ -286,8 +292,18 @@ def _rounds(weights: WeightFormat) -> bool:
 
 
 def roofline_seconds(parts: Sequence[Part], device: Device, efficiency: Efficiency = LIMIT) -> float:
-    """Time of parts that run in sequence; by default at the limit."""
-    return sum(part.seconds(device, efficiency) for part in parts)
+    """Time of parts that run in sequence, by default at the limit.
+
+    Parts beside them overlap as far as bandwidth and arithmetic allow: a bound, since they share more than these. The
+    time that layers cost whatever they compute does not overlap.
+    """
+    if not any(part.beside for part in parts):
+        return sum(part.seconds(device, efficiency) for part in parts)
+    known = [part for part in parts if part.rows]
+    groups = [[part.work_s(device, efficiency) for part in known if part.beside == beside] for beside in (False, True)]
+    each_alone_s = [sum(map(max, group)) for group in groups]
+    together_s = [sum(kind) for kind in zip(*chain(*groups), strict=True)]
+    return max(*each_alone_s, *together_s) + sum(part.layers for part in known) * efficiency.layer_s
 
 
 def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficiency: Efficiency = LIMIT) -> float:

@@ -108,6 +108,7 @@ class Mode:
     max_in_flight: int = 64  # maximum requests of a robot; new frames wait until there are fewer
     robots: int = 1  # robots whose frames share the forwards
     at_prompt: bool = False  # True if the prompt's own forward verifies a tree, drafted from the previous answer
+    ahead: bool = False  # True if auto may process an image beside the forward before its prompt
 
     @property
     def pipelined(self) -> bool:
@@ -278,18 +279,18 @@ def drive(
 
 def _chooser(mode: Mode, settings: EngineSettings, rows: int, seconds: Callable[[Tick], float]) -> Chooser:
     """Mode auto's chooser, given the time of every kind of tick."""
-    chooser = Chooser(settings.slots_per_stream, settings.spreads, drafts=mode.drafts)
+    chooser = Chooser(settings.slots_per_stream, settings.spreads, drafts=mode.drafts, ahead=mode.ahead)
     for begins, spread, trees, drafts in product(
         (True, False), (0, *settings.spreads), range(settings.slots + 1), (True, False)
     ):
         chunk = even_rows(rows, spread) if spread else 0
-        if not chunk and (begins or not trees):
+        if not chunk and not trees:
             continue
         ends = not begins or spread == 1
         at_prompt = mode.nodes - 1 if mode.at_prompt and drafts and chunk and ends else 0
         forward = Forward(
             prompt_rows=chunk,
-            prompt_before=0 if begins else rows - chunk,
+            prompt_before=0 if begins or not chunk else rows - chunk,
             image=begins,
             prompt_ends=ends,
             trees=trees,
@@ -315,20 +316,20 @@ def _commit(tokens: int, codec: BinsCodec) -> Commit:
 
 def _forward(batch: Batch, mode: Mode, committed: int) -> Forward:
     prefill = next((share for share in batch.shares if share.prompt_rows), None)
-    drafts = [mode.drafts and share.request.drafts for share in batch.shares if not share.prompt_rows]
+    drafts = [mode.drafts and share.request.drafts for share in batch.shares if not share.prefills]
     trees = len(drafts)
     at_prompt = mode.nodes - 1 if mode.at_prompt and prefill and prefill.ends_prompt and prefill.request.drafts else 0
     return Forward(
         prompt_rows=prefill.prompt_rows if prefill else 0,
         prompt_before=prefill.request.prefix_len if prefill else 0,
-        image=prefill is not None and prefill.begins,
+        image=any(share.begins for share in batch.shares),
         prompt_ends=prefill is None or prefill.ends_prompt,
         trees=trees,
         # The tree has static size, as in a captured graph, however few tokens are missing.
         nodes=sum(mode.nodes if drafted else 1 for drafted in drafts) + at_prompt,
         # Rows of the prompt and of all committed tokens except the last, whose row this forward writes. The mean number
         # is used, so that few forwards differ: with 7 tokens it is off by at most 3 rows of 290.
-        prefix_rows=sum(share.request.layout.rows + committed for share in batch.shares if not share.prompt_rows),
+        prefix_rows=sum(share.request.layout.rows + committed for share in batch.shares if not share.prefills),
     )
 
 

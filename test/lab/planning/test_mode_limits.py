@@ -3,7 +3,7 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +15,13 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.cost import (
     OPENVLA_7B,
     Forward,
+    Part,
     WeightFormat,
     forward_parts,
     model_cost,
     ridge_rows,
     roofline_seconds,
+    vision_part,
 )
 from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency, read_device
 from specvla_ros.lab.planning.limits import (
@@ -27,6 +29,7 @@ from specvla_ros.lab.planning.limits import (
     MODES,
     AcceptanceLengths,
     Mode,
+    Tick,
     chunk_rows,
     drive,
     mode_limit,
@@ -93,6 +96,42 @@ def test_a_row_or_a_tree_more_never_makes_a_forward_cheaper(device: Device, rows
     seconds = roofline_seconds(forward_parts(forward, MODEL, WeightFormat.NONE, 2), device)
     for each in larger:
         assert roofline_seconds(forward_parts(each, MODEL, WeightFormat.NONE, 2), device) >= seconds * (1 - 1e-9)
+
+
+@given(device=DEVICES, nodes=st.integers(1, 64), trees=st.integers(1, 6))
+def test_vision_beside_a_forward_takes_no_less_than_either_and_no_more_than_both(
+    device: Device, nodes: int, trees: int
+) -> None:
+    forward = Forward(trees=trees, nodes=trees * nodes, prefix_rows=trees * 293)
+    for efficiency in (LIMIT, device.efficiency):
+
+        def seconds(*parts: Part, efficiency: Efficiency = efficiency) -> float:
+            return roofline_seconds(parts, device, efficiency)
+
+        alone_s = seconds(*forward_parts(forward, MODEL, WeightFormat.NONE, 2))
+        vision_s = seconds(vision_part(MODEL, 2))
+        both_s = seconds(*forward_parts(replace(forward, image=True), MODEL, WeightFormat.NONE, 2))
+        assert max(alone_s, vision_s) * (1 - 1e-9) <= both_s <= (alone_s + vision_s) * (1 + 1e-9)
+
+
+def test_images_are_ahead_of_their_prompts_where_a_device_hides_them() -> None:
+    """Vision as long as a forward of trees, beside which it is free; a prompt costs little more than that."""
+
+    def seconds(tick: Tick) -> float:
+        forward = tick.forward
+        own_s = 0.01 + 0.002 * (forward.prompt_rows > 0)
+        return own_s + 0.01 * forward.image * (forward.prompt_rows > 0)
+
+    mode = Mode("auto", "auto", nodes=8, max_in_flight=0, ahead=True)
+    ages_s, shares = {}, {}
+    for ahead in (False, True):
+        run = drive(replace(mode, ahead=ahead), 290, 7, GOAL, seconds, frames=300)
+        ends = [*accumulate(map(seconds, run.ticks), initial=0.0)]
+        ages_s[ahead] = mean_age([(ends[last + 1], ends[last + 1] - ends[first]) for _, first, last in run.actions])
+        beside = [tick for tick in run.ticks[run.warm_ticks :] if tick.forward.image and not tick.forward.prompt_rows]
+        shares[ahead] = len(beside) / len(run.actions)
+    assert shares[False] == 0 and shares[True] > 0.5
+    assert ages_s[True] < 0.97 * ages_s[False]
 
 
 @pytest.mark.parametrize("device", ["orin", "rtx5090", "h200"])
