@@ -28,6 +28,7 @@ from specvla_ros.models.target import Decoder, ForwardResult, Target
 
 _STEP = 16  # rows of the smallest tile of a matrix product
 _AS_FAST = 0.99
+_FREE = 1.1  # as planning's ridge
 _TILE_WIDTH = 6  # numbers per tile in AttentionPlan
 _CHAIN_WIDTH = 4  # numbers in a Chain's ends
 _COLUMNS = 5  # columns of HostInputs besides the positions
@@ -53,6 +54,7 @@ class ForwardSizes:
     prompts: tuple[int, ...]  # possible prompt lengths in rows, at least one
     spreads: tuple[int, ...] = (1,)  # numbers of forwards over which a prompt may be spread
     measured: tuple[int, ...] = ()  # sizes measured on the device, see `measured_on`; empty: sizes follow a fixed rule
+    free_rows: int = 0  # rows that take hardly longer than one on the device, as measured; 0: not measured
 
     @staticmethod
     def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
@@ -65,15 +67,16 @@ class ForwardSizes:
         return ForwardSizes(settings.slots, settings.tree_nodes, tuple(prompts), spreads)
 
     def measured_on(self, decoder: Decoder) -> "ForwardSizes":
-        """Adds sizes at which the device's matrix products fill their tiles, found by timing; unchanged on a CPU."""
+        """Adds sizes at which the device's matrix products fill their tiles, and free rows; unchanged on a CPU."""
         if decoder.device.type != "cuda":
             return self
         most = max(bucket.rows for bucket in replace(self, measured=()).buckets())
-        # Only sizes above one tile: below, reading the weights dominates.
-        tried = range(TILE_ROWS + _STEP, most + 1, _STEP)
+        # From one tile on: below, reading the weights dominates.
+        tried = range(TILE_ROWS, most + 1, _STEP)
         x = torch.randn(most, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
         times = {rows: seconds(partial(decoder.products, x[:rows]), decoder.device) for rows in tried}
-        return replace(self, measured=worth_capturing(times))
+        above = {rows: taken for rows, taken in times.items() if rows > TILE_ROWS}
+        return replace(self, measured=worth_capturing(above), free_rows=free_rows(times))
 
     @property
     def segments(self) -> int:
@@ -147,6 +150,16 @@ def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
             found.append(rows)
         least = min(least, seconds[rows])
     return tuple(reversed(found))
+
+
+def free_rows(seconds: Mapping[int, float]) -> int:
+    """The number of rows up to which every size takes at most a tenth longer than the smallest; 0 without any."""
+    free = 0
+    for rows in sorted(seconds):
+        if seconds[rows] > _FREE * seconds[min(seconds)]:
+            break
+        free = rows
+    return free
 
 
 @dataclass(frozen=True)

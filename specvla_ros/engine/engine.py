@@ -230,8 +230,7 @@ class Engine:
         before, graphs = self.scheduler, self.runner.graphs
         self._set_up(settings)
         if graphs.warm:
-            self.runner.graphs.warm_up()
-            self.runner.compile_layers()
+            self._capture()
         return before.flush(DropReason.MODE_CHANGED)
 
     @_on_its_device
@@ -254,8 +253,7 @@ class Engine:
         progress("warming up: comparing kernels with their references", 1.0)
         if fault := kernel_fault(decoder, self.cache, self.runner.forwards.sizes):
             distrust_kernels(decoder.device, fault)
-        self.runner.graphs.warm_up(progress)
-        self.runner.compile_layers(progress)
+        self._capture(progress)
         if (chooser := self.scheduler.chooser) is not None and chooser.ahead:
             progress("warming up: comparing vision beside a forward with vision alone", 1.0)
             if fault := self.runner.ahead_fault():
@@ -265,6 +263,12 @@ class Engine:
         self.measure_ticks()
         self.warm_up_s = time.perf_counter() - started
         _log.info("warmed up in %.1f s", self.warm_up_s)
+
+    def _capture(self, progress: Progress = no_progress) -> None:
+        self.runner.graphs.warm_up(progress)
+        self.runner.compile_layers(progress)
+        if self.settings.chooses:
+            self.drafter.free_rows = self.runner.forwards.sizes.free_rows
 
     def measure_ticks(self) -> None:
         """In mode auto, measures every kind of tick that a pace may need, on black images whose answers are discarded.

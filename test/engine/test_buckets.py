@@ -124,6 +124,12 @@ def test_sizes_are_those_that_no_larger_one_is_as_fast_as() -> None:
     ]  # fmt: skip
 
 
+def test_rows_are_free_up_to_the_first_size_that_takes_longer() -> None:
+    assert buckets.free_rows({64: 1.0, 80: 1.05, 96: 1.2, 112: 1.0}) == 80
+    assert buckets.free_rows({64: 1.0, 80: 1.0}) == 80
+    assert buckets.free_rows({}) == 0
+
+
 def test_on_a_gpu_the_products_of_each_size_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a device of 128 rows to a tile; a CPU is not asked."""
     timed: list[int] = []
@@ -139,7 +145,7 @@ def test_on_a_gpu_the_products_of_each_size_are_timed(monkeypatch: pytest.Monkey
     )
     plain = sizes(EngineSettings("specpipe", prefill_chunks=2, draft=DraftSettings(nodes=16)))
     known = plain.measured_on(decoder)
-    assert timed == list(range(80, 257, 16)) and known.measured == (128, 256)
+    assert timed == list(range(64, 257, 16)) and (known.measured, known.free_rows) == ((128, 256), 128)
     decoder.device = torch.device("cpu")
     assert plain.measured_on(decoder) is plain
 

@@ -60,6 +60,29 @@ def rest(engine: Engine) -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.parametrize("free", [4, 12, 16])
+def test_the_trees_of_several_robots_share_the_rows_that_are_free(
+    policy: OpenVLATarget, plain: dict[int, tuple[int, ...]], free: int
+) -> None:
+    """One tree alone has all its nodes, and the least tree is a root with a draft; strict stays lossless."""
+    engine = made(policy, "auto")
+    engine.drafter.free_rows = free
+    outcomes: list[Outcome] = []
+    rows: dict[int, int] = Counter()
+    for stamp in range(1, 13):
+        for robot in ROBOTS[: 1 + stamp % 3]:
+            outcomes += engine.submit(frame(robot, stamp, stamp % 8))
+        while engine.busy:
+            outcomes += engine.tick()
+            work = engine.last_work
+            rows[work.trees] = max(rows[work.trees], work.nodes if not work.prompts else 0)
+    actions = [each for each in outcomes if isinstance(each, Action)]
+    assert len(actions) > 12
+    assert all(each.tokens == plain[each.observation.stamp_ns % 8] for each in actions)
+    assert rows[1] > 4
+    assert 0 < rows[2] <= max(free, 4) and 0 < rows[3] <= max(free, 6)
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["frame", "back"]), st.sampled_from(ROBOTS), st.integers(0, 7)),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specvla_ros.speculation.settings import DraftSettings
 
 drafter = DRAFTERS.register
+_FEWEST_NODES = 2  # of a tree: its root and a draft
 _log = logging.getLogger(__name__)
 
 
@@ -267,12 +268,16 @@ def make_drafters(context: DraftContext, *, wanted: bool, needed: bool) -> tuple
 
 
 class Drafters:
-    """Grows the tree for a request's next forward with all drafters, possibly none."""
+    """Grows the tree for a request's next forward with all drafters, possibly none.
+
+    Attributes:
+        free_rows: rows of a forward that the trees of several requests share; 0: each may have `draft.nodes`.
+    """
 
     def __init__(self, context: DraftContext, by_name: dict[str, Drafter]) -> None:
         import torch
 
-        self.by_name, self._nodes = by_name, context.settings.nodes
+        self.by_name, self._nodes, self.free_rows = by_name, context.settings.nodes, 0
         self._device = context.target.decoder.device
         # Where a prompt's forward verifies no draft.
         self._prompt_end = Tree.from_root(torch.zeros(1, dtype=torch.int64, device=self._device))
@@ -287,8 +292,8 @@ class Drafters:
         return sum((drafter.work for drafter in self.by_name.values()), start=DraftWork())
 
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
-        """Drafts one tree per request, with at most `draft.nodes` nodes."""
-        left = [self._nodes] * len(inputs)
+        """Drafts one tree per request, with at most `draft.nodes` nodes, and if several grow, in the free rows."""
+        left = [self._most_nodes(sum(each.max_depth > 0 for each in inputs))] * len(inputs)
         drafts: list[list[Tree | Branches]] = [[] for _ in inputs]
         for i, drafter in enumerate(self.by_name.values(), start=1):
             drafted = drafter.draft(inputs, left, last=i == len(self.by_name))
@@ -298,6 +303,11 @@ class Drafters:
         return self._joined(
             [Tree.from_root(request.root) for request in inputs], drafts, lambda i: inputs[i].root_token
         )
+
+    def _most_nodes(self, trees: int) -> int:
+        if trees < 2 or not self.free_rows:
+            return self._nodes
+        return min(self._nodes, max(_FEWEST_NODES, self.free_rows // trees))
 
     def draft_prompt(self, prompt: DraftPrompt) -> Tree:
         """Drafts the tree to be verified by a prompt's own forward, below the prompt's last row."""
