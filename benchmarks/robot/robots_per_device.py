@@ -10,28 +10,27 @@ that the policy saw while acting alone; the answers here move nothing.
 
 packed: one engine with a request of each robot in flight. in turns: the same engine takes the next robot's image when
 the previous one is answered, like a server that schedules whole requests. an engine each: their ticks alternate on the
-device.
+device. Mode auto on an emulated device has its ticks' times, and the rows that are free on it for trees.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_devices, of_weights, result_head
 from benchmarks.results_page import RESULTS
-from benchmarks.saturated import make_engine
 from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros.lab.bundled.policies import find_policy, nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.planning.stage_times import read_stage_times
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
@@ -42,11 +41,12 @@ from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 DEVICES = ("orin", "rtx5090")
 CPU = "this CPU"
-SECONDS = {"orin": 60.0, "rtx5090": 20.0, CPU: 10.0}  # by the device's clock
+SECONDS = {"orin": 60.0, "rtx5090": 20.0, CPU: 5.0}  # by the device's clock
+LONG = "digits"  # a policy with long answers and large trees
 PACKED, TURNS, EACH = "packed", "in turns", "an engine each"
 SHARING = (PACKED, TURNS, EACH)
 PERIOD_S = 0.1
-_NODES = 16
+NANO_DRAFTS = adjusted(DraftSettings(nodes=16), temporal=True)
 _FRAMES = 400
 _APART = 37  # images between the starts of two robots
 _NS = 1e-9
@@ -147,13 +147,33 @@ def serve(
     return fleet.figures(seconds / 5, seconds)
 
 
-def _row(
-    policy: Target, frames: Sequence[Observation], mode: str, sharing: str, robots: int, spent: Any, s: float
-) -> Any:
-    count, streams = (robots, 1) if sharing == EACH else (1, robots)
-    settings = EngineSettings(mode, streams=streams, draft=adjusted(DraftSettings(nodes=_NODES), temporal=True))
-    engines = [make_engine(policy, settings) for _ in range(count)]
-    return {"robots": robots, **serve(Fleet(robots, frames), engines, sharing, s, spent)}
+@dataclass(frozen=True)
+class Served:
+    """A policy whose robots are served, how it drafts, and what it saw while acting alone."""
+
+    policy: Target
+    settings: EngineSettings
+    frames: Sequence[Observation]
+
+    def row(self, mode: str, sharing: str, robots: int, device: str, share: float) -> dict[str, float]:
+        """Serves a fleet for a share of the device's time, and returns its figures."""
+        stages = None if device == CPU else read_stage_times(device)
+        count, streams = (robots, 1) if sharing == EACH else (1, robots)
+        engines = [Engine(self.policy, replace(self.settings, mode=mode, streams=streams)) for _ in range(count)]
+        for engine in engines:
+            if stages is not None:
+                engine.tick_time = lambda work, _: stages.tick_s(work)
+            engine.warm_up()
+            if stages is not None and engine.settings.chooses:
+                engine.drafter.free_rows = stages.free_rows
+        seconds = share * SECONDS[device]
+        figures = serve(Fleet(robots, self.frames), engines, sharing, seconds, engines[0].tick_time)
+        return {"robots": robots, **figures}
+
+
+def _served(directory: Path, settings: EngineSettings, most: int) -> Served:
+    policy = load_target(directory, device="cpu")
+    return Served(policy, settings, list(islice(simulation_source(policy, FRAMES_FIRST_SEED), most)))
 
 
 def main(
@@ -163,19 +183,21 @@ def main(
     out: Out = RESULTS / "robots_per_device.json",
 ) -> None:
     """Serves fleets of several sizes in all ways."""
-    policy = load_target(nano_policy(), device="cpu")
     counts = [int(each) for each in robots.split(",")]
-    watched = ceil(share * max(SECONDS.values()) / ACTION_DT_S) + _APART * (max(counts) - 1)
-    frames = list(islice(simulation_source(policy, FRAMES_FIRST_SEED), min(_FRAMES, watched)))
+    watched = min(_FRAMES, ceil(share * max(SECONDS.values()) / ACTION_DT_S) + _APART * (max(counts) - 1))
+    nano = _served(nano_policy(), EngineSettings(draft=NANO_DRAFTS), watched)
+    directory, decoding = find_policy(Path(LONG))
+    long = _served(directory, engine_settings_from(params_file=decoding), watched)
+    ways = [("", nano, mode, sharing) for mode in ("ar", "spec") for sharing in SHARING] + [("", nano, "auto", PACKED)]
+    ways += [(f"{LONG}: ", long, mode, PACKED) for mode in ("ar", "spec", "auto")]
     devices: dict[str, Any] = {}
     for device in (*DEVICES, CPU):
-        stages = None if device == CPU else read_stage_times(device)
-        spent = (lambda _, here_s: here_s) if stages is None else (lambda work, _, of=stages: of.tick_s(work))
-        row = partial(_row, policy, frames, spent=spent, s=share * SECONDS[device])
-        ways = [(mode, sharing) for mode in ("ar", "spec") for sharing in SHARING]
-        rows = {f"{mode}, {sharing}": [row(mode, sharing, n) for n in counts] for mode, sharing in ways}
-        devices[device] = {"name": stages.name if stages else device, "measured": stages is None, "rows": rows}
-        print(device, {way: [round(each["age_p95_s"], 3) for each in found] for way, found in rows.items()}, flush=True)
+        rows: dict[str, list[dict[str, float]]] = {}
+        for name, served, mode, sharing in ways:
+            found = rows[f"{name}{mode}, {sharing}"] = [served.row(mode, sharing, n, device, share) for n in counts]
+            print(device, name, mode, sharing, [round(each["age_p95_s"], 3) for each in found], flush=True)
+        title = device if device == CPU else read_stage_times(device).name
+        devices[device] = {"name": title, "measured": device == CPU, "rows": rows}
     result = result_head(context) | of_weights(nano_policy()) | of_devices(DEVICES)
     finish(result | {"period_s": PERIOD_S, "seconds": SECONDS, "devices": devices}, out)
 

@@ -15,6 +15,7 @@ from specvla_ros.lab.planning.cost import (
     draft_prompt_parts,
     forward_parts,
     model_cost,
+    ridge_rows,
     vision_part,
 )
 from specvla_ros.lab.planning.device import Device, Software, read_device
@@ -53,6 +54,11 @@ class StageTimes:
     def tick_s(self, work: "TickWork") -> float:
         image_s = work.images * self._reached_s(vision_part(self.model, self.device.value_bytes))
         return image_s + self._forward_s(self._forward(work)) + self._drafting_s(work)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows of a forward up to which one more is free."""
+        return int(ridge_rows(self.model, self.device, self.weights, self.device.efficiency))
 
     def as_json(self) -> dict[str, Any]:
         """Name, source and efficiency, and the times of the single stages in seconds."""
