@@ -15,6 +15,7 @@ def _age(result: Result) -> Result:
     rows, modes = result["rows"], list(result["rows"][0]["modes"])
     formats = dict.fromkeys(row["weights"] for row in rows)
     beyond = [row for row in rows if row["over_best"]["low"] > 0]
+    undrafted = [row["undrafted_over_plain"]["share"] for row in (*rows, *result["captured"])]
     return {
         "formats": [
             {"weights": name, "cells": _ages([row for row in rows if row["weights"] == name], modes)}
@@ -27,6 +28,8 @@ def _age(result: Result) -> Result:
         "captured_cells": _ages(result["captured"], modes),
         "turned": _turned([row for row in rows if row["weights"] == "none"], result["captured"]),
         **_ahead([*rows, *result["captured"]]),
+        "undrafted_least": min(undrafted),
+        "undrafted_most": max(undrafted),
         "beside": _beside(result["beside"]),
     }
 

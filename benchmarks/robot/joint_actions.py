@@ -8,7 +8,6 @@ own drafters, lossless. The tool's motion is sent as poses, that of the joints a
 """
 
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +38,7 @@ def main(
     rows, before = {}, None
     for name in policies.split(","):
         policy, decoding = find_policy(Path(name))
-        engine = replace(engine_settings_from(params_file=decoding), mode="auto")
+        engine = engine_settings_from(params_file=decoding)
         settings = SimulateSettings(policy, follow=Follow.GUARDED.value, engine=engine)
         into = work / f"{name}-{weights_digest(policy)[:8]}"
         summary = simulate(settings, plan, into, partial(show_progress, name))

@@ -42,7 +42,7 @@ from specvla_ros.speculation.settings import DraftSettings, adjusted
 DEVICES = ("orin", "rtx5090")
 CPU = "this CPU"
 SECONDS = {"orin": 60.0, "rtx5090": 20.0, CPU: 5.0}  # by the device's clock
-LONG = "digits"  # a policy with long answers and large trees
+LONG, LONGER = "digits", 4  # a policy with long answers and large trees, and how much longer it is served
 PACKED, TURNS, EACH = "packed", "in turns", "an engine each"
 SHARING = (PACKED, TURNS, EACH)
 PERIOD_S = 0.1
@@ -154,6 +154,7 @@ class Served:
     policy: Target
     settings: EngineSettings
     frames: Sequence[Observation]
+    longer: int = 1  # factor of the device's time
 
     def row(self, mode: str, sharing: str, robots: int, device: str, share: float) -> dict[str, float]:
         """Serves a fleet for a share of the device's time, and returns its figures."""
@@ -166,14 +167,14 @@ class Served:
             engine.warm_up()
             if stages is not None and engine.settings.chooses:
                 engine.drafter.free_rows = stages.free_rows
-        seconds = share * SECONDS[device]
+        seconds = share * self.longer * SECONDS[device]
         figures = serve(Fleet(robots, self.frames), engines, sharing, seconds, engines[0].tick_time)
         return {"robots": robots, **figures}
 
 
-def _served(directory: Path, settings: EngineSettings, most: int) -> Served:
+def _served(directory: Path, settings: EngineSettings, most: int, longer: int = 1) -> Served:
     policy = load_target(directory, device="cpu")
-    return Served(policy, settings, list(islice(simulation_source(policy, FRAMES_FIRST_SEED), most)))
+    return Served(policy, settings, list(islice(simulation_source(policy, FRAMES_FIRST_SEED), most)), longer)
 
 
 def main(
@@ -187,9 +188,9 @@ def main(
     watched = min(_FRAMES, ceil(share * max(SECONDS.values()) / ACTION_DT_S) + _APART * (max(counts) - 1))
     nano = _served(nano_policy(), EngineSettings(draft=NANO_DRAFTS), watched)
     directory, decoding = find_policy(Path(LONG))
-    long = _served(directory, engine_settings_from(params_file=decoding), watched)
+    long = _served(directory, engine_settings_from(params_file=decoding), watched, LONGER)
     ways = [("", nano, mode, sharing) for mode in ("ar", "spec") for sharing in SHARING] + [("", nano, "auto", PACKED)]
-    ways += [(f"{LONG}: ", long, mode, PACKED) for mode in ("ar", "spec", "auto")]
+    ways += [(f"{LONG}: ", long, mode, PACKED) for mode in ("spec", "auto")]
     devices: dict[str, Any] = {}
     for device in (*DEVICES, CPU):
         rows: dict[str, list[dict[str, float]]] = {}

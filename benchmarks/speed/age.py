@@ -39,7 +39,8 @@ from specvla_ros.speculation.settings import DraftSettings
 
 DEVICES = ("orin", "thor", "rtx5090", "h100")
 FORMATS = (WeightFormat.NONE, WeightFormat.W8A8)
-AUTO, ALONE, AHEAD = "auto", "spec", "ahead"
+PLAIN, ALONE, AUTO = "ar", "spec", "auto"
+AHEAD, UNDRAFTED = "ahead", "undrafted"
 _ACTIONS = {"digits-2": 2, "digits": 8}  # actions per answer of the policies whose first ones are out early
 _WINDOWS = 50  # windows per run, for confidence intervals
 _NODES = 16  # of the tree beside which vision is timed
@@ -87,15 +88,16 @@ def recorded() -> list[Answers]:
 
 
 def modes_of(answers: Answers) -> dict[str, Mode]:
-    """Returns the fixed modes, `auto`, and `auto` where images may be processed beside a forward."""
+    """Returns the fixed modes, `auto`, and `auto` where images may be beside a forward, and without drafts."""
     nodes = answers.nodes
     return {
-        "ar": Mode("ar", "ar"),
+        PLAIN: Mode("ar", "ar"),
         ALONE: Mode("spec", "spec", nodes, at_prompt=True),
         "pipeline": Mode("pipeline", "pipeline", chunks=2),
         "specpipe": Mode("specpipe", "specpipe", nodes, chunks=2, at_prompt=True),
         AUTO: Mode("auto", "auto", nodes, max_in_flight=0, at_prompt=True),
         AHEAD: Mode("auto", "auto", nodes, max_in_flight=0, at_prompt=True, ahead=True),
+        UNDRAFTED: Mode("auto", "auto", max_in_flight=0),
     }
 
 
@@ -153,7 +155,7 @@ def _row(
         first = _figures(
             _drive(modes_of(answers)[AUTO], answers, fresh, stale, frames, seconds, answers.first), seconds
         )
-    ahead = found.pop(AHEAD)
+    ahead, undrafted = found.pop(AHEAD), found.pop(UNDRAFTED)
     fixed = {each: figures for each, figures in found.items() if each != AUTO}
     best = min(fixed, key=lambda each: float(fixed[each]["age_s"]))
     return {
@@ -164,11 +166,13 @@ def _row(
         "modes": found,
         "first_action": first,
         "ahead": ahead,
+        "undrafted": undrafted,
         "best": best,
         "over_best": _over(found[AUTO], found[best]),
         "over_spec": _over(found[AUTO], found[ALONE]),
         "ahead_over_auto": _over(ahead, found[AUTO]),
         "ahead_over_spec": _over(ahead, found[ALONE]),
+        "undrafted_over_plain": _over(undrafted, found[PLAIN]),
     }
 
 
