@@ -35,7 +35,7 @@ def _age(result: Result) -> Result:
 
 
 def _ahead(rows: Sequence[Result]) -> Result:
-    """What images beside a forward change in mode auto, and the number of cells in which it is not noise."""
+    """The range of changes by images beside a forward in mode auto, and the number of cells beyond noise."""
     shares = [row["ahead_over_auto"]["share"] for row in rows]
     younger = [row for row in rows if row["ahead_over_auto"]["high"] < 0]
     return {

@@ -116,7 +116,9 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: OpenVLATarge
         @precondition(lambda self: self.engine.scheduler.chooser is not None)
         @rule(pace=any_pace)
         def choose(self, pace: Pace) -> None:
-            self.pinned.enter_context(self.engine.scheduler.chooser.pinned(pace))
+            chooser = self.engine.scheduler.chooser
+            assert chooser is not None
+            self.pinned.enter_context(chooser.pinned(pace))
 
         @rule()
         def switch_to_what_cannot_be(self) -> None:
