@@ -33,6 +33,7 @@ from specvla_ros.engine.cuda_graphs import (
     memory_warning,
 )
 from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.pictures import pictures_of
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import NOTHING_ALONG, Along
@@ -137,7 +138,9 @@ class Runner:
         black = blank.of_cameras(self._target.cameras)
         images = {name: _noise(black[name], seed) for seed, name in enumerate(black)}
         seen = replace(blank, images=images)
-        embed = partial(self._target.prompt_embeddings, seen, self._target.prompt_layout(seen).ids, self.vision)
+        pictures, ids = pictures_of(self._target, seen), self._target.prompt_layout(seen).ids
+        prepared = (pictures.pixels(),) if pictures is not None else ()
+        embed = partial(self._target.prompt_embeddings, seen, ids, self.vision, *prepared)
         trees = max(bucket for bucket in sizes.buckets() if bucket.longest <= sizes.nodes)
         segments = check_segments(trees, sizes, self._target.decoder, self._cache)
         randomize(self._cache.keys, self._cache.values)
