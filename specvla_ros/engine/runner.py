@@ -202,7 +202,8 @@ class Graphs:
         captures = Captures(
             capture, lambda what: progress(f"warming up: {captures.count} CUDA graphs captured, now {what}", 1.0)
         )
-        for captures.capture, parts in zip((capture, own), self._groups, strict=True):
+        for how, parts in zip((capture, own), self._groups, strict=True):
+            captures.capture = how
             for each in parts:
                 with captures.group(type(each).__name__.lower()):
                     each.capture(captures)
