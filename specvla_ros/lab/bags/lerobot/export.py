@@ -29,7 +29,7 @@ from specvla_ros.lab.bags.frames import (
 from specvla_ros.lab.bags.lerobot.episode import STAMP_KEY
 from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
 from specvla_ros.lab.bags.lerobot.writer import Frame, Layout, LeRobotWriter, Numbers
-from specvla_ros.lab.bags.policy_answers import Answer, answers_in
+from specvla_ros.lab.bags.message_types import VLA_ACTION
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.messages.image_message import stamp_ns
 
@@ -38,6 +38,7 @@ POLICY_ACTION, POLICY_LATENCY = "policy.action", "policy.latency_s"  # LeRobot t
 _GENERIC = ("image_raw", "image_rect", "image", "compressed", "color", "rgb")  # parts of a topic that name no camera
 _UNEVEN = 0.5  # of a period: maximum difference between two images' distance and 1 / fps
 _SHOWN_BAGS = 5
+_ANSWERS = (VLA_ACTION, VLA_ACTION.replace("specvla_ros/", "specvla_msgs/"))  # types, today's and that of old bags
 
 
 @dataclass
@@ -55,6 +56,15 @@ class ExportResult:
 
 
 @dataclass(frozen=True)
+class _Answer:
+    """The first action of an answer."""
+
+    names: tuple[str, ...]
+    values: tuple[float, ...]  # in the units of the message, one per name
+    latency_s: float  # image stamp to publication
+
+
+@dataclass(frozen=True)
 class _Survey:
     """A bag's content, without its images."""
 
@@ -64,7 +74,7 @@ class _Survey:
     sizes: Mapping[str, tuple[int, int]]  # height and width of the first frame's images, by feature
     state_names: tuple[str, ...]
     action_dims: int  # 0: no recorded actions
-    answers: Mapping[int, Answer]  # the policy's, by stamp
+    answers: Mapping[int, _Answer]  # the policy's, by stamp
     unread: tuple[str, ...]  # topics of cameras that are not exported
 
     def same(self) -> dict[str, Any]:
@@ -152,14 +162,33 @@ def _survey(path: Path, choice: TopicChoice, answers: Path | None, result: Expor
         )
 
 
-def _answers(bag: Bag, other: Path | None) -> Mapping[int, Answer]:
+def _answers(bag: Bag, other: Path | None) -> Mapping[int, _Answer]:
     if other is None:
-        return answers_in(bag)
+        return _answers_in(bag)
     with open_bag(other) as replayed:
-        return answers_in(replayed)
+        return _answers_in(replayed)
 
 
-def _unusable(frame: BagFrame, has_actions: bool, answers: Mapping[int, Answer], stamp: int) -> str:
+def _answers_in(bag: Bag) -> Mapping[int, _Answer]:
+    """Answers by image stamp, ns; of an answer in several messages the last. Empty if the bag holds none.
+
+    Raises UserError if several topics hold answers, or an answer has another number of values than names.
+    """
+    topics = [topic.name for topic in bag.topics if topic.msgtype in _ANSWERS]
+    if len(topics) > 1:
+        raise UserError(f"bag {bag.path} holds answers on several topics, {', '.join(topics)}: record one policy's")
+    found = {}
+    for each in bag.messages(topics) if topics else ():
+        message = each.message()
+        names = tuple(message.names)
+        values = tuple(float(value) for value in message.values[: len(names)])
+        if not names or len(values) < len(names):
+            raise UserError(f"bag {bag.path}: an answer has {len(values)} values for {len(names)} names")
+        found[stamp_ns(message.header)] = _Answer(names, values, float(message.latency_s))
+    return found
+
+
+def _unusable(frame: BagFrame, has_actions: bool, answers: Mapping[int, _Answer], stamp: int) -> str:
     """The reason why an image cannot become a frame; empty if it can."""
     if frame.missing:
         return re.sub(r", the nearest is .* away", "", frame.missing)  # one reason, not one per image
@@ -271,7 +300,7 @@ def _frames(survey: _Survey, plan: ExportPlan, result: ExportResult) -> Iterator
             yield Frame(images, _numbers(survey, frame, stamp, answer), frame.instruction)
 
 
-def _numbers(survey: _Survey, frame: BagFrame, stamp: int, answer: Answer | None) -> dict[str, Any]:
+def _numbers(survey: _Survey, frame: BagFrame, stamp: int, answer: _Answer | None) -> dict[str, Any]:
     numbers: dict[str, Any] = {STAMP_KEY: [stamp]}
     if frame.state is not None:
         numbers[STATE] = frame.state
