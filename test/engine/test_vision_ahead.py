@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import Kind, Pace
+from specvla_ros.engine.runner import Forwards
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.vision import SideStream
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.settings import DraftSettings
 
 AUTO = EngineSettings("auto", draft=DraftSettings(nodes=8, top_k=3, depth=3))
@@ -127,6 +130,75 @@ def test_a_frame_flushed_while_its_image_is_processed_leaves_nothing_behind(poli
         right = Engine(policy, EngineSettings("ar")).act(frame(3))
         action = engine.act(frame(3))
         assert isinstance(action, Action) and isinstance(right, Action) and action.tokens == right.tokens
+
+
+def test_images_wait_for_no_forward_and_their_prompt_waits_for_them(
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the streams of a GPU that is not there; all else runs here."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("side", order))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(order))
+    monkeypatch.setattr(torch.cuda, "stream", Stream.entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.current[-1])
+    embed, run = OpenVLATarget.prompt_embeddings, Forwards.__call__
+
+    def embeddings(*arguments: object) -> torch.Tensor:
+        order.append(f"images on {Stream.current[-1].name}")
+        return embed(*arguments)  # type: ignore[arg-type]
+
+    def forward(*arguments: object) -> ForwardResult:
+        order.append(f"forward on {Stream.current[-1].name}")
+        return run(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Stream, "current", [Stream("main", order)])
+    monkeypatch.setattr(OpenVLATarget, "prompt_embeddings", embeddings)
+    monkeypatch.setattr(Forwards, "__call__", forward)
+    with ahead(policy) as engine:
+        engine.runner.side = SideStream(torch.device("cuda"))
+        ticks = []
+        for stamp in (1, 2, 0):
+            if stamp:
+                engine.submit(frame(stamp))
+            order.clear()
+            engine.tick()
+            ticks.append([*order])
+    assert ticks == [
+        ["main waits for side", "images on main", "forward on main"],
+        ["mark on main", "forward on main", "side waits for the mark", "images on side"],
+        ["main waits for side", "forward on main"],
+    ]
+
+
+class Stream:
+    """Writes down what it waits for."""
+
+    current: ClassVar[list["Stream"]] = []
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        self.name, self._order = name, order
+
+    def wait_event(self, _: "Event") -> None:
+        self._order.append(f"{self.name} waits for the mark")
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._order.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        Stream.current.append(self)
+        yield
+        Stream.current.pop()
+
+
+class Event:
+    """The mark that the images wait for."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+
+    def record(self, stream: Stream) -> None:
+        self._order.append(f"mark on {stream.name}")
 
 
 def test_a_cpu_has_nothing_to_process_images_beside(policy: OpenVLATarget) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.harness import Out, finish, kept_before, result_head
 from benchmarks.random_policy import PROMPT, SIZES, TOKENS, RandomPolicy, Size, frame, random_codec
 from benchmarks.results_page import RESULTS
-from specvla_ros.engine import cuda_graphs, runner
+from specvla_ros.engine import cuda_graphs, runner, vision
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
@@ -196,6 +196,7 @@ def device(shape: DecoderShape = SIZES["7b"].llama) -> Iterator[Launches]:
             (runner, "capture_on", capture_on),
             (runner, "check_forward", nothing),
             (runner, "check_rows", nothing),
+            (vision, "check_rows", nothing),
             (runner, "randomize", nothing),
             (cuda_graphs.ForwardSizes, "measured_on", lambda sizes, _: sizes),
             (eagle, "randomize", nothing),

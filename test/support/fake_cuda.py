@@ -10,7 +10,7 @@ An operator that is no view is counted as one launch, so as torch's fused operat
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +130,10 @@ def _patches(launches: Launches, read_back: Callable[[tuple[int, ...]], list[Any
         yield patch.object(torch, name, _without_pinning(getattr(torch, name)))
     yield patch.object(torch.cuda, "get_device_properties", lambda _=None: SimpleNamespace(multi_processor_count=_SMS))
     yield patch.object(torch.cuda, "Event", _Event)
+    yield patch.object(torch.cuda, "Stream", _Stream)
+    yield patch.object(torch.cuda, "current_stream", _Stream)
+    yield patch.object(torch.cuda, "stream", lambda _: nullcontext())
+    yield patch.object(Tensor, "record_stream", lambda *_: None)
     yield patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
     # In inference mode operators arrive whole that are made of others.
     yield patch.object(torch.inference_mode, "__enter__", _enter)
@@ -178,6 +182,17 @@ class _Event:
 
     def elapsed_time(self, _: "_Event") -> float:
         return 1.0
+
+
+class _Stream:
+    def __init__(self, _: Any = None) -> None:
+        pass
+
+    def wait_event(self, _: _Event) -> None:
+        pass
+
+    def wait_stream(self, _: "_Stream") -> None:
+        pass
 
 
 def _without_pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
