@@ -169,19 +169,6 @@ def read_checkpoint_json(path: Path) -> Fields:
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
 
 
-def read_image_config(directory: Path) -> Fields:
-    """Reads the image settings of processor_config.json, as transformers 5 saves it, else of the older file.
-
-    Raises UserError if neither file has them.
-    """
-    nested = directory / "processor_config.json"
-    if nested.exists():
-        given = read_checkpoint_json(nested)
-        if given.raw.get("image_processor") is not None:
-            return given.inner("image_processor")
-    return read_checkpoint_json(directory / "preprocessor_config.json")
-
-
 def check_not_quantised(raw: Fields) -> None:
     """Refuses a config.json that declares quantised weights."""
     for name in ("quantization_config", "compression_config"):

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import read_image_config
+from specvla_ros.models.image_config import read_image_config
 from specvla_ros.settings.json_file import Fields, is_number
 
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")

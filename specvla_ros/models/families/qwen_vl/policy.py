@@ -19,8 +19,9 @@ from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
-from specvla_ros.models.config import MAX_WIDTH, read_checkpoint_json, read_image_config
+from specvla_ros.models.config import MAX_WIDTH, read_checkpoint_json
 from specvla_ros.models.generation import GreedyRules
+from specvla_ros.models.image_config import read_image_config
 from specvla_ros.settings.json_file import Fields
 
 _COLOURS = "three numbers"
