@@ -145,11 +145,12 @@ class Chooser:
         self._pinned = False
 
     def every_kind(self) -> list[Pace]:
-        """Paces that together cover every kind of tick, for measuring a device."""
+        """Paces that together cover every kind of tick, for measuring a device; those that seldom pay come last."""
         drafts = (True, False) if self._can_draft else (False,)
         found = [Pace(drafts=each) for each in drafts]
         if self._most > 1:
-            found += [Pace(self._most, math.inf, *each) for each in product(self._spreads, drafts, self._sides)]
+            ways = product(self._sides, drafts, self._spreads)
+            found += [Pace(self._most, math.inf, spread, each, ahead) for ahead, each, spread in ways]
         return found
 
     @property

@@ -28,7 +28,7 @@ from specvla_ros.models.target import Decoder, ForwardResult, Target
 
 _STEP = 16  # rows of the smallest tile of a matrix product
 _AS_FAST = 0.99
-_FREE = 1.1  # as planning's ridge
+FREE = 1.1  # rows are free while a product takes at most so many times what it takes with the fewest
 _TILE_WIDTH = 6  # numbers per tile in AttentionPlan
 _CHAIN_WIDTH = 4  # numbers in a Chain's ends
 _COLUMNS = 5  # columns of HostInputs besides the positions
@@ -153,10 +153,10 @@ def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 
 def free_rows(seconds: Mapping[int, float]) -> int:
-    """The number of rows up to which every size takes at most a tenth longer than the smallest; 0 without any."""
+    """The number of rows up to which every size is free beside the smallest; 0 without any."""
     free = 0
     for rows in sorted(seconds):
-        if seconds[rows] > _FREE * seconds[min(seconds)]:
+        if seconds[rows] > FREE * seconds[min(seconds)]:
             break
         free = rows
     return free

@@ -117,6 +117,7 @@ class Scheduler:
             if replaced is not None:
                 self._end_early(replaced, batch)
         batch.shares += [ScheduledRequest.next_share(request) for request in self.requests]
+        # Where images were processed ahead of a prompt, older answers may have ended since.
         for request in (share.request for share in batch.shares if share.prompt_rows and not share.request.prefix_len):
             request.others = sum(each is not request for each in self._of(request.observation.stream))
         return batch

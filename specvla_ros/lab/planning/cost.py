@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from specvla_ros.engine.cuda_graphs import FREE
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency
 from specvla_ros.models.config import DecoderShape, VisionTowerConfig, check_directory, read_checkpoint_json
@@ -297,8 +298,6 @@ def roofline_seconds(parts: Sequence[Part], device: Device, efficiency: Efficien
     Parts beside them overlap as far as bandwidth and arithmetic allow: a bound, since they share more than these. The
     time that layers cost whatever they compute does not overlap.
     """
-    if not any(part.beside for part in parts):
-        return sum(part.seconds(device, efficiency) for part in parts)
     known = [part for part in parts if part.rows]
     groups = [[part.work_s(device, efficiency) for part in known if part.beside == beside] for beside in (False, True)]
     each_alone_s = [sum(map(max, group)) for group in groups]
@@ -326,7 +325,7 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficien
             size = math.ceil(rows)
             rows = max(1.0, size * reading_s / computing_s(size))
         return rows
-    free_s = 1.1 * max(reading_s, computing_s(1))
+    free_s = FREE * max(reading_s, computing_s(1))
     rows = 1.0
     for size in sorted({size for size in device.tflops_by_rows if size > 1} | {_MAX_ROWS}):
         crossing = size * free_s / computing_s(size)
