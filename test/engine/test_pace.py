@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
 from support.nightly import examples, nightly_but
+from support.pipelines import PACES
 
 from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.chooser import Chooser, TickTimes
@@ -256,14 +257,6 @@ def learnt(draw: st.DrawFn) -> Answers:
 
 
 TIMES = st.builds(Costs, st.floats(0.1, 50), st.floats(0, 50), st.floats(0.1, 200), st.floats(0, 20))
-PACES = st.builds(
-    Pace,
-    in_flight=st.integers(1, 3),
-    left=st.sampled_from([1.0, 2.0, 5.0, math.inf]),
-    spread=st.sampled_from([1, 2, 4]),
-    drafts=st.booleans(),
-    ahead=st.booleans(),
-)
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.draft_heads import policy_with_random_head
+from support.pipelines import fed
 
 from specvla_ros.engine import engine as engines
 from specvla_ros.engine import kv_cache as slot_ring
@@ -34,17 +35,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
 def frame(stamp_ns: int) -> Observation:
     image = np.random.default_rng(stamp_ns).integers(0, 256, (48, 64, 3), dtype=np.uint8)
     return Observation(image, "put carrot on plate", stamp_ns)
-
-
-def fed(engine: Engine, frames: list[Observation]) -> list[Outcome]:
-    """Every frame as soon as there is room, until all have ended."""
-    ended: list[Outcome] = []
-    left = list(frames)
-    while left or engine.busy:
-        if left and engine.has_room:
-            ended += engine.submit(left.pop(0))
-        ended += engine.tick()
-    return ended
 
 
 @pytest.mark.parametrize("chosen", PIPELINED, ids=str)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any sequence of frames, ticks, epochs, faults and switches: no slot leaks, every frame ends once and rightly."""
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -18,7 +17,7 @@ from hypothesis.stateful import (
 )
 from support.draft_heads import policy_with_random_head
 from support.nightly import examples
-from support.pipelines import failing_tick, frame, plain_tokens, poisoned
+from support.pipelines import PACES, failing_tick, frame, plain_tokens, poisoned
 
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import Pace
@@ -35,14 +34,6 @@ any_settings = st.builds(
     prefill_chunks=st.integers(1, 3),
     in_order=st.booleans(),
     draft=st.just(TREE),
-)
-any_pace = st.builds(
-    Pace,
-    in_flight=st.integers(1, 3),
-    left=st.sampled_from([1.0, 3.0, math.inf]),
-    spread=st.sampled_from([1, 2, 4]),
-    drafts=st.booleans(),
-    ahead=st.booleans(),
 )
 
 
@@ -114,7 +105,7 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: OpenVLATarge
             assert self.engine.settings.mode == chosen.mode
 
         @precondition(lambda self: self.engine.scheduler.chooser is not None)
-        @rule(pace=any_pace)
+        @rule(pace=PACES)
         def choose(self, pace: Pace) -> None:
             chooser = self.engine.scheduler.chooser
             assert chooser is not None

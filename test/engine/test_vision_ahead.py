@@ -16,10 +16,11 @@ import torch
 from support.captures import capture_with
 from support.checkpoints import load_openvla
 from support.draft_heads import policy_with_random_head, write_random_head
+from support.pipelines import fed
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.pace import Kind, Pace
 from specvla_ros.engine.runner import Forwards
 from specvla_ros.engine.settings import EngineSettings
@@ -53,17 +54,8 @@ def ahead(policy: OpenVLATarget, *, warm: bool = False, pace: Pace = AHEAD) -> I
         yield engine
 
 
-def fed(engine: Engine, frames: int) -> list[Outcome]:
-    """Every frame as soon as there is room, until all have ended."""
-    ended: list[Outcome] = []
-    stamps = iter(range(1, frames + 1))
-    left = frames
-    while left or engine.busy:
-        if left and engine.has_room:
-            ended += engine.submit(frame(next(stamps)))
-            left -= 1
-        ended += engine.tick()
-    return ended
+def frames(number: int) -> list[Observation]:
+    return [frame(stamp) for stamp in range(1, number + 1)]
 
 
 def test_the_first_image_waits_for_no_other_and_later_ones_have_a_tick_before_their_prompt(
@@ -84,7 +76,7 @@ def test_the_first_image_waits_for_no_other_and_later_ones_have_a_tick_before_th
 
 def test_the_time_of_every_tick_is_booked(policy: OpenVLATarget) -> None:
     with ahead(policy) as engine:
-        actions = [each for each in fed(engine, 8) if isinstance(each, Action)]
+        actions = [each for each in fed(engine, frames(8)) if isinstance(each, Action)]
     for action in actions:
         record, timings = action.record, action.timings
         assert len(record.tokens_per_forward) == len(record.tick_s)
@@ -108,7 +100,7 @@ def test_an_image_that_fails_ahead_is_dropped_alone(
     expected = {stamp: plain.act(frame(stamp)) for stamp in range(1, 7)}
     monkeypatch.setattr(OpenVLATarget, "prompt_embeddings", fails)
     with ahead(policy) as engine:
-        outcomes = fed(engine, 6)
+        outcomes = fed(engine, frames(6))
         assert engine.cache.free_slots == engine.cache.slots
     drops = [each for each in outcomes if isinstance(each, Drop) and each.reason is DropReason.ENGINE_FAULT]
     assert [each.observation.stamp_ns for each in drops] == [failing] and "a tower fell" in drops[0].detail
@@ -234,17 +226,10 @@ def test_a_device_that_can_is_measured_with_images_ahead(
         assert chooser.times.seconds(kind) is not None, kind
 
 
-@pytest.mark.parametrize(
-    ("wrong", "what"),
-    [
-        (lambda rows: rows + 1, "a prompt computed beside a forward is off by"),
-        (lambda rows: rows.roll(1, 0), "a prompt computed beside a forward is off by"),
-    ],
-)
+@pytest.mark.parametrize("wrong", [lambda rows: rows + 1, lambda rows: rows.roll(1, 0)], ids=["other", "moved"])
 def test_where_images_beside_a_forward_come_out_wrong_none_is_processed_so(
     policy: OpenVLATarget,
     wrong: Callable[[torch.Tensor], torch.Tensor],
-    what: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -269,7 +254,7 @@ def test_where_images_beside_a_forward_come_out_wrong_none_is_processed_so(
     engine.warm_up()
     chooser = engine.scheduler.chooser
     assert chooser is not None and not chooser.ahead
-    assert f"no image is processed beside a forward: {what}" in caplog.text
+    assert "no image is processed beside a forward: a prompt computed beside a forward is off by" in caplog.text
     assert isinstance(engine.act(frame(1)), Action)
 
 
@@ -284,7 +269,7 @@ def test_on_a_gpu_images_ahead_change_no_token(tmp_path: Path, pace: Pace) -> No
     with ahead(policy, warm=True, pace=pace) as engine:
         chooser = engine.scheduler.chooser
         assert chooser is not None and chooser.ahead, "vision beside a forward came out wrong"
-        actions = [each for each in fed(engine, 60) if isinstance(each, Action)]
+        actions = [each for each in fed(engine, frames(60)) if isinstance(each, Action)]
     assert len(actions) > 40
     for each in actions:
         right = expected[each.observation.stamp_ns]
