@@ -44,6 +44,7 @@ TOPICS = {
     "position_array": "joint_positions",
     "velocity_array": "joint_velocities",
 }
+VELOCITIES = ("twist", "velocity_array")
 # A busy machine may pause a test for long; what is tested is what happens, not when.
 PATIENT = {"command_timeout_s": 0.5, "state_timeout_s": 1.0, "enable_timeout_s": 1.0, "action_timeout_s": 2.0}
 PARAMETERS = {
@@ -182,14 +183,16 @@ class Scene:
 
     def moving(self, sent: Sequence[Any]) -> bool:
         """Whether the last of what went out moves."""
-        if self.output == "twist":
-            return abs(sent[-1].twist.linear.y) > 0
+        if self.output in VELOCITIES:
+            return abs(self.value(sent[-1])) > 0
         return len(sent) > 1 and self.value(sent[-1]) != self.value(sent[-2])
 
     @staticmethod
     def value(message: Any) -> float:
         if isinstance(message, PoseStamped):
             return float(message.pose.position.y)
+        if isinstance(message, TwistStamped):
+            return float(message.twist.linear.y)
         return float(message.points[0].positions[1] if isinstance(message, JointTrajectory) else message.data[1])
 
     def stands(self) -> bool:
@@ -199,6 +202,8 @@ class Scene:
             return False
         if self.output == "twist":
             return all(message.twist == TwistStamped().twist for message in last)
+        if self.output == "velocity_array":
+            return not any(any(message.data) for message in last)
         return len({self.value(message) for message in last}) == 1
 
     def until_stopped(self, cause: str) -> None:

@@ -102,6 +102,8 @@ class JointVelocityGate(Gate):
 
     def stop(self, measured: Measured, now: Instant, dt_s: float) -> SentVelocities:
         self._velocity = braked(self._velocity, self._bounds, dt_s)
+        if self.at_rest:  # else a stop because of joints that do not follow could never be cleared
+            self._way, self._unanswered_s = np.zeros(len(self._names)), np.zeros(len(self._names))
         return SentVelocities(self._velocity[:, 0])
 
     def _slow_enough(self, brakes: np.ndarray, velocity: np.ndarray) -> np.ndarray:

@@ -24,10 +24,10 @@ from std_srvs.srv import Trigger
 
 from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, JointPositions, SentJoints
+from specvla_ros.control.guard.commands import Instant, JointPositions, Sent, SentJoints, SentTwist, SentVelocities
 from specvla_ros.control.guard.guard import Guard, State
 from specvla_ros.control.guard.robot_state import StateRule
-from specvla_ros.control.guard.settings import GuardParameters, Output
+from specvla_ros.control.guard.settings import GuardParameters, GuardSettings, Output
 from specvla_ros.control.joint_parts import JointParts
 from specvla_ros.control.pose import Pose
 from specvla_ros.control.robot_model import ToolKinematics, load_joint_model
@@ -326,12 +326,12 @@ class GuardNode(Node):
             self.black_box.stop(outcome.stopped.cause.value, outcome.stopped.detail)
 
     def _on_fault(self, trace: str) -> None:
-        """A zero twist is right after any fault; of positions the receiver holds the last one."""
+        """Zero velocities are right after any fault; of positions the receiver holds the last one."""
         self._fault = trace.strip().splitlines()[-1]
         what = f"the guard's loop continued after a fault:\n{trace}"
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
-        if self._settings.kind is Output.TWIST:
-            self._robot(messages.twist_message(np.zeros(6), self._now().clock_ns, self._settings.base_frame))
+        if (still := _zero_velocity(self._settings)) is not None:
+            self._robot(messages.sent_message(still, self._settings, self._now().clock_ns))
 
     # Bookkeeping
 
@@ -403,6 +403,12 @@ class GuardNode(Node):
 
     def _now(self) -> Instant:
         return Instant(time.monotonic(), self.get_clock().now().nanoseconds)
+
+
+def _zero_velocity(settings: GuardSettings) -> Sent | None:
+    if settings.kind is Output.TWIST:
+        return SentTwist(np.zeros(6))
+    return SentVelocities(np.zeros(len(settings.joints.names))) if settings.kind is Output.VELOCITY_ARRAY else None
 
 
 def _sent_ns(info: Any, now: Instant) -> int | None:

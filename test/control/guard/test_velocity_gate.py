@@ -130,6 +130,9 @@ def test_an_arm_that_does_not_move_is_no_longer_commanded_to(each: Rig) -> None:
         send(each, 0.2, 0.0)
     assert each.guard.cause == Cause.NOT_FOLLOWING.value and "shoulder was commanded" in each.guard.reason
     assert not sent(each).any()
+    send(each, 0.0, 0.0, seconds=0.5)
+    assert each.guard.clear_stop(each.now) == "", "an arm that moves again may be used again"
+    each.until_passing()
 
 
 def test_after_a_gap_in_its_output_zeros_are_sent_at_once(each: Rig) -> None:

@@ -26,7 +26,7 @@ from sensor_msgs.msg import JointState
 from std_msgs.msg import Bool, Empty, Float64, Float64MultiArray, String
 from std_srvs.srv import Trigger
 from support.descriptions import Joint, write_urdf
-from support.guard_scene import PARAMETERS, TOPICS, Scene, scene
+from support.guard_scene import PARAMETERS, TOPICS, VELOCITIES, Scene, scene
 from support.guarding import BASE, JOINTS
 
 from specvla_ros.control.guard.cause import Cause
@@ -264,16 +264,17 @@ def test_diagnostics_say_what_is_refused_and_how_the_loop_runs() -> None:
         each.until(lambda: any(pair.key == "late_max_ms" for pair in each.status("loop").values))
 
 
-def test_a_fault_inside_a_tick_leaves_the_robot_standing_and_the_loop_goes_on() -> None:
+@pytest.mark.parametrize("output", VELOCITIES)
+def test_a_fault_inside_a_tick_leaves_the_robot_standing_and_the_loop_goes_on(output: str) -> None:
     def broken(now: Instant) -> Outcome:
         raise RuntimeError("no number")
 
-    with scene("twist", diagnostics_period_s=0.1) as each:
+    with scene(output, diagnostics_period_s=0.1) as each:
         each.start()
         sound, each.guard.guard.tick = each.guard.guard.tick, broken  # type: ignore[method-assign]
         each.sent.clear()
         each.until(each.stands)
-        assert each.sent[-1].header.frame_id == BASE
+        assert output != "twist" or each.sent[-1].header.frame_id == BASE
         each.until(lambda: "continued after a fault: RuntimeError: no number" in each.status("loop").message)
         each.guard.guard.tick = sound  # type: ignore[method-assign]
         each.start()
