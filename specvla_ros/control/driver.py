@@ -77,6 +77,7 @@ class Driver(Generic[Place]):
         self.guarded = False  # a guard reports that it blocks motion
         self.action_publishers = 1
         self.mismatch = ""  # of two measurements of the robot, in words; empty: they agree
+        self.unmeasured = ""  # what else the output needs to have measured, in words; empty: nothing
         self.speed_scale = 1.0  # fraction of the speed to move with
         self.problem = ""  # why the tool is at rest, in words; empty: it is not
         self.stalls = self.clock_jumps = 0
@@ -172,8 +173,8 @@ class Driver(Generic[Place]):
         age_s = now_s - newest[0]
         if age_s > self._pose_timeout_s:
             return f"the newest {what} is {age_s:.2f} s old, and the limit is {self._pose_timeout_s:g} s"
-        if self.mismatch:
-            return self.mismatch
+        if self.unmeasured or self.mismatch:
+            return self.unmeasured or self.mismatch
         if self.action_publishers > 1:
             return f"{self.action_publishers} nodes publish actions: only one may"
         return ""

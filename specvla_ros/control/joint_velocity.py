@@ -40,6 +40,11 @@ class JointTracking:
         self._velocity = self._towards(positions, velocities, measured, passed_s)
         return self._velocity
 
+    def brake(self, passed_s: float) -> np.ndarray:
+        """The velocities to send while no target can be followed, float64 [n]."""
+        self._velocity = self._within_acceleration(np.zeros_like(self._velocity), passed_s)
+        return self._velocity
+
     def _towards(
         self, positions: np.ndarray, velocities: np.ndarray, measured: Mapping[str, float] | None, passed_s: float
     ) -> np.ndarray:
@@ -48,7 +53,10 @@ class JointTracking:
             missing = positions - np.array([measured[name] for name in model.joints])
             missing = np.where((velocities == 0) & (np.abs(missing) < _REACHED), 0.0, missing)
             velocities = np.clip(velocities + _GAIN * missing, -model.max_speed, model.max_speed)
-        if model.max_acceleration is None:
+        return self._within_acceleration(velocities, passed_s)  # a correction that begins must not jump
+
+    def _within_acceleration(self, velocities: np.ndarray, passed_s: float) -> np.ndarray:
+        if self._model.max_acceleration is None:
             return velocities
-        most = model.max_acceleration * passed_s  # a correction that begins must not jump
+        most = self._model.max_acceleration * passed_s
         return self._velocity + np.clip(velocities - self._velocity, -most, most)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lifecycle node `driver`: stamped actions and the tool's measured pose in, bounded motion commands out."""
 
+import math
 import sys
 import time
 from collections import Counter
@@ -64,6 +65,7 @@ class DriverNode(ManagedNode):
     def _reset(self) -> None:
         self._history: PoseHistory[Any] = PoseHistory()
         self._joints: Mapping[str, float] = {}
+        self._joints_s = -math.inf
         self._convention: ActionConvention | None = None
         self._refusals: Counter[str] = Counter()
         self._stood_at: Any = None
@@ -161,7 +163,13 @@ class DriverNode(ManagedNode):
     def _stop(self) -> None:
         """Stops sending: the robot's own controller, or the guard, brings it to rest."""
         self._listening.close()
+        self._stop_velocities()
         self._driver = None
+
+    def _stop_velocities(self) -> None:
+        """Stops a robot that keeps its last velocity. A guard does so itself, and refuses a sudden zero as a fault."""
+        if self._driver is not None and not self._guard_spoke:
+            self._output.stop(self.get_clock().now())
 
     def _teardown(self) -> bool:
         if self._output_context is not None:
@@ -182,7 +190,7 @@ class DriverNode(ManagedNode):
         self._history.add(stamp_s, pose)
 
     def _on_joints(self, stamp_s: float, positions: Mapping[str, float]) -> None:
-        self._joints = positions
+        self._joints, self._joints_s = positions, stamp_s
         if self._chosen.pose_source != "joint_states" or self._solver is None:
             return
         try:
@@ -280,11 +288,19 @@ class DriverNode(ManagedNode):
     # The control loop
 
     def _step(self) -> None:
+        try:
+            self._control_step()
+        except Exception:
+            self._stop_velocities()
+            raise
+
+    def _control_step(self) -> None:
         now, driver = self.get_clock().now(), self._driver
         if self._pose_source is not None:
             self._pose_source.look()
         if driver is None:
             return
+        driver.unmeasured = self._stale_joints(_seconds(now)) if self._output.measures_joints else ""
         began = driver.anchored
         target = driver.step(_seconds(now), time.monotonic())
         if driver.anchored and not began:
@@ -299,6 +315,15 @@ class DriverNode(ManagedNode):
             driver.follower.hold(_seconds(now))
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
+
+    def _stale_joints(self, now_s: float) -> str:
+        """Says that the joints are measured no more; empty if they are. Their errors would grow unseen."""
+        age_s, limit_s = now_s - self._joints_s, self._chosen.tool_pose_timeout_s
+        if age_s <= limit_s:
+            return ""
+        if not self._joints:
+            return "no joint_states received yet"
+        return f"the newest joint_states are {age_s:.2f} s old, and the limit is {limit_s:g} s"
 
     def _start_output(self) -> None:
         if mismatch := self._mismatch():
@@ -422,4 +447,4 @@ def _words(convention: ActionConvention) -> str:
 
 def main() -> None:
     """Runs the node."""
-    sys.exit(run_node("driver", DriverNode, close=DriverNode.close))
+    sys.exit(run_node("driver", DriverNode, close=DriverNode.close, last_words=True))

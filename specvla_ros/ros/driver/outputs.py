@@ -21,7 +21,7 @@ from specvla_ros.control.chunks import TrajectoryChunks
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import GripperOutput, GripperSettings
 from specvla_ros.control.guard.settings import JOINT_OUTPUTS
-from specvla_ros.control.inverse_kinematics import JointSolver, kept_in
+from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError, kept_in
 from specvla_ros.control.joint_space import JointKinematics
 from specvla_ros.control.joint_velocity import JointTracking
 from specvla_ros.control.robot_model import JointModel
@@ -101,11 +101,13 @@ class RobotOutput(Protocol):
             positions are sent.
         by_order: True if joints are sent without names, so that their order must be the controller's.
         tries_order: True if small motions may find out the order of such joints.
+        measures_joints: True if the joints must be measured while it moves, whatever measures the tool.
     """
 
     follows_velocity: bool = False
     by_order: bool = False
     tries_order: bool = True
+    measures_joints: bool = False
 
     def connect(self, follower: ActionFollower[Any]) -> None:
         """Takes the follower whose targets are sent, when the driver is activated; it tells what comes next."""
@@ -115,6 +117,9 @@ class RobotOutput(Protocol):
 
     def send(self, target: Target[Any], now: Time) -> None:
         """Sends the command of one control step, or raises UnreachableError."""
+
+    def stop(self, now: Time) -> None:
+        """Sends zeros if the robot keeps its last velocity: no further command may follow, and no guard is there."""
 
     def send_positions(self, positions: np.ndarray) -> None:
         """Sends joint positions, float64 [n], unchanged; only for outputs that are `by_order` and `tries_order`."""
@@ -165,6 +170,9 @@ class TwistOutput(RobotOutput):
 
     def send(self, target: Target[Any], now: Time) -> None:
         self._publisher.publish(twist_message(target.velocity, now.nanoseconds, self._frame))
+
+    def stop(self, now: Time) -> None:
+        self._publisher.publish(twist_message(np.zeros(6), now.nanoseconds, self._frame))
 
 
 @ROBOT_OUTPUTS.register("joint_trajectory", order=30)
@@ -246,10 +254,11 @@ class VelocityArrayOutput(RobotOutput):
     """Float64MultiArray on `~/joint_velocities`, for ros2_control's forward velocity controllers.
 
     The joints' velocities in the order of `joints.names`, at the control rate, zeros at rest. The controller keeps the
-    last ones: a driver that stops sending leaves the arm in motion.
+    last ones: a driver that is killed leaves the arm in motion.
     """
 
     by_order, tries_order = True, False  # a trial that breaks off would leave a joint in motion
+    measures_joints = True
 
     def __init__(self, context: OutputContext) -> None:
         self._solver, self._context = context.require_solver("velocity_array"), context
@@ -262,8 +271,17 @@ class VelocityArrayOutput(RobotOutput):
         self._tracking.rest()
 
     def send(self, target: Target[Any], now: Time) -> None:
-        measured = self._context.measured()
-        self._publisher.publish(array_message(self._tracking.next(target, measured, self._context.period_s)))
+        measured, period_s = self._context.measured(), self._context.period_s
+        try:
+            velocities = self._tracking.next(target, measured, period_s)
+        except UnreachableError:
+            self._publisher.publish(array_message(self._tracking.brake(period_s)))
+            raise
+        self._publisher.publish(array_message(velocities))
+
+    def stop(self, now: Time) -> None:
+        self._tracking.rest()
+        self._publisher.publish(array_message(np.zeros(len(self._context.joints))))
 
 
 class GripperCommands:

@@ -56,7 +56,12 @@ class DriverParameters:
     base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.", basic=True)
     tool: ToolSource = section(ToolSource)
     tool_pose_timeout_s: float = parameter(
-        0.25, "The robot comes to rest after this time without a measured pose.", unit="s", minimum=0.02, maximum=2.0
+        0.25,
+        "The robot comes to rest after this time without a measured pose; with velocity_array also without measured "
+        "joints.",
+        unit="s",
+        minimum=0.02,
+        maximum=2.0,
     )
     compensate: str = parameter(
         Compensation.IMAGE_GOAL.value,

@@ -24,6 +24,7 @@ from std_srvs.srv import SetBool
 from support.driving import LIMITS, MOVE, NAMES, START, arm
 
 import specvla_ros.lab.simulation
+from specvla_ros.control.inverse_kinematics import UnreachableError
 from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
 from specvla_ros.msg import GuardState
@@ -190,6 +191,78 @@ def test_joint_velocities_take_the_tool_there_and_end_in_zeros():
         assert_at(tool_of([*robot.joints.values()]), start.displaced(np.array(MOVE[:6])), 2e-3)
         sent = np.array([message.data for message in robot.arrays])
         assert np.abs(sent).max() <= np.array(JOINT_OUTPUT["joints__max_speed"]).max()
+
+
+FAR = (0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def under_way(robot):
+    """Follows a long action, until the robot moves; returns the velocities that are sent last."""
+    robot.joints, robot.pose = HOME, tool_of([*HOME.values()])
+    robot.start()
+    robot.act(FAR, action_dt=2.0)
+
+    def velocities():
+        if robot.arrays:
+            return np.array(robot.arrays[-1].data)
+        return np.array([moves(robot.twists[-1])], dtype=float) if robot.twists else np.zeros(1)
+
+    robot.until(lambda: velocities().any())
+    return velocities
+
+
+@pytest.mark.parametrize("output", ["twist", "velocity_array"])
+def test_velocities_end_in_zeros_when_the_driver_is_deactivated_or_fails(output, monkeypatch):
+    """Many controllers keep the last velocity: silence would leave the arm in motion."""
+    with arm(output=output, **JOINT_OUTPUT) as robot:
+        velocities = under_way(robot)
+        robot.driver.trigger_deactivate()
+        robot.until(lambda: not velocities().any())
+    with arm(output=output, **JOINT_OUTPUT) as robot:
+        velocities = under_way(robot)
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no number"):
+            patched.setattr(robot.core, "step", lambda *_: (_ for _ in ()).throw(RuntimeError("no number")))
+            robot.spin(5)
+        robot.until(lambda: not velocities().any())
+
+
+def test_a_guard_is_sent_no_sudden_zeros():
+    """It would refuse them as a jump, which latches; silence makes it brake."""
+    with arm(output="velocity_array", **JOINT_OUTPUT) as robot:
+        passing = robot.node.create_publisher(GuardState, "guard_state", LATCHED_STATE)
+        passing.publish(GuardState(state=GuardState.PASSING, speed_scale=1.0))
+        velocities = under_way(robot)
+        robot.until(lambda: robot.driver._guard_spoke)
+        robot.driver.trigger_deactivate()
+        for _ in range(10):
+            robot.executor.spin_once(timeout_sec=0.02)
+        assert velocities().any()
+
+
+def test_velocities_brake_when_no_target_can_be_followed(monkeypatch):
+    limits = {"joints__max_acceleration": [20.0], "joints__max_jerk": [500.0]}
+    with arm(output="velocity_array", **JOINT_OUTPUT, **limits) as robot:
+        velocities = under_way(robot)
+        sent = len(robot.arrays)
+
+        def unreachable(target):
+            raise UnreachableError("out of reach")
+
+        monkeypatch.setattr(robot.driver._solver, "follow", unreachable)
+        robot.until(lambda: not velocities().any())
+        found = np.array([message.data for message in robot.arrays[sent - 1 :]])
+        assert (np.abs(np.diff(found, axis=0)) <= 0.2 + 1e-9).all() and robot.refused()["unreachable"] > 0
+
+
+def test_joints_that_are_measured_no_more_bring_velocities_to_rest():
+    """The tool's pose comes from elsewhere and goes on, while the joints' errors would grow unseen."""
+    with arm(output="velocity_array", tool_pose_timeout_s=0.3, **JOINT_OUTPUT | {"tool_pose_source": "topic"}) as robot:
+        velocities = under_way(robot)
+        publisher, robot._joint_states = robot._joint_states, SimpleNamespace(publish=lambda message: None)
+        robot.until(lambda: "the newest joint_states are" in robot.core.problem)
+        robot.until(lambda: not velocities().any())
+        robot._joint_states = publisher
+        robot.until(lambda: not robot.core.problem)
 
 
 def test_the_order_of_velocities_is_asked_for_and_not_tried(capfd):
