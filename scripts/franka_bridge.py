@@ -29,11 +29,15 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.utilities import remove_ros_args
 
-from specvla_ros.control.pose import Pose, quaternion, quaternion_matrix, rotation_matrix, rotation_vector
+from specvla_ros.control.guard.cause import Refusal
+from specvla_ros.control.guard.tool_gates import pose_of
+from specvla_ros.control.pose import Pose
+from specvla_ros.ros.motion_messages import pose_message, tool_pose
 
 # Three in series turn 100 Hz steps into a command with continuous acceleration, as the FCI requires.
 _FILTERS, _FILTER_S = 3, 0.03
 _CYCLE_S = 1e-3
+_BASE = "base_link"
 _PUBLISH_EVERY = 10  # cycles
 
 
@@ -47,18 +51,14 @@ class PoseTopics(Node):
         self.create_subscription(PoseStamped, "command/pose", self._on_pose, 1)
 
     def _on_pose(self, message: PoseStamped) -> None:
-        place, turn = message.pose.position, message.pose.orientation
-        position = np.array([place.x, place.y, place.z])
-        if message.header.frame_id == "base_link" and np.isfinite(position).all():
-            self.target = Pose(position, quaternion_matrix(turn.w, turn.x, turn.y, turn.z))
+        pose = pose_of(tool_pose(message, None), _BASE)
+        if isinstance(pose, Refusal):
+            self.get_logger().error(f"refused a command: {pose.detail}", throttle_duration_sec=5.0)
+        else:
+            self.target = pose
 
     def publish(self, pose: Pose) -> None:
-        message = PoseStamped()
-        message.header.frame_id, message.header.stamp = "base_link", self.get_clock().now().to_msg()
-        place, turn = message.pose.position, message.pose.orientation
-        place.x, place.y, place.z = pose.position.tolist()
-        turn.w, turn.x, turn.y, turn.z = quaternion(pose.rotation)
-        self._tool.publish(message)
+        self._tool.publish(pose_message(pose, self.get_clock().now().nanoseconds, _BASE))
 
 
 @dataclass
@@ -70,9 +70,7 @@ class Smoothed:
     def step(self, target: Pose, seconds: float) -> Pose:
         share = 1.0 - np.exp(-seconds / _FILTER_S)
         for index, pose in enumerate(self.stages):
-            turn = rotation_vector(target.rotation @ pose.rotation.T)
-            position = pose.position + share * (target.position - pose.position)
-            target = self.stages[index] = Pose(position, rotation_matrix(share * turn) @ pose.rotation)
+            target = self.stages[index] = pose.toward(target, share)
         return target
 
 
