@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +30,7 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 SAFETY, README = ROOT / "docs" / "explanation" / "safety.md", ROOT / "README.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _HEADLINE = re.compile(r"(?<=<!-- headline -->\n).*?(?=\n<!-- end of headline -->)", re.DOTALL)
-_NANO = ROOT / "specvla_ros" / "lab" / "bundled" / "nano"
-# Benchmarks that depend on the nano policy's weights; the text policy is trained from them.
-_OF_NANO = (
-    "simulation",
-    "formats",
-    "speculation",
-    "spec_vla",
-    "head_recipes",
-    "acceptance_rules",
-    "lvspec",
-    "pipelining",
-    "driving",
-    "live_driving",
-    "robots_per_device",
-    "serving_under_load",
-    "revisions",
-)
-_EMULATED = (
-    "simulation",
-    "pipelining",
-    "draft_nodes",
-    "driving",
-    "faults",
-    "actionflow",
-    "robots_per_device",
-    "mechanisms",
-)  # benchmarks that depend on the devices' tables
+_BUNDLED = ROOT / "specvla_ros" / "lab" / "bundled"
 _TEMPLATES, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("pages", "readme.md.in"))
 PAGES = (
     "what-it-buys",
@@ -187,8 +162,10 @@ def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
     """The fields that the template may use for a result."""
     on_gpu = "cuda" in result["command"]
     own: dict[str, Any] = {"file": file, "on_gpu": on_gpu, "on_cpu": not on_gpu}
-    own["other_weights"] = benchmark in _OF_NANO and result.get("policy_weights") != weights_digest(_NANO)
-    own["other_emulation"] = benchmark in _EMULATED and not _of_these_tables(result)
+    own["other_weights"] = result.get("policy_weights") not in {None, *_bundled_digests()}
+    own["other_emulation"] = "emulated" in result and not _of_these_tables(result)
+    if "episodes_per_task" in result:
+        own["last_seed"] = result["first_seed"] + result["episodes_per_task"] - 1
     own["origin"] = filled(_template("origin"), {**result, **own, **_origin(result)}).strip()
     return {**result, **own, **(_VIEWS[benchmark](result) if benchmark in _VIEWS else {})}
 
@@ -206,14 +183,19 @@ def _origin(result: Result) -> dict[str, Any]:
 
 def _of_these_tables(result: Result) -> bool:
     """True if a result was made with its devices' current stage times."""
-    emulated = result.get("emulated", {})
+    emulated = result["emulated"]
     now = {name: stage_times(read_device(name)).as_json() for name in emulated}
-    return bool(emulated) and all(
+    return all(
         math.isclose(found[stage], now[name][stage], rel_tol=1e-6)
         for name, found in emulated.items()
         for stage in now[name]
         if stage.endswith("_s")
     )
+
+
+@cache
+def _bundled_digests() -> frozenset[str]:
+    return frozenset(map(weights_digest, (file.parent for file in _BUNDLED.glob("*/model.safetensors"))))
 
 
 def weights_digest(checkpoint: Path) -> str:

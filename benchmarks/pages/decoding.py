@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.pages.tables import Result, interval, named, points, rate, table, views
+from benchmarks.pages.tables import Result, named, table, views
 
 _NOISE = 0.03  # gains below this share of an age do not decide a verdict
 # Ages that were set as goals before these were measured: policy, device, mechanism, age before, goal.
@@ -12,26 +12,27 @@ _GOALS = (("digits", "rtx5090", "first actions", 0.36, 0.20), ("reasoning", "ori
 
 def _age(result: Result) -> Result:
     """A table per weight format, the largest excess over the best fixed mode, and the number of significant cells."""
-    rows, modes = result["rows"], list(result["rows"][0]["modes"])
+    rows, captured = ([_first(row) for row in result[name]] for name in ("rows", "captured"))
     formats = dict.fromkeys(row["weights"] for row in rows)
     beyond = [row for row in rows if row["over_best"]["low"] > 0]
-    undrafted = [row["undrafted_over_plain"]["share"] for row in (*rows, *result["captured"])]
+    undrafted = [row["undrafted_over_plain"]["share"] for row in (*rows, *captured)]
     return {
-        "formats": [
-            {"weights": name, "cells": _ages([row for row in rows if row["weights"] == name], modes)}
-            for name in formats
-        ],
+        "formats": [{"weights": name, "cells": [row for row in rows if row["weights"] == name]} for name in formats],
         "largest": max(row["over_best"]["share"] for row in rows),
         "beyond": len(beyond),
         "cells_in_all": len(rows),
         "least": min(row["over_spec"]["share"] for row in rows),
-        "captured_cells": _ages(result["captured"], modes),
-        "turned": _turned([row for row in rows if row["weights"] == "none"], result["captured"]),
-        **_ahead([*rows, *result["captured"]]),
+        "captured": captured,
+        "turned": _turned([row for row in rows if row["weights"] == "none"], captured),
+        **_ahead([*rows, *captured]),
         "undrafted_least": min(undrafted),
         "undrafted_most": max(undrafted),
-        "beside": _beside(result["beside"]),
+        "mode_names": [{"mode": mode} for mode in rows[0]["modes"]],
     }
+
+
+def _first(row: Result) -> Result:
+    return row | {"first_action_s": row["first_action"] and row["first_action"]["age_s"]}
 
 
 def _ahead(rows: Sequence[Result]) -> Result:
@@ -44,12 +45,6 @@ def _ahead(rows: Sequence[Result]) -> Result:
         "ahead_least": min(shares),
         "ahead_most": max(shares),
     }
-
-
-def _beside(rows: Sequence[Result]) -> str:
-    names = ("vision_s", "forward_s", "both_s")
-    cells = [[row["device"], row["software"], *(f"{row[name] * 1e3:.1f}" for name in names)] for row in rows]
-    return table([["device", "software", "vision, ms", "a verification, ms", "both at once, ms"], *cells])
 
 
 def _turned(eager: Sequence[Result], captured: Sequence[Result]) -> str:
@@ -75,43 +70,16 @@ def _verdicts(row: Result) -> dict[str, str]:
     }
 
 
-def _ages(rows: Sequence[Result], modes: Sequence[str]) -> str:
-    cells = [
-        [
-            "device",
-            "tokens",
-            *(f"{mode}, s" for mode in modes),
-            "auto, p95, s",
-            "first action, s",
-            "over the best",
-            "over spec",
-        ]
-    ]
-    for row in rows:
-        found = row["modes"]
-        ages = [f"{found[mode]['age_s']:.3g}" for mode in modes]
-        compared = (row["over_best"], row["over_spec"])
-        over = [f"{each['share']:+.1%} ± {(each['high'] - each['low']) / 2:.1%}" for each in compared]
-        first = f"{row['first_action']['age_s']:.3g}" if row["first_action"] else ""
-        cells.append([row["device"], str(row["tokens"]), *ages, f"{found['auto']['p95_s']:.3g}", first, *over])
-    return table(cells)
-
-
 def _mechanisms(result: Result) -> Result:
-    head = ["policy", "device", "weights", "with", "age", "p95", "ratio", "answers/s", "first after", "given"]
-    cells = [[*head, "success", "points", "jump"]]
+    rows = []
     for row in result["rows"]:
-        compared = ["", ""] if row["with"] == "auto" else [interval(row["age_ratio"]), points(row["success"])]
         given = f"{row['given_texts']:.0%}" if row["policy"] == "reasoning" else f"{row['given_actions']:.1f}"
-        ages = [f"{row[name]:.2f} s" for name in ("picture_age_s", "picture_age_p95_s")]
-        first = [f"{row['answers_per_s']:.1f}", f"{row['latency_s']:.2f} s", given]
-        jump = f"{row['jump']['mm_median']:.0f}, {row['jump']['mm_p95']:.0f} mm, {row['jump']['deg_p95']:.1f}°"
-        names = [row[name] for name in ("policy", "device", "weights", "with")]
-        cells.append([*names, *ages, compared[0], *first, rate(row["success"]["second"]), compared[1], jump])
+        alone = {"age_ratio": None, "against": None} if row["with"] == "auto" else {"against": row["success"]}
+        rows.append(row | {"given": given} | alone)
     return {
-        "cells": table(cells),
-        "starts": min(row["starts"] for row in result["rows"]),
-        "goals": [goal for each in _GOALS if (goal := _goal(result["rows"], *each))["found"]],
+        "rows": rows,
+        "starts": min(row["starts"] for row in rows),
+        "goals": [goal for each in _GOALS if (goal := _goal(rows, *each))["found"]],
         "floor": _floor(result["emulated"]["orin"]),
     }
 

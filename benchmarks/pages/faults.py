@@ -5,13 +5,8 @@ from benchmarks.pages.tables import Result, named, newer_words, table, views
 
 
 def _soak(result: Result) -> Result:
-    bounds, phases = result["bounds"], named(result["phases"], "name")
-    return {
-        "verdict": "passed" if result["passed"] else "failed",
-        "resident_mib": bounds["resident_growth"] / 2**20,
-        "gpu_mib": bounds["gpu_growth"] / 2**20,
-        "phases": [{**phase, "failed": "; ".join(phase["failures"]) or "none"} for phase in phases],
-    }
+    phases = [{**phase, "failed": "; ".join(phase["failures"]) or "none"} for phase in named(result["phases"], "name")]
+    return {"verdict": "passed" if result["passed"] else "failed", "phases": phases}
 
 
 def _attacks(result: Result) -> Result:
@@ -124,10 +119,9 @@ def faults_by_kind(result: Result) -> str:
 
 
 def _busy_demo(result: Result) -> Result:
-    before, after = result["load"]
     causes = [(node, *each) for node, counts in result["refused"].items() for each in counts.items()]
     words = ", ".join(f"{count} × {cause} ({node})" for node, cause, count in causes)
-    return {"load_before": before, "load_after": after, "refusals": words or "none"}
+    return {"refusals": words or "none"}
 
 
 VIEWS = views(_soak, _attacks, _faults, _mutants, _busy_demo) | {"attack_nodes": _attacks}

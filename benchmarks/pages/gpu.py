@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.pages.tables import Result, table
+from benchmarks.pages.tables import Result, microseconds, named, table
 from benchmarks.random_policy import PROMPT
 from specvla_ros.lab.planning.cost import OPENVLA_7B, Forward, forward_parts, model_cost
 from specvla_ros.lab.planning.device import read_device
@@ -16,7 +16,6 @@ _FORWARDS = {
     "prompt of 290": Forward(prompt_rows=PROMPT),
     "290 + 3 x 16 nodes": Forward(prompt_rows=PROMPT, trees=3, nodes=48, prefix_rows=3 * PROMPT),
 }
-_STAGES = ("vision and prompt", "forward", "verification", "draft")
 
 
 def gpu(result: Result) -> Result:
@@ -36,60 +35,34 @@ def gpu(result: Result) -> Result:
             )
             for tokens in (7, 35)
         },
-        "ticks": _ticks(found["ticks"]),
+        "ticks": [row | {"share": row["host_gap_s"] / row["tick_s"]} for row in named(found["ticks"], "name")],
         "graphs": _modes(found["graphs"]),
         "formats": _modes({name: row for name, row in found["formats"].items() if "latency_s" in row}),
         "products": _products(found["gemm"]),
         "attention": _attention(found["attention"]),
-        "operators": _operators(found["operators"]),
+        "operators": [row | _contestants(row) for row in _of_launches(found["operators"].values())],
         "forwards": _forwards(found["operators"], result.get("emulated_as", "")),
         "runs": result.get("runs", "one report"),
         "limits": found["operators"]["limits"],
         "soak": "passed" if soak["passed"] else "failed",
-        "soak_ticks": soak["ticks"],
         "soak_actions": sum(phase["actions"] for phase in soak["phases"].values()),
         "soak_different": sum(phase["different_actions"] for phase in soak["phases"].values()),
     }
 
 
-def _modes(rows: Mapping[str, Result], other: str = "") -> str:
-    """A table of modes, relative to this package's first row and, if given, to the row `other`."""
-    if not rows:
-        return ""
-    plain = next(row["action_rate_hz"] for name, row in rows.items() if not name.startswith("transformers"))
-    bases = [plain] + ([rows[other]["action_rate_hz"]] if other else [])
-    head = ["", "answers/s", "× first", *([f"× {other}"] if other else [])]
-    cells = [[*head, "latency, ms", "p95, ms", "image age, ms", "forwards", "in flight", "GiB"]]
-    for name, row in rows.items():
-        rate, latency = row["action_rate_hz"], row["latency_s"]
-        memory = row["peak_bytes"]
-        cells.append(
-            [
-                name,
-                f"{rate:.1f}",
-                *(f"{rate / base:.2f}" for base in bases),
-                f"{latency['mean'] * 1e3:.1f}",
-                f"{latency['p95'] * 1e3:.1f}",
-                *_optional(
-                    row, ("image_age_s", 1e3, ".1f"), ("forwards_per_action", 1, ".2f"), ("in_flight", 1, ".1f")
-                ),
-                f"{memory / 2**30:.1f}" if memory else "",
-            ]
-        )
-    return table(cells)
-
-
-def _optional(row: Result, *shown: tuple[str, float, str]) -> list[str]:
-    return [format(row[name] * scale, form) if name in row else "" for name, scale, form in shown]
-
-
-def _ticks(rows: Mapping[str, Result]) -> str:
-    cells = [["", "tick, ms", *(f"{stage}, ms" for stage in _STAGES), "GPU waits, ms", "share", "graphs"]]
-    for name, row in rows.items():
-        times = [row["tick_s"], *(row["stages_s"][stage] for stage in _STAGES), row["host_gap_s"]]
-        share = f"{row['host_gap_s'] / row['tick_s']:.0%}"
-        cells.append([name, *(f"{seconds * 1e3:.2f}" for seconds in times), share, row["cuda_graphs"]])
-    return table(cells)
+def _modes(rows: Mapping[str, Result], other: str = "") -> list[Result]:
+    """Modes with their rates relative to this package's first one and, if given, to `other`."""
+    plain = next((row["action_rate_hz"] for name, row in rows.items() if not name.startswith("transformers")), None)
+    none = dict.fromkeys(("image_age_s", "forwards_per_action", "in_flight"))
+    return [
+        none
+        | row
+        | {
+            "over": row["action_rate_hz"] / plain,
+            "over_other": other and row["action_rate_hz"] / rows[other]["action_rate_hz"],
+        }
+        for row in named(rows, "name")
+    ]
 
 
 def _products(rows: Mapping[str, Result]) -> str:
@@ -100,26 +73,21 @@ def _products(rows: Mapping[str, Result]) -> str:
         by_rows.setdefault(row["rows"], []).append(row["seconds"])
     cells = [["rows", *(kind.replace(" alone", "") for kind in kinds)]]
     for count, parts in by_rows.items():
-        cells.append([str(count), *(_microseconds(sum(part[kind] for part in parts)) for kind in kinds)])
+        cells.append([str(count), *(microseconds(sum(part[kind] for part in parts)) for kind in kinds)])
     return table(cells)
 
 
 def _attention(rows: Mapping[str, Result]) -> str:
     kinds = [kind for kind in next(iter(rows.values()))["seconds"] if kind != "flash-attn"]
-    cells = [["", "rows", *kinds]]
-    cells += [
-        [name, str(row["rows"]), *(_microseconds(row["seconds"][kind]) for kind in kinds)] for name, row in rows.items()
+    cells = [
+        [name, str(row["rows"]), *(microseconds(row["seconds"][kind]) for kind in kinds)] for name, row in rows.items()
     ]
-    return table(cells)
+    return table([["", "rows", *kinds], *cells])
 
 
-def _operators(rows: Mapping[str, Result]) -> str:
-    cells = [["", "batch", "limit", "Triton", "PyTorch", "torch.compile"]]
-    for row in _of_launches(rows.values()):
-        by = {name: entry.get("seconds", "") for name, entry in row["contestants"].items()}
-        times = [_microseconds(by.get(name, "")) for name in ("Triton", "PyTorch", "torch.compile")]
-        cells.append([row["name"], row["batch"], _microseconds(row["bound_s"]), *times])
-    return table(cells)
+def _contestants(row: Result) -> Result:
+    by = {"Triton": "Triton", "PyTorch": "PyTorch", "compiled": "torch.compile"}
+    return {name: row["contestants"].get(key, {}).get("seconds", "") for name, key in by.items()}
 
 
 def _of_launches(rows: Iterable[Any]) -> list[Result]:
@@ -142,7 +110,3 @@ def _forwards(rows: Mapping[str, Result], emulated_as: str) -> str:
             shown += [f"{emulated * 1e3:.2f}", f"{emulated / seconds - 1:+.0%}"]
         cells.append([name, *shown])
     return table(cells)
-
-
-def _microseconds(found: float | str) -> str:
-    return "" if isinstance(found, str) else f"{found * 1e6:.0f}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields for closed loops, drivers and several robots."""
 
-from benchmarks.pages.tables import Result, newer_words, points, rate, views
+from benchmarks.pages.tables import Result, by_task, newer_words, points, rate, views
 
 
 def _simulation(result: Result) -> Result:
@@ -19,11 +19,7 @@ def _simulation(result: Result) -> Result:
 
     return {
         "columns": [column(name, found) for name, found in columns.items()],
-        "tasks": [
-            {"task": task, "of": [found["tasks"][task] for found in columns.values()]}
-            for task in columns["lockstep"]["tasks"]
-        ],
-        "last_seed": result["first_seed"] + result["episodes_per_task"] - 1,
+        "tasks": by_task(columns),
     }
 
 
@@ -37,7 +33,7 @@ def _driving(result: Result) -> Result:
     rows: list[Result] = result["rows"]
     robots = dict.fromkeys(row["robot"] for row in rows)
     by_robot = [{"robot": robot, **_followers([row for row in rows if row["robot"] == robot])} for robot in robots]
-    return {"robots": by_robot, "starts": rows[0]["success"]["episodes"]}
+    return {"robots": by_robot}
 
 
 def _followers(rows: list[Result]) -> Result:
@@ -51,36 +47,12 @@ def _followers(rows: list[Result]) -> Result:
     return {"followers": [{"follower": name} for name in (first, *others)], "rows": lines}
 
 
-def _chunk_output(result: Result) -> Result:
-    rows = [{**row, "against": _difference(row["against"])} for row in result["rows"]]
-    return {"rows": rows, "starts": rows[0]["success"]["episodes"]}
-
-
-def _difference(found: Result) -> str:
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * found[name] for name in ("difference", "low", "high")))
-
-
 def _live_driving(result: Result) -> Result:
-    rows = [{**row, "refused_by_guard": sum(row["refused"]["guard"].values())} for row in result["rows"]]
-    return {"rows": rows, "starts": rows[0]["success"]["episodes"]}
+    return {"rows": [{**row, "refused_by_guard": sum(row["refused"]["guard"].values())} for row in result["rows"]]}
 
 
 def _joint_actions(result: Result) -> Result:
-    found: dict[str, Result] = result["policies"]
-    tasks = next(iter(found.values()))["tasks"]
-    return {
-        "columns": [{"policy": name, **each} for name, each in found.items()],
-        "tasks": [{"task": task, "of": [each["tasks"][task] for each in found.values()]} for task in tasks],
-        "starts": next(iter(found.values()))["success"]["episodes"],
-        "last_seed": result["first_seed"] + result["episodes_per_task"] - 1,
-    }
-
-
-def _small_arm(result: Result) -> Result:
-    return {
-        "rows": [{"task": task, **found} for task, found in result["tasks"].items()],
-        "last_seed": result["first_seed"] + result["episodes_per_task"] - 1,
-    }
+    return {"task_rows": by_task(result["policies"])}
 
 
 _BUDGETS_S = (0.5, 1.0, 2.0)
@@ -130,13 +102,4 @@ def _serving_under_load(result: Result) -> Result:
     }
 
 
-VIEWS = views(
-    _simulation,
-    _driving,
-    _chunk_output,
-    _joint_actions,
-    _small_arm,
-    _live_driving,
-    _robots_per_device,
-    _serving_under_load,
-)
+VIEWS = views(_simulation, _driving, _joint_actions, _live_driving, _robots_per_device, _serving_under_load)

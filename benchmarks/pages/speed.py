@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.pages.tables import Result, named, newer_words, table, views
+from benchmarks.pages.tables import Result, by_task, named, newer_words, table, views
 
 _AIM = 1.15  # times the time per token of the fastest engine
 
@@ -26,19 +26,6 @@ def _tick_cost(result: Result) -> Result:
             [name.format(newer_words(part)), *(cell(size, kind, part, shown) for size in sizes)] for part in parts
         ]
     return {"table": table(cells), "has_before": bool(before)}
-
-
-def _revisions(result: Result) -> Result:
-    rows = [
-        {
-            "mode": mode,
-            "parts": [part["cpu_s"] for part in each["parts"].values()],
-            "forwards": each["forwards_per_action"]["now"],
-            "same_tokens": each["same_tokens"],
-        }
-        for mode, each in result["modes"].items()
-    ]
-    return {**result, "rows": rows}
 
 
 def _compiled_layers(result: Result) -> Result:
@@ -67,21 +54,11 @@ def _decode_modes(result: Result) -> Result:
 
     if "policies" in result:
         policies = result["policies"]
-        return {"policies": [{"cells": table(_of_policies(policies)), **_auto_ages(policies)}], "traced": False}
+        rows = [{"policy": name, **row} for name, each in policies.items() for row in named(each["modes"], "mode")]
+        return {"policies": [{"rows": rows, **_auto_ages(policies)}], "traced": False}
     alone = not any("modes" in size for size in result["sizes"].values())
     flags = {"traced": True, "no_vision": not result["vision"], "all_modes": not alone, "formats_alone": alone}
     return {**flags, "policies": [], "of_sizes": ", ".join(result["sizes"]), **_by_size(result, view)}
-
-
-def _of_policies(policies: Mapping[str, Result]) -> list[list[str]]:
-    cells = [["policy", "mode", "forwards", "first action p50, ms", "/ ar", "image age, ms", "/ ar", "actions/s"]]
-    for name, policy in policies.items():
-        for mode, row in policy["modes"].items():
-            first = [f"{row['first_action_s']['p50'] * 1e3:.0f}", f"{row['first_over_ar']:.2f}"]
-            age = [f"{row['image_age_s'] * 1e3:.0f}", f"{row['age_over_ar']:.2f}"]
-            shown = [mode, f"{row['forwards_per_action']:.1f}", *first, *age, f"{row['action_rate_hz']:.1f}"]
-            cells.append([name, *shown])
-    return cells
 
 
 def _auto_ages(policies: Mapping[str, Result]) -> dict[str, str]:
@@ -174,7 +151,6 @@ def _by_size(result: Result, view: Callable[[str, Result], Result]) -> Result:
 
 def _formats(result: Result) -> Result:
     formats: dict[str, Result] = result["formats"]
-    plain = formats["none"]
 
     def column(found: Result) -> Result:
         said = found["agreement"]
@@ -187,11 +163,7 @@ def _formats(result: Result) -> Result:
 
     return {
         "columns": [column(found) for found in named(formats, "name")],
-        "tasks": [
-            {"task": task, "of": [{"rate": found["tasks"][task]} for found in formats.values()]}
-            for task in plain["tasks"]
-        ],
-        "starts": plain["success"]["episodes"],
+        "tasks": by_task(formats),
     }
 
 
@@ -225,6 +197,4 @@ def _class(name: str) -> tuple[bool, bool]:
     return "8 bits" in name, "lookup" in name
 
 
-VIEWS = views(
-    _tick_cost, _revisions, _compiled_layers, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines
-)
+VIEWS = views(_tick_cost, _compiled_layers, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines)

@@ -23,13 +23,21 @@ def rate(found: Mapping[str, float]) -> str:
 
 def points(pairs: Mapping[str, Any]) -> str:
     """Formats the difference in success to the first setting, in points, with a 95 % interval."""
-    found = paired_difference(pairs["only_first"], pairs["only_second"], pairs["first"]["episodes"])
+    if "difference" in pairs:
+        found = tuple(pairs[name] for name in ("difference", "low", "high"))
+    else:
+        found = paired_difference(pairs["only_first"], pairs["only_second"], pairs["first"]["episodes"])
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * point for point in found))
 
 
 def interval(found: Mapping[str, float]) -> str:
     """Formats a ratio with its interval."""
     return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+def microseconds(found: float | str) -> str:
+    """Formats seconds; empty for the reason why there are none."""
+    return "" if isinstance(found, str) else f"{found * 1e6:.0f}"
 
 
 def beside_first(rows: Sequence[Result]) -> list[Result]:
@@ -40,6 +48,15 @@ def beside_first(rows: Sequence[Result]) -> list[Result]:
 def named(rows: Mapping[str, Result], name: str) -> list[Result]:
     """The entries of an object, with their keys as the field `name`."""
     return [{name: key, **row} for key, row in rows.items()]
+
+
+def by_task(columns: Mapping[str, Result]) -> list[Result]:
+    """A row per task, with each column's figures."""
+    first = next(iter(columns.values()))
+    return [
+        {"task": task, "of": [{"found": each["tasks"][task], **each["tasks"][task]} for each in columns.values()]}
+        for task in first["tasks"]
+    ]
 
 
 # Words and labels of recorded results, and what the pages show instead.

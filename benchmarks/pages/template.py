@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from benchmarks.pages.tables import interval, points, rate
+from benchmarks.pages.tables import interval, microseconds, points, rate
 
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
@@ -69,11 +69,13 @@ class _Fields(Formatter):
         return f"{format(value * _UNITS[unit] if unit else value, form)}{text and ' '}{text}"
 
 
-_UNITS = {"1": 1, "ms": 1e3, "us": 1e6, "mm": 1e3, "%": 100, "M": 1e-6, "MiB": 2**-20}
+_UNITS = {"1": 1, "ms": 1e3, "us": 1e6, "mm": 1e3, "%": 100, "M": 1e-6, "MiB": 2**-20, "GiB": 2**-30}
 _WORDS: dict[str, Callable[[Any], str]] = {
     "rate": rate,
     "points": points,
+    "us": microseconds,
     "interval": interval,
+    "over": lambda found: f"{found['share']:+.1%} ± {(found['high'] - found['low']) / 2:.1%}",
     "yes": {True: "yes", False: "no"}.__getitem__,
 }
 _FIELDS = _Fields()
