@@ -182,6 +182,5 @@ _VIEWS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "attention": ("Attention and its alternatives", _attention),
     "operators": ("Kernels and stages against the roofline", _operators),
     "soak": ("Soak", _soak),
-    "vllm": ("vLLM's OpenVLA", _modes),
     "environment": ("Environment", _environment),
 }

@@ -61,7 +61,6 @@ STEPS = (
     Step("graphs", 150),
     Step("formats", 300),
     Step("soak", 240),
-    Step("vllm", 300),
 )
 
 

@@ -54,7 +54,7 @@ _TESTS = {
     "kernels": ("kernels",),
 }  # fmt: skip
 _FEW_TESTS = {"captured": ("kernels/test_graph_capture.py",)}
-_LIBRARIES = ("torch", "triton", "numpy", "transformers", "accelerate", "torchao", "vllm", "flash-attn", "pytest")
+_LIBRARIES = ("torch", "triton", "numpy", "transformers", "accelerate", "torchao", "flash-attn", "pytest")
 _SMI = (
     "name,driver_version,pstate,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.mem,clocks.max.sm,"
     "clocks.max.mem,ecc.mode.current,persistence_mode,memory.total,memory.used"
@@ -400,22 +400,9 @@ def soak(job: Job) -> None:
         job.put("soak", {"passed": result["passed"], "ticks": result["ticks"], "phases": result["phases"]})
 
 
-def vllm(job: Job) -> None:
-    """Times vLLM's own OpenVLA with random weights, one image after the other."""
-    if util.find_spec("vllm") is None:
-        job.put("skipped", "vllm is not installed: pip install vllm")
-        return
-    from benchmarks.gpu.vllm import seconds_per_action
-
-    try:
-        job.put("vllm", seconds_per_action(SIZES[job.size], frame(1), TOKENS, job.repeats(20)))
-    except Exception as error:  # its interfaces change
-        job.put("skipped", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-
-
 STEPS: dict[str, Callable[[Job], None]] = {
     each.__name__: each
-    for each in (environment, tests, modes, chunks, ticks, gemm, attention, operators, graphs, formats, soak, vllm)
+    for each in (environment, tests, modes, chunks, ticks, gemm, attention, operators, graphs, formats, soak)
 }
 _PATH = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "test"))
 

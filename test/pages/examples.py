@@ -246,7 +246,7 @@ def _gpu(path: Path) -> None:
             "ar": mode(4.1, peak_bytes=15 << 30, cuda_graphs="7 captured"),
             "spec": mode(7.9, forwards_per_action=3.1),
             "transformers": mode(3.2),
-            "vllm": {"skipped": "it is not installed"},
+            "transformers, compiled": {"skipped": "accelerate is not installed"},
         },
         "ticks": {"ar": {"tick_s": 0.02, "stages_s": {"vision": 0.005, "decode": 0.014}, "host_gap_s": 0.001}},
         "gemm": {"a": {"matrix": "gate_up", "shape": [22016, 4096], "rows": 8, "seconds": {"torch": 1e-4}}},
