@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -99,7 +100,7 @@ def command(module: str, options: Mapping[str, object]) -> str:
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         elif value not in ("", None):
-            words.append(f"--{option} {value}")
+            words.append(f"--{option} {shlex.quote(str(value))}")
     return " ".join(words)
 
 

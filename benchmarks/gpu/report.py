@@ -66,13 +66,7 @@ STEPS = (
 
 def main() -> int:
     """Runs the remaining steps of the report within the budget."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-s", type=float, default=540.0, help="time limit of this call in seconds")
-    parser.add_argument("--out", type=Path, required=True, help="directory of the report")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--sizes", choices=("tiny", "1b", "7b"), default="7b", help="shapes of the policy")
-    parser.add_argument("--steps", default="", help=f"comma-separated: {', '.join(step.name for step in STEPS)}")
-    parser.add_argument("--dry-run", action="store_true", help="simulate a GPU; nothing is computed")
+    parser = arguments()
     given = parser.parse_args()
     missing = [package for module, package in _NEEDED.items() if util.find_spec(module) is None]
     if missing:
@@ -84,6 +78,18 @@ def main() -> int:
         parser.error(f"unknown step {', '.join(sorted(unknown))}")
     report = Report(given.out, {"device": given.device, "sizes": given.sizes, "dry_run": given.dry_run})
     return report.run([step for step in STEPS if step.name in wanted], time.monotonic() + given.budget_s)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The parser of this script's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget-s", type=float, default=540.0, help="time limit of this call in seconds")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the report")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--sizes", choices=("tiny", "1b", "7b"), default="7b", help="shapes of the policy")
+    parser.add_argument("--steps", default="", help=f"comma-separated: {', '.join(step.name for step in STEPS)}")
+    parser.add_argument("--dry-run", action="store_true", help="simulate a GPU; nothing is computed")
+    return parser
 
 
 class Report:

@@ -2,12 +2,16 @@
 """The results pages, their plots and the README's table say what the JSON files say."""
 
 import copy
+import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
 from benchmarks import results_page
+from benchmarks.gpu import report as gpu_report
 from benchmarks.pages.figures import figures, gpu
 from benchmarks.results_page import DOCS, PAGES, README, pages, readme, results
 
@@ -27,6 +31,23 @@ def test_the_results_pages_are_up_to_date() -> None:
 def test_every_result_is_on_a_page() -> None:
     text = "".join(pages().values())
     assert not [name for name in results() if f"`{name}.json`" not in text]
+
+
+@pytest.mark.parametrize("name", results())
+def test_a_results_command_can_be_typed(name: str) -> None:
+    words = shlex.split(results()[name]["command"].removeprefix("PYTHONPATH=test "))
+    if words[-1] == "hand":  # documents that were followed
+        return
+    assert words[:2] == ["python", "-m"]
+    module, *options = words[2:]
+    assert importlib.util.find_spec(module), f"{module} does not exist"
+    script = pytest.importorskip(module, reason="packages are missing")
+    if script is gpu_report:
+        assert script.arguments().parse_args(options)
+        return
+    app = typer.Typer()
+    app.command()(script.main)
+    assert typer.main.get_command(app).make_context(module, options)
 
 
 def test_the_readmes_figures_are_up_to_date() -> None:
