@@ -3,29 +3,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.pages.tables import Result, by_task, named, newer_words, table, views
+from benchmarks.pages.tables import Result, by_task, named, table, views
 
 _AIM = 1.15  # times the time per token of the fastest engine
-
-
-def _tick_cost(result: Result) -> Result:
-    sizes, before = result["sizes"], (result.get("before") or {"sizes": {}})["sizes"]
-
-    def cell(size: str, kind: str, part: str, shown: Callable[[float], str]) -> str:
-        old = {newer_words(name): value for name, value in before.get(size, {}).get(kind, {}).items()}
-        label, now = newer_words(part), shown(sizes[size][kind][part])
-        return _from_to(shown(old[label]), now) if label in old else now
-
-    cells = [["", *sizes]]
-    for kind, name, shown in (
-        ("seconds", "{}", lambda seconds: f"{seconds * 1e3:.2f}"),
-        ("share_of_tick", "share of a tick: {}", lambda share: f"{share:.1%}"),
-    ):
-        parts = next(iter(sizes.values()))[kind]
-        cells += [
-            [name.format(newer_words(part)), *(cell(size, kind, part, shown) for size in sizes)] for part in parts
-        ]
-    return {"table": table(cells), "has_before": bool(before)}
 
 
 def _compiled_layers(result: Result) -> Result:
@@ -197,4 +177,4 @@ def _class(name: str) -> tuple[bool, bool]:
     return "8 bits" in name, "lookup" in name
 
 
-VIEWS = views(_tick_cost, _compiled_layers, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines)
+VIEWS = views(_compiled_layers, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines)
