@@ -4,31 +4,6 @@
 from benchmarks.pages.tables import Result, by_task, newer_words, points, rate, views
 
 
-def _simulation(result: Result) -> Result:
-    columns, devices = result["results"], result.get("emulated") or result["devices"]
-
-    def column(name: str, found: Result) -> Result:
-        waits, latency_s = name == "lockstep", found["latency_s"]
-        return {
-            **found,
-            "title": f"realtime, emulated {devices[name]['name']}" if name in devices else name,
-            "latency": "" if waits else f"{latency_s['p50'] * 1e3:.0f} / {latency_s['p95'] * 1e3:.0f} ms",
-            "median_time_s": _median_time(found),
-            "p": None if waits else found["against_lockstep"]["p"],
-        }
-
-    return {
-        "columns": [column(name, found) for name, found in columns.items()],
-        "tasks": by_task(columns),
-    }
-
-
-def _median_time(found: Result) -> float | None:
-    """Mean over the tasks of the median world time to success; None if no task succeeded."""
-    times = [task["time_to_success_s"] for task in found["tasks"].values() if task["time_to_success_s"] is not None]
-    return sum(times) / len(times) if times else None
-
-
 def _driving(result: Result) -> Result:
     rows: list[Result] = result["rows"]
     robots = dict.fromkeys(row["robot"] for row in rows)
@@ -102,4 +77,4 @@ def _serving_under_load(result: Result) -> Result:
     }
 
 
-VIEWS = views(_simulation, _driving, _joint_actions, _live_driving, _robots_per_device, _serving_under_load)
+VIEWS = views(_driving, _joint_actions, _live_driving, _robots_per_device, _serving_under_load)
