@@ -191,13 +191,6 @@ class ColdTimer:
                 times[name].append(self._gpu_seconds(call) if self._on_gpu else self._cpu_seconds(call))
         return found | {name: statistics.median(values) for name, values in times.items()}
 
-    def launch_seconds(self) -> float:
-        """Seconds of an almost empty call: the minimum measurable time."""
-        one = torch.zeros(1, device=self._flushed.device)
-        found = self.seconds({"": lambda: one.add_(1.0)})[""]
-        assert isinstance(found, float), found
-        return found
-
     def _captured(self, call: Call) -> Call:
         for _ in range(_WARM_UPS):  # for compilers and caches
             call()

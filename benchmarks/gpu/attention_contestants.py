@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.speed.kernel_cases import Batch, Calls
+from benchmarks.gpu.kernel_cases import Batch, Calls
 from specvla_ros.engine.kv_cache import KVCache
 
 SDPA, FLEX, VARLEN, FLASH = "SDPA", "FlexAttention", "torch varlen", "flash-attn"

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.acceptance_trace import Trace
-from benchmarks.gpu import attention_contestants
+from benchmarks.gpu import attention_contestants, kernels
+from benchmarks.gpu.kernel_cases import batches, filled_cache, first_layer
 from benchmarks.harness import ColdTimer, dtype_on, hardware, synchronise
 from benchmarks.random_policy import SIZES, TOKENS, RandomPolicy, frame, quantized, random_decoder, random_policy
 from benchmarks.saturated import Contestant, EngineTurns, Saturated, make_engine, mode_settings, weight_bytes
-from benchmarks.speed import kernels
-from benchmarks.speed.kernel_cases import batches, filled_cache, first_layer
 from specvla_kernels.device import has_kernels, operators_on, why_no_kernels
 from specvla_kernels.fused_linear import fused_linear_triton
 from specvla_kernels.int8_linear import int8_linear

@@ -55,30 +55,6 @@ def _range(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def _kernels(result: Result) -> Result:
-    def view(name: str, size: Result) -> Result:
-        return {f"{kind}s": [_of_kind(kind, size["rows"])] for kind in ("kernel", "stage")}
-
-    return {"launch_us": result["launch_s"] * 1e6, **_by_size(result, view)}
-
-
-def _of_kind(kind: str, rows: list[Result]) -> Result:
-    """The rows of a kind; contestants that never ran get no column."""
-    mine = [row for row in rows if row["kind"] == kind]
-    ran = dict.fromkeys(name for row in mine for name, found in row["contestants"].items() if "seconds" in found)
-    shown = [{**row, "of": [{"time": _share_of_bound(row["contestants"].get(name))} for name in ran]} for row in mine]
-    return {"kind": kind, "ran": [{"contestant": name} for name in ran], "rows": shown}
-
-
-def _share_of_bound(found: Result | None) -> str:
-    if found is None:
-        return ""
-    if "skipped" in found:
-        return str(found["skipped"])
-    share = f" ({found['share_of_bound']:.0%})" if "share_of_bound" in found else ""
-    return f"{found['seconds'] * 1e6:.1f}{share}"
-
-
 def _launches(result: Result) -> Result:
     before, now = result["before"]["cases"], result["cases"]
     ticks = [["", "launches", "after read-back", "copies", "after read-back", "read-backs"]]
@@ -177,4 +153,4 @@ def _class(name: str) -> tuple[bool, bool]:
     return "8 bits" in name, "lookup" in name
 
 
-VIEWS = views(_compiled_layers, _decode_modes, _sensitivity, _kernels, _launches, _formats, _cpu_engines)
+VIEWS = views(_compiled_layers, _decode_modes, _sensitivity, _launches, _formats, _cpu_engines)

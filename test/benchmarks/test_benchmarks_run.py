@@ -14,8 +14,10 @@ from support.benchmark_runs import run
 from support.text_models import write_text_model
 
 from benchmarks.acceptance_trace import Trace, trace_lengths
+from benchmarks.gpu import kernels
 from benchmarks.harness import ColdTimer, command
 from benchmarks.papers.spec_vla import PAPERS_R, threshold
+from benchmarks.random_policy import SIZES, random_decoder
 from benchmarks.results_page import RESULTS
 from benchmarks.robot.fast_bound import first_action_bounds_mm
 from benchmarks.robot.joint_actions import success_share
@@ -234,10 +236,13 @@ def test_layouts_of_keys_and_values_finish_with_the_same_tokens(tmp_path: Path):
 
 
 @pytest.mark.nightly
-def test_kernels_and_stages_have_bounds(tmp_path: Path):
-    tiny = run("benchmarks.speed.kernels", tmp_path / "out.json", "--repeats", 1)["sizes"]["tiny"]
-    rows = {(row["name"], row["batch"]): row for row in tiny["rows"]}
-    assert tiny["limits"]["kind"] == "measured"
+@torch.inference_mode()
+def test_kernels_and_stages_have_bounds():
+    decoder, timer = random_decoder(SIZES["tiny"].llama), ColdTimer("cpu", repeats=1)
+    limits = kernels.limits(decoder, "cpu")
+    found = [kernels.row(kind, case, limits, timer) for kind, case in kernels.cases(decoder)]
+    rows = {(row["name"], row["batch"]): row for row in found}
+    assert limits.kind == "measured"
     kinds = Counter(row["kind"] for row in rows.values())
     assert kinds == {"kernel": 5 * 4 + 5, "stage": 5 * 4}
     for row in rows.values():

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks import harness, saturated
-from benchmarks.gpu import steps
+from benchmarks.gpu import kernels, steps
 from benchmarks.random_policy import SIZES, TOKENS, RandomPolicy
-from benchmarks.speed import kernels
 from specvla_ros.engine import engine, kernel_check
 from specvla_ros.engine.settings import EngineSettings
 

@@ -3,21 +3,15 @@
 
 Each bound is the bytes over the measured bandwidth or the operations over the measured matrix rate, whichever is
 larger. Operands are in memory, not in a cache. On a CPU there are no kernels: their PyTorch references are timed.
-
-    python -m benchmarks.speed.kernels                                  # this CPU: tiny
-    python -m benchmarks.speed.kernels --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
-from benchmarks.harness import ColdTimer, Device, Dtype, Out, Sizes, dtype_on, finish, result_head, take_turns
-from benchmarks.random_policy import SIZES, random_decoder, random_draft_head
-from benchmarks.speed.kernel_cases import (
+from benchmarks.gpu.kernel_cases import (
     UNQUANTISED,
     Case,
     batches,
@@ -27,8 +21,10 @@ from benchmarks.speed.kernel_cases import (
     kernel_cases,
     stage_cases,
 )
+from benchmarks.harness import ColdTimer, take_turns
+from benchmarks.random_policy import random_draft_head
 from specvla_ros.lab.planning.cost import roofline_seconds
-from specvla_ros.lab.planning.device import Device as DeviceLimits
+from specvla_ros.lab.planning.device import Device
 from specvla_ros.lab.planning.measure import measure_device
 from specvla_ros.models.decoder import PackedDecoder
 
@@ -36,30 +32,7 @@ _MANY_ROWS = 2048  # of a compute-bound product
 _MEASURED = 7
 
 
-def main(
-    context: typer.Context,
-    sizes: Sizes = "tiny",
-    device: Device = "cpu",
-    dtype: Dtype = "",
-    repeats: Annotated[int, typer.Option(help="Timed calls of each contestant.", min=1)] = 21,
-    out: Out = None,
-) -> None:
-    """Measures time, bound and share of the bound of every kernel and stage."""
-    chosen, timer = dtype_on(device, dtype), ColdTimer(device, repeats)
-    result = result_head(context, chosen) | {"launch_s": timer.launch_seconds(), "sizes": {}}
-    for name in sizes.split(","):
-        with torch.inference_mode():
-            decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
-            found = limits(decoder, device)
-            result["sizes"][name] = {
-                "parameters": sum(p.numel() for p in decoder.parameters()),
-                "limits": found.as_json(),
-                "rows": [row(kind, case, found, timer) for kind, case in cases(decoder)],
-            }
-    finish(result, out)
-
-
-def limits(decoder: PackedDecoder, device: str) -> DeviceLimits:
+def limits(decoder: PackedDecoder, device: str) -> Device:
     """Returns the device's limits, measured with large products: one rate for any number of rows."""
     measured = measure_device(decoder.config, device=device, dtype=decoder.dtype, more_rows=(_MANY_ROWS,))
     sources = dict(measured.sources) | {"int8_tops": f"measured: one product of {_MANY_ROWS} rows"}
@@ -88,7 +61,7 @@ def cases(decoder: PackedDecoder) -> Iterator[tuple[str, Case]]:
             yield "stage", case
 
 
-def row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[str, Any]:
+def row(kind: str, case: Case, limits: Device, timer: ColdTimer) -> dict[str, Any]:
     """Returns a case's bound, and each contestant's time and share of the bound."""
     bound_s = roofline_seconds(case.parts, limits)
     found: dict[str, float | str] = {name: call for name, call in case.calls.items() if isinstance(call, str)}
@@ -106,7 +79,7 @@ def row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[s
     }
 
 
-def _bound_by(case: Case, limits: DeviceLimits) -> str:
+def _bound_by(case: Case, limits: Device) -> str:
     reading = sum(part.bytes for part in case.parts) / limits.bytes_per_s()
     computing = sum(
         part.operations / limits.operations_per_s(part.arithmetic, part.rows) for part in case.parts if part.operations
@@ -120,7 +93,3 @@ def _contestant(name: str, found: float | str, bound_s: float) -> dict[str, Any]
     if name == UNQUANTISED:  # the bound is that of the quantised product
         return {"seconds": found}
     return {"seconds": found, "share_of_bound": bound_s / found}
-
-
-if __name__ == "__main__":
-    typer.run(main)
