@@ -246,21 +246,19 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def mode_settings(
-    mode: str, lengths: AcceptanceLengths, *, tokens: int, draft: DraftSettings, chunks: int = 1, in_order: bool = False
+    mode: str, lengths: AcceptanceLengths, *, tokens: int, draft: DraftSettings, chunks: int = 1
 ) -> EngineSettings:
     """Returns a mode's settings, with room for as many requests as it can use.
 
     Args:
         tokens: tokens per action; plain pipelining has one stage per token.
         chunks: forwards over which a prompt is spread.
-        in_order: do not let frames overtake each other.
     """
     stages = {"pipeline": tokens, "specpipe": 1 + int(np.ceil(lengths.verifications(tokens - 1)))}
     return EngineSettings(
         mode,
         max_in_flight=stages.get(mode, 0),
         prefill_chunks=chunks,
-        in_order=in_order,
         max_text_tokens=TEXT_TOKENS,
         draft=draft,
         acceptance=ANYTHING,

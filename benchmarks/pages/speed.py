@@ -96,10 +96,6 @@ def _from_to(before: int | str, now: int | str) -> str:
     return f"{before} → **{now}**" if before != now else str(now)
 
 
-def _sensitivity(result: Result) -> Result:
-    return _by_size(result, lambda _, size: {"columns": [{"mode": mode} for mode in size["points"][0]["modes"]]})
-
-
 def _by_size(result: Result, view: Callable[[str, Result], Result]) -> Result:
     """Adds the fields of `view` to each model size of a benchmark."""
     return {"sizes": [{**size, "name": name, **view(name, size)} for name, size in result["sizes"].items()]}
@@ -153,4 +149,4 @@ def _class(name: str) -> tuple[bool, bool]:
     return "8 bits" in name, "lookup" in name
 
 
-VIEWS = views(_compiled_layers, _decode_modes, _sensitivity, _launches, _formats, _cpu_engines)
+VIEWS = views(_compiled_layers, _decode_modes, _launches, _formats, _cpu_engines)

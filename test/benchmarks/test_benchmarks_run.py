@@ -214,18 +214,6 @@ def test_formats_are_held_against_float32(tmp_path: Path):
     assert all(formats[name]["agreement"]["same_tokens"] < plain["tokens"] for name in ("int4", "fp8"))
 
 
-@pytest.mark.nightly
-def test_sensitivity_covers_every_length(tmp_path: Path):
-    grid = ["--tokens", "3,9", "--prompts", "40", "--actions", 2, "--repeats", 1]
-    points = run("benchmarks.speed.sensitivity", tmp_path / "out.json", *grid)["sizes"]["tiny"]["points"]
-    assert [(point["tokens"], point["prompt_rows"]) for point in points] == [(3, 40), (9, 40)]
-    for point in points:
-        assert point["same_tokens"]
-        assert point["modes"]["ar"]["forwards_per_action"] == point["tokens"]
-        assert point["modes"]["pipeline"]["in_flight"] == point["tokens"]
-        assert point["modes"]["specpipe, in order"]["overtaken"] == 0
-
-
 def test_layouts_of_keys_and_values_finish_with_the_same_tokens(tmp_path: Path):
     tiny = run("benchmarks.speed.kv_layouts", tmp_path / "out.json", "--stages", 3, "--repeats", 1)["sizes"]["tiny"]
     assert tiny["same_tokens"]
