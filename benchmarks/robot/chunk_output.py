@@ -4,9 +4,8 @@
 python -m benchmarks.robot.chunk_output --episodes 20
 
 The tasks' expert acts in place of a policy, at the rate and with the image age of one. The driver commands a simulated
-arm by each interface, in simulation time. With gaps, commands are lost for so long, twice a second. Accelerations are
-those of the arm's joints as measured every 10 ms; a jump is the change of acceleration within 20 ms of an action's
-arrival.
+arm by each interface, in simulation time. Accelerations are those of the arm's joints as measured every 10 ms; a jump
+is the change of acceleration within 20 ms of an action's arrival.
 """
 
 from collections.abc import Iterator
@@ -26,23 +25,11 @@ from specvla_ros.lab.simulation.driven_robot import DrivenRobot
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.lab.simulation.world import CONTROL_HZ
 
-_GAPS_EVERY_S = 0.5
 _AROUND = 2  # samples before and after an action's arrival
 
 
 class Recorded(DrivenRobot):
-    """A driven arm whose joints are recorded every 10 ms, and that hears nothing for `gap_s` in each half second."""
-
-    def __init__(self, command: str, gap_s: float) -> None:
-        super().__init__(command=command)
-        controller = self._commanded.controller
-        take = controller.take
-
-        def hear(command: Any, now_s: float) -> None:
-            if now_s % _GAPS_EVERY_S >= gap_s:
-                take(command, now_s)
-
-        controller.take = hear  # type: ignore[method-assign]
+    """A driven arm whose joints are recorded every 10 ms."""
 
     def reset(self, task: str, seed: int) -> None:
         super().reset(task, seed)
@@ -59,17 +46,16 @@ def main(
     seed: Seed = 0,
     interfaces: Annotated[str, typer.Option(help="Comma-separated.")] = "joint_trajectory,joint_trajectory_chunk",
     rates: Annotated[str, typer.Option(help="Actions per second, comma-separated.")] = "20,5",
-    gaps: Annotated[str, typer.Option(help="Lengths of the gaps in ms, comma-separated.")] = "0,150",
     age_ms: Annotated[float, typer.Option(help="Age of an action's image on arrival.", min=0)] = 100.0,
     out: Out = RESULTS / "chunk_output.json",
 ) -> None:
     """Runs all episodes."""
     names = chosen_names("--interfaces", interfaces, COMMANDS)
     rows: list[dict[str, Any]] = []
-    for gap_ms, rate in product(map(float, gaps.split(",")), map(float, rates.split(","))):
-        robots = {name: Recorded(name, gap_ms * 1e-3) for name in names}
+    for rate in map(float, rates.split(",")):
+        robots = {name: Recorded(command=name) for name in names}
         found = {name: list(_episodes(robots[name], rate, age_ms * 1e-3, episodes, seed)) for name in names}
-        rows += [{"gap_ms": gap_ms, **_row(name, rate, found[name], found[names[0]])} for name in names]
+        rows += [_row(name, rate, found[name], found[names[0]]) for name in names]
     finish(result_head(context) | {"episodes_per_task": episodes, "first_seed": seed, "rows": rows}, out)
 
 

@@ -89,7 +89,7 @@ def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
 
 @pytest.mark.nightly
 def test_chunks_and_points_are_compared_on_the_same_starts(tmp_path: Path):
-    smallest = ["--episodes", 1, "--rates", "20", "--gaps", "0"]
+    smallest = ["--episodes", 1, "--rates", "20"]
     points, chunks = run("benchmarks.robot.chunk_output", tmp_path / "out.json", *smallest)["rows"]
     assert set(points["ratio"].values()) == {1.0} and points["against"]["difference"] == 0
     assert points["success"]["episodes"] == chunks["success"]["episodes"] == 5
