@@ -8,7 +8,8 @@ def _driving(result: Result) -> Result:
     rows: list[Result] = result["rows"]
     robots = dict.fromkeys(row["robot"] for row in rows)
     by_robot = [{"robot": robot, **_followers([row for row in rows if row["robot"] == robot])} for robot in robots]
-    return {"robots": by_robot}
+    limit: float = result["time_limit"]
+    return {"robots": by_robot, "limit": "" if limit == 1 else f"{limit:g} times "}
 
 
 def _followers(rows: list[Result]) -> Result:
