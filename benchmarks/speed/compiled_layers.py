@@ -10,6 +10,9 @@ an empty cache.
 import os
 import statistics
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Annotated
 
@@ -18,8 +21,8 @@ import typer
 
 from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_weights, result_head, take_turns
 from benchmarks.results_page import RESULTS
-from benchmarks.speed.revision_ticks import Decoding
 from specvla_kernels.layout import MAX_TREE_NODES, Ancestry
+from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
@@ -28,11 +31,14 @@ from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.compiled_layers import CompiledLayers
 from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.models.target import Target
 
 ROWS = (1, 2, 4, 8, 16, 32, MAX_TREE_NODES)
 SLOT_ROWS, PREFIX = 200, 120
 MODES = ("ar", "spec")
 _ANSWERS = 40
+_PERIOD_NS = 200_000_000  # between the images, in their stamps
+_MAX_TEXT_TOKENS = 128  # as in config/common.yaml
 
 
 def main(
@@ -52,13 +58,12 @@ def main(
     compiled = decoder.compiled
     if compiled is None:
         raise UserError(f"the layers of {policy} cannot be compiled")
-    frames = islice(simulation_source(target, FRAMES_FIRST_SEED), _ANSWERS)
-    images = [{"images": each.images, "instruction": each.instruction} for each in frames]
+    images = list(islice(simulation_source(target, FRAMES_FIRST_SEED), _ANSWERS))
     found = {
         "most_rows": compiled.most_rows,
         "compile_s": compiled.compile_s,
         "forwards": [{"rows": rows, "seconds": forward_s(decoder, compiled, rows, repeats)} for rows in ROWS],
-        "ticks": {mode: tick_s(Decoding(target, mode, images), decoder, compiled) for mode in MODES},
+        "ticks": {mode: tick_s(target, mode, images, decoder, compiled) for mode in MODES},
     }
     finish(result_head(context, decoder.dtype) | of_weights(directory) | {"policy": policy} | found, out)
 
@@ -79,14 +84,23 @@ def forward_s(decoder: PackedDecoder, compiled: CompiledLayers, rows: int, repea
     return take_turns(ways, repeats, "cpu")
 
 
-def tick_s(decoding: Decoding, decoder: PackedDecoder, compiled: CompiledLayers) -> dict[str, float]:
+def tick_s(
+    target: Target, mode: str, images: Sequence[Observation], decoder: PackedDecoder, compiled: CompiledLayers
+) -> dict[str, float]:
     """Median seconds of an engine's ticks after an answer's first."""
+    engine = Engine(target, EngineSettings(mode, max_text_tokens=_MAX_TEXT_TOKENS))
+    engine.warm_up()
     times: dict[str, list[float]] = {"eager": [], "compiled": []}
     for turn in range(2 * _ANSWERS):
-        name, layers = ("eager", None) if turn % 2 else ("compiled", compiled)
-        decoder.compiled = layers
-        _, ticks = decoding.action()
-        times[name] += [wall_s for _, wall_s in ticks[1:]] if turn > _ANSWERS // 2 else []
+        name, decoder.compiled = ("eager", None) if turn % 2 else ("compiled", compiled)
+        engine.submit(replace(images[turn // 2], stamp_ns=(turn + 1) * _PERIOD_NS))
+        ticks: list[float] = []
+        outcomes: Sequence[object] = ()
+        while not outcomes:
+            started = time.perf_counter()
+            outcomes = engine.tick()
+            ticks.append(time.perf_counter() - started)
+        times[name] += ticks[1:] if turn > _ANSWERS // 2 else []
     return {name: statistics.median(each) for name, each in times.items()}
 
 

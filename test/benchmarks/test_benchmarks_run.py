@@ -68,15 +68,6 @@ def test_the_papers_threshold_is_the_papers_preset():
 
 
 @pytest.mark.nightly
-def test_two_revisions_decode_the_same_tokens(tmp_path: Path):
-    chosen = ("--earlier", "HEAD", "--actions", 2, "--turns", 1)
-    result = run("benchmarks.speed.revisions", tmp_path / "out.json", *chosen)
-    for mode in result["modes"].values():
-        assert mode["same_tokens"] and mode["actions"] == 2
-        assert all(part["cpu_s"]["now"] > 0 for part in mode["parts"].values())
-
-
-@pytest.mark.nightly
 def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
     chosen = ["--quantization", "none,w8a8", "--tokens", 9, "--formats-only", "--actions", 1, "--repeats", 1]
     result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", *chosen)
