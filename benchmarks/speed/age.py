@@ -33,7 +33,7 @@ from specvla_ros.lab.planning.cost import (
     vision_part,
 )
 from specvla_ros.lab.planning.device import Device, Software, read_device
-from specvla_ros.lab.planning.limits import AcceptanceLengths, DrivenLoop, Mode, Tick, drive
+from specvla_ros.lab.planning.limits import DrivenLoop, Mode, Tick, drive
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.speculation.settings import DraftSettings
 
@@ -141,20 +141,23 @@ def _beside(device: Device, name: str, software: Software) -> dict[str, Any]:
 def _row(
     answers: Answers, device: Device, name: str, weights: WeightFormat, frames: int, runs: dict[str, DrivenLoop]
 ) -> dict[str, Any]:
-    found = {}
     fresh, stale = (
         lengths_for(f"{answers.policy}, {which}", answers.tokens, forwards)
         for which, forwards in (("fresh", answers.fresh), ("stale", answers.stale))
     )
-    for mode_name, mode in modes_of(answers).items():
-        seconds = _seconds(answers, mode, device, weights)
-        run = _run(mode, answers, fresh, stale, frames, seconds, {} if mode.chooses else runs)
-        found[mode_name] = _figures(run, seconds)
-    first = None
-    if answers.first:
-        first = _figures(
-            _drive(modes_of(answers)[AUTO], answers, fresh, stale, frames, seconds, answers.first), seconds
-        )
+
+    def figures(mode: Mode, first: int = 0) -> dict[str, Any]:
+        seconds, run = _seconds(answers, mode, device, weights), runs.get(mode.name)
+        if run is None:
+            timed, rows, tokens = seconds if mode.chooses else None, _MODEL.prompt_rows, answers.tokens
+            run = drive(mode, rows, tokens, fresh, timed, stale=stale, frames=frames, first_tokens=first)
+            if not mode.chooses:
+                runs[mode.name] = run
+        return _figures(run, seconds)
+
+    modes = modes_of(answers)
+    found = {mode_name: figures(mode) for mode_name, mode in modes.items()}
+    first = figures(modes[AUTO], answers.first) if answers.first else None
     ahead, undrafted = found.pop(AHEAD), found.pop(UNDRAFTED)
     fixed = {each: figures for each, figures in found.items() if each != AUTO}
     best = min(fixed, key=lambda each: float(fixed[each]["age_s"]))
@@ -174,33 +177,6 @@ def _row(
         "ahead_over_spec": _over(ahead, found[ALONE]),
         "undrafted_over_plain": _over(undrafted, found[PLAIN]),
     }
-
-
-def _run(
-    mode: Mode,
-    answers: Answers,
-    fresh: AcceptanceLengths,
-    stale: AcceptanceLengths,
-    frames: int,
-    seconds: Callable[[Tick], float],
-    runs: dict[str, DrivenLoop],
-) -> DrivenLoop:
-    if mode.name not in runs:
-        runs[mode.name] = _drive(mode, answers, fresh, stale, frames, seconds if mode.chooses else None)
-    return runs[mode.name]
-
-
-def _drive(
-    mode: Mode,
-    answers: Answers,
-    fresh: AcceptanceLengths,
-    stale: AcceptanceLengths,
-    frames: int,
-    seconds: Callable[[Tick], float] | None,
-    first: int = 0,
-) -> DrivenLoop:
-    rows, tokens = _MODEL.prompt_rows, answers.tokens
-    return drive(mode, rows, tokens, fresh, seconds, stale=stale, frames=frames, first_tokens=first)
 
 
 def _seconds(answers: Answers, mode: Mode, device: Device, weights: WeightFormat) -> Callable[[Tick], float]:
