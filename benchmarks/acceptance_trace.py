@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from specvla_ros.engine.engine import Engine
-from specvla_ros.errors import UserError
+from specvla_ros import Engine, UserError
 from specvla_ros.lab.planning.limits import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree

@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from benchmarks.acceptance_trace import ANYTHING, Trace
 from benchmarks.harness import synchronise
 from benchmarks.random_policy import TEXT_TOKENS, frame
+from specvla_ros import Action, Engine, EngineSettings, Observation
 from specvla_ros.engine.batch import TickWork
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.outcome import DropReason, Outcome
 from specvla_ros.engine.pace import mean_age
 from specvla_ros.engine.pictures import Pictures, pictures_of
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.lab.tally import percentiles
 from specvla_ros.models.families.openvla.target import OpenVLATarget
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import RoundedLinear
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import DraftSettings

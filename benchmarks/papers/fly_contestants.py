@@ -11,10 +11,8 @@ import torch
 
 from benchmarks.papers.text_target import TextTarget, text_observation
 from benchmarks.transformers_baseline import transformers_decoder
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings, engine_settings_from
-from specvla_ros.errors import UserError
+from specvla_ros import Action, Engine, EngineSettings, UserError
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import PRESETS, DraftSettings
 

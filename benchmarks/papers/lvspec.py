@@ -26,14 +26,13 @@ from benchmarks.papers.lvspec_baselines import EmbeddingRelevance, RandomRelaxat
 from benchmarks.results_page import RESULTS, weights_digest
 from benchmarks.speculation.acceptance_rules import rule_row
 from benchmarks.speculation.text_policy import LONGEST_TEXT
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros import Engine, EngineSettings, Observation
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.compare import Setting, SweepRow, sweep
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of
 from specvla_ros.models.config import read_checkpoint_json
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, Verification
 from specvla_ros.speculation.rules.registry import RuleContext, rule

@@ -18,9 +18,8 @@ import typer
 from benchmarks.harness import Episodes, Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
 from benchmarks.results_page import RESULTS
 from benchmarks.speculation.speculation import TOLERANCES
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros import Action, Engine, EngineSettings
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.compare import Setting, sweep
 from specvla_ros.lab.evaluation.frame_sources import simulation_source

@@ -17,14 +17,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_kernels.device import to_device
-from specvla_ros.errors import UserError
+from specvla_ros import Observation, UserError
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import ActionIds, WrittenChunkCodec
 from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import DECODERS, check_directory, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import refuse_options
 from specvla_ros.models.target import TARGETS, ImageEmbeddings, PromptLayout
 from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, require_tokenizer

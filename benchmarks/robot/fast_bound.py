@@ -19,10 +19,7 @@ import typer
 
 from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_weights, result_head
 from benchmarks.results_page import RESULTS
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.errors import UserError
+from specvla_ros import Action, Engine, EngineSettings, UserError
 from specvla_ros.lab.bundled.policies import bundled_policy
 from specvla_ros.lab.evaluation.frame_sources import lossless, simulation_source
 from specvla_ros.models.checkpoint import load_target

@@ -18,9 +18,7 @@ import typer
 from benchmarks.harness import FRAMES_FIRST_SEED, Episodes, Out, Seed, finish, of_weights, result_head, show_progress
 from benchmarks.random_policy import VISION
 from benchmarks.results_page import RESULTS
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros import Action, Engine, EngineSettings, Observation
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.compare import deviation
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
@@ -30,7 +28,6 @@ from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, ti
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.families.openvla.target import require_openvla
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import QUANTIZATIONS, fast_format, quantize_layer, quantize_products
 from specvla_ros.models.target import Target
 

@@ -26,9 +26,8 @@ import typer
 from benchmarks.harness import Episodes, Out, Seed, chosen_names, finish, mean_ratio, of_devices, result_head
 from benchmarks.results_page import RESULTS, weights_digest
 from benchmarks.speed.age import quantile_of_age
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros import Action, Engine, EngineSettings
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.lab.bundled.policies import find_policy
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
 from specvla_ros.lab.planning.stage_times import read_stage_times

@@ -26,16 +26,14 @@ import typer
 
 from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_devices, of_weights, result_head
 from benchmarks.results_page import RESULTS
+from specvla_ros import Action, Engine, EngineSettings, Observation
 from specvla_ros.engine.batch import TickWork
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.lab.bundled.policies import find_policy, nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.planning.stage_times import read_stage_times
 from specvla_ros.lab.simulation.robot import ACTION_DT_S
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 

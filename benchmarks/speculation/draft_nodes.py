@@ -20,12 +20,11 @@ from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_devices, resul
 from benchmarks.results_page import RESULTS, weights_digest
 from benchmarks.saturated import make_engine
 from benchmarks.speculation.pipelining import DEVICES_OF_CHUNKS, PLAIN, SPEC, Subject, numbered, subjects_of_chunks
-from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros import Action, EngineSettings, Observation
+from specvla_ros.engine.outcome import Outcome
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.planning.stage_times import StageTimes, read_stage_times
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 
 

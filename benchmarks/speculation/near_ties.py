@@ -16,14 +16,13 @@ import typer
 
 from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, result_head
 from benchmarks.results_page import RESULTS, weights_digest
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros import Engine, EngineSettings, Observation
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.lab.bundled.policies import DECODING_FILE, bundled_policy
 from specvla_ros.lab.evaluation.certificate import Comparison, Finding
 from specvla_ros.lab.evaluation.compare import compare
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.observation import Observation
 
 _PLAIN, _MODES = "ar", ("spec", "specpipe")
 

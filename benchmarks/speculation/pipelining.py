@@ -45,9 +45,8 @@ from benchmarks.harness import (
 from benchmarks.results_page import RESULTS, weights_digest
 from benchmarks.saturated import Saturated, make_engine
 from benchmarks.speculation.text_policy import LONGEST_TEXT
+from specvla_ros import Action, Drop, EngineSettings, Observation
 from specvla_ros.engine.batch import TickWork
-from specvla_ros.engine.outcome import Action, Drop
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import bundled_policy, nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
@@ -57,7 +56,6 @@ from specvla_ros.lab.simulation.robot import ACTION_DT_S
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, Tolerance, adjusted
 

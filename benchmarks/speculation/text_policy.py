@@ -25,9 +25,7 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros import Action, Engine, EngineSettings, Observation
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.simulation.collect import holds
@@ -43,7 +41,7 @@ from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
-from specvla_ros.models.observation import ONLY_CAMERA, Observation
+from specvla_ros.models.observation import ONLY_CAMERA
 
 LONGEST_TEXT = 64  # tokens
 _LAYERS = NanoShape().layers  # the nano policy's own, whose weights are the initial ones

@@ -22,10 +22,9 @@ import typer
 from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_weights, result_head, take_turns
 from benchmarks.results_page import RESULTS
 from specvla_kernels.layout import MAX_TREE_NODES, Ancestry
-from specvla_ros import Engine, EngineSettings, Observation
+from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import bundled_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.models.checkpoint import load_target

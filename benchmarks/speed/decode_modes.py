@@ -59,15 +59,13 @@ from benchmarks.random_policy import (
 )
 from benchmarks.saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
 from benchmarks.transformers_baseline import GenerateTurns
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros import Action, Engine, EngineSettings, Observation
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.lab.bundled.policies import bundled_names, find_policy
 from specvla_ros.lab.evaluation.frame_sources import lossless, simulation_source
 from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import require_openvla
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.settings import NO_HEAD, DraftSettings
 
