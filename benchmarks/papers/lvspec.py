@@ -145,16 +145,12 @@ def main(
     rows = sweep(base, list(settings.values()), plan, work, show_progress)
     policy = policy_of(base)
     frames = list(islice(simulation_source(policy, seed, engine=base.engine), _TIMED_FRAMES))
-    result = (
-        result_head(context)
-        | of_weights(nano_policy())
-        | {
-            "text_policy": _described(policy, text_policy),
-            "tables": {title: [setting.name for setting in shown] for title, shown in tables.items()},
-            "rows": [_row(row, policy, frames) for row in rows],
-        }
-    )
-    finish(result, out)
+    found = {
+        "text_policy": _described(policy, text_policy),
+        "tables": {title: [setting.name for setting in shown] for title, shown in tables.items()},
+        "rows": [_row(row, policy, frames) for row in rows],
+    }
+    finish(result_head(context) | of_weights(nano_policy()) | found, out)
 
 
 def _described(policy: Target, directory: Path) -> dict[str, Any]:

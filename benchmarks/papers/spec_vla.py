@@ -62,17 +62,13 @@ def main(
     chosen = settings([int(r) for r in thresholds.split(",")])
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     rows = sweep(SimulateSettings(policy), chosen, plan, work, show_progress)
-    result = (
-        result_head(context)
-        | of_weights(policy)
-        | {
-            "first_seed": seed,
-            "episodes_per_task": episodes,
-            "rows": [row.as_json() for row in rows],
-            "case": _case(load_target(policy, device="cpu")),
-        }
-    )
-    finish(result, out)
+    found = {
+        "first_seed": seed,
+        "episodes_per_task": episodes,
+        "rows": [row.as_json() for row in rows],
+        "case": _case(load_target(policy, device="cpu")),
+    }
+    finish(result_head(context) | of_weights(policy) | found, out)
 
 
 def _case(policy: Target) -> dict[str, Any]:

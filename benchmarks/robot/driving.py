@@ -106,13 +106,8 @@ def main(
                     "against": compare_episodes(before, done).as_json(),
                 }
             )
-    finish(
-        result_head(context)
-        | of_weights(nano_policy())
-        | of_devices(devices.split(","))
-        | {"time_limit": time_limit, "first_seed": seed, "episodes_per_task": episodes, "rows": rows},
-        out,
-    )
+    found = {"time_limit": time_limit, "first_seed": seed, "episodes_per_task": episodes, "rows": rows}
+    finish(result_head(context) | of_weights(nano_policy()) | of_devices(devices.split(",")) | found, out)
 
 
 if __name__ == "__main__":

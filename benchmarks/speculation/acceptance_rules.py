@@ -78,17 +78,13 @@ def main(
     nano = SimulateSettings(nano_policy())
     writer = SimulateSettings(text_policy, engine=EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT))
     text_plan = replace(plan, episodes=max(1, episodes // 3))
-    result = (
-        result_head(context)
-        | of_weights(nano_policy())
-        | {
-            "tolerance": {"metres": METRES, "radians": RADIANS},
-            "nano": [rule_row(row) for row in sweep(nano, nano_settings(), plan, work / "nano", show_progress)],
-            "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},
-            "text": [rule_row(row) for row in sweep(writer, text_settings(), text_plan, work / "text", show_progress)],
-        }
-    )
-    finish(result, out)
+    found = {
+        "tolerance": {"metres": METRES, "radians": RADIANS},
+        "nano": [rule_row(row) for row in sweep(nano, nano_settings(), plan, work / "nano", show_progress)],
+        "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},
+        "text": [rule_row(row) for row in sweep(writer, text_settings(), text_plan, work / "text", show_progress)],
+    }
+    finish(result_head(context) | of_weights(nano_policy()) | found, out)
 
 
 def rule_row(row: SweepRow) -> dict[str, Any]:

@@ -173,19 +173,14 @@ def main(
     chosen = subjects_of_chunks(two_actions) if chunks else subjects(text_policy)
     devices = DEVICES_OF_CHUNKS if chunks else DEVICES
     policies = {name: _policy(name, subject, devices, plan, work) for name, subject in chosen.items()}
-    result = (
-        result_head(context)
-        | of_weights(nano_policy())
-        | of_devices(devices)
-        | {
-            "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
-            "time_limit": TIME_LIMIT,
-            "first_seed": seed,
-            "episodes_per_task": episodes,
-            "policies": policies,
-        }
-    )
-    finish(result, out)
+    found = {
+        "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
+        "time_limit": TIME_LIMIT,
+        "first_seed": seed,
+        "episodes_per_task": episodes,
+        "policies": policies,
+    }
+    finish(result_head(context) | of_weights(nano_policy()) | of_devices(devices) | found, out)
 
 
 def _policy(name: str, subject: Subject, names: Sequence[str], plan: SimulatePlan, work: Path) -> dict[str, Any]:

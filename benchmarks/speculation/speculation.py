@@ -64,21 +64,17 @@ def main(
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     rows = sweep(SimulateSettings(policy), settings(), plan, work, show_progress)
     loaded = load_target(policy, device="cpu")
-    result = (
-        result_head(context)
-        | of_weights(policy)
-        | {
-            "policy": policy.name,
-            "first_seed": seed,
-            "episodes_per_task": episodes,
-            "tolerances": [
-                {"mm": bound.mm, "degrees": bound.degrees, "bins": bins_of(bound.acceptance, loaded)}
-                for bound in TOLERANCES
-            ],
-            "rows": [_row(row) for row in rows],
-        }
-    )
-    finish(result, out)
+    found = {
+        "policy": policy.name,
+        "first_seed": seed,
+        "episodes_per_task": episodes,
+        "tolerances": [
+            {"mm": bound.mm, "degrees": bound.degrees, "bins": bins_of(bound.acceptance, loaded)}
+            for bound in TOLERANCES
+        ],
+        "rows": [_row(row) for row in rows],
+    }
+    finish(result_head(context) | of_weights(policy) | found, out)
 
 
 def _row(row: SweepRow) -> dict[str, Any]:
