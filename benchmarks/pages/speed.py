@@ -2,7 +2,7 @@
 """Fields for the speed benchmarks: shares, labels, columns."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.pages.tables import Result, by_task, named, table, views
@@ -26,7 +26,7 @@ def _decode_modes(result: Result) -> Result:
         mine = row if "overtaken" in row else {**row, "forwards_per_action": None, "overtaken": None}
         return {**mine, "ran": not skipped, "skipped": skipped}
 
-    def view(name: str, size: Result) -> Result:
+    def view(size: Result) -> Result:
         formats = size.get("quantized") or {}
         rows = [
             {"format": format_, "layer_bytes": found.get("layer_bytes"), **run(row)}
@@ -42,7 +42,8 @@ def _decode_modes(result: Result) -> Result:
         return {"policies": [{"rows": rows, **_auto_ages(policies)}], "traced": False}
     alone = not any("modes" in size for size in result["sizes"].values())
     flags = {"traced": True, "no_vision": not result["vision"], "all_modes": not alone, "formats_alone": alone}
-    return {**flags, "policies": [], "of_sizes": ", ".join(result["sizes"]), **_by_size(result, view)}
+    sizes = [size | view(size) for size in named(result["sizes"], "name")]
+    return {**flags, "policies": [], "of_sizes": ", ".join(result["sizes"]), "sizes": sizes}
 
 
 def _auto_ages(policies: Mapping[str, Result]) -> dict[str, str]:
@@ -98,11 +99,6 @@ def _graphs(case: Result) -> list[tuple[str, int]]:
 
 def _from_to(before: int | str, now: int | str) -> str:
     return f"{before} → **{now}**" if before != now else str(now)
-
-
-def _by_size(result: Result, view: Callable[[str, Result], Result]) -> Result:
-    """Adds the fields of `view` to each model size of a benchmark."""
-    return {"sizes": [{**size, "name": name, **view(name, size)} for name, size in result["sizes"].items()]}
 
 
 def _formats(result: Result) -> Result:
