@@ -21,7 +21,7 @@ from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError
 from specvla_ros.messages.picture import as_pixels
-from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.checkpoint import leave_a_core, load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
@@ -66,6 +66,8 @@ class Policy:
     ) -> "Policy":
         """Loads a checkpoint in Hugging Face format; raises UserError with a remedy for a wrong argument.
 
+        torch gets all CPU cores but one, since a busy core slows all of its threads; see `leave_a_core`.
+
         Args:
             mode: `ar`, `spec`, `pipeline`, `specpipe` or `auto`; empty: the mode in `params_file`, or `auto`.
             tolerance: maximum deviation of an accepted token from the target's own choice, such as `5mm,3deg` or
@@ -81,6 +83,7 @@ class Policy:
         file = Path(params_file) if params_file else None
         settings = engine_settings_from(mode=mode, tolerance=tolerance, params_file=file, **parameters)
         loading = model_settings(read_policy_file(file) if file else {}, model)
+        leave_a_core()
         return Policy(load_target(directory, progress=progress, **vars(loading)), settings, progress or no_progress)
 
     @property

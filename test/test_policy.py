@@ -201,3 +201,11 @@ def test_importing_the_package_costs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'Pilot'"):
         specvla_ros.Pilot  # noqa: B018
+
+
+def test_loading_leaves_a_core_to_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the commands and the node: threads of torch that share a core slow each other a hundredfold."""
+    left: list[bool] = []
+    monkeypatch.setattr("specvla_ros.policy.leave_a_core", lambda: left.append(True))
+    Policy.load(directory, mode="ar", device="cpu")
+    assert left == [True]

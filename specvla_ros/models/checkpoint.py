@@ -206,7 +206,7 @@ def leave_a_core() -> None:
     """Leaves one CPU core to other processes, such as DDS, a camera or a simulator.
 
     torch's threads wait for each other, so one that shares its core slows all of them: on two busy cores a 12 ms action
-    took 190 ms and more. OMP_NUM_THREADS, if set, takes precedence.
+    took 190 ms and more. OMP_NUM_THREADS, if set, takes precedence, as do fewer threads that were set before.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) - 1)))

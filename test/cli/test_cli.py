@@ -422,12 +422,18 @@ def test_an_installed_script_runs_the_python_that_it_was_installed_with(tmp_path
         assert (INSTALLED.parents[1] / "lib" / "specvla_ros" / name).read_text().splitlines()[0] == first
 
 
-@pytest.mark.parametrize(("given", "cores", "threads"), [("", 2, 1), ("", 16, 15), ("", 1, 1), ("3", 16, None)])
-def test_a_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch, given: str, cores: int, threads: int | None) -> None:
+@pytest.mark.parametrize(
+    ("given", "cores", "before", "threads"),
+    [("", 2, 2, 1), ("", 16, 16, 15), ("", 1, 1, 1), ("", 16, 4, 4), ("3", 16, 3, None)],
+)
+def test_a_core_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch, given: str, cores: int, before: int, threads: int | None
+) -> None:
     from specvla_ros.models import checkpoint
 
     chosen: list[int] = []
     monkeypatch.setattr(checkpoint.torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(checkpoint.torch, "get_num_threads", lambda: before)
     monkeypatch.setattr(checkpoint.os, "cpu_count", lambda: cores)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     if not given:
