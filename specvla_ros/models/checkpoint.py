@@ -3,12 +3,16 @@
 
 A family registers a loader in `TARGETS` under the `model_type` of its config.json. The loader takes the directory and
 the keywords of `load_target`, with `device` and `dtype` resolved; the keywords it does not use go to `refuse_options`.
+Messages suggest quantisation only if the loader has a parameter `quantization`.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +70,8 @@ def load_target(
     load = _loader(directory)
     on = _device(device)
     chosen = _dtype(dtype, on)
-    with explained_shortage(directory, on, chosen, quantization):
+    quantizes = "quantization" in signature(load).parameters
+    with explained_shortage(directory, on, chosen, quantization, quantizes=quantizes):
         target: Target = load(
             directory,
             device=on,
@@ -159,39 +164,82 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 @contextmanager
-def explained_shortage(directory: Path, device: torch.device, dtype: torch.dtype, quantization: str) -> Iterator[None]:
-    """Turns a lack of GPU memory while loading into a UserError that lists the formats that would fit."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+def explained_shortage(
+    directory: Path, device: torch.device, dtype: torch.dtype, quantization: str, *, quantizes: bool
+) -> Iterator[None]:
+    """Refuses, before and while they are loaded, weights that a GPU has too little memory for.
+
+    The UserError lists the formats that would fit; those of quantisation only if the family's loader `quantizes`.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    weights = _stored_weights(directory)
+    formats = ("none", *BYTES_PER_WEIGHT) if quantizes else ("none",)
+    refusal = partial(_what_would_fit, directory, weights, device, dtype, quantization, formats, free)
+    if weights is not None and weights.bytes_in(dtype, quantization) > free:
+        raise UserError(refusal())
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError) as error:
         # A Jetson's allocator raises another class.
-        if device.type != "cuda" or not (isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)):
+        if not (isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)):
             raise
-        raise UserError(_what_would_fit(directory, device, dtype, quantization, free)) from None
+        raise UserError(refusal()) from None
 
 
-def _what_would_fit(directory: Path, device: torch.device, dtype: torch.dtype, quantization: str, free: int) -> str:
-    sizes = tensor_sizes(directory)
+@dataclass(frozen=True)
+class _StoredWeights:
+    """Numbers of values in a checkpoint's files."""
+
+    layers: int  # in the decoder's matrices, which can be quantised
+    others: int
+
+    def bytes_in(self, dtype: torch.dtype, quantization: str) -> float:
+        return self.others * dtype.itemsize + self.layers * BYTES_PER_WEIGHT.get(quantization, dtype.itemsize)
+
+
+def _stored_weights(directory: Path) -> _StoredWeights | None:
+    """Reads headers only; None if the files are damaged, which the loader explains, or not in the usual place."""
+    try:
+        sizes = tensor_sizes(directory)
+    except UserError:
+        return None
     layers = sum(size for name, size in sizes.items() if _QUANTISED.search(name))
-    others = sum(sizes.values()) - layers
+    return _StoredWeights(layers, sum(sizes.values()) - layers)
 
-    def taken(item: int, kind: str) -> float:
-        return others * item + layers * BYTES_PER_WEIGHT.get(kind, item)
 
+def _what_would_fit(
+    directory: Path,
+    weights: _StoredWeights | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str,
+    formats: Sequence[str],
+    free: int,
+) -> str:
+    has = f"{device} has {free / _GIB:.1f} GiB free"
+    if weights is None:
+        advice = "" if dtype.itemsize == 2 else "choose dtype bfloat16, "
+        return f"{directory}: the weights do not fit; {has}: {advice}stop other processes on it, or use a larger GPU"
     wanted = str(dtype).removeprefix("torch.") + ("" if quantization == "none" else f" with {quantization} layers")
-    size = taken(dtype.itemsize, quantization)
-    text = (
-        f"{directory}: the weights take {size / _GIB:.1f} GiB in {wanted}, but {device} has {free / _GIB:.1f} GiB free"
-    )
+    needed = weights.bytes_in(dtype, quantization)
+    text = f"{directory}: the weights take {needed / _GIB:.1f} GiB in {wanted}, but {has}"
     fitting = [
-        f"{'dtype bfloat16' if kind == 'none' else f'model.quantization {kind}'} ({size / _GIB:.1f} GiB)"
-        for kind in ("none", *BYTES_PER_WEIGHT)
-        if (size := taken(2, kind)) + _BESIDE <= free and _runs(kind, device)
+        f"{_parameters(kind, dtype)} ({size / _GIB:.1f} GiB)"
+        for kind in formats
+        if (size := weights.bytes_in(torch.bfloat16, kind)) < needed and size + _BESIDE <= free and _runs(kind, device)
     ]
     if not fitting:
         return f"{text}, too little for any format: stop other processes on the GPU, or use a larger one"
     return f"{text}: choose {' or '.join(fitting)}, or stop other processes on the GPU"
+
+
+def _parameters(quantization: str, dtype: torch.dtype) -> str:
+    """The parameters to set for a format in bfloat16, instead of `dtype`."""
+    changed = [] if dtype == torch.bfloat16 else ["dtype bfloat16"]
+    return " with ".join(changed + ([] if quantization == "none" else [f"model.quantization {quantization}"]))
 
 
 def _runs(quantization: str, device: torch.device) -> bool:

@@ -7,7 +7,6 @@ bits. Embeddings, norms and output head are not.
 
 import importlib.util
 import logging
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -158,32 +157,6 @@ def _check_gpu(quantization: str, device: torch.device, dtype: torch.dtype) -> N
             f"{wanted} has kernels for bfloat16 only, not for {str(dtype).removeprefix('torch.')}: "
             "set dtype to bfloat16, or choose w8a8"
         )
-
-
-def check_memory(model: Any, device: torch.device, quantization: str) -> None:
-    """Raises UserError if a GPU cannot hold a model, given on the meta device, while it is loaded."""
-    if device.type != "cuda":
-        return
-    needed = _bytes_needed(model, quantization)
-    free, total = torch.cuda.mem_get_info(device)
-    if needed > free:
-        fitting = [kind for kind in BYTES_PER_WEIGHT if kind != quantization and _bytes_needed(model, kind) <= free]
-        hint = f"model.quantization {' or '.join(fitting)}, " if fitting else ""
-        raise UserError(
-            f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
-            f"GiB free: stop other processes on it, choose dtype bfloat16, {hint}or another device"
-        )
-
-
-def _bytes_needed(model: Any, quantization: str) -> float:
-    """Peak memory while loading: the result, and one layer that is not quantised yet."""
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    if quantization == "none":
-        return whole
-    layers = [[getattr(layer, name).weight for name in MATRICES] for layer in model.decoder.layers]
-    before = sum(weight.nbytes for layer in layers for weight in layer)
-    after = sum(weight.numel() for layer in layers for weight in layer) * BYTES_PER_WEIGHT[quantization]
-    return whole - before + after + before / len(layers)
 
 
 def quantize_layer(layer: DecoderLayer, quantization: str) -> None:

@@ -27,8 +27,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return found
 
 
-def load(dtype: torch.dtype, quantization: str, error: Exception) -> None:
-    with explained_shortage(Path("policy"), GPU, dtype, quantization):
+def load(dtype: torch.dtype, quantization: str, error: Exception, *, quantizes: bool = True) -> None:
+    with explained_shortage(Path("policy"), GPU, dtype, quantization, quantizes=quantizes):
         raise error
 
 
@@ -48,6 +48,60 @@ def test_too_little_memory_says_what_fits(
     with pytest.raises(UserError, match=said) as raised:
         load(dtype, kind, torch.OutOfMemoryError("CUDA out of memory"))
     assert "fp8" not in str(raised.value), "this GPU cannot compute with it"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (torch.float32, r"27\.9 GiB in float32, .*: choose dtype bfloat16 \(14\.0 GiB\), or stop"),
+        (torch.bfloat16, r"14\.0 GiB in bfloat16, .* free, too little for any format"),
+    ],
+)
+def test_a_family_without_quantisation_is_not_told_to_quantise(
+    free: dict[str, float], dtype: torch.dtype, said: str
+) -> None:
+    free["gib"] = 24.0 if dtype == torch.float32 else 12.0
+    with pytest.raises(UserError, match=said) as raised:
+        load(dtype, "none", torch.OutOfMemoryError("CUDA out of memory"), quantizes=False)
+    assert "quantization" not in str(raised.value)
+
+
+def test_memory_that_runs_out_while_loading_is_not_blamed_on_the_format_in_use(free: dict[str, float]) -> None:
+    free["gib"] = 15.5
+    with pytest.raises(UserError, match=r"choose model\.quantization int4") as raised:
+        load(torch.bfloat16, "none", torch.OutOfMemoryError("CUDA out of memory"))
+    assert "dtype bfloat16" not in str(raised.value)
+
+
+def test_quantised_layers_in_float32_are_told_to_change_the_dtype_too(free: dict[str, float]) -> None:
+    free["gib"] = 9.5
+    with pytest.raises(UserError, match=r"dtype bfloat16 with model\.quantization int4 \(5\.2 GiB\) or"):
+        load(torch.float32, "w8a8", torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_files_in_another_place_have_no_sizes_and_say_so(
+    free: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_files(_: Path) -> dict[str, int]:
+        raise UserError("policy holds no model.safetensors")
+
+    monkeypatch.setattr(checkpoint, "tensor_sizes", no_files)
+    with pytest.raises(UserError, match=r"^policy: the weights do not fit; cuda:0 has 24\.0 GiB free: stop other"):
+        load(torch.bfloat16, "none", torch.OutOfMemoryError("CUDA out of memory"), quantizes=False)
+
+
+def test_only_loaders_that_take_quantisation_are_told_about_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_random_checkpoint(tmp_path, seed=1, hidden_size=64, layers=2)
+    monkeypatch.setattr(checkpoint, "_device", lambda _: GPU)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 0))
+    monkeypatch.setattr(checkpoint, "_BESIDE", 0)
+    monkeypatch.setattr(checkpoint, "_runs", lambda *_: True)
+    with pytest.raises(UserError, match=r"dtype bfloat16 with model\.quantization"):
+        checkpoint.load_target(tmp_path, dtype="float32")
+    monkeypatch.setattr(checkpoint, "_loader", lambda _: lambda directory, **_: None)
+    with pytest.raises(UserError) as raised:
+        checkpoint.load_target(tmp_path, dtype="float32")
+    assert "quantization" not in str(raised.value)
 
 
 def test_other_faults_stay_what_they_are(free: dict[str, float]) -> None:

@@ -21,6 +21,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.app import predict
 from specvla_ros.lab.planning.cost import OPENVLA_7B
+from specvla_ros.models import checkpoint as checkpoints
 from specvla_ros.models import quantization
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import DecoderLayer
@@ -31,7 +32,6 @@ from specvla_ros.models.quantization import (
     QUANTIZATIONS,
     Int4Linear,
     RoundedLinear,
-    check_memory,
     check_quantization,
 )
 from specvla_ros.policy_parameters import PolicyParameters
@@ -159,16 +159,6 @@ def test_the_unquantised_model_is_never_whole_in_memory(tmp_path: Path) -> None:
     assert int(done.stdout.splitlines()[-1]) < 0.6 * unquantised
 
 
-def test_what_openvla_7b_needs_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        model = OpenVLA(OPENVLA_7B).to(torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 << 30, 8 << 30))
-    check_memory(model, CUDA, "int4")
-    for wanted, message in (("w8a8", r"take 8\.\d GiB"), ("none", r"take 14\.\d GiB.* model\.quantization int4, or")):
-        with pytest.raises(UserError, match=message):
-            check_memory(model, CUDA, wanted)
-
-
 Capability = Callable[[tuple[int, int]], None]
 
 
@@ -179,6 +169,28 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> Capability:
 
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda _: object())
     return give
+
+
+@pytest.mark.parametrize(("found", "others"), [((7, 5), False), ((8, 0), True)])
+def test_what_openvla_7b_needs_while_it_is_loaded(
+    capability: Capability, monkeypatch: pytest.MonkeyPatch, found: tuple[int, int], others: bool
+) -> None:
+    capability(found)
+    with torch.device("meta"):
+        model = OpenVLA(OPENVLA_7B)
+    sizes = {name: tensor.numel() for name, tensor in model.checkpoint_tensors().items()}
+    monkeypatch.setattr(checkpoints, "tensor_sizes", lambda _: sizes)
+
+    def load(wanted: str, free: int) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free << 30, 8 << 30))
+        with checkpoints.explained_shortage(Path("policy"), CUDA, torch.bfloat16, wanted, quantizes=True):
+            pass
+
+    load("int4", 6)
+    advice = r" model\.quantization int4 \(5\.\d GiB\), or" if others else "too little for any format"
+    for wanted, message in (("w8a8", r"take 8\.\d GiB"), ("none", rf"take 14\.\d GiB.*{advice}")):
+        with pytest.raises(UserError, match=message):
+            load(wanted, 7)
 
 
 def test_a_cpu_is_told_what_it_can_do(checkpoint: Path) -> None:

@@ -31,7 +31,6 @@ from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.quantization import (
     ROTATED,
     RoundedLinear,
-    check_memory,
     quantize_layer,
     quantize_products,
     rotate_layer,
@@ -262,14 +261,13 @@ def load_model(
         quantization: format of the decoder layers' matrices, checked by `check_quantization`.
         quantize_vision: give the towers' blocks and the projector the same format, checked by it too.
 
-    Raises UserError: the device has too little memory, or the weights are incomplete or do not fit the config.
+    Raises UserError: the weights are incomplete or do not fit the config.
     """
     names = (f"{_LLM}{name}.weight" for name in ("model.embed_tokens", "lm_head"))
     tables = read_tables(directory, *names, tied=config.llama.tie_word_embeddings)
     config = replace(config, llama=replace(config.llama, tie_word_embeddings=tables.tied))
     model = empty_model(partial(OpenVLA, config), dtype, device)
     check_weights(directory, model.checkpoint_tensors(), unused=model.unused_tensors, stored=tables.stored)
-    check_memory(model, device, quantization)
     if quantization == "none":
         allocate(model, device)
         load_weights(directory, model.checkpoint_tensors(), progress, stored=tables.stored)
