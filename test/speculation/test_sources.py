@@ -196,6 +196,13 @@ def test_temporal_holds_and_extrapolates_within_one_epoch() -> None:
     assert drafter.chains(1, 0) == []
 
 
+def test_temporal_only_holds_ids_whose_neighbours_are_not_similar() -> None:
+    drafter = TemporalDrafter(ActionIds(0, 0, bins=1))
+    for action in ((91, 90, 89), (90, 90, 88)):
+        drafter.observe(FinishedAnswer(0, action, action, stamp_ns=1))
+    assert drafter.chains(0, 0) == [(90, 90, 88)]
+
+
 def test_prompt_lookup_takes_the_longest_and_most_recent_match() -> None:
     def again(*text: int, tokens: int) -> tuple[int, ...]:
         return look_up(text, text, tokens)

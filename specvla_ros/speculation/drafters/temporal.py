@@ -109,7 +109,7 @@ class TemporalDrafter(Drafter):
             return []
         held = known.last[position:]
         chains = [held] if held else []
-        if known.before:
+        if known.before and self._actions.first < self._actions.stop:  # else neighbouring ids are not similar
             line = tuple(map(self._beyond, known.before[position:], held))
             chains += [line] if line != held else []
         return chains
