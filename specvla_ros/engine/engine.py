@@ -78,8 +78,6 @@ class Engine:
     """
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
-        if settings.max_image_age_s and now_ns is None:
-            raise UserError("max_image_age_s needs the clock of the stamps; set it to 0 to decode recorded images")
         self.target = target
         self.mailbox = Mailbox(now_ns)
         self.last_work = TickWork()
@@ -219,7 +217,9 @@ class Engine:
         self._change_settings(replace(self.settings, acceptance=settings))
 
     def set_max_image_age(self, seconds: float) -> None:
-        self._change_settings(replace(self.settings, max_image_age_s=seconds))
+        settings = replace(self.settings, max_image_age_s=seconds)
+        self._check_clock(settings)
+        self._change_settings(settings)
 
     @_on_its_device
     def switch(self, settings: EngineSettings) -> list[Drop]:
@@ -443,6 +443,7 @@ class Engine:
     def _set_up(self, settings: EngineSettings) -> None:
         """Loads and allocates what the settings need; if that fails, the engine is unchanged."""
         target = self.target
+        self._check_clock(settings)
         if target.action_head:
             settings.check_action_head()
         if settings.spreads[0] > 1 and not target.causal_prompt:
@@ -491,6 +492,10 @@ class Engine:
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
         self._ensemble, self._thoughts = ensemble, Thoughts(settings.think_every_s, codec)
         self._executed = executed
+
+    def _check_clock(self, settings: EngineSettings) -> None:
+        if settings.max_image_age_s and self.mailbox.now_ns is None:
+            raise UserError("max_image_age_s needs the clock of the stamps; set it to 0 to decode recorded images")
 
     def _change_settings(self, settings: EngineSettings) -> None:
         self.settings = self.scheduler.settings = settings

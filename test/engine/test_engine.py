@@ -168,6 +168,12 @@ def test_a_stale_frame_is_dropped_at_admission(policy: OpenVLATarget) -> None:
 def test_a_staleness_limit_needs_a_clock(policy: OpenVLATarget) -> None:
     with pytest.raises(UserError, match="clock of the stamps"):
         Engine(policy, EngineSettings("ar", max_image_age_s=0.5))
+    engine = Engine(policy, EngineSettings("ar"))
+    for limited in (engine.set_max_image_age, lambda limit: engine.switch(EngineSettings("ar", max_image_age_s=limit))):
+        with pytest.raises(UserError, match="clock of the stamps"):
+            limited(0.5)
+        assert engine.settings.max_image_age_s == 0.0
+    engine.set_max_image_age(0.0)
 
 
 @pytest.mark.parametrize("instruction", ["", "  \n", "x" * 10_240])
