@@ -18,7 +18,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models import checkpoint
-from specvla_ros.models.codecs.codec import CODECS, ActionIds
+from specvla_ros.models.codecs.codec import CODECS, ActionIds, Codec
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.generation import NO_RULES
@@ -30,7 +30,7 @@ CAMERAS = ("left", "right")
 
 
 @dataclass(frozen=True)
-class DigitCodec:
+class DigitCodec(Codec):
     """Two actions of two dimensions, each a number of two digits from 0 to 99; any other token counts as 0."""
 
     max_text: int = 0
@@ -46,26 +46,8 @@ class DigitCodec:
     def with_text(self, max_text: int) -> "DigitCodec":
         return replace(self, max_text=max_text)
 
-    def position(self, tokens: Sequence[int]) -> int:
-        return len(tokens)
-
-    def in_text(self, tokens: Sequence[int]) -> bool:
-        return False
-
-    def remaining(self, tokens: Sequence[int]) -> int:
-        return self.max_tokens - len(tokens)
-
     def legal_ids(self, tokens: Sequence[int]) -> range:
         return DIGITS
-
-    def end(self, tokens: Sequence[int], known: int) -> int:
-        return self.max_tokens if len(tokens) >= self.max_tokens else 0
-
-    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(tokens)
-
-    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return ()
 
     def problem(self, tokens: Sequence[int]) -> str:
         return ""
@@ -77,9 +59,6 @@ class DigitCodec:
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         numbers = np.clip(np.rint(actions), 0, 99).astype(int).ravel()
         return tuple(DIGITS.start + digit for number in numbers.tolist() for digit in divmod(number, 10))
-
-    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        return min(len(answer), len(draft))
 
     def normalise(self, actions: np.ndarray) -> np.ndarray:
         return actions / 50 - 1

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.codec import CODECS, ActionIds, ChunkCodec, CodecContext
+from specvla_ros.models.codecs.codec import CODECS, ActionIds, Codec, CodecContext
 from specvla_ros.models.codecs.statistics import ActionStatistics, spread_bins, tolerance_in_bins
 
 
@@ -47,7 +47,7 @@ class ActionTokenizer:
 
 
 @dataclass(frozen=True)
-class BinsCodec(ChunkCodec):
+class BinsCodec(Codec):
     """OpenVLA's answers: one bin token per dimension, after up to `max_text` tokens of text."""
 
     tokenizer: ActionTokenizer  # token ids to normalised values

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.codec import ChunkCodec
+from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import MAX_WIDTH
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
@@ -106,7 +106,7 @@ def read_vq_vae(directory: Path) -> VqVae:
 
 
 @dataclass(frozen=True)
-class VqCodec(ChunkCodec):
+class VqCodec(Codec):
     """Codec of answers with one code per layer and nothing else. See `Codec`.
 
     The original clips an id that is not a code to the first or the last one; here it is refused. Relaxed acceptance

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.models.codecs.codec import ChunkCodec
+from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics, select_statistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, center_crop
@@ -44,7 +44,7 @@ _OF_HEAD = {"norm_in": "layer_norm1", "fc_in": "fc1", "norm_out": "layer_norm2",
 
 
 @dataclass(frozen=True)
-class HeadCodec(ChunkCodec):
+class HeadCodec(Codec):
     """Codec of a policy that writes no tokens, whose actions come from a head: see `Target.head`.
 
     An answer ends with its first token, which has no meaning.
