@@ -5,38 +5,16 @@
 not known yet is found on the device: the engine compares the kernels with their references before it captures anything.
 """
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Miscompile:
-    """A pattern of code that a compiler turns into a wrong program, or cannot compile."""
-
-    pattern: str
-    architectures: tuple[str, ...]  # on which it was reported
-    versions: str  # of Triton
-    effect: str
-    source: str
-
-
-MISCOMPILES = (
-    Miscompile(
-        pattern="two products added to one accumulator in one iteration of a loop, in tiles of 64 rows or more",
-        architectures=("sm_100", "sm_103"),
-        versions="3.6 to 3.8",
-        effect="wrong results, the same in every run",
-        source="triton-lang/triton#10821, linkedin/Liger-Kernel#1435",
-    ),
-    Miscompile(
-        pattern="a matrix product added to an accumulator, in loops with several products",
-        architectures=("sm_100",),
-        versions="3.5 and later",
-        effect="the compiler fails: operand #2 does not dominate this use",
-        source="triton-lang/triton#8695",
-    ),
-)
+# Sources of the faults by architecture.
+#
+# triton#10821: two products added to one accumulator in one iteration of a loop, in tiles of 64 rows or more, give
+# wrong results, the same in every run; Triton 3.6 to 3.8.
+# triton#8695: a matrix product added to an accumulator, in loops with several products, fails to compile ("operand #2
+# does not dominate this use"); Triton 3.5 and later.
+_TWO_PRODUCTS = "triton-lang/triton#10821, linkedin/Liger-Kernel#1435"
+_SOURCES = {"sm_100": f"{_TWO_PRODUCTS}; triton-lang/triton#8695", "sm_103": _TWO_PRODUCTS}
 
 
 def known_for(architecture: str) -> str:
     """Sources of the faults that are known for an architecture such as sm_103; empty if there are none."""
-    return "; ".join(each.source for each in MISCOMPILES if architecture in each.architectures)
+    return _SOURCES.get(architecture, "")
