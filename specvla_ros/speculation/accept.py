@@ -4,13 +4,12 @@
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
 from specvla_kernels import accept_tree as walk
 from specvla_kernels.accept_tree import accept_tree
-from specvla_kernels.accept_within import Within
 from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 
@@ -83,7 +82,12 @@ class Acceptance:
 
 
 class AcceptanceRule(Protocol):
-    """Decides which paths may be committed. It runs on the device and must not read anything back."""
+    """Decides which paths may be committed. It runs on the device and must not read anything back.
+
+    A rule that one kernel can decide declares its bounds in an optional property `within`, a `Within`. This reduces
+    verification to one launch, or two for FLy. Tolerances apply to distances in bins, as counted by `ActionIds`;
+    `accept` must decide the same for other codecs.
+    """
 
     @property
     def needs_hidden(self) -> bool:
@@ -95,18 +99,6 @@ class AcceptanceRule(Protocol):
 
     def accept(self, verification: Verification) -> Acceptance:
         """Decides which nodes are accepted."""
-
-
-@runtime_checkable
-class Fusable(Protocol):
-    """A rule that one kernel can decide; declaring its bounds reduces verification to one launch, or two for FLy.
-
-    Tolerances apply to distances in bins, as counted by `ActionIds`. `accept` must decide the same for other codecs.
-    """
-
-    @property
-    def within(self) -> Within:
-        """The drafts that the rule accepts."""
 
 
 def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:

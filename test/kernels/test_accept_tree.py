@@ -22,7 +22,7 @@ from specvla_kernels.compare_drafts import (
 )
 from specvla_kernels.device import HAS_TRITON
 from specvla_kernels.uncertainty import uncertainty_reference
-from specvla_ros.speculation.accept import AcceptanceRule, Fusable, Verification
+from specvla_ros.speculation.accept import AcceptanceRule, Verification
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
@@ -89,13 +89,14 @@ def check(parts: list[TreeCase], rule: AcceptanceRule) -> None:
         for mine, other in zip(of_drafts(by_kernel, parts), of_drafts(comparison, parts), strict=True):
             assert mine.equal(other)
         assert accept_tree_triton(trees, by_kernel, *walked).tolist() == expected
-    if isinstance(rule, Fusable):
+    within = getattr(rule, "within", None)
+    if within is not None:
         for lie in (side_by_side(parts), *(side_by_side(parts[:1], alone=True),) * (len(parts) == 1)):
             unsure = None
-            if rule.within.deferral is not None:
+            if within.deferral is not None:
                 logits = torch.cat([part.logits for part in reversed(parts)]).to(DEVICE)
-                unsure = uncertainty_reference(logits, rule.within.deferral.terms)
-            where = lie, rule.within, ids, verification.max_depth, unsure
+                unsure = uncertainty_reference(logits, within.deferral.terms)
+            where = lie, within, ids, verification.max_depth, unsure
             assert accept_within_reference(*where).tolist() == expected
             assert not HAS_TRITON or accept_within_triton(*where).tolist() == expected
 
