@@ -52,6 +52,13 @@ class Considered:
     scores: Tensor  # log-probabilities of the path; -inf: impossible, or beyond the tree's own depth
     parents: Tensor  # numbers
 
+    @staticmethod
+    def empty(trees: int, k: int, levels: int, dtype: torch.dtype, device: torch.device) -> "Considered":
+        """Memory for k children of the root, then k children of each of k nodes per level; `dtype`: of the scores."""
+        shape = (trees, k + (levels - 1) * k * k)
+        tokens, parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+        return Considered(tokens, torch.empty(shape, dtype=dtype, device=device), parents)
+
     def first(self, n: int) -> "Considered":
         return Considered(self.tokens[:, :n], self.scores[:, :n], self.parents[:, :n])
 

@@ -20,6 +20,21 @@ class GrownTrees(NamedTuple):
     log_probs: Tensor  # 0 for the root and -inf for unused nodes
     valid: Tensor  # True where log_probs are above -inf
 
+    @staticmethod
+    def empty(trees: int, nodes: int, dtype: torch.dtype, device: torch.device) -> "GrownTrees":
+        """Memory for trees of so many nodes; `dtype`: of the log-probabilities."""
+        return GrownTrees(
+            torch.empty(4, trees, nodes, dtype=torch.int64, device=device),
+            torch.empty(trees, nodes, dtype=dtype, device=device),
+            torch.empty(trees, nodes, dtype=torch.bool, device=device),
+        )
+
+    @staticmethod
+    def of_best(considered: Considered, max_nodes: int) -> "GrownTrees":
+        """Memory for the best of all considered children."""
+        trees, n = considered.scores.shape
+        return GrownTrees.empty(trees, 1 + min(max_nodes - 1, n), considered.scores.dtype, considered.scores.device)
+
 
 def finish_tree(
     considered: Considered,
@@ -94,7 +109,7 @@ def finish_tree_triton(
 ) -> GrownTrees:
     """`finish_tree` as one launch, a program per tree."""
     trees, n = considered.tokens.shape
-    made = out or empty_trees(considered, max_nodes)
+    made = out or GrownTrees.of_best(considered, max_nodes)
     size = made.valid.shape[1]
     node_of = torch.empty(trees, n + 1, dtype=torch.int32, device=roots.device)
     _finish_tree[(trees,)](
@@ -103,17 +118,6 @@ def finish_tree_triton(
         **block_sizes(n, size, levels), num_warps=max(4, power_of_two(size, 16) // 8),
     )  # fmt: skip
     return made
-
-
-def empty_trees(considered: Considered, max_nodes: int) -> GrownTrees:
-    """Memory for the best of all considered children."""
-    trees, n = considered.tokens.shape
-    size, device = 1 + min(max_nodes - 1, n), considered.tokens.device
-    return GrownTrees(
-        considered.tokens.new_empty(4, trees, size),
-        considered.scores.new_empty(trees, size),
-        torch.empty(trees, size, dtype=torch.bool, device=device),
-    )
 
 
 def block_sizes(n: int, size: int, levels: int) -> dict[str, int]:

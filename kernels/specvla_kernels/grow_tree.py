@@ -19,7 +19,7 @@ from specvla_kernels.expand_tree import (
     expand_tree_reference,
     store_children,
 )
-from specvla_kernels.finish_tree import GrownTrees, block_sizes, empty_trees, finish_tree_reference, write_tree
+from specvla_kernels.finish_tree import GrownTrees, block_sizes, finish_tree_reference, write_tree
 
 _WARPS = 16  # with 8 or fewer, some GPUs' registers spill
 
@@ -72,8 +72,8 @@ def grow_tree_reference(
     out: GrownTrees | None = None,
 ) -> GrownTrees:
     """`grow_tree` in PyTorch."""
-    levels = logits.states.shape[1]
-    considered = _empty_considered(logits, k)
+    (trees, levels), states = logits.states.shape[:2], logits.states
+    considered = Considered.empty(trees, k, levels, states.dtype, states.device)
     beam: Beam | None = None
     paths, offset = roots.new_empty(len(roots), 1, 0), 0  # columns of the tokens from each node up, without the root's
     for level in range(levels):
@@ -98,14 +98,6 @@ def _level_logits(logits: PathLogits, paths: Tensor, level: int) -> Tensor:
     return rows
 
 
-def _empty_considered(logits: PathLogits, k: int) -> Considered:
-    """Memory for k children of the root, then k children of each of k nodes per level."""
-    trees, levels = logits.states.shape[:2]
-    n = k + (levels - 1) * k * k
-    tokens, parents = (logits.dimensions.new_empty(trees, n) for _ in range(2))
-    return Considered(tokens, logits.states.new_empty(trees, n), parents)
-
-
 def grow_tree_triton(
     logits: PathLogits,
     roots: Tensor,
@@ -120,8 +112,8 @@ def grow_tree_triton(
     trees, levels, _, columns = logits.states.shape
     if columns > MAX_COLUMNS:
         raise ValueError(f"{columns} ids exceed the kernel's {MAX_COLUMNS}: grow the tree level by level")
-    considered, window = _empty_considered(logits, k), logits.window
-    made = out or empty_trees(considered, max_nodes)
+    considered = Considered.empty(trees, k, levels, logits.states.dtype, roots.device)
+    window, made = logits.window, out or GrownTrees.of_best(considered, max_nodes)
     n, size = considered.tokens.shape[1], made.valid.shape[1]
     node_of = torch.empty(trees, n + 1, dtype=torch.int32, device=roots.device)
     tolerances = max_depths if window is None else window.tolerances  # not read without a window

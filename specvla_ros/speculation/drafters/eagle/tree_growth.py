@@ -117,10 +117,7 @@ class TreeGrowth:
     def consider(self, candidates: Candidates, dtype: torch.dtype) -> None:
         """Considers the beam's children, with scores of a dtype, and makes the best of them the next beam."""
         if self._considered is None:
-            entries = (len(self._roots), self._k + (self._levels - 1) * self._k**2)
-            parents, tokens = (torch.empty(entries, dtype=torch.int64, device=self._roots.device) for _ in range(2))
-            scores = torch.empty(entries, dtype=dtype, device=self._roots.device)
-            self._considered = Considered(tokens, scores, parents)
+            self._considered = Considered.empty(len(self._roots), self._k, self._levels, dtype, self._roots.device)
         offset, self._count = self._count, self._count + self.beam_tokens.shape[1] * self._k
         self.beam = expand_tree(
             candidates,
@@ -272,13 +269,8 @@ class TreeGrower:
 
     def memory(self, trees: int, depth: int) -> GrownTrees:
         """Memory to grow trees of a given depth into."""
-        n, device = tree_size(depth, self._k, self._nodes), self.keys.device
         dtype = torch.promote_types(self.keys.dtype, torch.float32)  # the logits' dtype
-        return GrownTrees(
-            torch.zeros(4, trees, n, dtype=torch.int64, device=device),
-            torch.zeros(trees, n, dtype=dtype, device=device),
-            torch.zeros(trees, n, dtype=torch.bool, device=device),
-        )
+        return GrownTrees.empty(trees, tree_size(depth, self._k, self._nodes), dtype, self.keys.device)
 
     def check(self, trees: int, depth: int) -> None:
         """See `PathTerms.check`."""
