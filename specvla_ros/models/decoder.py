@@ -337,8 +337,10 @@ def layer_tensors(layer: DecoderLayer, config: DecoderShape, prefix: str) -> dic
     q_rows, kv_rows = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
     gate, up = layer.gate_up.weight.chunk(2)
-    tensors = {
-        "input_layernorm.weight": cast(Tensor, layer.input_norm.weight),
+    tensors: dict[str, Tensor] = {}
+    if isinstance(layer.input_norm, RMSNorm):
+        tensors["input_layernorm.weight"] = layer.input_norm.weight
+    tensors |= {
         "self_attn.q_proj.weight": q,
         "self_attn.k_proj.weight": k,
         "self_attn.v_proj.weight": v,

@@ -12,7 +12,7 @@ from specvla_kernels.fused_linear import linear
 from specvla_kernels.layout import MAX_TREE_NODES, PackedLayout
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
-from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder, layer_tensors
 from specvla_ros.models.weights import load_weights, tensor_shapes
 from specvla_ros.speculation.settings import branch_rank
 
@@ -120,22 +120,8 @@ class EagleHead(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors by their names in published draft checkpoints; writing to one writes to the head."""
-        config, layer = self.config, self.layer
-        rows = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
-        q, k, v = layer.qkv.weight.split((rows[0], rows[1], rows[1]))
-        gate, up = layer.gate_up.weight.chunk(2)
-        tensors = {
-            "fc.weight": self.fc.weight,
-            "fc.bias": self.fc.bias,
-            "layers.0.self_attn.q_proj.weight": q,
-            "layers.0.self_attn.k_proj.weight": k,
-            "layers.0.self_attn.v_proj.weight": v,
-            "layers.0.self_attn.o_proj.weight": layer.out.weight,
-            "layers.0.post_attention_layernorm.weight": layer.post_norm.weight,
-            "layers.0.mlp.gate_proj.weight": gate,
-            "layers.0.mlp.up_proj.weight": up,
-            "layers.0.mlp.down_proj.weight": layer.down.weight,
-        }
+        tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias}
+        tensors |= layer_tensors(self.layer, self.config, "layers.0.")
         if self.parallel_depth > 1:
             tensors["mask_rows"] = self.mask_rows
             tensors |= {f"branch.{name}": weight for name, weight in self.branch.named_parameters()}
