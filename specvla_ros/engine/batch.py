@@ -232,9 +232,16 @@ class ScheduledRequest:
         new = NewRows(self.hidden, request.prompt[start + 1 : stop + 1])
         return self._input(new, request.tree.tokens[0], max_depth=0, position=0, mid_prompt=True)
 
-    def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor], ahead: tuple[int, ...] = ()) -> DraftInput:
-        """Input to a drafter for the rows that a commit has made final; `ahead`: see DraftInput."""
-        request, codec = self.request, self.request.codec
+    def prompt_input(self, previous_answer: tuple[int, ...]) -> DraftInput:
+        """Input to a drafter for the tree that the prompt's own forward verifies, see DraftInput."""
+        left = self.request.codec.remaining(self.request.tokens)
+        return self._answer_input(NewRows(), self.request.tree.tokens[0], left, previous_answer)
+
+    def draft_input(
+        self, commit: Commit, embed: Callable[[Tensor], Tensor], previous_answer: tuple[int, ...] = ()
+    ) -> DraftInput:
+        """Input to a drafter for the rows that a commit has made final; `previous_answer`: see DraftInput."""
+        request = self.request
         known = max(0, self.prompt_rows - 1)  # the answer follows the prompt's last row
         root = self.rows.stop - len(request.tree)
         new = NewRows(
@@ -245,14 +252,19 @@ class ScheduledRequest:
             tokens=commit.tokens,
             embed=embed,
         )
+        left = request.codec.remaining(request.tokens)
+        return self._answer_input(new, commit.tokens_on_device[-1], left - 1, previous_answer)
+
+    def _answer_input(self, new: NewRows, root: Tensor, max_depth: int, previous_answer: tuple[int, ...]) -> DraftInput:
+        codec, answer = self.request.codec, tuple(self.request.tokens)
         return self._input(
             new,
-            commit.tokens_on_device[-1],
-            max_depth=codec.remaining(request.tokens) - 1,
-            position=codec.position(request.tokens),
-            answer=tuple(request.tokens),
-            ahead=ahead,
-            in_text=codec.in_text(request.tokens),
+            root,
+            max_depth=max_depth,
+            position=codec.position(answer),
+            answer=answer,
+            previous_answer=previous_answer,
+            in_text=codec.in_text(answer),
         )
 
     def _input(self, new: NewRows, root: Tensor, **others: Any) -> DraftInput:

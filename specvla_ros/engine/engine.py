@@ -33,7 +33,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.models.weights import Progress, no_progress
-from specvla_ros.speculation.drafters.registry import DraftContext, DraftPrompt, make_drafters
+from specvla_ros.speculation.drafters.registry import DraftContext, make_drafters
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
@@ -350,19 +350,8 @@ class Engine:
         for share in batch.shares:
             # Not earlier: until now, more of the earlier answers may become known.
             if share.ends_prompt and share.request.drafts:
-                seen, answer = share.request.observation, share.request.given.tokens
-                share.request.tree = self.drafter.draft_prompt(
-                    DraftPrompt(
-                        seen.epoch,
-                        self._codec.remaining(answer),
-                        self._codec.in_text(answer),
-                        seen.stamp_ns,
-                        seen.stream,
-                        self.scheduler.ahead_of(seen),
-                        answer,
-                        self._codec.position(answer),
-                    )
-                )
+                previous = self.scheduler.previous_answer(share.request.observation)
+                share.request.tree = self.drafter.draft_prompt(share.prompt_input(previous))
 
     def _given_to(self, seen: Observation) -> Given:
         if self.settings.commit == "none":
@@ -417,8 +406,8 @@ class Engine:
             if share.request not in drafting:
                 share.request.tree = Tree.from_root(commit.tokens_on_device[-1])
         committed = [each for each in zip(batch.verified, commits, strict=True) if each[0].request in drafting]
-        embed, ahead_of = self.target.decoder.embed_tokens, self.scheduler.ahead_of
-        inputs = [share.draft_input(commit, embed, ahead_of(share.request.observation)) for share, commit in committed]
+        embed, previous = self.target.decoder.embed_tokens, self.scheduler.previous_answer
+        inputs = [share.draft_input(commit, embed, previous(share.request.observation)) for share, commit in committed]
         chunks = [share for share in batch.shares if not (share.verifies or share.ahead)]
         inputs += [share.chunk_input() for share in chunks if share.request in drafting]
         if not inputs:

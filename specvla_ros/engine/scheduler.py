@@ -234,7 +234,7 @@ class Scheduler:
         ]
         return older[-1] if older else None
 
-    def ahead_of(self, seen: Observation) -> tuple[int, ...]:
+    def previous_answer(self, seen: Observation) -> tuple[int, ...]:
         """Committed tokens of the previous image's answer, if in flight with the same instruction; else empty."""
         before = self.before(seen)
         return tuple(before.tokens) if before is not None else ()

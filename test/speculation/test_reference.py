@@ -21,7 +21,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.accept import AcceptReason
-from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftPrompt
+from specvla_ros.speculation.drafters.registry import Drafter, DraftInput
 from specvla_ros.speculation.reference import Node, bin_distance, decode, strict
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
@@ -61,7 +61,7 @@ class Scribble(Drafter):
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         return [self.tree(request.root, request.answer) for request in inputs]
 
-    def draft_prompt(self, prompt: DraftPrompt, nodes: int) -> Tree:
+    def draft_prompt(self, prompt: DraftInput, nodes: int) -> Tree:
         return self.tree(torch.zeros(1), ())
 
     def tree(self, root: torch.Tensor, answer: Sequence[int]) -> Tree:

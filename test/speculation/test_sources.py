@@ -318,11 +318,11 @@ def test_an_answer_that_repeats_the_one_before_is_drafted_whole_from_everywhere(
 def test_temporal_begins_as_the_answer_that_is_still_in_flight() -> None:
     """It is of the image before, and so newer than the last one that was finished."""
     drafter = TemporalDrafter(ACTIONS)
-    assert drafter.text((), 4, ahead=(8, 7)) == (8, 7), "no answer was finished yet"
+    assert drafter.text((), 4, previous=(8, 7)) == (8, 7), "no answer was finished yet"
     drafter.observe(FinishedAnswer(3, (1, 2, 3, 4, 12, 20), (12, 20), stamp_ns=1))
-    assert drafter.text((), 9, ahead=(1, 9, 3)) == (1, 9, 3, 4, 12, 20), "and goes on as the last one"
-    assert drafter.text((1, 9), 9, ahead=(1, 9, 3, 4, 13)) == (3, 4, 13, 20)
-    assert drafter.text((1, 2), 2, ahead=()) == (3, 4)
+    assert drafter.text((), 9, previous=(1, 9, 3)) == (1, 9, 3, 4, 12, 20), "and goes on as the last one"
+    assert drafter.text((1, 9), 9, previous=(1, 9, 3, 4, 13)) == (3, 4, 13, 20)
+    assert drafter.text((1, 2), 2, previous=()) == (3, 4)
 
 
 def random_branches(data: st.DataObject, nodes: int) -> Branches:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.speculation.drafters.registry import DraftInput, DraftPrompt, DraftWork, FinishedAnswer
+from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork, FinishedAnswer
 from specvla_ros.speculation.tree import Tree
 
 
@@ -25,7 +25,7 @@ class Scripted:
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         return [self._tree(each.root, len(each.answer), each.max_depth) for each in inputs]
 
-    def draft_prompt(self, prompt: DraftPrompt) -> Tree:
+    def draft_prompt(self, prompt: DraftInput) -> Tree:
         return self._tree(torch.zeros((), dtype=torch.int64), 0, prompt.max_depth)
 
     def _tree(self, root: torch.Tensor, place: int, levels: int) -> Tree:

@@ -31,7 +31,6 @@ from specvla_ros.speculation.drafters.registry import (
     DraftContext,
     Drafter,
     DraftInput,
-    DraftPrompt,
     FinishedAnswer,
     drafter,
 )
@@ -123,8 +122,7 @@ class ChunkShiftDrafter(Drafter):
         """Drafts a chain for each guess: its tokens after the position that the request's answer has reached."""
         drafts = []
         for request, limit in zip(inputs, nodes, strict=True):
-            stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
-            guesses = [] if request.mid_prompt else self._guesses(request, stamp_ns)
+            guesses = [] if request.mid_prompt else self._guesses(request, _stamp_ns(request))
             rests = [guess[self._codec.resume(guess, request.answer) :] for guess in guesses]
             paces = [1] * len(rests)
             if self._earlier is not None and request.answer:
@@ -137,9 +135,9 @@ class ChunkShiftDrafter(Drafter):
             drafts.append(Branches.level_by_level(rests, **sizes, paces=paces, relaxable=False))
         return drafts
 
-    def draft_prompt(self, prompt: DraftPrompt, nodes: int) -> Branches:
+    def draft_prompt(self, prompt: DraftInput, nodes: int) -> Branches:
         """Drafts the shifted answer from its start, or its rest after a given one."""
-        shifted = self.answer(prompt.epoch, prompt.stamp_ns, prompt.stream)
+        shifted = self.answer(prompt.epoch, _stamp_ns(prompt), prompt.stream)
         chains = [shifted[self._codec.resume(shifted, prompt.answer) :]]
         return Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1, relaxable=False)
 
@@ -195,6 +193,10 @@ class ChunkShiftDrafter(Drafter):
         except UserError:
             return ()
         return (*last.before, *tokens, *last.behind)
+
+
+def _stamp_ns(request: DraftInput) -> int:
+    return request.observation.stamp_ns if request.observation is not None else 0
 
 
 def _shifted(actions: np.ndarray, passed: int) -> np.ndarray:

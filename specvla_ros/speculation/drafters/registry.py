@@ -136,18 +136,22 @@ class NewRows:
 
 @dataclass(frozen=True)
 class DraftInput:
-    """One request and its rows committed since the last draft."""
+    """One request and its rows committed since the last draft.
+
+    For `draft_prompt` there are no new rows, the root is the prompt's last row, whose token is not read, and the answer
+    is its given start.
+    """
 
     slot: int
     prefix_len: int  # committed rows of the slot
     new: NewRows  # the last of these rows, committed since the last draft; the root follows them
     root: Tensor  # int64 [], the last committed token, whose keys and values are not written yet
     max_depth: int  # of the tree: the number of missing tokens less one
-    position: int  # committed action tokens including the root, i.e. the dimension of the first drafted token
+    position: int  # of the first drafted token, see `Codec.position`; for bins, its dimension
     epoch: int = 0
     layout: PromptLayout | None = None  # the prompt's rows; None if unknown, for drafters that do not read it
     answer: tuple[int, ...] = ()
-    ahead: tuple[int, ...] = ()  # committed tokens of the previous image's answer, if still in flight
+    previous_answer: tuple[int, ...] = ()  # committed tokens of the previous image's answer, if still in flight
     mid_prompt: bool = False  # the rows are a chunk that does not end the prompt; nothing is drafted yet
     in_text: bool = False  # the answer may still be in the text before the action
     observation: Observation | None = None  # for drafters that process the image themselves
@@ -166,20 +170,6 @@ class DraftInput:
     @property
     def prompt(self) -> tuple[int, ...]:
         return () if self.layout is None else self.layout.ids
-
-
-@dataclass(frozen=True)
-class DraftPrompt:
-    """A prompt whose own forward may verify a draft of up to `max_depth` tokens, the longest rest of the answer."""
-
-    epoch: int
-    max_depth: int
-    in_text: bool
-    stamp_ns: int
-    stream: str = ""
-    ahead: tuple[int, ...] = ()  # as in DraftInput
-    answer: tuple[int, ...] = ()  # the given start of the answer
-    position: int = 0  # of the first drafted token; see `Codec.position`
 
 
 @dataclass(frozen=True)
@@ -213,11 +203,8 @@ class Drafter(Protocol):
         the root. `last`: True if no drafter follows; otherwise some nodes should be left to it.
         """
 
-    def draft_prompt(self, prompt: DraftPrompt, nodes: int) -> Tree | Branches:
-        """Drafts what the prompt's own forward verifies, without hidden states. `nodes` includes the root.
-
-        The root is the prompt's last row, and its token is not read.
-        """
+    def draft_prompt(self, prompt: DraftInput, nodes: int) -> Tree | Branches:
+        """Drafts what the prompt's own forward verifies, without hidden states. `nodes` includes the root."""
         return NO_BRANCHES
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
@@ -309,7 +296,7 @@ class Drafters:
             return self._nodes
         return min(self._nodes, max(_FEWEST_NODES, self.free_rows // trees))
 
-    def draft_prompt(self, prompt: DraftPrompt) -> Tree:
+    def draft_prompt(self, prompt: DraftInput) -> Tree:
         """Drafts the tree to be verified by a prompt's own forward, below the prompt's last row."""
         left = self._nodes
         drafts: list[Tree | Branches] = []

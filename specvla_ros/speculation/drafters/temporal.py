@@ -12,7 +12,6 @@ from specvla_ros.speculation.drafters.registry import (
     DraftContext,
     Drafter,
     DraftInput,
-    DraftPrompt,
     FinishedAnswer,
     drafter,
 )
@@ -73,7 +72,7 @@ class TemporalDrafter(Drafter):
             if request.in_text:
                 # Only this drafter drafts after a prompt; later, text leaves half of the nodes to others.
                 tokens = limit if last or not request.answer else limit // 2
-                chains = [self.text(request.answer, tokens, request.stream, request.ahead)]
+                chains = [self.text(request.answer, tokens, request.stream, request.previous_answer)]
             else:
                 chains = self.chains(request.epoch, request.position, request.stream)
             drafts.append(
@@ -81,24 +80,20 @@ class TemporalDrafter(Drafter):
             )
         return drafts
 
-    def draft_prompt(self, prompt: DraftPrompt, nodes: int) -> Branches:
+    def draft_prompt(self, prompt: DraftInput, nodes: int) -> Branches:
         """Drafts the whole last answer, or its rest after a given start."""
-        stream, answer = prompt.stream, prompt.answer
-        if prompt.in_text:
-            chains = [self.text(answer, nodes, stream, prompt.ahead)]
-        else:
-            chains = self.chains(prompt.epoch, prompt.position, stream)
-        return Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1, relaxable=False)
+        return self.draft([prompt], [nodes], last=True)[0]
 
     def text(
-        self, answer: Sequence[int], tokens: int, stream: str = "", ahead: tuple[int, ...] = ()
+        self, answer: Sequence[int], tokens: int, stream: str = "", previous: tuple[int, ...] = ()
     ) -> tuple[int, ...]:
         """The last answer's tokens from the position that this answer has reached.
 
-        From any epoch, since another instruction's text has the same form. `ahead`: see DraftInput.
+        From any epoch, since another instruction's text has the same form. `previous`: the committed tokens of the
+        previous image's answer, if still in flight.
         """
         last = self._of.get(stream, _NOTHING).answer
-        before = (*ahead, *last[resume(last, ahead) :]) if ahead else last
+        before = (*previous, *last[resume(last, previous) :]) if previous else last
         at = resume(before, answer)
         return before[at : at + tokens]
 
