@@ -20,10 +20,9 @@ from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
-from specvla_ros.engine.kv_cache import LESS_MEMORY, KVCache
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import NOTHING_ALONG, Along
-from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import Decoder, ForwardResult, Target
 
 _STEP = 16  # rows of the smallest tile of a matrix product
@@ -32,9 +31,6 @@ FREE = 1.1  # rows are free while a product takes at most so many times what it 
 _TILE_WIDTH = 6  # numbers per tile in AttentionPlan
 _CHAIN_WIDTH = 4  # numbers in a Chain's ends
 _COLUMNS = 5  # columns of HostInputs besides the positions
-
-# To estimate the memory of captures: of one graph's few hundred launches, of cuBLAS's workspaces, of a logit.
-_GRAPH_BYTES, _WORKSPACE_BYTES, _LOGIT_BYTES = 4 << 20, 64 << 20, 4
 
 
 @dataclass(frozen=True, order=True)
@@ -190,24 +186,6 @@ class HostInputs:
     @staticmethod
     def size(rows: int, tiles: int, axes: int) -> int:
         return (axes + _COLUMNS) * (rows + rows % 2) + (_CHAIN_WIDTH + tiles * _TILE_WIDTH) // 2
-
-
-def memory_warning(config: DecoderShape, sizes: ForwardSizes, dtype: torch.dtype, free_bytes: float) -> str:
-    """Warns if the captures probably do not fit a GPU's free memory; empty if they do.
-
-    An estimate: captures share the intermediate results of the largest forward, and the logits.
-    """
-    buckets = sizes.buckets()
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    width = 4 * config.hidden_size + heads * config.head_dim + 3 * config.intermediate_size
-    results = buckets[-1].rows * width * dtype.itemsize + sizes.wanted * config.vocab_size * _LOGIT_BYTES
-    needed = results + len(buckets) * _GRAPH_BYTES + _WORKSPACE_BYTES
-    if free_bytes >= needed:
-        return ""
-    return (
-        f"the GPU has {free_bytes / 2**20:.0f} MiB free, but CUDA graphs take about {needed / 2**20:.0f} MiB: without "
-        f"them a policy decodes several times slower. {LESS_MEMORY}"
-    )
 
 
 def logits_memory(decoder: Decoder, sizes: ForwardSizes) -> Tensor:

@@ -19,7 +19,7 @@ from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.executed import ExecutedActions
 from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.kernel_check import kernel_fault
-from specvla_ros.engine.kv_cache import LESS_MEMORY, allocate_cache
+from specvla_ros.engine.kv_cache import allocate_cache, memory_advice
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pictures import Pictures, pictures_of
@@ -246,8 +246,9 @@ class Engine:
             outcome = self.act(self.target.blank_observation())
         self.close("")
         if isinstance(outcome, Drop) and outcome.reason not in (DropReason.NOT_AN_ACTION, DropReason.BROKEN_OFF):
+            advice = memory_advice(outcome.detail)
             raise UserError(
-                f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}{_remedy(outcome)}"
+                f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}{advice}"
             )
         decoder = self.target.decoder
         progress("warming up: comparing kernels with their references", 1.0)
@@ -488,8 +489,3 @@ class Engine:
 
     def _change_settings(self, settings: EngineSettings) -> None:
         self.settings = self.scheduler.settings = settings
-
-
-def _remedy(drop: Drop) -> str:
-    """Advice for an out-of-memory fault of the first frame, else empty."""
-    return f". {LESS_MEMORY}" if "out of memory" in drop.detail else ""

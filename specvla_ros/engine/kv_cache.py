@@ -11,11 +11,15 @@ from specvla_ros.models.target import Decoder, Target
 _ROW_MULTIPLE = 16  # slots start at a multiple of an attention tile's rows
 _SINK_ROWS = 1  # rows of a slot that no request uses; see KVCache.sink_row
 _GIB = 1 << 30
-LESS_MEMORY = (
+_LESS_MEMORY = (
     "Lower decode.max_in_flight, decode.max_text_tokens or draft.nodes, choose a smaller model.quantization, or stop "
     "other processes that use the GPU"
 )
-"""What to do when a GPU's memory is full."""
+
+
+def memory_advice(problem: str) -> str:
+    """Advice to append to a message about a full GPU; empty for another problem."""
+    return f". {_LESS_MEMORY}" if "out of memory" in problem else ""
 
 
 class SlotPool:

@@ -6,7 +6,6 @@ caller sees which.
 """
 
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -30,9 +29,8 @@ from specvla_ros.engine.cuda_graphs import (
     check_forward,
     check_segments,
     logits_memory,
-    memory_warning,
 )
-from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.kv_cache import KVCache, memory_advice
 from specvla_ros.engine.pictures import pictures_of
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
@@ -209,19 +207,12 @@ class Graphs:
                     each.capture(captures)
         self.status = captures.summary()
         if captures.failed:
-            _log.warning("decoding partly without CUDA graphs, so launches may limit the speed: %s", self.status)
+            problem = f"{self.status}{memory_advice(self.status)}"
+            _log.warning("decoding partly without CUDA graphs, so launches may limit the speed: %s", problem)
 
 
 def _noise(like: np.ndarray, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, like.shape, dtype=np.uint8)
-
-
-def _free_bytes(decoder: Decoder) -> float:
-    """GPU memory that captures may take: free memory, and that which torch holds but does not use."""
-    if decoder.device.type != "cuda" or not torch.cuda.is_available():
-        return math.inf
-    free, _ = torch.cuda.mem_get_info(decoder.device)
-    return free + torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
 
 
 class Forwards:
@@ -245,8 +236,6 @@ class Forwards:
         """See Capturable: captures a forward of every size. Overwrites every slot."""
         randomize(self._cache.keys, self._cache.values)
         self.sizes = self.sizes.measured_on(self._decoder)
-        if warning := memory_warning(self._decoder.config, self.sizes, self._decoder.dtype, _free_bytes(self._decoder)):
-            _log.warning(warning)
         logits = logits_memory(self._decoder, self.sizes)
         for bucket in reversed(self.sizes.buckets()):  # largest first, so that the others reuse its memory pool
             with captures.attempt(f"forwards of {bucket.rows} rows"):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every forward that settings can lead to has a bucket that is captured, not much larger than itself."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import examples
 
-from specvla_kernels.graph_capture import padded_rows
+from specvla_kernels.graph_capture import Captures, padded_rows
 from specvla_ros.engine import cuda_graphs as buckets
+from specvla_ros.engine import runner
 from specvla_ros.engine.batch import ScheduledRequest
-from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, memory_warning
+from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes
 from specvla_ros.engine.request import Request
+from specvla_ros.engine.runner import Graphs
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.settings import DraftSettings
 
@@ -42,13 +42,27 @@ def shares(length: int, chunk_rows: int) -> list[int]:
     return rows
 
 
-def test_a_gpu_too_full_for_captures_is_reported_before_they_fail() -> None:
-    known = sizes(EngineSettings("specpipe", draft=DraftSettings(nodes=16)))
-    warning = partial(memory_warning, DecoderShape(vocab_size=32064), known, torch.bfloat16)
-    assert warning(8 << 30) == warning(float("inf")) == ""
-    text = warning(100 << 20)
-    assert re.match(r"the GPU has 100 MiB free, but CUDA graphs take about [1-9]\d\d MiB: without them", text), text
-    assert "decode.max_in_flight" in text and "model.quantization" in text
+def test_captures_that_a_full_gpu_refuses_tell_how_to_make_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Part:
+        def __init__(self, error: str) -> None:
+            self._error = error
+
+        def capture(self, captures: Captures) -> None:
+            with captures.attempt("forwards of 64 rows"):
+                raise RuntimeError(self._error)
+
+        def release(self) -> None:
+            pass
+
+    monkeypatch.setattr(runner, "capture_on", lambda _: lambda run: run)
+    for error, advised in (("CUDA out of memory. Tried to allocate 2 GiB", True), ("no kernel", False)):
+        caplog.clear()
+        Graphs(torch.zeros(1), [Part(error)]).warm_up()
+        assert error in caplog.text
+        for parameter in ("decode.max_in_flight", "model.quantization"):
+            assert (parameter in caplog.text) == advised
 
 
 @settings(max_examples=examples(200), deadline=None)
