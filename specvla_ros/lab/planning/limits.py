@@ -145,12 +145,6 @@ class LoopResult:
     in_flight: int  # maximum number of requests
 
 
-def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
-    """Splits a prompt into nearly equal chunks, the longer ones first."""
-    chunks = min(chunks, prompt_rows)
-    return [prompt_rows // chunks + (i < prompt_rows % chunks) for i in range(chunks)]
-
-
 def run_loop(
     mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
 ) -> LoopResult:

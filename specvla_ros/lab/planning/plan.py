@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specvla_ros.engine.cuda_graphs import even_rows
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.planning import cost
 from specvla_ros.lab.planning.device import Device
@@ -16,7 +17,6 @@ from specvla_ros.lab.planning.limits import (
     NODES,
     AcceptanceLengths,
     ModeLimit,
-    chunk_rows,
     loop_on,
     mode_limit,
     spec_vla_relaxed,
@@ -115,7 +115,7 @@ def best_fixed(
     mode = replace(best.mode, nodes=nodes, depth=depth, max_in_flight=in_flight)
     limit = mode_limit(mode, model, device, weights, lengths)
     trees = math.ceil(verifications / chunks) if pipelined else 0
-    longest = chunk_rows(model.prompt_rows, chunks)[0]
+    longest = even_rows(model.prompt_rows, chunks)
     filled = _fill_tiles(longest, trees * nodes, max_rows=model.prompt_rows) if chunks > 1 else longest
     reasons = {
         "decode.mode": f"{best.mode.name} acts on images {_milliseconds(limit.derated_image_age_s)} old "
@@ -317,7 +317,7 @@ def _forwards(model: cost.ModelCost, device: Device, weights: WeightFormat) -> M
         )
         return cost.forward_parts(forward, model, weights, device.value_bytes)
 
-    first, *others = chunk_rows(prompt, 2)
+    first = even_rows(prompt, 2)
     pending = model.action_tokens - 1
     return {
         "decode, 1 row": packed(1, 1),
@@ -326,7 +326,7 @@ def _forwards(model: cost.ModelCost, device: Device, weights: WeightFormat) -> M
         f"vision + {prompt} + {pending}x1": packed(pending, 1, prompt),
         **{f"vision + {prompt} + 3x{nodes}": packed(3, nodes, prompt) for nodes in (8, 16, 50)},
         f"vision + chunk of {first} + 2x16": packed(2, 16, first),
-        f"chunk of {sum(others)} + 2x16": packed(2, 16, sum(others), first),
+        f"chunk of {prompt - first} + 2x16": packed(2, 16, prompt - first, first),
         "verify, 3x16": packed(3, 16),
         f"draft head, {DraftSettings.depth} steps": cost.draft_parts(
             model, weights, device.value_bytes, steps=DraftSettings.depth, rows=NODES, prefix_rows=prefix

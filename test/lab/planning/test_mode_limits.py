@@ -30,7 +30,6 @@ from specvla_ros.lab.planning.limits import (
     AcceptanceLengths,
     Mode,
     Tick,
-    chunk_rows,
     drive,
     mode_limit,
     run_loop,
@@ -184,14 +183,6 @@ def test_frames_wait_where_enough_are_in_flight() -> None:
     assert found.in_flight == 2
     assert found.latency_s == 7
     assert found.action_rate_hz == pytest.approx(2 / 7, rel=0.01)
-
-
-@given(rows=st.integers(1, 2000), chunks=st.integers(1, 8))
-def test_chunks_make_up_the_prompt(rows: int, chunks: int) -> None:
-    parts = chunk_rows(rows, chunks)
-    assert sum(parts) == rows
-    assert max(parts) - min(parts) <= 1
-    assert min(parts) >= 1
 
 
 @pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3], MODES[6]], ids=lambda mode: mode.name)
