@@ -117,10 +117,7 @@ class Engine:
         `before_epoch`: frames of this epoch or later stay, as the robot may have returned, and so does the entry if one
         of them waits.
         """
-        self.drafter.forget(stream)
-        self._ensemble.forget(stream)
-        self._thoughts.forget(stream)
-        self._executed.forget(stream)
+        self._forget(stream)
         flushed = self.scheduler.flush(DropReason.EPOCH_CHANGED, before_epoch, stream)
         return flushed + self.mailbox.close(stream, DropReason.EPOCH_CHANGED, before_epoch)
 
@@ -200,11 +197,13 @@ class Engine:
     def reset(self, stream: str | None = None) -> list[Drop]:
         """Flushes and accepts any stamp next, after a clock jump or for another recording; None: for all robots."""
         self.mailbox.take_any_stamp(stream)
-        self.drafter.forget(stream)
-        self._ensemble.forget(stream)
-        self._thoughts.forget(stream)
-        self._executed.forget(stream)
+        self._forget(stream)
         return self.flush(stream=stream)
+
+    def _forget(self, stream: str | None) -> None:
+        """Forgets the earlier answers of a robot; None: of all."""
+        for part in (self.drafter, self._ensemble, self._thoughts, self._executed):
+            part.forget(stream)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
         """Changes the acceptance rule for new frames; requests in flight keep theirs.

@@ -59,11 +59,6 @@ class Verification:
         """Bool [requests, n]: True if the node's token is the target's own choice."""
         return self.comparison.exact
 
-    @property
-    def on_path(self) -> Tensor:
-        """Bool [requests, n, n]: True if column j is an ancestor of row e, or e itself."""
-        return self.trees.on_path
-
     def of_nodes(self, values: Tensor) -> Tensor:
         """Rearranges values per row of the logits by request and node: [rows, …] to [requests, n, …]."""
         return values[None] if self.rows is None else values[self.rows]

@@ -68,7 +68,7 @@ class LVSpec:
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason
 
-        trees, exact, on_path = verification.trees, verification.exact, verification.on_path
+        trees, exact, on_path = verification.trees, verification.exact, verification.trees.on_path
         drafted = trees.valid & (trees.parents >= 0)
         on_branch = _branches(on_path, drafted | (trees.parents < 0)) & drafted[:, None]  # [requests, branch, j]
         loose = on_branch & self._loose(verification, on_branch)

@@ -112,12 +112,6 @@ class EagleHead(nn.Module):
         """
         return self.layer(fused, *rotation, layout, keys, values)
 
-    def keep(
-        self, fused: Tensor, kv_rows: Tensor, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
-    ) -> None:
-        """Writes the rows' keys and values as `forward` does, without computing anything else."""
-        self.layer.write_kv(fused, *rotation, kv_rows, keys, values)
-
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The tensors by their names in published draft checkpoints; writing to one writes to the head."""
         tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias}

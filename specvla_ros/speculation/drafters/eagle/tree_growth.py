@@ -249,8 +249,9 @@ class TreeGrower:
 
     def keep(self, following: Tensor, hidden: Tensor, places: Tensor) -> None:
         """Writes keys and values of committed rows at `places` (int64 [2, n]) without a prediction."""
-        rotation = self.decoder.rotation(places[0])
-        self.head.keep(self.head.fuse(following, hidden), places[1], rotation, self.keys, self.values)
+        positions, kv_rows = places
+        fused, rotation = self.head.fuse(following, hidden), self.decoder.rotation(positions)
+        self.head.layer.write_kv(fused, *rotation, kv_rows, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """The head's states after each request's newest committed row and its masks, [trees, 1 + masks, hidden].
