@@ -61,7 +61,7 @@ class Policy:
         mode: str = "",
         tolerance: str = "",
         params_file: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Progress = no_progress,
         **parameters: Any,
     ) -> "Policy":
         """Loads a checkpoint in Hugging Face format; raises UserError with a remedy for a wrong argument.
@@ -84,7 +84,7 @@ class Policy:
         settings = engine_settings_from(mode=mode, tolerance=tolerance, params_file=file, **parameters)
         loading = model_settings(read_policy_file(file) if file else {}, model)
         leave_a_core()
-        return Policy(load_target(directory, progress=progress, **vars(loading)), settings, progress or no_progress)
+        return Policy(load_target(directory, progress=progress, **vars(loading)), settings, progress)
 
     @property
     def action_names(self) -> tuple[str, ...]:

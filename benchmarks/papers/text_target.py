@@ -152,7 +152,7 @@ def text_observation(prompt: str, *, stamp_ns: int, prompt_ids: Sequence[int] | 
 
 
 def load_text(
-    directory: Path, *, device: torch.device, dtype: torch.dtype, progress: Progress | None, **options: Any
+    directory: Path, *, device: torch.device, dtype: torch.dtype, progress: Progress, **options: Any
 ) -> TextTarget:
     """Loads a language model from a Hugging Face directory.
 

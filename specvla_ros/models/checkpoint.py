@@ -23,7 +23,7 @@ from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.quantization import BYTES_PER_WEIGHT, check_quantization
 from specvla_ros.models.target import TARGETS, Target
-from specvla_ros.models.weights import Progress, tensor_sizes
+from specvla_ros.models.weights import Progress, no_progress, tensor_sizes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
 _USUAL = settings.ModelSettings()
@@ -44,7 +44,7 @@ def load_target(
     action_head: bool = _USUAL.action_head,
     prompt: str = _USUAL.prompt,
     cameras: tuple[str, ...] = _USUAL.cameras,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Target:
     """Loads a policy from a directory in Hugging Face format.
 

@@ -46,7 +46,7 @@ def copy_weights(
     given: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     path: Path,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Callable[[str, float], None] = lambda *_: None,
     *,
     unused: str = r"(?!)",
 ) -> None:
@@ -68,8 +68,7 @@ def copy_weights(
             has = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
             raise UserError(f"{path}: {name} must have shape {list(tensor.shape)}, but there is {has}")
         tensor.copy_(found)
-        if progress is not None:
-            progress(f"reading {path.name}", done / len(wanted))
+        progress(f"reading {path.name}", done / len(wanted))
 
 
 def tensors_in(value: Any, path: Path, where: str = "") -> dict[str, Tensor]:

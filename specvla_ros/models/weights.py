@@ -96,7 +96,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def load_weights(
     directory: Path,
     tensors: Mapping[str, Tensor],
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     *,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
@@ -117,8 +117,7 @@ def load_weights(
         for chunk in _chunks(names, tensors):
             _copy(path, chunk, tensors, stored, adapter)
             done += len(chunk)
-            if progress is not None:
-                progress(f"reading {path.name}", done / len(tensors))
+            progress(f"reading {path.name}", done / len(tensors))
 
 
 def check_weights(

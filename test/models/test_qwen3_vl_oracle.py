@@ -23,6 +23,7 @@ from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
 from specvla_ros.models.families.qwen_vl.model import QwenVL, QwenVLConfig, load_model, read_config
 from specvla_ros.models.families.qwen_vl.policy import read_patch_processor
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget, mrope_positions
+from specvla_ros.models.weights import no_progress
 
 ORACLE = ORACLES / "qwen3vl_text_tiny_a"
 CHECKPOINT = ORACLE / "checkpoint"
@@ -37,7 +38,7 @@ def cases() -> list[dict[str, Any]]:
 def loaded(case: Mapping[str, Any]) -> tuple[QwenVLConfig, QwenVL]:
     config = read_config(CHECKPOINT)
     grid = tuple((h, w) for _, h, w in case["image_grid_thw"])
-    return config, load_model(CHECKPOINT, config, grid, torch.device("cpu"), torch.float32, None)
+    return config, load_model(CHECKPOINT, config, grid, torch.device("cpu"), torch.float32, no_progress)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: str(case["case"]))

@@ -39,7 +39,7 @@ class PolicyOptions:
     in_file: Mapping[str, Any] = field(default_factory=dict)  # all values of its parameter file by name
     decoding: frozenset[str] = frozenset()  # names of the parameters of `engine` that the user gave
 
-    def load(self, progress: Callable[[str, float], None] | None = None) -> "Target":
+    def load(self, progress: Callable[[str, float], None] = lambda *_: None) -> "Target":
         """Loads the checkpoint; leaves a core to other processes."""
         from specvla_ros.models.checkpoint import leave_a_core, load_target
 

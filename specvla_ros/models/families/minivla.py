@@ -66,7 +66,7 @@ def load_minivla(
     dtype: torch.dtype,
     unnorm_key: str,
     cameras: tuple[str, ...],
-    progress: Progress | None,
+    progress: Progress,
     **options: Any,
 ) -> "MiniVLATarget":
     """Loads a MiniVLA checkpoint from its native layout; see `load_target` for the arguments.
@@ -137,7 +137,7 @@ def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
     return VqCodec(vae, statistics, tokens)
 
 
-def _load(directory: Path, model: OpenVLA, progress: Progress | None) -> None:
+def _load(directory: Path, model: OpenVLA, progress: Progress) -> None:
     path = only_file(directory / "checkpoints", ".pt")
     parts = read_pickled(path).get("model")
     given: dict[str, Tensor] = {}

@@ -152,7 +152,7 @@ def load_starvla(
     device: torch.device,
     dtype: torch.dtype,
     unnorm_key: str,
-    progress: Progress | None,
+    progress: Progress,
     **options: Any,
 ) -> QwenVLTarget:
     """Loads StarVLA's QwenFast from the folder of its training run, see `read_run`, with `load_target`'s arguments."""

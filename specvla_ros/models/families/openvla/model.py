@@ -36,7 +36,7 @@ from specvla_ros.models.quantization import (
     rotate_layer,
     turn_stream,
 )
-from specvla_ros.models.weights import Progress, Tables, check_weights, load_weights, read_tables
+from specvla_ros.models.weights import Progress, Tables, check_weights, load_weights, no_progress, read_tables
 
 _TOWERS = ("featurizer", "fused_featurizer")
 _LLM = "language_model."
@@ -252,7 +252,7 @@ def load_model(
     *,
     quantization: str = "none",
     quantize_vision: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> OpenVLA:
     """Loads the model of a checkpoint, ready to decode.
 
@@ -280,7 +280,7 @@ def load_model(
 
 
 def _load_quantized(
-    model: OpenVLA, directory: Path, device: torch.device, quantization: str, progress: Progress | None, tables: Tables
+    model: OpenVLA, directory: Path, device: torch.device, quantization: str, progress: Progress, tables: Tables
 ) -> None:
     """Allocates, reads and quantises layer by layer, for a device that could not hold them unquantised."""
     decoder = model.decoder
@@ -300,7 +300,5 @@ def _load_quantized(
         quantize_layer(layer, quantization)
 
 
-def _share(progress: Progress | None, index: int, parts: int) -> Progress | None:
-    if progress is None:
-        return None
+def _share(progress: Progress, index: int, parts: int) -> Progress:
     return lambda what, done: progress(what, (index + done) / parts)

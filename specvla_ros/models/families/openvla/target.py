@@ -44,7 +44,7 @@ def load_openvla(
     action_head: bool,
     prompt: str,
     cameras: tuple[str, ...],
-    progress: Progress | None,
+    progress: Progress,
     **options: Any,
 ) -> "OpenVLATarget | OFTTarget":
     """Loads an OpenVLA or OpenVLA-OFT checkpoint; see `load_target` for the arguments.

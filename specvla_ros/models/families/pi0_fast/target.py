@@ -72,7 +72,7 @@ def load_model(
     cameras: int,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None,
+    progress: Progress,
 ) -> PaliGemma:
     """Loads a checkpoint's model, ready to decode; UserError if the weights are incomplete or do not fit the config."""
     # LeRobot saves both tables if they differ, else only one, usually under the head's name.
@@ -107,7 +107,7 @@ def load_pi0_fast(
     device: torch.device,
     dtype: torch.dtype,
     cameras: tuple[str, ...],
-    progress: Progress | None,
+    progress: Progress,
     **options: Any,
 ) -> "Pi0FastTarget":
     """Loads a pi0-FAST policy from a directory that LeRobot saved; see `load_target` for the arguments.

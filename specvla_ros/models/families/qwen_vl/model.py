@@ -132,7 +132,7 @@ def load_model(
     grid: tuple[tuple[int, int], ...],
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None,
+    progress: Progress,
     prefix: str = "",
 ) -> QwenVL:
     """Loads a checkpoint's model, ready to decode; UserError if the weights are incomplete or do not fit the config.

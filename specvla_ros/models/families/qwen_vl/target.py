@@ -50,7 +50,7 @@ def load_qwen_vl(
     device: torch.device,
     dtype: torch.dtype,
     unnorm_key: str,
-    progress: Progress | None,
+    progress: Progress,
     **options: Any,
 ) -> "QwenVLTarget":
     """Loads a policy built on Qwen2.5-VL or Qwen3-VL; see `load_target` for the arguments.
