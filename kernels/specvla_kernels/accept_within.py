@@ -29,8 +29,8 @@ class Within:
     # int64 [dimensions + 2], accepted distance in bins from the target's choice per action dimension, then for all
     # further dimensions, then for tokens without a dimension; None: only the target's own choice.
     tolerances: Tensor | None
-    exact: int
-    near: int
+    exact_reason: int
+    relaxed_reason: int
     deferral: Deferral | None = None
 
 
@@ -82,7 +82,7 @@ def accept_within_reference(
     if within.deferral is not None and unsure is not None:
         of_nodes = unsure[None] if trees.rows is None else unsure[trees.rows.clamp(max=len(unsure) - 1)]
         mask = mask | excused(padded, comparison.exact, of_nodes, within.deferral)
-    reasons = torch.where(comparison.exact, within.exact, within.near)
+    reasons = torch.where(comparison.exact, within.exact_reason, within.relaxed_reason)
     return accept_tree_reference(padded, comparison, mask, reasons, max_depth)
 
 
@@ -107,7 +107,8 @@ def accept_within_triton(
         choices if rows is None else rows, trees.positions, choices if tolerances is None else tolerances,
         choices if unsure is None else unsure, out, *ids, len(choices), n, max_depth + 1,
         0 if tolerances is None else len(tolerances), deferral.theta, deferral.window, deferral.follow,
-        within.exact, within.near, PACKED=rows is not None, RELAXED=tolerances is not None, DEFERS=unsure is not None,
+        within.exact_reason, within.relaxed_reason,
+        PACKED=rows is not None, RELAXED=tolerances is not None, DEFERS=unsure is not None,
         BLOCK=block, BLOCK_PATH=power_of_two(max_depth + 1, MIN_PATH), num_warps=max(4, block // 8),
     )  # fmt: skip
     return out
@@ -115,7 +116,7 @@ def accept_within_triton(
 
 @jit(
     do_not_specialize=[
-        "n_rows", "n_nodes", "n_steps", "n_tolerances", "theta", "window", "follow", "exact_reason", "near_reason",
+        "n_rows", "n_nodes", "n_steps", "n_tolerances", "theta", "window", "follow", "exact_reason", "relaxed_reason",
     ],
     do_not_specialize_on_alignment=[
         "tokens", "parents", "depths", "ancestors", "log_probs", "valid", "relaxable", "choices", "rows", "positions",
@@ -125,7 +126,7 @@ def accept_within_triton(
 def _accept_within(  # type: ignore[no-untyped-def]
     tokens, parents, depths, ancestors, log_probs, valid, relaxable, choices, rows, positions, tolerances,
     unsure, out, first_id, stop_id, bins, n_rows, n_nodes, n_steps, n_tolerances, theta, window, follow,
-    exact_reason, near_reason,
+    exact_reason, relaxed_reason,
     PACKED: tl.constexpr, RELAXED: tl.constexpr, DEFERS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PATH: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
@@ -166,7 +167,7 @@ def _accept_within(  # type: ignore[no-untyped-def]
         is_open = tl.load(unsure + above, drafted, other=float("nan")) >= theta
         kept = kept | (excused & tl.sum(tl.where(allowed & is_open & (depth + window <= reach), bit, 0), 0))
     candidate = ((path & kept) == path) & (path != 0)
-    reason = tl.where(is_exact, exact_reason, near_reason).to(tl.int64)
+    reason = tl.where(is_exact, exact_reason, relaxed_reason).to(tl.int64)
     likelihood = tl.load(log_probs + at, there, other=float("-inf"))
     choice = tl.load(choices + at, there, other=-1)
     row = out + request * (4 * n_steps + 1)

@@ -243,16 +243,16 @@ def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype =
 _WORD = 8  # bytes
 
 
-def copy_together(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def copy_together(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies tensors to contiguous destinations of their shapes, on one device, in one launch if the dtypes match.
 
     PyTorch needs a launch for each dtype; viewed as words or bytes, all have the same.
     """
-    if not places:
+    if not destinations:
         return
-    whole = [value.to(place.dtype).contiguous() for place, value in zip(places, values, strict=True)]
-    unit = torch.int64 if all(map(_of_words, (*places, *whole))) else torch.uint8
-    of_unit = [[each.view(-1).view(unit) for each in tensors] for tensors in (places, whole)]
+    whole = [source.to(to.dtype).contiguous() for to, source in zip(destinations, sources, strict=True)]
+    unit = torch.int64 if all(map(_of_words, (*destinations, *whole))) else torch.uint8
+    of_unit = [[each.view(-1).view(unit) for each in tensors] for tensors in (destinations, whole)]
     torch._foreach_copy_(of_unit[0], of_unit[1])
 
 

@@ -189,7 +189,7 @@ class ScheduledRequest:
         tree, start = request.tree, request.prefix_len
         n = len(tree)
         if not self.prompt_rows:
-            positions = request.layout.positions_behind(start, n)
+            positions = request.layout.tree_root_positions(start, n)
             return [Segment(request.slot, start, tree.tokens, tree.ancestry, wanted=n, positions=positions)]
         stop = start + self.prompt_rows
         chain = Segment(
@@ -202,7 +202,7 @@ class ScheduledRequest:
         )
         if not self.ends_prompt or n == 1:
             return [chain]
-        positions = request.layout.positions_behind(stop, n - 1)
+        positions = request.layout.tree_root_positions(stop, n - 1)
         return [chain, Segment(request.slot, stop, tree.tokens[1:], tree.below, wanted=n - 1, positions=positions)]
 
     def keep_visual(self) -> None:

@@ -2,9 +2,10 @@
 """Mode auto: chooses when to start the next frame and whether to draft, to minimize the age of the image acted on.
 
 The time of every kind of tick is measured in configure. While decoding, only the kinds of the current pace occur; the
-times of the others move with them, since a device that becomes slower does so for all. From these times and the latest
-answers, `expected_age` predicts the age of every pace. Another pace that promises less is tried for some answers. It is
-kept if its age, by its own ticks then, is less than that of the pace before it, both before and after the trial.
+times of the others are scaled by their change, since a device that becomes slower does so for all. From these times and
+the latest answers, `expected_age` predicts the age of every pace. Another pace that promises less is tried for some
+answers. It is kept if its age, by its own ticks then, is less than that of the pace before it, both before and after
+the trial.
 """
 
 import math
@@ -139,8 +140,10 @@ class Chooser:
         self._due = 0  # candidates to compute
         self._at_once = _AT_ONCE
         self._trial: _Trial | None = None
-        self._rest, self._next_rest = 0, _FIRST_REST  # answers until the next round, and after the next failed trial
-        self._plain, self._again = 0, _PLAIN  # answers since the last drafted one, and until drafting is tried
+        self._answers_to_round = 0  # answers until the next round
+        self._rest_after_failure = _FIRST_REST  # the same, after the next trial that fails
+        self._undrafted = 0  # answers since the last drafted one
+        self._redraft_after = _PLAIN  # so many of them, and drafting is tried
         self._overlapped = 0  # answers since frames overlap, or since one frame at a time was tried
         self._pinned = False
 
@@ -206,19 +209,19 @@ class Chooser:
         if self._pinned:
             return
         self.answers.add(taken, plain, others=others, drafted=drafted)
-        self._plain = 0 if drafted else self._plain + 1
+        self._undrafted = 0 if drafted else self._undrafted + 1
         self._overlapped = self._overlapped + 1 if self.pace.in_flight > 1 else 0
-        self._rest = max(0, self._rest - 1)
+        self._answers_to_round = max(0, self._answers_to_round - 1)
         if self._trial is not None:
             self._trial.left -= 1
             if self._trial.left <= 0 and self.answers.known(drafted=self.pace.drafts):
                 self._judge(self._trial)
-        elif self._plain >= self._again and self._can_draft:
+        elif self._undrafted >= self._redraft_after and self._can_draft:
             self.answers.forget_drafted()
             self._try(Pace())
         elif self._overlapped >= _OVERLAPPED:
             self._try(Pace(drafts=self.pace.drafts))
-        elif not self._rest and self.answers.known(drafted=self.pace.drafts):
+        elif not self._answers_to_round and self.answers.known(drafted=self.pace.drafts):
             self._due = min(self._due + self._at_once, _AT_ONCE)
 
     def thought(self, forwards: int, *, drafted: bool) -> None:
@@ -236,7 +239,7 @@ class Chooser:
         forwards = (round(self._thoughts[drafts]), round(fmean(answers)))
         return waits_for_thought(*forwards, drafts, self.times.seconds)
 
-    def play(self) -> None:
+    def evaluate_next_candidate(self) -> None:
         """Computes the next candidate's age if one is due, relative to the current pace's, and decides after the last.
 
         The first round has only one frame at a time, so that drafts that do not pay end after few answers.
@@ -266,7 +269,7 @@ class Chooser:
         if better and promised:
             self._try(best)
         elif not better and not self._first:
-            self._rest, self._at_once = _REST, 1
+            self._answers_to_round, self._at_once = _REST, 1
         self._first = False
 
     def _try(self, pace: Pace) -> None:
@@ -289,9 +292,9 @@ class Chooser:
         self._trial = None
         if kept := trial.tried_s < age_s:
             self.pace, self.times = trial.tried, self.times.of_next_pace()
-            self._next_rest, self._at_once = _FIRST_REST, _AT_ONCE
+            self._rest_after_failure, self._at_once = _FIRST_REST, _AT_ONCE
         else:
-            self.pace, self.times, self._rest = trial.before, trial.times, self._next_rest
-            self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
+            self.pace, self.times, self._answers_to_round = trial.before, trial.times, self._rest_after_failure
+            self._rest_after_failure = min(2 * self._rest_after_failure, _LONGEST_REST)
         if trial.tried.drafts and not trial.before.drafts:
-            self._again = _PLAIN if kept else 2 * self._again
+            self._redraft_after = _PLAIN if kept else 2 * self._redraft_after

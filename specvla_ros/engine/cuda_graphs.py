@@ -22,7 +22,7 @@ from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.verifier import NOTHING_ALONG, Along
+from specvla_ros.engine.verifier import NO_EXTRA_INPUTS, ExtraInputs
 from specvla_ros.models.target import Decoder, ForwardResult, Target
 
 _STEP = 16  # rows of the smallest tile of a matrix product
@@ -229,8 +229,8 @@ class StaticForward:
         plan = _plan(bucket, heads // kv_heads, kv_heads, cache)
         self._axes = config.rope_axes
         size = HostInputs.size(bucket.rows, _most_tiles(bucket, segments, plan), self._axes)
-        # After the forward's own numbers is room for those that it sends along.
-        room = Along.most(segments, len(logits), cache.slot_rows)
+        # After the forward's own numbers is room for the extra ones.
+        room = ExtraInputs.max_numbers(segments, len(logits), cache.slot_rows)
         self._memory = torch.zeros(size + room, dtype=torch.int64, device=device)
         self._numbers = numbers = HostInputs.in_memory(self._memory[:size], bucket.rows, self._axes)
         chain = Chain(numbers.chain, bucket.longest, cache.slot_rows) if flash else None
@@ -241,7 +241,7 @@ class StaticForward:
         self._send((), (), ())
         self.replay = capture(self._run)
 
-    def __call__(self, segments: Sequence[Segment], along: Along = NOTHING_ALONG) -> ForwardResult:
+    def __call__(self, segments: Sequence[Segment], extra: ExtraInputs = NO_EXTRA_INPUTS) -> ForwardResult:
         """`packed_forward`, up to rounding; nothing is read back, and the next forward overwrites the result.
 
         Raises ValueError if the segments do not fit their slots, each other or the bucket.
@@ -252,8 +252,8 @@ class StaticForward:
             raise ValueError(
                 f"{n} rows, {wanted} of them wanted, do not fit a forward of {self._rows} and {len(self._logits)}"
             )
-        sent = self._send(segments, spans, along.numbers)
-        self._fill(segments, spans, along)
+        sent = self._send(segments, spans, extra.numbers)
+        self._fill(segments, spans, extra)
         hidden, choices = self.replay()
         return ForwardResult(self._logits[:wanted], hidden[:n], choices[:wanted], sent)
 
@@ -267,12 +267,12 @@ class StaticForward:
         logits = self._logits.copy_(decoder.logits(hidden[numbers.wanted[: len(self._logits)]]))
         return hidden, greedy_choice(logits)
 
-    def _send(self, segments: Sequence[Segment], spans: Sequence[Span], along: Sequence[int]) -> Tensor:
-        """Uploads the host's inputs, and returns the numbers sent along, int64."""
+    def _send(self, segments: Sequence[Segment], spans: Sequence[Span], extra: Sequence[int]) -> Tensor:
+        """Uploads the host's inputs, and returns the extra numbers, int64."""
         size = len(self._numbers.all)
         # New memory each time: the copy may still be running when the next forward is packed.
-        memory = torch.zeros(size + len(along), dtype=torch.int64, pin_memory=self._memory.is_cuda)
-        memory.numpy()[size:] = along
+        memory = torch.zeros(size + len(extra), dtype=torch.int64, pin_memory=self._memory.is_cuda)
+        memory.numpy()[size:] = extra
         host = HostInputs.in_memory(memory[:size], self._rows, self._axes)
         positions, kv_rows, ancestors = (each.numpy() for each in (host.positions, host.kv_rows, host.ancestors))
         kv_rows[:], ids = self._cache.sink_row, host.ids.numpy()
@@ -298,18 +298,18 @@ class StaticForward:
         there.copy_(memory, non_blocking=True)
         return there[size:]
 
-    def _fill(self, segments: Sequence[Segment], spans: Sequence[Span], along: Along) -> None:
+    def _fill(self, segments: Sequence[Segment], spans: Sequence[Span], extra: ExtraInputs) -> None:
         """Copies the inputs that are on the device, in one launch: embeddings, tokens and ancestry."""
         numbers = self._numbers
-        places, known = [*along.places], [*along.values]
+        destinations, sources = [*extra.destinations], [*extra.sources]
         for segment, span in zip(segments, spans, strict=True):
             rows = slice(span.start, span.stop)
-            places.append((self._embeddings if segment.inputs.is_floating_point() else numbers.ids)[rows])
-            known.append(segment.inputs)
+            destinations.append((self._embeddings if segment.inputs.is_floating_point() else numbers.ids)[rows])
+            sources.append(segment.inputs)
             if segment.ancestry is not None and len(segment) > 1:
-                places += [numbers.depths[rows], numbers.ancestors[rows]]
-                known += [segment.ancestry.depths, segment.ancestry.ancestors]
-        copy_together(places, known)
+                destinations += [numbers.depths[rows], numbers.ancestors[rows]]
+                sources += [segment.ancestry.depths, segment.ancestry.ancestors]
+        copy_together(destinations, sources)
 
 
 def _plan(bucket: Bucket, group: int, kv_heads: int, cache: KVCache) -> AttentionPlan:

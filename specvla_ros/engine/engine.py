@@ -13,11 +13,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from specvla_kernels.device import device_fault, distrust_kernels, on_device, operators_on
+from specvla_ros.engine.answer_prefix import NO_PREFIX, AnswerPrefix
 from specvla_ros.engine.batch import Batch, ScheduledRequest, TickWork
 from specvla_ros.engine.chooser import Chooser
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.executed import ExecutedActions
-from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.kernel_check import kernel_fault
 from specvla_ros.engine.kv_cache import allocate_cache, memory_advice
 from specvla_ros.engine.mailbox import Mailbox
@@ -28,7 +28,7 @@ from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.thoughts import Thoughts
-from specvla_ros.engine.verifier import NOTHING_ALONG, Commit, Verifier
+from specvla_ros.engine.verifier import NO_EXTRA_INPUTS, Commit, Verifier
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
@@ -84,8 +84,8 @@ class Engine:
         self.warm_up_s = 0.0
         self.takes_partial = False
         self.tick_time: Callable[[TickWork, float], float] = lambda _, measured_s: measured_s
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pictures")
-        self._lost = ""  # why the device is unusable; empty: it works
+        self._preprocessing = ThreadPoolExecutor(1, thread_name_prefix="pictures")
+        self._device_fault = ""  # why the device is unusable; empty: it works
         self._set_up(settings)
 
     @property
@@ -148,12 +148,12 @@ class Engine:
         device fault every frame is dropped on arrival and the device is not used again.
         """
         self.last_work = TickWork()
-        if self._lost:
-            return self._drop_all(self._lost)
+        if self._device_fault:
+            return self._drop_all(self._device_fault)
         try:
             batch = self.scheduler.schedule()  # newest frames; chunks
             self._lay_out(batch)
-            self._prepare_ahead()
+            self._prepare_next_in_thread()
             self._embed(batch)
             if batch.shares:
                 commits = self._forward(batch)
@@ -168,10 +168,10 @@ class Engine:
             return published
         except Exception as error:  # any: the robot's node must survive it
             _log.exception("a tick failed")
-            self._lost = device_fault(self.target.decoder.device)
-            if self._lost:
-                _log.error("all further frames are dropped: %s", self._lost)
-            return self._drop_all(self._lost or f"{type(error).__name__}: {error}")
+            self._device_fault = device_fault(self.target.decoder.device)
+            if self._device_fault:
+                _log.error("all further frames are dropped: %s", self._device_fault)
+            return self._drop_all(self._device_fault or f"{type(error).__name__}: {error}")
 
     def _partial_actions(self) -> list[Action]:
         wanted = self.takes_partial and self.settings.partial_actions and self.settings.ensemble < 2
@@ -300,7 +300,7 @@ class Engine:
     def check_instruction(self, instruction: str) -> None:
         """Raises UserError if an instruction is empty or its prompt is longer than a slot holds."""
         asked = replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None)
-        self._prompt_layout(asked, NOTHING_GIVEN)
+        self._prompt_layout(asked, NO_PREFIX)
 
     def describe(self) -> dict[str, Any]:
         """A description of the policy and its decoding, for diagnostics and results."""
@@ -310,7 +310,7 @@ class Engine:
             "drafts": ", ".join(self.drafter.sources),
         }
         optional = {
-            "decode.preset": self.settings.followed_preset,
+            "decode.preset": self.settings.preset_summary,
             "decode.fallback": self._fallback,
             "decode.pace": str(self.scheduler.chooser or ""),
             "tokens": "" if self.target.head else self.settings.tokens_in(self.target.decoder.dtype),
@@ -318,7 +318,7 @@ class Engine:
             "cuda_graphs": self.runner.graphs.status,
             "compiled_layers": self.runner.compiled,
             "attention": self.runner.forwards.attention,
-            "fault": self._lost,
+            "fault": self._device_fault,
         }
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}
 
@@ -327,10 +327,10 @@ class Engine:
         if (pictures := self.scheduler.unprepared()) is not None:
             pictures.prepare()
 
-    def _prepare_ahead(self) -> None:
+    def _prepare_next_in_thread(self) -> None:
         """Does the same on another thread during the tick, for a frame that was already waiting."""
         if self.scheduler.unprepared() is not None:
-            self._ahead.submit(self._prepare_next)
+            self._preprocessing.submit(self._prepare_next)
 
     def _lay_out(self, batch: Batch) -> None:
         """Lays out the prompt of the starting frame, and drafts the tree verified with the end of a prompt."""
@@ -353,7 +353,7 @@ class Engine:
                 previous = self.scheduler.previous_answer(share.request.observation)
                 share.request.tree = self.drafter.draft_prompt(share.prompt_input(previous))
 
-    def _given_to(self, seen: Observation) -> Given:
+    def _given_to(self, seen: Observation) -> AnswerPrefix:
         if self.settings.commit == "none":
             return self._thoughts.given_to(seen, thinking=self.scheduler.renews(seen.stream))
         scheduler = self.scheduler
@@ -382,11 +382,11 @@ class Engine:
         verified = batch.verified
         trees = [share.verify_input() for share in verified]
         prepared = self.verifier.prepare(trees) if trees else None
-        result = self.runner.run(batch, prepared.along if prepared else NOTHING_ALONG)
+        result = self.runner.run(batch, prepared.extra if prepared else NO_EXTRA_INPUTS)
         for share in batch.ahead:
             self._compute_prompt(batch, share, self.runner.embed_ahead)
         if (chooser := self.scheduler.chooser) is not None:
-            chooser.play()  # while a GPU computes
+            chooser.evaluate_next_candidate()  # while a GPU computes
         if prepared is None:
             return []
         commits = self.verifier.verify(result, [share.tree_hidden for share in verified], trees, prepared)
@@ -420,7 +420,7 @@ class Engine:
         head_prompts = self.last_work.prompts if drafted.head_forwards else 0.0
         self.last_work = replace(self.last_work, drafting=drafted, head_prompts=head_prompts)
 
-    def _prompt_layout(self, observation: Observation, given: Given) -> PromptLayout:
+    def _prompt_layout(self, observation: Observation, given: AnswerPrefix) -> PromptLayout:
         layout = given.lay_out(self.target, self._codec, observation)
         if len(layout.ids) > self.settings.max_text_tokens:
             raise UserError(

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specvla_ros.engine.given import NOTHING_GIVEN, Given
+from specvla_ros.engine.answer_prefix import NO_PREFIX, AnswerPrefix
 from specvla_ros.engine.outcome import BROKEN, Action, Outcome
 from specvla_ros.engine.request import Request
 from specvla_ros.errors import UserError
@@ -36,7 +36,9 @@ class Chunk:
 
 
 class ExecutedActions:
-    """The newest answer of each robot, in flight or published. One that is not an action is never continued.
+    """The newest published answer of each robot, which the next one continues if none is in flight.
+
+    An answer that is not an action is never continued.
 
     Args:
         codec, step_s: the policy's, and dt, the duration of an action in seconds; see `check`.
@@ -71,7 +73,7 @@ class ExecutedActions:
                 "decode.chunk_step_s, or decode.commit to none"
             )
 
-    def given_to(self, seen: Observation, age_s: float, before: Request | None) -> Given:
+    def given_to(self, seen: Observation, age_s: float, before: Request | None) -> AnswerPrefix:
         """The start of an image's answer.
 
         Args:
@@ -80,14 +82,14 @@ class ExecutedActions:
         """
         last = self._last.get(seen.stream) if before is None else self._begun(before)
         if seen.answer_ids or last is None or last.task != seen.task:
-            return Given(seen.answer_ids)
+            return AnswerPrefix(seen.answer_ids)
         first = max(0, round((seen.stamp_ns - last.stamp_ns) * 1e-9 / self._step_s))
         executed = math.floor(age_s / self._step_s + 1e-9)
         stop = min(first + executed, last.actions, first + self._codec.horizon - 1)
         if stop <= first:
-            return NOTHING_GIVEN
+            return NO_PREFIX
         assert isinstance(self._codec, SaysNumbers)
-        return Given(self._codec.spelled(last.tokens, first, stop), actions=stop - first)
+        return AnswerPrefix(self._codec.spelled(last.tokens, first, stop), actions=stop - first)
 
     def learn(self, outcomes: Iterable[Outcome]) -> None:
         """Keeps each robot's newest published actions; a broken answer voids them."""

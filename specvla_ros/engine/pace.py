@@ -27,7 +27,7 @@ class Pace:
     """A schedule for the successive requests of one robot."""
 
     in_flight: int = 1  # max requests
-    left: float = math.inf  # the next frame starts once the newest is expected to need at most this many forwards
+    max_forwards_left: float = math.inf  # expected of the newest frame when the next one starts
     spread: int = 1  # forwards per prompt while other requests are in flight
     drafts: bool = True
     ahead: bool = False  # the towers process its images beside a forward of others, in the tick before its prompt
@@ -36,7 +36,8 @@ class Pace:
         how = "drafting" if self.drafts else "plain"
         if self.in_flight == 1:
             return f"one frame at a time, {how}"
-        begun = f", the next started {self.left:g} forwards before the end" if math.isfinite(self.left) else ""
+        left = self.max_forwards_left
+        begun = f", the next started {left:g} forwards before the end" if math.isfinite(left) else ""
         spread = f", prompts over {self.spread} forwards" if self.spread > 1 else ""
         ahead = ", images beside the forward before" if self.ahead else ""
         return f"up to {self.in_flight} frames{begun}{ahead}{spread}, {how}"
@@ -207,7 +208,7 @@ def _alike(pace: Pace, answers: Answers, flights: Sequence[_Played]) -> int:
     if len(flights) >= pace.in_flight:
         return ends
     left = partial(answers.left, others=newest.others, drafted=pace.drafts)
-    return next((ticks for ticks in range(1, ends) if left(newest.done + ticks) <= pace.left), ends)
+    return next((ticks for ticks in range(1, ends) if left(newest.done + ticks) <= pace.max_forwards_left), ends)
 
 
 def mean_age(acted: Sequence[tuple[float, float]]) -> float:
@@ -231,7 +232,8 @@ def may_begin(pace: Pace, answers: Answers, in_flight: int, newest: tuple[int, i
     others, done, prefilling = newest
     if prefilling or in_flight >= pace.in_flight:
         return False
-    return math.isinf(pace.left) or answers.left(done, others=others, drafted=pace.drafts) <= pace.left
+    most = pace.max_forwards_left
+    return math.isinf(most) or answers.left(done, others=others, drafted=pace.drafts) <= most
 
 
 def waits_for_thought(thought: int, answer: int, drafts: bool, seconds: Callable[[Kind], float | None]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specvla_ros.engine.given import NOTHING_GIVEN, Given
+from specvla_ros.engine.answer_prefix import NO_PREFIX, AnswerPrefix
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
 from specvla_ros.engine.pictures import Pictures
 from specvla_ros.engine.verifier import Commit
@@ -31,7 +31,7 @@ class Request:
     # written yet. After a prompt the root is the prompt's last row, and its token is not read.
     tree: Tree
     codec: Codec
-    given: Given = NOTHING_GIVEN
+    given: AnswerPrefix = NO_PREFIX
     acceptance: str = "strict"
     spread: int = 1  # forwards over which its prompt is spread
     # Whether the vision towers process its images beside the forward of others, in the tick before its prompt.
@@ -50,10 +50,10 @@ class Request:
     visual: list[Tensor] = field(default_factory=list)
     # float64 [horizon, dims], from the policy's action head; None: they are decoded from the tokens.
     actions: Tensor | None = None
-    late: bool = False  # whether a newer image's action is out, so that only its thought is of use
-    handed_out: int = 0  # number of actions published before the answer was complete
+    late: bool = False  # True once a newer image's action was released: only its text can still be used
+    released_actions: int = 0  # number of actions released before the answer was complete
     first_forwards: int = 0  # verifying forwards until then; 0: no action was
-    ended_early: bool = False  # with the actions published
+    ended_early: bool = False  # with the actions released
     spent_s: float = 0.0  # time since its start, in the seconds of `Engine.tick_time`
     # Records for DecodeStats, per decoded token or tick.
     bins_off: list[int] = field(default_factory=list)

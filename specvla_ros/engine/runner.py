@@ -34,7 +34,7 @@ from specvla_ros.engine.kv_cache import KVCache, memory_advice
 from specvla_ros.engine.pictures import pictures_of
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.verifier import NOTHING_ALONG, Along
+from specvla_ros.engine.verifier import NO_EXTRA_INPUTS, ExtraInputs
 from specvla_ros.engine.vision import SideStream, StageClock, Vision, keep_for_current_stream
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.target import Decoder, ForwardResult, Target
@@ -104,7 +104,7 @@ class Runner:
         if len(request.prompt) != request.layout.rows:
             raise ValueError(f"a prompt laid out with {request.layout.rows} rows has {len(request.prompt)} embeddings")
 
-    def run(self, batch: Batch, along: Along = NOTHING_ALONG) -> ForwardResult:
+    def run(self, batch: Batch, extra: ExtraInputs = NO_EXTRA_INPUTS) -> ForwardResult:
         """Computes a non-empty batch whose prompts are embedded, and sets the hidden states of its shares.
 
         Returns logits and choices for the nodes of all verified trees, in share order. The next run overwrites all
@@ -115,7 +115,7 @@ class Runner:
         elif any(share.request.ahead and share.prompt_rows for share in batch.shares):
             self.side.join()
         segments = [share.segments() for share in batch.shares]
-        result = self.forwards([segment for mine in segments for segment in mine], along)
+        result = self.forwards([segment for mine in segments for segment in mine], extra)
         start = 0
         for share, mine in zip(batch.shares, segments, strict=True):
             share.states, share.rows = result.hidden, range(start, start + sum(map(len, mine)))
@@ -226,11 +226,11 @@ class Forwards:
         self._captured: dict[Bucket, StaticForward] = {}
         self._flash: dict[Bucket, str] = {}  # result of trying flash-attn
 
-    def __call__(self, segments: Sequence[Segment], along: Along = NOTHING_ALONG) -> ForwardResult:
-        """Runs `packed_forward`, by a captured forward of its size if one exists, which then sends `along` too."""
+    def __call__(self, segments: Sequence[Segment], extra: ExtraInputs = NO_EXTRA_INPUTS) -> ForwardResult:
+        """Runs `packed_forward`, by a captured forward of its size if one exists, which then sends `extra` too."""
         bucket = self.sizes.bucket([len(each) for each in segments])
         static = self._captured.get(bucket) if bucket else None
-        return static(segments, along) if static else packed_forward(self._decoder, segments, self._cache)
+        return static(segments, extra) if static else packed_forward(self._decoder, segments, self._cache)
 
     def capture(self, captures: Captures) -> None:
         """See Capturable: captures a forward of every size. Overwrites every slot."""

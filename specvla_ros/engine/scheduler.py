@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specvla_ros.engine.answer_prefix import NO_PREFIX, AnswerPrefix
 from specvla_ros.engine.batch import Batch, ScheduledRequest, TickWork
 from specvla_ros.engine.chooser import Chooser
-from specvla_ros.engine.given import NOTHING_GIVEN, Given
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -129,7 +129,7 @@ class Scheduler:
             return self.settings.spreads[0]
         return self.chooser.pace.spread if self.requests else 1
 
-    def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int, given: Given = NOTHING_GIVEN) -> None:
+    def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int, given: AnswerPrefix = NO_PREFIX) -> None:
         """Turns a batch's admitted frame into a request with a share of the forward.
 
         The rows of `layout` include those of the given tokens.
@@ -183,7 +183,7 @@ class Scheduler:
         for share in batch.shares:
             share.request.spent_s += seconds
         for request in batch.answered:
-            if not request.handed_out and not request.late:
+            if not request.released_actions and not request.late:
                 self._first_actions.add(request.spent_s)
         if self.chooser is None or not batch.shares:
             return
@@ -200,13 +200,13 @@ class Scheduler:
     def _lengths(self, request: Request) -> tuple[Length, Length]:
         """An answer's length as it was decoded, and as without drafts, when each token takes a forward."""
         forwards, tokens, given = request.verified, len(request.tokens), request.given
-        if not request.handed_out:
+        if not request.released_actions:
             return Length(forwards, forwards), Length(tokens - len(given.tokens), tokens - len(given.tokens))
         first = whole = self._tokens_of(request, given.actions + 1)
         if not request.ended_early:
             whole = tokens
         elif forwards > request.first_forwards:  # else they may be several at once, but without drafts one suffices
-            whole = self._tokens_of(request, request.handed_out)
+            whole = self._tokens_of(request, request.released_actions)
         return Length(request.first_forwards, forwards), Length(first - len(given.tokens), whole - len(given.tokens))
 
     def _tokens_of(self, request: Request, actions: int) -> int:
@@ -276,11 +276,11 @@ class Scheduler:
         found = []
         for request in oldest.values():
             actions = self._begun(request.tokens)
-            if max(request.handed_out, request.given.actions) < len(actions) < self._codec.horizon:
-                if not request.handed_out:
+            if max(request.released_actions, request.given.actions) < len(actions) < self._codec.horizon:
+                if not request.released_actions:
                     self._first_actions.add(request.spent_s)
                     request.first_forwards = request.verified
-                request.handed_out = len(actions)
+                request.released_actions = len(actions)
                 found.append(self._action(request, actions, tuple(request.tokens), partial=True))
         return found
 
@@ -321,7 +321,8 @@ class Scheduler:
     def _finish(self, request: Request, batch: Batch) -> None:
         problem = self._codec.problem(request.tokens)
         if problem:
-            self._drop(request, DropReason.BROKEN_OFF if request.handed_out else DropReason.NOT_AN_ACTION, problem)
+            reason = DropReason.BROKEN_OFF if request.released_actions else DropReason.NOT_AN_ACTION
+            self._drop(request, reason, problem)
             return
         tokens = self._codec.action_tokens(request.tokens)
         of_head = request.actions
@@ -333,15 +334,15 @@ class Scheduler:
 
     def _replaceable(self, own: Sequence[Request]) -> Request | None:
         """A robot's oldest request, if a newer image's actions will be ready before its published ones are used up."""
-        if self.settings.tail == "whole" or not own or not own[0].handed_out:
+        if self.settings.tail == "whole" or not own or not own[0].released_actions:
             return None
         oldest, newer_s = own[0], own[1].spent_s if len(own) > 1 else 0.0
         age_s = oldest.wait_s + oldest.spent_s
-        return oldest if self._first_actions.last(oldest.handed_out, age_s, newer_s=newer_s) else None
+        return oldest if self._first_actions.last(oldest.released_actions, age_s, newer_s=newer_s) else None
 
     def _end_early(self, request: Request, batch: Batch) -> None:
         """Ends an answer with the actions already published."""
-        actions, request.ended_early = self._begun(request.tokens)[: request.handed_out], True
+        actions, request.ended_early = self._begun(request.tokens)[: request.released_actions], True
         self._answer(request, batch, actions, tuple(request.tokens), whole=False)
 
     def _begun(self, tokens: Sequence[int]) -> np.ndarray:

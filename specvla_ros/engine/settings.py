@@ -174,21 +174,21 @@ class EngineSettings:
             )
 
     @property
-    def gives_nothing(self) -> bool:
+    def gives_no_prefix(self) -> bool:
         """True if each answer is decoded from its image alone, from its first token."""
         return not self.think_every_s and self.commit == "none"
 
-    def giving_nothing(self) -> "EngineSettings":
-        """The same settings with `gives_nothing`."""
+    def without_prefix(self) -> "EngineSettings":
+        """The same settings with `gives_no_prefix`."""
         return replace(self, think_every_s=0.0, commit="none")
 
     @property
     def lossless(self) -> bool:
         """True if answers are plain decoding's, except at near ties in half precision."""
-        return self.gives_nothing and (self.acceptance.rule == "strict" or not self.drafts)
+        return self.gives_no_prefix and (self.acceptance.rule == "strict" or not self.drafts)
 
     @property
-    def followed_preset(self) -> str:
+    def preset_summary(self) -> str:
         """The preset's name and the values that differ from it; empty without a preset."""
         if self.preset == _NO_PRESET:
             return ""

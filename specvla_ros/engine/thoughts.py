@@ -8,7 +8,7 @@ forward, and only the action is decoded. Lossy: the policy would have written an
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specvla_ros.engine.given import Given
+from specvla_ros.engine.answer_prefix import AnswerPrefix
 from specvla_ros.engine.outcome import BROKEN, Drop, Outcome
 from specvla_ros.engine.request import Request
 from specvla_ros.models.codecs.codec import Codec
@@ -38,14 +38,14 @@ class Thoughts:
         self._every_ns, self._codec = every_s * 1e9, codec
         self._last: dict[str, Thought] = {}  # by stream
 
-    def given_to(self, seen: Observation, *, thinking: bool) -> Given:
+    def given_to(self, seen: Observation, *, thinking: bool) -> AnswerPrefix:
         """The start of an image's answer; `thinking`: the robot's next thought is being written."""
         last = self._last.get(seen.stream)
         if seen.answer_ids or last is None or last.task != seen.task:
-            return Given(seen.answer_ids)
+            return AnswerPrefix(seen.answer_ids)
         if seen.stamp_ns - last.stamp_ns >= self._every_ns and not thinking:
-            return Given(renews=True)
-        return Given(last.tokens, last.stamp_ns)
+            return AnswerPrefix(renews=True)
+        return AnswerPrefix(last.tokens, last.stamp_ns)
 
     def learn(self, request: Request) -> None:
         """Keeps the thought of a complete answer, unless it was given or a newer one is known."""

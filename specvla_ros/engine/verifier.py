@@ -73,25 +73,25 @@ class GroupNumbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Along:
+class ExtraInputs:
     """Inputs that a captured forward sends with its own, in the same copy and the same launch."""
 
     numbers: Sequence[int] = ()  # from the host
-    places: Sequence[Tensor] = ()  # on the device, see `copy_together`
-    values: Sequence[Tensor] = ()
+    destinations: Sequence[Tensor] = ()  # on the device, see `copy_together`
+    sources: Sequence[Tensor] = ()
 
     @staticmethod
-    def most(slots: int, nodes: int, slot_rows: int) -> int:
+    def max_numbers(slots: int, nodes: int, slot_rows: int) -> int:
         """Max numbers for trees with so many nodes in total, and a penalty for the ids of all slots' rows."""
         return slots * (3 + slot_rows) + 4 * nodes
 
     def send(self, device: torch.device) -> Tensor:
         """Sends them alone, and returns the numbers, int64."""
-        copy_together(self.places, self.values)
+        copy_together(self.destinations, self.sources)
         return to_device(self.numbers, device)
 
 
-NOTHING_ALONG = Along()
+NO_EXTRA_INPUTS = ExtraInputs()
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Prepared:
     """A verification's inputs before the forward."""
 
     groups: Sequence[Group]
-    nodes: Nodes  # of all trees; packed ones are filled by `along`
+    nodes: Nodes  # of all trees; packed ones are filled by `extra`
     sizes: Sequence[int]  # of the parts of its numbers: each group's, and those of a penalty
-    along: Along
+    extra: ExtraInputs
 
 
 class Verifier:
@@ -145,8 +145,8 @@ class Verifier:
         if self._generation.penalises:
             numbers += EarlierIds.numbers([part.ids for part in parts], [len(part.tree) for part in parts])
         groups = [_group(parts, indices) for indices in by_rule.values()]
-        nodes, places, values = _side_by_side([part.tree for part in parts])
-        return Prepared(groups, nodes, [*map(len, numbers)], Along([*chain(*numbers)], places, values))
+        nodes, destinations, sources = _side_by_side([part.tree for part in parts])
+        return Prepared(groups, nodes, [*map(len, numbers)], ExtraInputs([*chain(*numbers)], destinations, sources))
 
     def verify(
         self, result: ForwardResult, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Prepared
@@ -157,7 +157,7 @@ class Verifier:
         states of each request's tree, [nodes, hidden].
         """
         groups, nodes = prepared.groups, prepared.nodes
-        sent = prepared.along.send(self._cache.keys.device) if result.sent is None else result.sent
+        sent = prepared.extra.send(self._cache.keys.device) if result.sent is None else result.sent
         uploaded = sent.split([*prepared.sizes])
         numbers_of = [_numbers_of(group, each) for group, each in zip(groups, uploaded, strict=False)]
         choices, logits = result.choices, result.logits
@@ -270,7 +270,7 @@ def _numbers_of(group: Group, uploaded: Tensor) -> GroupNumbers:
 
 
 def _side_by_side(trees: Sequence[Tree]) -> tuple[Nodes, list[Tensor], list[Tensor]]:
-    """All trees' nodes, and the copies that fill them: places and values."""
+    """All trees' nodes, and the copies that fill them: destinations and sources."""
     found = [Nodes(*tree.columns) for tree in trees]
     if len(found) == 1:
         return found[0], [], []

@@ -41,7 +41,7 @@ class ForwardResult:
     logits: Tensor  # float32 [n_wanted, vocab], of the wanted rows
     hidden: Tensor  # [n_rows, hidden], of all rows, after the final norm
     choices: Tensor | None = None  # int64 [n_wanted], `greedy_choice` of the logits, if the forward has computed it
-    sent: Tensor | None = None  # int64, the numbers of `Along`, if the forward has uploaded them
+    sent: Tensor | None = None  # int64, the numbers of `ExtraInputs`, if the forward has uploaded them
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PromptLayout:
         behind = np.arange(max(start, self.rows), max(stop, self.rows)) - self.rows + 1 + self.positions.max()
         return np.concatenate((self.positions[:, start:stop], np.tile(behind, (len(self.positions), 1))), axis=1)
 
-    def positions_behind(self, row: int, nodes: int) -> np.ndarray | None:
+    def tree_root_positions(self, row: int, nodes: int) -> np.ndarray | None:
         """The root's RoPE positions, int64 [axes, nodes], of a tree at a row after the prompt; None: the row itself."""
         of_root = self.positions_of(row, row + 1)
         return None if of_root is None else np.repeat(of_root, nodes, axis=1)

@@ -63,7 +63,7 @@ def test_the_demo_is_counted_beside_busy_loops(tmp_path: Path):
 
 
 def test_the_papers_threshold_is_the_papers_preset():
-    assert threshold(PAPERS_R).followed_preset == "spec-vla-paper"
+    assert threshold(PAPERS_R).preset_summary == "spec-vla-paper"
     assert threshold(3).acceptance.bins == (3,) and threshold(3).acceptance.gripper_bins == 3
 
 

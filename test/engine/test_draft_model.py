@@ -122,7 +122,7 @@ def test_a_preset_of_a_chain_asks_for_a_draft_model(actor: OpenVLATarget) -> Non
         Engine(actor, engine_settings_from(mode="spec", preset="fly-paper"))
     chosen = engine_settings_from(mode="spec", preset="fly-paper", draft_model=str(actor.directory / "model"))
     engine = Engine(actor, chosen)
-    assert (engine.drafter.sources, engine.settings.followed_preset) == (("model",), "fly-paper")
+    assert (engine.drafter.sources, engine.settings.preset_summary) == (("model",), "fly-paper")
     own = chosen.draft.drafters["model"]
     assert (own.tokens, own.lookup_tokens) == (15, 10)
 

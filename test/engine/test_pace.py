@@ -197,7 +197,7 @@ def chosen(chooser: Chooser, answers: int, costs: Callable[[Kind], float], *, fo
         kinds += [Kind(True, 0, flights - 1, pace.drafts)] * ahead
         for kind in kinds + [Kind(False, 0, flights, pace.drafts)] * (taken - 1):
             chooser.times.add(kind, costs(kind))
-            chooser.play()
+            chooser.evaluate_next_candidate()
         chooser.answered(whole(taken), whole(tokens), others=flights - 1, drafted=pace.drafts)
         paces.append(chooser.pace)
     return paces
@@ -420,7 +420,7 @@ def test_a_kind_of_tick_that_never_was_is_in_no_pace() -> None:
         chooser.times.add(kind, 0.01)
     for _ in range(60):
         chooser.answered(whole(7), whole(7), others=0, drafted=False)
-        chooser.play()
+        chooser.evaluate_next_candidate()
     assert chooser.pace == Pace(drafts=False)
     assert expected_age(Pace(2, drafts=False), chooser.answers, chooser.times.seconds) == math.inf
 

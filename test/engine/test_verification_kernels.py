@@ -17,7 +17,7 @@ from specvla_kernels.graph_capture import Captures
 from specvla_kernels.uncertainty import uncertainty_reference
 from specvla_ros.engine import verifier
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.verifier import Along, Verifier, VerifyInput
+from specvla_ros.engine.verifier import ExtraInputs, Verifier, VerifyInput
 from specvla_ros.models import generation
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.generation import GreedyRules
@@ -114,8 +114,8 @@ def test_a_forward_has_room_for_what_any_verification_sends_along() -> None:
     rules_of: tuple[list[AcceptanceRule], ...] = [Strict()] * slots, [Strict(), Fly(), BinDistance((5,))]
     for apart in rules_of:  # of one rule, and each of its own
         parts = [VerifyInput(tree, 1, slot, 20, rule, ids=range(slot_rows)) for slot, rule in enumerate(apart)]
-        numbers = made.prepare(parts).along.numbers
-        assert len(numbers) == Along.most(slots, slots * nodes, slot_rows)
+        numbers = made.prepare(parts).extra.numbers
+        assert len(numbers) == ExtraInputs.max_numbers(slots, slots * nodes, slot_rows)
 
 
 def test_blocks_reach_from_the_least_to_what_holds_the_most() -> None:

@@ -23,7 +23,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, StaticForward, logits_memory
 from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.engine.runner import Forwards, Graphs
-from specvla_ros.engine.verifier import Along
+from specvla_ros.engine.verifier import ExtraInputs
 from specvla_ros.models.config import DecoderShape
 
 pytest.importorskip("triton")
@@ -119,7 +119,7 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
             place = torch.zeros_like(value)
             along = [*range(7, 7 + len(segments[0]))]
 
-            result = static(segments, Along(along, [place], [value]))
+            result = static(segments, ExtraInputs(along, [place], [value]))
 
             torch.testing.assert_close(result.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(result.logits, expected.logits, atol=1e-4, rtol=1e-4)

@@ -157,7 +157,7 @@ def check_hidden_states(target: QwenVLTarget) -> None:
         layout = target.prompt_layout(question)
         written = target.decoder.embed_tokens(torch.tensor(answer))
         inputs = torch.cat((target.prompt_embeddings(question, layout.ids), written))
-        behind = layout.positions_behind(layout.rows, len(answer))
+        behind = layout.tree_root_positions(layout.rows, len(answer))
         assert layout.positions is not None and behind is not None
         positions = np.concatenate((layout.positions, behind + np.arange(len(answer))), axis=1)
         cache = new_cache(target.decoder, slots=1, slot_rows=len(inputs))

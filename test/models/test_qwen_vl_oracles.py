@@ -120,7 +120,7 @@ def test_pictures_prompt_and_states(
 
     answer = torch.tensor(case["generated_ids"])
     inputs = torch.cat((embedded, target.decoder.embed_tokens(answer[:-1])))
-    behind = layout.positions_behind(layout.rows, len(answer) - 1)
+    behind = layout.tree_root_positions(layout.rows, len(answer) - 1)
     assert behind is not None
     positions = np.concatenate((layout.positions, behind + np.arange(len(answer) - 1)), axis=1)
     cache = new_cache(target.decoder, slots=1, slot_rows=len(inputs))

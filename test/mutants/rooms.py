@@ -56,7 +56,7 @@ NEAR = {
     f"{ENGINE}pictures.py": _of("engine", "pictures"),
     f"{ENGINE}ensemble.py": _of("engine", "ensemble"),
     f"{ENGINE}executed.py": _of("engine", "executed"),
-    f"{ENGINE}given.py": _of("engine", "every_target", "thoughts"),
+    f"{ENGINE}answer_prefix.py": _of("engine", "every_target", "thoughts"),
     f"{ENGINE}outcome.py": _of("engine", "engine"),
     f"{ENGINE}verifier.py": _of("engine", "speculation", "changing_rules"),
     f"{ENGINE}scheduler.py": _of("engine", "pipelining", "streams", "engine"),

@@ -112,7 +112,7 @@ def test_a_preset_is_what_other_parameters_begin_with(context: Context) -> None:
     declare_parameters(made, PolicyParameters, lifecycle=True)
     assert made.get_parameter("draft.nodes").value == 16
     read = read_parameters(made, PolicyParameters).engine
-    assert read.followed_preset == "fly-paper, except acceptance.fly_window 4"
+    assert read.preset_summary == "fly-paper, except acceptance.fly_window 4"
     read = read_parameters(made, PolicyParameters, {"acceptance.rule": "strict"}).engine
     assert read.acceptance.rule == "strict", "what is set later wins too"
     assert made.describe_parameter("decode.preset").read_only, "the others would not follow"

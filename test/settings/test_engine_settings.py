@@ -147,7 +147,7 @@ def test_a_preset_is_the_papers_numbers() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_says_so_itself_and_is_written_and_read_as_it_was(preset: str, tmp_path: Path) -> None:
     chosen = engine_settings_from(preset=preset)
-    assert chosen.followed_preset == preset
+    assert chosen.preset_summary == preset
     assert values_of(chosen).items() >= PRESETS[preset].items()
     write_parameters(tmp_path / "profile.yaml", values_of(chosen), ["a paper's"])
     assert engine_settings_from(params_file=tmp_path / "profile.yaml") == chosen
@@ -159,10 +159,10 @@ def test_what_is_set_beside_a_preset_wins_and_is_told(tmp_path: Path) -> None:
     assignments = ["decode.preset:=fly-paper", "acceptance.rule:=strict", "acceptance.fly_window:=4"]
     chosen = engine_settings_from(assignments=assignments, params_file=profile)
     assert (chosen.acceptance.rule, chosen.acceptance.rules["fly"].window, chosen.draft.nodes) == ("strict", 4, 16)
-    assert chosen.followed_preset == "fly-paper, except acceptance.rule strict, acceptance.fly_window 4"
+    assert chosen.preset_summary == "fly-paper, except acceptance.rule strict, acceptance.fly_window 4"
     relaxed = engine_settings_from(preset="spec-vla-paper", tolerance="5mm").acceptance
     assert (relaxed.bins, relaxed.tolerance_m, relaxed.gripper_bins) == ((0,), 0.005, 9)
-    assert engine_settings_from().followed_preset == ""
+    assert engine_settings_from().preset_summary == ""
     for wrong in ("fly-papers", "[fly-paper]"):
         with pytest.raises(UserError, match=r"'decode\.preset' is .*one of: none, spec-vla-paper"):
             engine_settings_from(assignments=[f"decode.preset:={wrong}"])

@@ -20,7 +20,7 @@ PICTURES = 5
 PACES = st.builds(
     Pace,
     in_flight=st.integers(1, 3),
-    left=st.sampled_from([1.0, 2.0, 5.0, math.inf]),
+    max_forwards_left=st.sampled_from([1.0, 2.0, 5.0, math.inf]),
     spread=st.sampled_from([1, 2, 4]),
     drafts=st.booleans(),
     ahead=st.booleans(),

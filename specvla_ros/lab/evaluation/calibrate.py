@@ -148,7 +148,7 @@ def calibrate(
     """
     directory = RunDirectory(out, "calibrate")
     directory.check()
-    if not base.engine.gives_nothing:
+    if not base.engine.gives_no_prefix:
         raise UserError(
             "calibrate looks for fast exact settings, and decode.think_every_s and decode.commit are not exact: leave "
             "them at 0 and none, and measure them with specvla simulate and compare"

@@ -154,7 +154,7 @@ def certify(
     comparison, total, of_bags = Comparison(policy), Finding(), {}
     digest = hashlib.sha256()
     asked = replace(settings, max_image_age_s=0.0, in_order=True)
-    plainly = replace(asked.giving_nothing(), mode="ar", acceptance=AcceptanceSettings())
+    plainly = replace(asked.without_prefix(), mode="ar", acceptance=AcceptanceSettings())
     for bag in bags:
         found, of_bag = Finding(), hashlib.sha256()
         engines = {_PLAIN: Engine(policy, plainly), _OWN: Engine(policy, asked)}
@@ -281,9 +281,9 @@ def _margins(policy: Target, observation: Observation, tokens: Sequence[int]) ->
     inputs = torch.cat((prompt, decoder.embed_tokens(answer[:-1]).to(prompt.dtype)))
     positions = None
     if layout.positions is not None:
-        behind = layout.positions_behind(layout.rows, len(tokens) - 1)
-        assert behind is not None
-        positions = np.concatenate((layout.positions, behind + np.arange(len(tokens) - 1)), axis=1)
+        of_root = layout.tree_root_positions(layout.rows, len(tokens) - 1)
+        assert of_root is not None
+        positions = np.concatenate((layout.positions, of_root + np.arange(len(tokens) - 1)), axis=1)
     cache = new_cache(decoder, slots=1, slot_rows=len(inputs))
     segment = Segment(0, 0, inputs, wanted=len(tokens), positions=positions)
     largest = packed_forward(decoder, [segment], cache).logits.topk(2, dim=1).values

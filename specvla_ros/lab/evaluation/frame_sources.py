@@ -137,10 +137,10 @@ def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
     """
     codec = policy.codec.with_text(engine.max_reasoning_tokens)
     if codec.max_tokens <= _LONG_ANSWER:
-        return replace(engine.giving_nothing(), mode="ar")
+        return replace(engine.without_prefix(), mode="ar")
     chunks = codec.horizon > 1
     drafts = adjusted(DraftSettings(nodes=48, head=NO_HEAD), chunk_shift=chunks, temporal=not chunks)
-    return replace(engine.giving_nothing(), mode="spec", draft=drafts, acceptance=AcceptanceSettings())
+    return replace(engine.without_prefix(), mode="spec", draft=drafts, acceptance=AcceptanceSettings())
 
 
 @dataclass

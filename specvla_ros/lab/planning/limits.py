@@ -253,7 +253,7 @@ def drive(
         scheduler.commit(batch, chosen)
         if chooser is not None and seconds is not None:
             scheduler.learn(batch, work, seconds(ticks[-1]))
-            chooser.play()
+            chooser.evaluate_next_candidate()
         outcomes = scheduler.release()
         oldest = {each.observation.stream: each for each in reversed(scheduler.requests)}.values()
         answers += len(outcomes)

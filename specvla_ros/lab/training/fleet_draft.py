@@ -117,7 +117,7 @@ def fleet_draft(
             on_frame=on_frame,
         )
         train_draft(policy, shards, new, plan.training, on_training)
-    strict = replace(engine.giving_nothing(), mode="spec", acceptance=AcceptanceSettings())
+    strict = replace(engine.without_prefix(), mode="spec", acceptance=AcceptanceSettings())
     with_new = replace(strict, draft=replace(strict.draft, head=str(new.resolve())))
     certificate = certify(policy, with_new, judged, topics)
     certificate.write(directory.path / CERTIFICATE_FILE)

@@ -49,7 +49,7 @@ class BinDistance:
         from specvla_kernels.accept_within import Within
         from specvla_ros.speculation.accept import AcceptReason
 
-        return Within(self.tolerances, exact=int(AcceptReason.EXACT), near=int(AcceptReason.NEAR))
+        return Within(self.tolerances, exact_reason=int(AcceptReason.EXACT), relaxed_reason=int(AcceptReason.NEAR))
 
     def accept(self, verification: Verification) -> Acceptance:
         import torch

@@ -85,7 +85,7 @@ class Fly:
         assert within.deferral is not None
         unsure = verification.of_nodes(uncertainty(verification.logits, within.deferral.terms))
         mask = exact[:, None] | excused(verification.trees, exact, unsure, within.deferral)
-        return Acceptance(mask, torch.where(exact, within.exact, within.near))
+        return Acceptance(mask, torch.where(exact, within.exact_reason, within.relaxed_reason))
 
 
 @rule("fly", settings=Fly, order=20)

@@ -30,7 +30,7 @@ class Strict:
         from specvla_kernels.accept_within import Within
         from specvla_ros.speculation.accept import AcceptReason
 
-        return Within(None, exact=int(AcceptReason.EXACT), near=int(AcceptReason.NEAR))
+        return Within(None, exact_reason=int(AcceptReason.EXACT), relaxed_reason=int(AcceptReason.NEAR))
 
     def accept(self, verification: Verification) -> Acceptance:
         import torch

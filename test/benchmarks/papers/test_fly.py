@@ -92,12 +92,12 @@ def own_choices(model: TextTarget, answer: tuple[int, ...]) -> list[int]:
 
 def test_the_papers_row_is_the_preset(model: TextTarget) -> None:
     settings = our_settings(model.directory, tokens=TOKENS, longest_prompt=16, lengths=(5, 15, 25))
-    assert settings["FLy, K 15, W 6, θ 0.3, multi-level"].followed_preset == "fly-paper"
-    assert settings["FLy, K 15, W 6, θ 0.3"].followed_preset == "fly-paper, except draft.model_lookup_tokens 0"
-    swept = settings["FLy, K 25, W 6, θ 0.3, multi-level"].followed_preset
+    assert settings["FLy, K 15, W 6, θ 0.3, multi-level"].preset_summary == "fly-paper"
+    assert settings["FLy, K 15, W 6, θ 0.3"].preset_summary == "fly-paper, except draft.model_lookup_tokens 0"
+    swept = settings["FLy, K 25, W 6, θ 0.3, multi-level"].preset_summary
     assert swept == "fly-paper, except draft.nodes 26, draft.model_tokens 25"
-    assert settings["FLy, K 15, W 0, θ 0.3, multi-level"].followed_preset == "fly-paper, except acceptance.fly_window 0"
-    assert settings["FLy, K 15, W 6, θ 0, multi-level"].followed_preset == "fly-paper, except acceptance.fly_theta 0.0"
+    assert settings["FLy, K 15, W 0, θ 0.3, multi-level"].preset_summary == "fly-paper, except acceptance.fly_window 0"
+    assert settings["FLy, K 15, W 6, θ 0, multi-level"].preset_summary == "fly-paper, except acceptance.fly_theta 0.0"
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from specvla_ros.models.target import PromptLayout, Target, answer_layout
 
 
 @dataclass(frozen=True)
-class Given:
+class AnswerPrefix:
     """The first tokens of one answer; empty: all of it is decoded."""
 
     tokens: tuple[int, ...] = ()
@@ -44,4 +44,4 @@ class Given:
             raise UserError("the given start is a whole answer, so there is nothing to decode: shorten it")
 
 
-NOTHING_GIVEN = Given()
+NO_PREFIX = AnswerPrefix()
