@@ -89,7 +89,7 @@ class ExecutedActions:
         if stop <= first:
             return NO_PREFIX
         assert isinstance(self._codec, SaysNumbers)
-        return AnswerPrefix(self._codec.spelled(last.tokens, first, stop), actions=stop - first)
+        return AnswerPrefix(self._codec.tokens_of_actions(last.tokens, first, stop), actions=stop - first)
 
     def learn(self, outcomes: Iterable[Outcome]) -> None:
         """Keeps each robot's newest published actions; a broken answer voids them."""
@@ -107,5 +107,5 @@ class ExecutedActions:
     def _begun(self, request: Request) -> Chunk:
         seen, tokens = request.observation, tuple(request.tokens)
         assert isinstance(self._codec, SaysNumbers)
-        actions = len(self._codec.begun(tokens)) // len(self._codec.names)
+        actions = len(self._codec.completed_numbers(tokens)) // len(self._codec.names)
         return Chunk(seen.task, seen.stamp_ns, tokens, actions)

@@ -348,7 +348,7 @@ class Scheduler:
     def _begun(self, tokens: Sequence[int]) -> np.ndarray:
         """The actions complete in the first tokens of an answer, float64 [n, dims]."""
         assert self._numbers is not None
-        numbers, dims = self._numbers.begun(tokens), len(self._codec.names)
+        numbers, dims = self._numbers.completed_numbers(tokens), len(self._codec.names)
         return numbers[: len(numbers) // dims * dims].reshape(-1, dims)
 
     def _answer(

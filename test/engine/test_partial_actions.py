@@ -208,7 +208,7 @@ def test_auto_learns_how_long_first_actions_and_answers_take_with_and_without_dr
             learned += 1
             whole, rows = plain.act(outcome.observation), len(outcome.actions)
             assert isinstance(whole, Action)
-            numbers = [len(codec.begun(whole.tokens[:count])) for count in range(len(whole.tokens))]
+            numbers = [len(codec.completed_numbers(whole.tokens[:count])) for count in range(len(whole.tokens))]
             taken = Length(first[outcome.observation.stamp_ns], outcome.record.forwards)
             needed = 1 if taken.first == taken.whole else rows  # actions, without drafts
             ends = numbers.index(7 * needed) if rows < 8 else len(whole.tokens) + 1  # and the end token
@@ -248,7 +248,7 @@ def test_numbers_that_are_begun_are_those_of_every_answer_that_may_follow(data: 
     tokens = [30 if each == " " else 20 + int(each) for each in text]
     if data.draw(st.booleans()):
         tokens.insert(data.draw(st.integers(0, len(tokens))), data.draw(st.sampled_from([7, 40])))
-    begun = CODEC.begun(tokens)
+    begun = CODEC.completed_numbers(tokens)
     before = next((i for i, token in enumerate(tokens) if token not in range(20, 31)), len(tokens))
     read = "".join(" " if token == 30 else str(token - 20) for token in tokens[:before]).split(" ")[:-1]
     right = [bool(word) and word == str(int(word)) and int(word) <= 1000 for word in read]

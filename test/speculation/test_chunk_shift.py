@@ -249,7 +249,7 @@ def test_a_number_that_no_draft_begins_so_may_go_on_with_every_other_digit(
     answer: str, others: tuple[str, ...]
 ) -> None:
     drafts = [(), (*numbers("12 4 305 62"), END), (*numbers("12 4 395 70"), END)]
-    chains = DIGITS.otherwise(drafts, numbers(answer))
+    chains = DIGITS.other_continuations(drafts, numbers(answer))
     assert tuple("".join({10: " ", END: "."}.get(token, str(token)) for token in chain) for chain in chains) == others
 
 
@@ -269,7 +269,7 @@ def test_numbers_of_a_beginning(answer: str) -> None:
             break
         said.append(int(word))
     expected = [-1 + 2 * number / 1000 for number in said[:6]]
-    np.testing.assert_allclose(SHORT.begun(numbers(answer)), expected)
+    np.testing.assert_allclose(SHORT.completed_numbers(numbers(answer)), expected)
 
 
 @pytest.fixture(scope="module")

@@ -64,17 +64,17 @@ class TokenDistances(Protocol):
 class SaysNumbers(Protocol):
     """Optional: a codec whose answers spell an action's numbers one after the other."""
 
-    def begun(self, tokens: Sequence[int]) -> np.ndarray:
+    def completed_numbers(self, tokens: Sequence[int]) -> np.ndarray:
         """The completed numbers at the start of an answer, float64 [n], action by action, in robot units.
 
         Later tokens do not change them: `decode` gives the same numbers. Numbers after a token that makes the answer
         invalid are left out.
         """
 
-    def spelled(self, tokens: Sequence[int], first: int, stop: int) -> tuple[int, ...]:
+    def tokens_of_actions(self, tokens: Sequence[int], first: int, stop: int) -> tuple[int, ...]:
         """The tokens of an answer's complete actions from `first` to before `stop`, as another answer starts."""
 
-    def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
+    def other_continuations(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
         """Possible continuations of an answer's unfinished number; empty if a draft has the same unfinished number."""
 
 

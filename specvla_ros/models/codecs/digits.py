@@ -163,13 +163,13 @@ class DigitsCodec(WrittenChunkCodec):
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         return self._values(self._words(tokens)).reshape(self.horizon, len(self.names))
 
-    def begun(self, tokens: Sequence[int]) -> np.ndarray:
+    def completed_numbers(self, tokens: Sequence[int]) -> np.ndarray:
         """See `SaysNumbers`."""
         known = [*takewhile({*self.digit_ids, self.space_id}.__contains__, tokens)]
         words = [*takewhile(self._is_number, self._words(known)[:-1])]
         return self._values(words[: self.horizon * len(self.names)])
 
-    def spelled(self, tokens: Sequence[int], first: int, stop: int) -> tuple[int, ...]:
+    def tokens_of_actions(self, tokens: Sequence[int], first: int, stop: int) -> tuple[int, ...]:
         """See `SaysNumbers`; each number with the space after it."""
         dims = len(self.names)
         words = self._words(tokens)[first * dims : stop * dims]
@@ -184,7 +184,7 @@ class DigitsCodec(WrittenChunkCodec):
     def _is_number(self, word: str) -> bool:
         return word == str(int(word or -1)) and int(word) <= self.bins
 
-    def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
+    def other_continuations(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
         """See `SaysNumbers`: other next digits, nearest first, each continued like the first draft."""
         written = [*takewhile(self.digit_ids.__contains__, reversed(answer))][::-1]
         begun = [(draft, self.resume(draft, answer)) for draft in drafts if draft]

@@ -72,8 +72,8 @@ class _Chunk:
     epoch: int
     stamp_ns: int
     actions: np.ndarray
-    before: tuple[int, ...]
-    behind: tuple[int, ...]
+    prefix_tokens: tuple[int, ...] = ()
+    suffix_tokens: tuple[int, ...] = ()
     encoded: dict[int, tuple[int, ...]] = field(default_factory=dict)  # whole answers by number of executed actions
 
 
@@ -96,7 +96,7 @@ class ChunkShiftDrafter(Drafter):
         self._earlier = earlier
         self._last: dict[str, _Chunk] = {}  # by stream
         still = np.tile(np.mean(codec.action_range, axis=0), (codec.horizon, 1))
-        self._unknown = _Chunk(epoch=-1, stamp_ns=0, actions=still, before=(), behind=())
+        self._unknown = _Chunk(epoch=-1, stamp_ns=0, actions=still)
 
     def observe(self, answer: FinishedAnswer) -> None:
         """Stores a finished answer unless the stored one of the same epoch is newer."""
@@ -111,8 +111,8 @@ class ChunkShiftDrafter(Drafter):
             answer.epoch,
             answer.stamp_ns,
             self._codec.decode(answer.action),
-            before=tokens[:text],
-            behind=tokens[text + len(answer.action) :],
+            prefix_tokens=tokens[:text],
+            suffix_tokens=tokens[text + len(answer.action) :],
         )
 
     def forget(self, stream: str | None = None) -> None:
@@ -129,7 +129,7 @@ class ChunkShiftDrafter(Drafter):
                 rests.append(self._going_on(request))
                 paces.append(_EARLIER_PACE)
             if guesses and self._numbers is not None:
-                rests += self._numbers.otherwise(guesses, request.answer)
+                rests += self._numbers.other_continuations(guesses, request.answer)
             paces += [1] * (len(rests) - len(paces))
             sizes = dict(max_depth=request.max_depth, max_nodes=limit - 1)
             drafts.append(Branches.level_by_level(rests, **sizes, paces=paces, relaxable=False))
@@ -155,18 +155,18 @@ class ChunkShiftDrafter(Drafter):
         """Completes the chunk of an answer ended early with the previous chunk's actions, or holds the last one."""
         assert self._numbers is not None
         dims, horizon = len(self._codec.names), self._codec.horizon
-        begun = self._numbers.begun(answer.tokens)
+        begun = self._numbers.completed_numbers(answer.tokens)
         known = begun[: len(begun) // dims * dims].reshape(-1, dims)
         if last is None or last.epoch != answer.epoch:
-            last = _Chunk(answer.epoch, answer.stamp_ns, np.repeat(known[-1:], horizon, axis=0), before=(), behind=())
+            last = _Chunk(answer.epoch, answer.stamp_ns, np.repeat(known[-1:], horizon, axis=0))
         expected = _shifted(last.actions, self._passed(last, answer.stamp_ns))
         actions = np.concatenate((known, expected[len(known) :]))
-        return _Chunk(answer.epoch, answer.stamp_ns, actions, before=(), behind=last.behind)
+        return _Chunk(answer.epoch, answer.stamp_ns, actions, suffix_tokens=last.suffix_tokens)
 
     def _guesses(self, request: DraftInput, stamp_ns: int) -> list[tuple[int, ...]]:
         """Whole answers that may continue a committed prefix."""
         shifted = self.answer(request.epoch, stamp_ns, request.stream)
-        begun = self._numbers.begun(request.answer) if self._numbers is not None else np.empty(0)
+        begun = self._numbers.completed_numbers(request.answer) if self._numbers is not None else np.empty(0)
         if not len(begun):
             return [shifted]
         last = self._last.get(request.stream, self._unknown)
@@ -180,7 +180,7 @@ class ChunkShiftDrafter(Drafter):
         assert self._earlier is not None
         rest = self._earlier.going_on(request.answer)
         last = self._last.get(request.stream, self._unknown)
-        return (*rest, *last.behind) if rest else rest
+        return (*rest, *last.suffix_tokens) if rest else rest
 
     def _passed(self, last: _Chunk, stamp_ns: int) -> int:
         passed = round((stamp_ns - last.stamp_ns) * 1e-9 / self._step_s) if self._step_s else 1
@@ -192,7 +192,7 @@ class ChunkShiftDrafter(Drafter):
             tokens = self._codec.encode(actions)
         except UserError:
             return ()
-        return (*last.before, *tokens, *last.behind)
+        return (*last.prefix_tokens, *tokens, *last.suffix_tokens)
 
 
 def _stamp_ns(request: DraftInput) -> int:
@@ -244,8 +244,8 @@ class EarlierAnswers:
             return ()
         matched = last[:length]
         first = bisect_left(self._sorted, matched, key=lambda token: self._before(token)[:length])
-        behind = bisect_right(self._sorted, matched, key=lambda token: self._before(token)[:length])
-        found = self._sorted[first:behind]
+        stop = bisect_right(self._sorted, matched, key=lambda token: self._before(token)[:length])
+        found = self._sorted[first:stop]
         nearest = found[np.abs(self._place[found] - (len(answer) - 1)).argmin()]
         return tuple(self._tokens[nearest + 1 : self._end[nearest]].tolist())
 
