@@ -21,7 +21,7 @@ from specvla_ros import Action, Engine, EngineSettings, Observation
 from specvla_ros.engine.batch import TickWork
 from specvla_ros.engine.outcome import DropReason, Outcome
 from specvla_ros.engine.pace import mean_age
-from specvla_ros.engine.pictures import Pictures, pictures_of
+from specvla_ros.engine.prepared_images import PreparedImages, prepared_images
 from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.lab.tally import percentiles
 from specvla_ros.models.families.openvla.target import OpenVLATarget
@@ -84,16 +84,16 @@ class Saturated:
         self._after_tick(self._engine.last_work)
         return [(outcome, self._now() - self.admitted_s[outcome.observation.stamp_ns]) for outcome in outcomes]
 
-    def _next(self) -> tuple[Observation | None, Future[tuple[Pictures | None, float]]]:
+    def _next(self) -> tuple[Observation | None, Future[tuple[PreparedImages | None, float]]]:
         """The next frame and a future of its prepared images."""
         observation = next(self._frames, None)
         return observation, self._camera.submit(_prepared, self._engine.target, observation)
 
 
-def _prepared(target: Target, observation: Observation | None) -> tuple[Pictures | None, float]:
+def _prepared(target: Target, observation: Observation | None) -> tuple[PreparedImages | None, float]:
     """An observation's prepared images and the preparation time in seconds."""
     started = time.perf_counter()
-    pictures = pictures_of(target, observation) if observation is not None else None
+    pictures = prepared_images(target, observation) if observation is not None else None
     if pictures is not None:
         pictures.prepare()
     return pictures, time.perf_counter() - started

@@ -22,7 +22,7 @@ from specvla_ros.engine.kernel_check import kernel_fault
 from specvla_ros.engine.kv_cache import allocate_cache, memory_advice
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.pictures import Pictures, pictures_of
+from specvla_ros.engine.prepared_images import PreparedImages, prepared_images
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
@@ -121,13 +121,13 @@ class Engine:
         flushed = self.scheduler.flush(DropReason.EPOCH_CHANGED, before_epoch, stream)
         return flushed + self.mailbox.close(stream, DropReason.EPOCH_CHANGED, before_epoch)
 
-    def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
+    def submit(self, observation: Observation, images: PreparedImages | None = None) -> list[Drop]:
         """Submits the newest observation of its stream and drops the one that still waited.
 
-        If the next tick may start it, its images are resized and normalised here, on the caller's thread. `pictures`:
-        its vision input from `pictures_of`; None: made here.
+        If the next tick may start it, its images are resized and normalised here, on the caller's thread. `images`:
+        its vision input from `prepared_images`; None: made here.
         """
-        drops = self.mailbox.submit(observation, pictures or pictures_of(self.target, observation))
+        drops = self.mailbox.submit(observation, images or prepared_images(self.target, observation))
         self._prepare_next()
         return drops
 
@@ -324,8 +324,8 @@ class Engine:
 
     def _prepare_next(self) -> None:
         """Preprocesses the next frame's images if it may start soon; before that a newer frame may replace it."""
-        if (pictures := self.scheduler.unprepared()) is not None:
-            pictures.prepare()
+        if (images := self.scheduler.unprepared()) is not None:
+            images.prepare()
 
     def _prepare_next_in_thread(self) -> None:
         """Does the same on another thread during the tick, for a frame that was already waiting."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from specvla_ros.engine.outcome import Drop, DropReason, Freshness
-from specvla_ros.engine.pictures import Pictures
+from specvla_ros.engine.prepared_images import PreparedImages
 from specvla_ros.models.observation import Observation
 
 
@@ -18,7 +18,7 @@ class Waiting:
     """An observation and its vision input; None if that is computed with the prompt."""
 
     observation: Observation
-    pictures: Pictures | None = None
+    images: PreparedImages | None = None
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Mailbox:
                 del self._streams[name]
         return void
 
-    def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
+    def submit(self, observation: Observation, images: PreparedImages | None = None) -> list[Drop]:
         """Accepts the newest observation of its stream and drops the one that still waited."""
         with self._lock:
             stream = self._place(observation.stream)
@@ -101,7 +101,7 @@ class Mailbox:
             if observation.stamp_ns <= stream.last_stamp_ns:
                 age_s = (stream.last_stamp_ns - observation.stamp_ns) * 1e-9
                 return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s older than the last accepted frame")]
-            superseded, stream.waiting = stream.waiting, Waiting(observation, pictures)
+            superseded, stream.waiting = stream.waiting, Waiting(observation, images)
             stream.last_stamp_ns = observation.stamp_ns
             if superseded is None:
                 stream.since_ns = time.monotonic_ns()

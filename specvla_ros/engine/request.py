@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specvla_ros.engine.answer_prefix import NO_PREFIX, AnswerPrefix
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
-from specvla_ros.engine.pictures import Pictures
+from specvla_ros.engine.prepared_images import PreparedImages
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
@@ -41,7 +41,7 @@ class Request:
     # Its acceptance rule, set by the engine in the tick that starts the prompt and kept to the end.
     rule: AcceptanceRule = field(default_factory=Strict)
     # Its vision input, until the prompt is computed; None if that is computed with the prompt.
-    pictures: Pictures | None = None
+    images: PreparedImages | None = None
     # [prompt rows, hidden], embeddings; set by the runner in the tick that starts the prompt.
     prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0  # committed rows of the slot

@@ -31,7 +31,7 @@ from specvla_ros.engine.cuda_graphs import (
     logits_memory,
 )
 from specvla_ros.engine.kv_cache import KVCache, memory_advice
-from specvla_ros.engine.pictures import pictures_of
+from specvla_ros.engine.prepared_images import prepared_images
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import NO_EXTRA_INPUTS, ExtraInputs
@@ -91,9 +91,9 @@ class Runner:
         keep_for_current_stream(request.prompt)
 
     def _embed(self, request: Request) -> None:
-        pictures, request.pictures = request.pictures, None
+        images, request.images = request.images, None
         self._clock.start()
-        prepared = (pictures.pixels(),) if pictures is not None else ()
+        prepared = (images.pixels(),) if images is not None else ()
         embed = self._target.prompt_embeddings
         request.prompt = embed(request.observation, request.layout.ids, self.vision, *prepared)
         if request.tokens:
@@ -134,10 +134,10 @@ class Runner:
         """
         blank, sizes = self._target.blank_observation(), self.forwards.sizes
         black = blank.of_cameras(self._target.cameras)
-        images = {name: _noise(black[name], seed) for seed, name in enumerate(black)}
-        seen = replace(blank, images=images)
-        pictures, ids = pictures_of(self._target, seen), self._target.prompt_layout(seen).ids
-        prepared = (pictures.pixels(),) if pictures is not None else ()
+        noise = {name: _noise(black[name], seed) for seed, name in enumerate(black)}
+        seen = replace(blank, images=noise)
+        images, ids = prepared_images(self._target, seen), self._target.prompt_layout(seen).ids
+        prepared = (images.pixels(),) if images is not None else ()
         embed = partial(self._target.prompt_embeddings, seen, ids, self.vision, *prepared)
         trees = max(bucket for bucket in sizes.buckets() if bucket.longest <= sizes.nodes)
         segments = check_segments(trees, sizes, self._target.decoder, self._cache)

@@ -18,7 +18,7 @@ from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pace import FirstActions, Kind, Length, may_begin
-from specvla_ros.engine.pictures import Pictures
+from specvla_ros.engine.prepared_images import PreparedImages
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
@@ -88,11 +88,11 @@ class Scheduler:
         pace, answers = self.chooser.pace, self.chooser.answers
         return not own or may_begin(pace, answers, len(own), (own[-1].others, own[-1].verified, own[-1].prefilling))
 
-    def unprepared(self) -> Pictures | None:
+    def unprepared(self) -> PreparedImages | None:
         """The images that no thread prepares yet of the frame that may start next; from any thread."""
         waiting = self._mailbox.next(self._room_soon)
-        pictures = waiting.pictures if waiting is not None else None
-        return pictures if pictures is not None and not pictures.begun else None
+        images = waiting.images if waiting is not None else None
+        return images if images is not None and not images.started else None
 
     def _room_soon(self, stream: str) -> bool:
         """Estimates whether the tick after the current one may start a prompt of a robot.
@@ -152,7 +152,7 @@ class Scheduler:
             others=len(self._of(observation.stream)),
             drafts=self.settings.drafts if self.chooser is None else self.chooser.pace.drafts,
             ahead=self.chooser is not None and self.chooser.pace.ahead and bool(batch.shares),
-            pictures=batch.admitted.pictures,
+            images=batch.admitted.images,
         )
         self.requests.append(request)
         batch.shares.append(ScheduledRequest.next_share(request))

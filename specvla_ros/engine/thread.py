@@ -23,7 +23,7 @@ from specvla_ros.models.observation import Observation
 if TYPE_CHECKING:
     from specvla_ros.engine.batch import TickWork
     from specvla_ros.engine.engine import Engine
-    from specvla_ros.engine.pictures import Pictures
+    from specvla_ros.engine.prepared_images import PreparedImages
 
 _log = logging.getLogger(__name__)
 
@@ -177,21 +177,21 @@ class SharedEngine(EngineThread):
             on_fault=lambda trace: _log.error("a robot's request failed; the others continue:\n%s", trace),
         )
 
-    def prepared(self, observation: Observation) -> Pictures | None:
+    def prepared(self, observation: Observation) -> PreparedImages | None:
         """The preprocessed vision input of an observation; takes a few milliseconds of the caller's thread."""
-        from specvla_ros.engine.pictures import pictures_of  # imports torch
+        from specvla_ros.engine.prepared_images import prepared_images  # imports torch
 
         self._loaded.result()
         assert self._engine is not None, "the thread has ended"
-        pictures = pictures_of(self._engine.target, observation)
-        if pictures is not None:
-            pictures.prepare()
-        return pictures
+        images = prepared_images(self._engine.target, observation)
+        if images is not None:
+            images.prepare()
+        return images
 
     def decode(
         self,
         observation: Observation,
-        pictures: Pictures | None = None,
+        images: PreparedImages | None = None,
         on_partial: Callable[[Action], object] | None = None,
     ) -> Future[Decoded]:
         """Decodes an observation; without the vision input from `prepared`, the engine's thread computes it.
@@ -203,7 +203,7 @@ class SharedEngine(EngineThread):
 
         def begin(engine: Engine) -> Sequence[Outcome]:
             self._waiting[id(observation)] = _Waiting(observation, future, on_partial)
-            return engine.submit(observation, pictures)
+            return engine.submit(observation, images)
 
         self.call(begin)
         return future

@@ -188,7 +188,7 @@ class Target(PolicyFacts, Protocol):
 
 
 @runtime_checkable
-class PreparesPictures(Protocol):
+class PreparesImages(Protocol):
     """Optional: a target whose images can be preprocessed off the engine's thread."""
 
     def pixels(self, observation: Observation) -> Pixels:

@@ -93,7 +93,7 @@ class VisionLanguageTarget:
         raise NotImplementedError
 
     def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; one entry per image, since a captured tower takes a single image."""
+        """See `PreparesImages`; one entry per image, since a captured tower takes a single image."""
         return tuple(map(self.image_processor, observation.of_cameras(self.cameras).values()))
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:

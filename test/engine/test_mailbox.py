@@ -13,7 +13,7 @@ import torch
 from specvla_ros.engine import mailbox
 from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Drop, DropReason
-from specvla_ros.engine.pictures import Pictures, pictures_of
+from specvla_ros.engine.prepared_images import PreparedImages, prepared_images
 from specvla_ros.models.observation import Observation
 
 SECOND = 10**9
@@ -59,14 +59,14 @@ def test_the_earliest_deadline_is_begun_first_and_a_newer_frame_keeps_its_turn(c
     assert not of.waiting and of.next() is None and taken(of) is None
     assert of.submit(frame("slow", 1)) == []
     clock.now_s = 0.2
-    pictures = Pictures(lambda: ())
+    pictures = PreparedImages(lambda: ())
     assert of.submit(frame("fast", 2), pictures) == [] and of.waiting
     clock.now_s = 0.45
     of.submit(frame("third", 3))
     [superseded] = of.submit(frame("fast", 4), pictures)
     assert (superseded.reason, superseded.observation.stamp_ns) == (DropReason.SUPERSEDED, 2)
     waiting = of.next()
-    assert waiting is not None and waiting.pictures is pictures and waiting.observation.stamp_ns == 4
+    assert waiting is not None and waiting.images is pictures and waiting.observation.stamp_ns == 4
     assert [taken(of) for _ in range(4)] == [("fast", 4), ("third", 3), ("slow", 1), None]
     clock.now_s = 1.0
     of.submit(frame("fast", 5))
@@ -175,13 +175,13 @@ def test_pictures_are_computed_once_and_by_one_thread() -> None:
         assert go_on.wait(20)
         return (torch.ones(2),)
 
-    pictures = Pictures(compute)
-    assert not pictures.begun
+    pictures = PreparedImages(compute)
+    assert not pictures.started
     other = threading.Thread(target=pictures.prepare)
     other.start()
-    assert begun.wait(20) and pictures.begun
+    assert begun.wait(20) and pictures.started
     go_on.set()
-    assert pictures.pixels()[0].tolist() == [1, 1] and pictures.pixels() and pictures.begun
+    assert pictures.pixels()[0].tolist() == [1, 1] and pictures.pixels() and pictures.started
     other.join()
     assert len(count) == 1
 
@@ -193,9 +193,9 @@ def test_an_error_is_kept_for_who_asks_for_the_pixels() -> None:
         count.append(1)
         raise ValueError("a broken picture")
 
-    pictures = Pictures(compute)
+    pictures = PreparedImages(compute)
     pictures.prepare()
-    assert pictures.begun
+    assert pictures.started
     for _ in range(2):
         with pytest.raises(ValueError, match="a broken picture"):
             pictures.pixels()
@@ -207,7 +207,7 @@ def test_pixels_have_the_decoders_dtype_and_some_policies_have_none() -> None:
     target: Any = SimpleNamespace(
         decoder=decoder, pixels=lambda _: [torch.ones(2), torch.zeros(1)], prompt_embeddings=lambda *_: None
     )
-    made = pictures_of(target, frame("left", 1))
+    made = prepared_images(target, frame("left", 1))
     assert made is not None
     assert [(each.dtype, each.tolist()) for each in made.pixels()] == [(torch.float64, [1, 1]), (torch.float64, [0])]
-    assert pictures_of(SimpleNamespace(decoder=decoder), frame("left", 1)) is None  # type: ignore[arg-type]
+    assert prepared_images(SimpleNamespace(decoder=decoder), frame("left", 1)) is None  # type: ignore[arg-type]

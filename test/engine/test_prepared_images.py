@@ -20,13 +20,13 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_q
 from specvla_ros import Policy
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.pictures import Pictures, pictures_of
+from specvla_ros.engine.prepared_images import PreparedImages, prepared_images
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
-from specvla_ros.models.target import Pixels, PreparesPictures, Target
+from specvla_ros.models.target import Pixels, PreparesImages, Target
 from specvla_ros.speculation.settings import DraftSettings
 
 INSTRUCTION = "put carrot on plate"
@@ -123,8 +123,8 @@ def test_a_prompt_of_prepared_pictures_is_that_of_its_images_to_the_bit(
     images = {name: rng.integers(0, 256, (height, width, 3), dtype=np.uint8) for name in target.cameras}
     seen = Observation(images, INSTRUCTION, 1, state=rng.uniform(-0.5, 0.5, target.state_dims))
     ids = target.prompt_layout(seen).ids
-    pictures = pictures_of(target, seen)
-    assert isinstance(target, PreparesPictures) and pictures is not None
+    pictures = prepared_images(target, seen)
+    assert isinstance(target, PreparesImages) and pictures is not None
     expected = target.prompt_embeddings(seen, ids)
     # The images are not looked at again: others stand in their place.
     others = replace(seen, images={name: image[::-1] for name, image in images.items()})
@@ -229,17 +229,17 @@ def test_whoever_comes_second_waits_for_the_first_and_computes_nothing() -> None
         assert go_on.wait(PATIENCE_S)
         return (torch.ones(2),)
 
-    pictures, found = Pictures(compute), list[Pixels]()
+    pictures, found = PreparedImages(compute), list[Pixels]()
     first = threading.Thread(target=pictures.prepare, name="camera")
     second = threading.Thread(target=lambda: found.append(pictures.pixels()))
-    assert not pictures.begun
+    assert not pictures.started
     first.start()
-    assert begun.wait(PATIENCE_S) and pictures.begun
+    assert begun.wait(PATIENCE_S) and pictures.started
     second.start()
     go_on.set()
     for thread in (first, second):
         thread.join(PATIENCE_S)
-    assert calls == ["camera"] and torch.equal(found[0][0], torch.ones(2)) and pictures.begun
+    assert calls == ["camera"] and torch.equal(found[0][0], torch.ones(2)) and pictures.started
 
 
 def test_policy_and_stream_and_server_prepare_on_their_callers_thread(
@@ -284,7 +284,7 @@ def test_for_a_gpu_they_are_pinned_in_the_decoders_precision(
 ) -> None:
     decoder = type("Decoder", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16})()
     monkeypatch.setattr(OpenVLATarget, "decoder", decoder)
-    pictures = pictures_of(policy, frame(1))
+    pictures = prepared_images(policy, frame(1))
     assert pictures is not None
     (made,) = pictures.pixels()
     assert pinned == [torch.bfloat16] and torch.equal(made, policy.pixels(frame(1))[0].bfloat16())

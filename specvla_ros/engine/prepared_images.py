@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.target import Pixels, PreparesPictures, Target
+from specvla_ros.models.target import Pixels, PreparesImages, Target
 
 
-class Pictures:
+class PreparedImages:
     """The vision tower's input for one observation, computed once by the first thread that needs it."""
 
     def __init__(self, compute: Callable[[], Pixels]) -> None:
@@ -26,7 +26,7 @@ class Pictures:
         self._error: Exception | None = None
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """True if the input is ready or a thread is computing it."""
         return self._compute is None or self._lock.locked()
 
@@ -49,11 +49,11 @@ class Pictures:
         return self._pixels
 
 
-def pictures_of(target: Target, observation: Observation) -> Pictures | None:
+def prepared_images(target: Target, observation: Observation) -> PreparedImages | None:
     """The vision input of an observation, not computed yet; None if the target computes it with its prompt."""
-    if not isinstance(target, PreparesPictures):
+    if not isinstance(target, PreparesImages):
         return None
-    return Pictures(lambda: tuple(_sendable(each, target) for each in target.pixels(observation)))
+    return PreparedImages(lambda: tuple(_sendable(each, target) for each in target.pixels(observation)))
 
 
 def _sendable(pixels: Tensor, target: Target) -> Tensor:
