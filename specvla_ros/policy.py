@@ -61,7 +61,7 @@ class Policy:
         mode: str = "",
         tolerance: str = "",
         params_file: str | Path | None = None,
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
         **parameters: Any,
     ) -> "Policy":
         """Loads a checkpoint in Hugging Face format; raises UserError with a remedy for a wrong argument.
@@ -73,7 +73,7 @@ class Policy:
             tolerance: maximum deviation of an accepted token from the target's own choice, such as `5mm,3deg` or
                 `5bins`; empty: none.
             params_file: a ROS 2 parameter file of the policy node, with loading and decoding parameters.
-            progress: called with the current step and the fraction done.
+            progress: called with the current step and the fraction done; None: not called.
             parameters: keywords of `load_target` (`device`, `dtype`, …), and parameters of docs/reference/parameters.md
                 with underscores for dots (`draft_nodes=16`).
         """
@@ -84,7 +84,8 @@ class Policy:
         settings = engine_settings_from(mode=mode, tolerance=tolerance, params_file=file, **parameters)
         loading = model_settings(read_policy_file(file) if file else {}, model)
         leave_a_core()
-        return Policy(load_target(directory, progress=progress, **vars(loading)), settings, progress)
+        report = progress or no_progress
+        return Policy(load_target(directory, progress=report, **vars(loading)), settings, report)
 
     @property
     def action_names(self) -> tuple[str, ...]:

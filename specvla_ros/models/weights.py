@@ -48,7 +48,7 @@ _SCALES = re.compile(
     r"\.(SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|qweight|qzeros|scales|g_idx"
     r"|weight_packed|\w*_scale|\w*_scale_inv|\w*zero_point)\b"
 )
-_ORIGINAL = "use the original checkpoint, and set model.quantization to quantise it while loading"
+_ORIGINAL = "use the original checkpoint; where the family supports it, model.quantization quantises it while loading"
 
 
 @dataclass(frozen=True)
