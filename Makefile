@@ -62,10 +62,9 @@ mutants: build $(TESTING) $(MUTANTS)  ## Run mutation tests of the package (hour
 	@$(RUN) PYTHONPATH=test $(BIN)/python -m mutants.mutants $(if $(SAMPLE),--sample $(SAMPLE)) \
 	    $(if $(ONLY),--only $(ONLY)) --out benchmarks/results/mutants$(if $(ONLY),_$(notdir $(ONLY:/=))).json
 
-lint: build $(TESTING) mypy  ## Run ruff and mypy, and check licence headers, spelling and prose
+lint: build $(TESTING) mypy  ## Run ruff (also for licence headers) and mypy, and check spelling and prose
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python scripts/spdx.py --check
 	@$(BIN)/codespell
 	@$(BIN)/python scripts/plain_words.py
 
