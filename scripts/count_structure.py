@@ -17,13 +17,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,12 +34,10 @@ FLOORS = (
     ("lab/ros", "lab/cli"),
     ("lab/evaluation", "lab/simulation", "lab/training", "lab/planning"),
     ("lab/jobs", "lab/bags", "lab/bundled"),
-    ("ros", "serving", "cli", "nodes"),
-    ("evaluation", "simulation", "training", "planning"),  # like nodes and drafting, rooms of older revisions
+    ("ros", "serving", "cli"),
     ("policy",),
     ("engine",),
-    ("drafting",),
-    ("models", "speculation", "acceptance"),
+    ("models", "speculation"),
     (KERNELS,),
 )
 ALONE = "control"  # neither imports a room with a floor nor is below one
@@ -101,9 +97,8 @@ def product(root: Path) -> dict[str, Module]:
 
 
 def folders(root: Path) -> dict[str, Path]:
-    """Returns the folder of each package; in older revisions the kernels are in kernels/ itself."""
-    kernels = root / "kernels" / KERNELS
-    return {PACKAGE: root / PACKAGE, KERNELS: kernels if kernels.is_dir() else root / "kernels"}
+    """Returns the folder of each package."""
+    return {PACKAGE: root / PACKAGE, KERNELS: root / "kernels" / KERNELS}
 
 
 def imports(modules: Mapping[str, Module]) -> dict[str, set[str]]:
@@ -255,17 +250,15 @@ def _lines_of(folder: Path) -> int:
 
 def trace(root: Path) -> list[str]:
     """Returns the product's files that a frame passes through from image message to action, see `_run_node`."""
-    with tempfile.TemporaryDirectory() as directory:
-        for package, folder in folders(root).items():  # older revisions import kernels/ under another name
-            (Path(directory) / package).symlink_to(folder)
-        environment = os.environ | {"PYTHONPATH": directory, "ROS_AUTOMATIC_DISCOVERY_RANGE": "LOCALHOST"}
-        command = [sys.executable, __file__, "--run-node"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise SystemExit(f"the policy node did not answer:\n{done.stderr}")
-        prefix = f"{directory}{os.sep}"
-        found = json.loads(done.stdout.splitlines()[-1])
-        return sorted(file.removeprefix(prefix) for file in found if file.startswith(prefix))
+    path = os.pathsep.join(str(folder.parent) for folder in folders(root).values())
+    environment = os.environ | {"PYTHONPATH": path, "ROS_AUTOMATIC_DISCOVERY_RANGE": "LOCALHOST"}
+    command = [sys.executable, __file__, "--run-node"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"the policy node did not answer:\n{done.stderr}")
+    entered = map(Path, json.loads(done.stdout.splitlines()[-1]))
+    ours = tuple(folders(root).values())
+    return sorted(str(file.relative_to(root)) for file in entered if any(map(file.is_relative_to, ours)))
 
 
 def _run_node() -> None:
@@ -289,15 +282,14 @@ def _run_node() -> None:
     from sensor_msgs.msg import Image
     from std_msgs.msg import String
 
+    import specvla_ros
     from specvla_ros.msg import VlaAction
+    from specvla_ros.ros.policy.node import PolicyNode
 
-    package = Path(import_module(PACKAGE).__path__[0])
-    older = (package / "nodes").is_dir()  # checked on disk: an installed package may be behind this one
-    node_class = import_module(f"{PACKAGE}.nodes.policy" if older else f"{PACKAGE}.ros.policy.node").PolicyNode
-    checkpoint = package / "lab" / "bundled" / "nano"
+    checkpoint = Path(specvla_ros.__path__[0]) / "lab" / "bundled" / "nano"
     chosen = {"checkpoint": str(checkpoint), "device": "cpu", "instruction": "lift the red cube"}
     rclpy.init()
-    node = node_class(parameter_overrides=[Parameter(name, value=value) for name, value in chosen.items()])
+    node = PolicyNode(parameter_overrides=[Parameter(name, value=value) for name, value in chosen.items()])
     user = rclpy.create_node("user", enable_rosout=False)
     executor = SingleThreadedExecutor()
     executor.add_node(node)

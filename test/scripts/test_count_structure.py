@@ -66,11 +66,6 @@ def test_imports_circles_and_private_functions_are_counted(tmp_path: Path) -> No
     }
 
 
-def test_kernels_of_older_revisions_lie_in_their_folder_itself(tmp_path: Path) -> None:
-    files = {"kernels/linear.py": "", "specvla_ros/a.py": "import specvla_kernels.linear\n"}
-    assert counts("--root", write(tmp_path, files))["arrows"] == 1
-
-
 def test_the_laboratory_is_imported_by_its_entry_in_the_command_line_alone(tmp_path: Path) -> None:
     files = {
         "specvla_ros/lab/__init__.py": "",
