@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from ruckig import InputParameter, Ruckig, Trajectory
 
+from specvla_ros.control.bounded_motion import Axes
 from specvla_ros.errors import UserError
 
 WAY = 0.02  # rad or m that each joint moves, and back
@@ -58,31 +58,6 @@ def choose_ways(
     return ways
 
 
-class _Creep:
-    """Jerk-limited motion of one value, starting at 0."""
-
-    def __init__(self) -> None:
-        self._ruckig, self._input = Ruckig(1), InputParameter(1)
-        self._input.max_acceleration, self._input.max_jerk = [_ACCELERATION], [_JERK]
-        self._way, self._begun_s = Trajectory(1), 0.0
-
-    def go(self, goal: float, speed: float, now_s: float) -> None:
-        given = self._input
-        given.max_velocity, given.target_position = [speed], [goal]
-        if self._way.duration:
-            begin = self._way.at_time(now_s - self._begun_s)
-            given.current_position, given.current_velocity, given.current_acceleration = begin[:3]
-        self._ruckig.calculate(given, self._way)
-        self._begun_s = now_s
-
-    @property
-    def ends_s(self) -> float:
-        return float(self._begun_s + self._way.duration)
-
-    def at(self, now_s: float) -> float:
-        return float(self._way.at_time(now_s - self._begun_s)[0][0])
-
-
 class JointOrderTrial:
     """One trial; `step` is called at the control rate until it is `done`.
 
@@ -98,7 +73,8 @@ class JointOrderTrial:
         self._speeds = np.minimum(_SPEED, _SPEED_SHARE * max_speed)
         turns = [(joint, change) for joint, way in enumerate(ways) for change in (way, -way)]
         self._turns = deque([(0, 0.0), *turns])  # joint and displacement of each turn; the first has none
-        self._creep, self._goal = _Creep(), 0.0
+        self._axes = Axes(np.full(1, _SPEED), np.full(1, _ACCELERATION), np.full(1, _JERK))  # of the turn's joint
+        self._goal, self._ends_s = 0.0, 0.0
         self._from: np.ndarray | None = None  # float64 [n], as measured at the start of this turn
         self._passed_s, self._stepped_s = 0.0, 0.0
         self.problem = ""  # what failed, in words; empty: nothing so far
@@ -108,16 +84,15 @@ class JointOrderTrial:
         """Joint positions to send, float64 [n]; `measured`: current ones; `now_s`: steady time."""
         if self._from is None:
             self._from, self._stepped_s = measured, now_s
-            self._creep.go(0.0, self._speeds[0], 0.0)
         self._passed_s += min(now_s - self._stepped_s, _MAX_PASSED_S)
         self._stepped_s = now_s
-        rested_s = self._passed_s - self._creep.ends_s
+        rested_s = self._passed_s - self._ends_s
         if self.problem:
             self.done = rested_s >= 0
         else:
             self._judge(measured, measured - self._from, rested_s)
         positions = self._start.copy()
-        positions[self._turns[0][0]] += self._creep.at(self._passed_s)
+        positions[self._turns[0][0]] += self._axes.at(self._passed_s).position[0]
         return positions
 
     def _judge(self, measured: np.ndarray, moved: np.ndarray, rested_s: float) -> None:
@@ -142,11 +117,16 @@ class JointOrderTrial:
         self._from = measured
         joint, change = self._turns[0]
         self._goal += change
-        self._creep.go(self._goal, self._speeds[joint], self._passed_s)
+        self._go(self._goal, self._speeds[joint])
+
+    def _go(self, goal: float, speed: float) -> None:
+        legs = self._axes.to(np.array([goal]), self._axes.at(self._passed_s), 0.0, np.zeros(1), speed)
+        self._axes.follow(self._passed_s, legs)
+        self._ends_s = self._passed_s + sum(leg.duration for leg in legs)
 
     def _fail(self, what: str) -> None:
         self.problem = (
             f"{what}: joints.names is not in the controller's order, or a joint does not follow; it is "
             f"{', '.join(self._names)}; correct it, then configure the driver again"
         )
-        self._creep.go(0.0, self._speeds.min(), self._passed_s)
+        self._go(0.0, self._speeds.min())
