@@ -52,7 +52,6 @@ class Motion(Protocol[Place]):
 
     def at(self, now_s: float) -> Target[Place]:
         """The target at a time."""
-        raise NotImplementedError
 
     def aim(
         self,
@@ -65,14 +64,12 @@ class Motion(Protocol[Place]):
         onward: Onward[Place] = None,
     ) -> bool:
         """Plans the motion to a goal; returns False, and continues the previous one, if none stays within limits."""
-        raise NotImplementedError
 
     def brake(self, now_s: float) -> None:
         """Comes to rest as soon as the limits allow."""
 
     def copy(self) -> "Motion[Place]":
         """A motion that begins as this one, and then goes its own way."""
-        raise NotImplementedError
 
 
 class ActionSpace(Protocol[Place]):
@@ -88,30 +85,24 @@ class ActionSpace(Protocol[Place]):
 
     def goals(self, action: StampedAction, begin: Place) -> list[Place]:
         """The goals of a chunk, in order; raises ActionRefusedError if one is too far from the one before."""
-        raise NotImplementedError
 
     def grippers(self, action: StampedAction) -> Sequence[float | None]:
         """The gripper's value in each row of a chunk; None: there is none."""
-        raise NotImplementedError
 
     def pace(self, action: StampedAction, goals: Sequence[Place]) -> tuple[float, float] | None:
         """The fastest motion of a chunk, in metres and radians per second; None: its values do not tell."""
 
     def follows(self, sent: Place, measured: Place) -> bool:
         """True if a robot measured at one place counts as following the commanded one."""
-        raise NotImplementedError
 
     def away(self, target: Place, measured: Place) -> bool:
         """True if a robot that was stopped is not where its target is."""
-        raise NotImplementedError
 
     def motion(self, target: Target[Place], measured: Place) -> dict[str, str]:
         """The speed and the distance from the target, by name, for diagnostics."""
-        raise NotImplementedError
 
     def start_problem(self, measured: Place) -> str:
         """Describes why no motion may start at a measured place; empty: it may."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

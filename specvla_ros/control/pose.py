@@ -63,11 +63,9 @@ class Located(Protocol):
 
     def distance(self: _Same, other: _Same) -> tuple[float, float]:
         """Distance to another one, in metres and radians."""
-        raise NotImplementedError
 
     def toward(self: _Same, other: _Same, share: float) -> _Same:
         """Interpolates to another one; share 0 is this one, 1 the other."""
-        raise NotImplementedError
 
 
 Place = TypeVar("Place", bound=Located)  # where a robot is, in the space of its actions
