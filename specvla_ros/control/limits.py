@@ -229,24 +229,18 @@ class JointLimits(Joints):
         """Raises UserError for missing or invalid settings."""
         if not all(self.names):
             raise UserError(f"{what_for} needs joints.names: the arm's joints, as in joint_states")
-        checks = (self.require_positions, self._require_speed, self._require_acceleration)
-        together(*(partial(each, what_for) for each in checks))
+        speed = "has no default; a URDF in joints.model with <limit velocity> for every joint gives it"
+        acceleration = "no robot description contains: take it from the arm's data sheet or MoveIt's joint_limits.yaml"
+        together(
+            partial(self.require_positions, what_for),
+            partial(self._require_positive, what_for, "max_speed", speed),
+            partial(self._require_positive, what_for, "max_acceleration", acceleration),
+        )
 
-    def _require_speed(self, what_for: str) -> None:
-        self._require_one_each(what_for, ("max_speed",), one_for_all=True)
-        if min(self.max_speed) <= 0:
-            raise UserError(
-                f"{what_for} needs joints.max_speed, which has no default; a URDF in joints.model with <limit "
-                "velocity> for every joint gives it"
-            )
-
-    def _require_acceleration(self, what_for: str) -> None:
-        self._require_one_each(what_for, ("max_acceleration",), one_for_all=True)
-        if min(self.max_acceleration) <= 0:
-            raise UserError(
-                f"{what_for} needs joints.max_acceleration, which no robot description contains: take it from the "
-                "arm's data sheet or MoveIt's joint_limits.yaml"
-            )
+    def _require_positive(self, what_for: str, name: str, words: str) -> None:
+        self._require_one_each(what_for, (name,), one_for_all=True)
+        if min(getattr(self, name)) <= 0:
+            raise UserError(f"{what_for} needs joints.{name}, which {words}")
 
 
 @dataclass(frozen=True)
