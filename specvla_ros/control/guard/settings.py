@@ -149,12 +149,7 @@ class GuardSettings:
     @property
     def ramp_s(self) -> float:
         """Maximum duration of a stop within the limits, plus one period before it and one for rounding up."""
-        if self.kind.of_joints:
-            heard_s = HEARD_S if self.kind is Output.JOINT_TRAJECTORY_CHUNK else 0.0
-            return float((self.joints.speeds / self.joint_braking).max()) + 2 / self.rate_hz + heard_s
-        limits = self.limits
-        linear = limits.linear_speed / limits.linear_acceleration
-        return max(linear, limits.angular_speed / limits.angular_acceleration) + 2 / self.rate_hz
+        return self._slowest_stop[0] + 2 / self.rate_hz
 
     @property
     def joint_braking(self) -> np.ndarray:
@@ -177,23 +172,25 @@ class GuardSettings:
         if self.ramp_s > self.stop_time_s + 1e-9:
             raise UserError(
                 f"a stop takes {self.ramp_s:.3f} s, with two output periods, but stop_time_s promises "
-                f"{self.stop_time_s:g} s: {self._slowest_stop}; raise the acceleration or stop_time_s, or lower the "
+                f"{self.stop_time_s:g} s: {self._slowest_stop[1]}; raise the acceleration or stop_time_s, or lower the "
                 "speed"
             )
 
     @property
-    def _slowest_stop(self) -> str:
-        """The speed and acceleration that `ramp_s` comes from."""
+    def _slowest_stop(self) -> tuple[float, str]:
+        """The longest stop in seconds, and the speed and acceleration that it comes from."""
         if self.kind.of_joints:
             joints = self.joints
             worst = int((joints.speeds / self.joint_braking).argmax())
             speed, acceleration = joints.speeds[worst], self.joint_braking[worst]
+            stop_s = float(speed / acceleration)
             words = f"{joints.names[worst]} brakes from {speed:.3g} rad/s with {acceleration:.3g} rad/s²"
             if self.kind is not Output.JOINT_TRAJECTORY_CHUNK:
-                return words
-            return f"{words}, {CHUNK_BRAKING:g} of its acceleration, {HEARD_S:g} s after the stop"
+                return stop_s, words
+            return stop_s + HEARD_S, f"{words}, {CHUNK_BRAKING:g} of its acceleration, {HEARD_S:g} s after the stop"
         limits = self.limits
-        return (
+        linear_s = limits.linear_speed / limits.linear_acceleration
+        return max(linear_s, limits.angular_speed / limits.angular_acceleration), (
             f"limits.* brake from {limits.linear_speed:g} m/s with {limits.linear_acceleration:g} m/s² and from "
             f"{limits.angular_speed:g} rad/s with {limits.angular_acceleration:g} rad/s²"
         )
