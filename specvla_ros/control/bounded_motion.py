@@ -82,6 +82,14 @@ class Axes:
         self._legs, self._begun_s = legs, now_s
         self._rest = State(_end(legs[-1]).position, *np.zeros((2, self._count)))
 
+    def stop(self, now_s: float) -> None:
+        """Comes to rest as soon as the limits allow."""
+        present = self.at(now_s)
+        if legs := self.brake(present):
+            self.follow(now_s, legs)
+        else:
+            self.rest_at(present.position)
+
     def at(self, now_s: float) -> State:
         elapsed_s = max(0.0, now_s - self._begun_s)
         for leg in self._legs:
@@ -201,12 +209,7 @@ class BoundedMotion:
 
     def brake(self, now_s: float) -> None:
         """Brings the tool to rest as soon as the limits allow."""
-        present = self._way.at(now_s)
-        legs = self._way.brake(present)
-        if legs:
-            self._way.follow(now_s, legs)
-        else:
-            self._way.rest_at(present.position)
+        self._way.stop(now_s)
         if not self._rotate(None, now_s):
             self._turned_from = self.at(now_s).pose.rotation
             self._turn.rest_at(np.zeros(3))

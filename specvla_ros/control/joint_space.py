@@ -167,11 +167,7 @@ class JointMotion:
         return Target(Posture(state.position), state.velocity)
 
     def brake(self, now_s: float) -> None:
-        present = self._axes.at(now_s)
-        if legs := self._axes.brake(present):
-            self._axes.follow(now_s, legs)
-        else:
-            self._axes.rest_at(present.position)
+        self._axes.stop(now_s)
 
     def copy(self) -> "JointMotion":
         other = copy(self)
