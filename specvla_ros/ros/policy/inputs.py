@@ -179,10 +179,10 @@ class ImageInput:
         self._on_frame(Frame(rgb, stamp, message.header.frame_id, arrived_ns, received_ns))
 
 
-def declared_overrides(node: Node, topic: str = "image") -> list[str]:
-    """Names of the `qos_overrides` parameters of a camera's subscriptions."""
+def declared_overrides(node: Node) -> list[str]:
+    """Names of the `qos_overrides` parameters of a single camera's subscriptions."""
     ends = (end for _, end, _ in _TRANSPORTS.values())
-    return [qos.override_name(node, topic + end, kind) for end in ends for kind in qos.IMAGE_OVERRIDES]
+    return [qos.override_name(node, f"image{end}", kind) for end in ends for kind in qos.IMAGE_OVERRIDES]
 
 
 @dataclass(frozen=True)
