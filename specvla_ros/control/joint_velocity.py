@@ -9,7 +9,6 @@ import numpy as np
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.inverse_kinematics import JointSolver
 from specvla_ros.control.joint_space import JointKinematics
-from specvla_ros.control.robot_model import JointModel
 
 _GAIN = 6.0  # 1/s, as for tool velocities
 _REACHED = 5e-4  # rad or m: at rest, nearer errors are left
@@ -21,13 +20,13 @@ class JointTracking:
     A velocity interface follows inexactly: without the correction its joints drift from the targets.
     """
 
-    def __init__(self, commands: JointSolver | JointKinematics, model: JointModel) -> None:
-        self._commands, self._model = commands, model
+    def __init__(self, commands: JointSolver | JointKinematics) -> None:
+        self._commands = commands
         self.rest()
 
     def rest(self) -> None:
         """Starts at rest."""
-        self._velocity = np.zeros(len(self._model.joints))  # sent last
+        self._velocity = np.zeros(len(self._commands.joints))  # sent last
 
     def next(self, target: Target[Any], measured: Mapping[str, float] | None, passed_s: float) -> np.ndarray:
         """The velocities to send, float64 [n]; raises UnreachableError.
@@ -48,15 +47,16 @@ class JointTracking:
     def _towards(
         self, positions: np.ndarray, velocities: np.ndarray, measured: Mapping[str, float] | None, passed_s: float
     ) -> np.ndarray:
-        model = self._model
+        speed = self._commands.max_speed
         if measured is not None:
-            missing = positions - np.array([measured[name] for name in model.joints])
+            missing = positions - np.array([measured[name] for name in self._commands.joints])
             missing = np.where((velocities == 0) & (np.abs(missing) < _REACHED), 0.0, missing)
-            velocities = np.clip(velocities + _GAIN * missing, -model.max_speed, model.max_speed)
+            velocities = np.clip(velocities + _GAIN * missing, -speed, speed)
         return self._within_acceleration(velocities, passed_s)  # a correction that begins must not jump
 
     def _within_acceleration(self, velocities: np.ndarray, passed_s: float) -> np.ndarray:
-        if self._model.max_acceleration is None:
+        acceleration = self._commands.max_acceleration
+        if acceleration is None:
             return velocities
-        most = self._model.max_acceleration * passed_s
+        most = acceleration * passed_s
         return self._velocity + np.clip(velocities - self._velocity, -most, most)

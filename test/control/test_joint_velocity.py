@@ -9,9 +9,7 @@ import pytest
 
 from specvla_ros.control.joint_velocity import JointTracking
 
-MODEL: Any = SimpleNamespace(
-    joints=("a", "b"), max_speed=np.array([1.0, 2.0]), max_acceleration=np.array([5.0, 10.0]), max_jerk=None
-)
+MAX_ACCELERATION = np.array([5.0, 10.0])
 STEP_S = 0.01
 MOVES: Any = SimpleNamespace(moving=True)
 RESTS: Any = SimpleNamespace(moving=False)
@@ -19,6 +17,8 @@ RESTS: Any = SimpleNamespace(moving=False)
 
 class Targets:
     """Commanded positions and velocities of the joints."""
+
+    joints, max_speed, max_acceleration = ("a", "b"), np.array([1.0, 2.0]), MAX_ACCELERATION
 
     def __init__(self) -> None:
         self.positions, self.velocities = np.zeros(2), np.zeros(2)
@@ -37,7 +37,7 @@ def named(positions: np.ndarray) -> dict[str, float]:
 
 
 def test_an_arm_that_is_slower_than_commanded_stays_at_its_targets(targets: Any) -> None:
-    tracking, here = JointTracking(targets, MODEL), np.zeros(2)
+    tracking, here = JointTracking(targets), np.zeros(2)
     for _ in range(400):
         targets.velocities = np.array([0.2, -0.3])
         targets.positions = targets.positions + targets.velocities * STEP_S
@@ -52,19 +52,19 @@ def test_an_arm_that_is_slower_than_commanded_stays_at_its_targets(targets: Any)
 
 def test_the_correction_keeps_the_limits_of_speed_and_acceleration(targets: Any) -> None:
     targets.positions = np.array([3.0, -3.0])
-    tracking, sent = JointTracking(targets, MODEL), np.zeros(2)
+    tracking, sent = JointTracking(targets), np.zeros(2)
     for _ in range(30):
         before, sent = sent, tracking.next(MOVES, named(np.zeros(2)), STEP_S)
-        assert (np.abs(sent - before) <= MODEL.max_acceleration * STEP_S + 1e-12).all()
+        assert (np.abs(sent - before) <= MAX_ACCELERATION * STEP_S + 1e-12).all()
     assert sent == pytest.approx([1.0, -2.0])
 
 
 def test_what_is_not_measured_corrects_nothing_and_the_rest_fades_within_the_accelerations(targets: Any) -> None:
-    tracking = JointTracking(targets, MODEL)
+    tracking = JointTracking(targets)
     targets.positions = np.array([0.1, 0.1])
     before = tracking.next(RESTS, named(np.zeros(2)), STEP_S)
     for _ in range(20):
         after = tracking.next(RESTS, None, STEP_S)
-        assert (np.abs(after - before) <= MODEL.max_acceleration * STEP_S + 1e-12).all()
+        assert (np.abs(after - before) <= MAX_ACCELERATION * STEP_S + 1e-12).all()
         before = after
     assert not after.any()

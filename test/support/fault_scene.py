@@ -372,7 +372,7 @@ class Scene:
         if self.setup.output == "joint_trajectory_chunk":
             model = planned(model)
         self._solver = JointSolver(model, CONTROL_DT_S)
-        self._tracking = JointTracking(self._solver, model)
+        self._tracking = JointTracking(self._solver)
         self._chunks = TrajectoryChunks(self._solver, self.settings.joints.chunk_s, bounds.stop_s)
         follower = ActionFollower(
             ToolSpace(bounds, max_step_rad=1.5), BoundedMotion(bounds), self._gripper, self._history

@@ -104,7 +104,7 @@ class DrivenRobot(TableRobot):
             self._convention = replace(self._convention, frame=ActionFrame.JOINTS, joints=self.action_names)
             stop_s = self._model.stop_s
         self._solver = JointKinematics(self._model) if joints else JointSolver(self._model, CONTROL_DT_S)
-        self._tracking = JointTracking(self._solver, self._model)
+        self._tracking = JointTracking(self._solver)
         self._chunks = TrajectoryChunks(self._solver, max(JointLimits().chunk_s, stop_s + _CHUNK_S), stop_s)
         self._send: Callable[[Target[Any]], Any] = {  # None: nothing this time
             "pose": lambda target: (BASE_FRAME, target.pose),

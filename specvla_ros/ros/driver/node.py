@@ -93,7 +93,6 @@ class DriverNode(ManagedNode):
             chosen.base_frame,
             names,
             self._solver,
-            model,
             self._measured_joints,
             1.0 / chosen.rate_hz,
             chosen.joints.chunk_s,

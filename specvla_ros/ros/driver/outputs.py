@@ -24,7 +24,6 @@ from specvla_ros.control.guard.settings import JOINT_OUTPUTS
 from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError, kept_in
 from specvla_ros.control.joint_space import JointKinematics
 from specvla_ros.control.joint_velocity import JointTracking
-from specvla_ros.control.robot_model import JointModel
 from specvla_ros.errors import UserError
 from specvla_ros.ros.motion_messages import (
     GRIPPERS,
@@ -51,7 +50,6 @@ class OutputContext:
     joints: tuple[str, ...] = ()  # names of the arm's joints, in the order of the commands; empty: none given
     # The joints of targets: by inverse kinematics, or the targets themselves; None: no robot model given.
     solver: JointSolver | JointKinematics | None = None
-    model: JointModel | None = None  # of the solver
     # The joints' positions by name; None while they are unknown, or motion is blocked.
     measured: Callable[[], Mapping[str, float] | None] = lambda: None
     period_s: float = 0.01  # of the control steps
@@ -262,8 +260,7 @@ class VelocityArrayOutput(RobotOutput):
 
     def __init__(self, context: OutputContext) -> None:
         self._solver, self._context = context.require_solver("velocity_array"), context
-        assert context.model is not None
-        self._tracking = JointTracking(self._solver, context.model)
+        self._tracking = JointTracking(self._solver)
         self._publisher = context.create_publisher(Float64MultiArray, "~/joint_velocities")
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
