@@ -126,7 +126,7 @@ class JointOrderTrial:
 
     def _fail(self, what: str) -> None:
         self.problem = (
-            f"{what}: joints.names is not in the controller's order, or a joint does not follow; it is "
-            f"{', '.join(self._names)}; correct it, then configure the driver again"
+            f"{what}: joints.names is not in the controller's order, or a joint does not follow. joints.names is "
+            f"[{', '.join(self._names)}]; correct it, then configure the driver again"
         )
         self._go(0.0, self._speeds.min())

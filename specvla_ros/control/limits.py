@@ -131,7 +131,9 @@ class Joints:
     )
     tool: str = parameter("", "Name of the tool's site or body in the model: the point whose pose is measured.")
     position_min: tuple[float, ...] = parameter(
-        _NO_NUMBERS, "Minimum position of each joint; neither end given: the model's ranges.", unit="rad or m"
+        _NO_NUMBERS,
+        "Minimum position of each joint; if neither position_min nor position_max is given, the model's ranges apply.",
+        unit="rad or m",
     )
     position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Maximum position of each joint.", unit="rad or m")
     max_speed: tuple[float, ...] = parameter(

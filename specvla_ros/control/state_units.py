@@ -52,9 +52,10 @@ class StateConvention:
         joints = self.columns if settings.joints == NO_NAMES else settings.joints
         unknown = [name for name in names if name not in joints]
         if unknown or not names:
-            lacks = f"action.joints lacks its value {unknown[0]}" if names else "its values have no names"
+            nameless = "the state's values have no names"
+            lacks = f"action.joints has no entry for the state's value {unknown[0]}" if unknown else nameless
             raise UserError(
-                f"action.state_unit is {unit}, but of the state {lacks}: set state_names to the joints that the policy "
+                f"action.state_unit is {unit}, but {lacks}: set state_names to the joints that the policy "
                 "reads, in its order and as action.joints calls them, or action.state_unit to as_published"
             )
         zeros, per_unit = np.zeros(len(names)), np.array(settings.units(JointUnit(unit), names, "action.state_unit"))

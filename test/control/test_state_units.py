@@ -68,9 +68,9 @@ def test_a_state_is_read_as_published_where_the_unit_is_the_same(settings: Conve
     [
         ({"state_unit": "auto"}, NAMES, r"actions are in deg, .* set action\.state_unit to deg, .* or to as_published"),
         ({"joint_unit": "percent", "state_unit": "auto"}, NAMES, r"set action\.state_unit to percent"),
-        ({}, (), r"action\.state_unit is deg, but of the state its values have no names: set state_names"),
-        ({}, ("shoulder_pan", "left_finger"), "of the state action.joints lacks its value left_finger"),
-        ({"joints": ("",)}, NAMES, "of the state action.joints lacks its value shoulder_pan"),
+        ({}, (), r"action\.state_unit is deg, but the state's values have no names: set state_names"),
+        ({}, ("shoulder_pan", "left_finger"), "action.joints has no entry for the state's value left_finger"),
+        ({"joints": ("",)}, NAMES, "action.joints has no entry for the state's value shoulder_pan"),
         ({"state_gripper": (0.0, 0.0)}, NAMES, r"set action\.state_gripper to its positions in joint_states there"),
         ({"state_gripper": (0.0,)}, NAMES, r"set action\.state_gripper"),
         ({"state_unit": "percent"}, NAMES, r"action\.state_unit is percent, .* set action\.calibration"),

@@ -18,7 +18,7 @@ from specvla_ros.control.guard.watch import Watch
 from specvla_ros.control.robot_model import ToolKinematics
 
 # Time without failures before motion resumes, so that an intermittent failure does not make the robot stutter.
-_QUIET_S = 0.5
+QUIET_S = 0.5
 # A latched cause counts as persisting for this long after it was last seen.
 _PERSISTS_S = 0.5
 # Stall of this process after which the robot has stopped by itself (Servo halts after 0.1 s).
@@ -232,7 +232,7 @@ class Guard:
         if words or self._last is None:
             return words or "about to resume: all conditions hold"
         last = f"{self._last.cause.value}: {self._last.detail}"
-        return f"about to resume, after {_QUIET_S:g} s without failures; the last cause was {last}"
+        return f"about to resume, after {QUIET_S:g} s without failures; the last cause was {last}"
 
     def report(self) -> dict[str, object]:
         """Figures about the commands, by name, for diagnostics."""
@@ -292,7 +292,7 @@ class Guard:
     def _next_state(self, now: Instant) -> State:
         if self._latched is not None:
             return State.STOPPED
-        if self._failed and (not self._gate.at_rest or now.steady_s - self._failed_s < _QUIET_S):
+        if self._failed and (not self._gate.at_rest or now.steady_s - self._failed_s < QUIET_S):
             return State.HOLDING
         self._failed = False
         return State.PASSING

@@ -80,7 +80,7 @@ class GuardSettings:
     )
     command_timeout_s: float = parameter(
         0.1,
-        "Motion stops if no command younger than this arrives for this long.",
+        "Motion stops if no command arrives for this long; older commands are ignored.",
         unit="s",
         minimum=0.01,
         maximum=2.0,

@@ -362,7 +362,7 @@ class DriverNode(ManagedNode):
             "actions taken": self._taken,
             "actions refused": sum(self._refusals.values()) - of_states,
             "measurements refused": of_states,
-            "control loop stood still": driver.stalls if driver is not None else 0,
+            "control loop stalls": driver.stalls if driver is not None else 0,
             "clock jumps": driver.clock_jumps if driver is not None else 0,
             **{f"refused: {kind}": count for kind, count in sorted(self._refusals.items())},
         }
@@ -394,7 +394,7 @@ class DriverNode(ManagedNode):
         if self._holding:
             return DiagnosticStatus.WARN, "holding, as requested on ~/hold"
         if driver.guarded:
-            return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
+            return DiagnosticStatus.WARN, "waiting: the guard is blocking motion"
         if not driver.anchored:
             waits = f"waiting for a {driver.follower.space.what}"
             return DiagnosticStatus.WARN, waits + (f"; {lacking}" if lacking else "")

@@ -43,14 +43,14 @@ class DriverParameters:
     )
     action_space: str = parameter(
         TOOL,
-        "What the policy's actions name: poses of the tool, or positions of the arm's joints; other ones are refused.",
+        "Space of the policy's actions: tool poses or joint positions. Actions of the other kind are refused.",
         choices=(TOOL, JOINTS),
         basic=True,
     )
     action_prefix: str = parameter(
         "",
-        "With action_space: joints, follow only the values whose names begin so, such as left_, of an action for two "
-        "arms; another driver follows the others. Empty: all values are this arm's.",
+        "With action_space: joints, the prefix of this arm's joint names (such as left_) in an action for two arms; "
+        "only those values are followed, and another driver follows the others. Empty: all values are this arm's.",
     )
     rate_hz: float = parameter(100.0, "Control steps per second.", unit="Hz", minimum=50.0, maximum=200.0)
     base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.", basic=True)

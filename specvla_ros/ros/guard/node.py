@@ -25,7 +25,7 @@ from std_srvs.srv import Trigger
 from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointPositions, Sent, SentJoints, SentTwist, SentVelocities
-from specvla_ros.control.guard.guard import Guard, State
+from specvla_ros.control.guard.guard import QUIET_S, Guard, State
 from specvla_ros.control.guard.robot_state import StateRule
 from specvla_ros.control.guard.settings import GuardParameters, GuardSettings, Output
 from specvla_ros.control.joint_parts import JointParts
@@ -277,7 +277,7 @@ class GuardNode(Node):
         response.success, response.message = (
             not problem,
             problem
-            or "cleared: while all conditions hold, with the enable switch held, motion resumes in half a second",
+            or f"stop cleared: motion resumes {QUIET_S:g} s after all conditions hold and the enable switch is held",
         )
         self.get_logger().warning(f"clear_stop refused: {problem}" if problem else "the stop was cleared")
         return response

@@ -233,8 +233,8 @@ class InferenceHealth:
         if median_s > action_dt:
             what = (
                 f"the median latency, {median_s:.3f} s, is longer than action_dt, {action_dt:g} s: an action arrives "
-                "after its own period; choose a faster decode.mode or a smaller policy, or let the follower subtract "
-                "the arm's motion since the image"
+                "after its own period; choose a faster decode.mode or a smaller policy, or use the driver with "
+                "compensate: image_goal"
             )
             return make_status(DiagnosticStatus.WARN, what, values)
         return make_status(DiagnosticStatus.OK, "actions are published", values)

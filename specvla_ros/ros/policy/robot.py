@@ -198,7 +198,7 @@ class RobotPart:
         target = policy.target
         convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s, target.codec.names)
         self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
-        state_reader(target, chosen)  # what it refuses is refused before images arrive
+        state_reader(target, chosen)  # checked here, so that a wrong state unit fails configure
         self._policy = policy
         self._instruction = InstructionInput(self._node, chosen.instruction, self._on_new_instruction)
 
