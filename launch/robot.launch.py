@@ -16,7 +16,7 @@ from specvla_ros.control.guard.settings import GuardParameters
 from specvla_ros.ros.bringup import autostart, policy_parameters, respawning
 from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
 from specvla_ros.ros.task import TaskParameters
-from specvla_ros.ros.wiring import COMMANDS, RobotTopics, unused_pictures
+from specvla_ros.ros.wiring import COMMANDS, RobotTopics, refused_images_warning
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters
 
@@ -101,7 +101,7 @@ def _start(context: LaunchContext) -> list:
         **common,
         **again,
     )
-    nodes = [*_old_pictures(context), *autostart(driver, "driver", context), driver, *_live_view(context, topics)]
+    nodes = [*_image_age_warning(context), *autostart(driver, "driver", context), driver, *_live_view(context, topics)]
     if _file_parameters("driver", context).get("output", DRY_RUN) == DRY_RUN:
         nodes.append(LogInfo(msg="output: none is a dry run: no guard is started"))
     else:
@@ -136,13 +136,13 @@ def _guard_ended(event: ProcessExited, context: LaunchContext) -> None:
         )
 
 
-def _old_pictures(context: LaunchContext) -> list:
+def _image_age_warning(context: LaunchContext) -> list:
     """Warns before any motion if the policy answers images that driver and guard refuse."""
     if not as_bool("policy", LaunchConfiguration("policy").perform(context)):
         return []
     usual = {"driver": DriverParameters().max_action_age_s, "guard": GuardParameters().guard.max_action_age_s}
     refused_s = min(_file_parameters(node, context).get("max_action_age_s", age_s) for node, age_s in usual.items())
-    warning = unused_pictures(policy_parameters(context)["max_image_age_s"], refused_s)
+    warning = refused_images_warning(policy_parameters(context)["max_image_age_s"], refused_s)
     return [LogInfo(msg=f"WARNING: {warning}")] if warning else []
 
 

@@ -26,7 +26,7 @@ _AXIS_SHARE = 3**-0.5
 _TOLERANCE_M = 1e-4
 _SAMPLE_S, _MAX_SAMPLES = 0.01, 200
 _LEAST_SHARE = 0.2
-_DUST = 1e-9
+_NEAR_ZERO = 1e-9
 _TRACKING_GAIN = 6.0  # 1/s
 _REACHED = np.array([1e-3] * 3 + [1e-2] * 3)  # metres, radians
 _NO_PACE = (math.inf, math.inf)
@@ -134,8 +134,8 @@ class Axes:
         given.control_interface = interface
         given.synchronization = Synchronization.Time
         given.current_position = start.position.tolist()
-        given.current_velocity = _without_dust(start.velocity)
-        given.current_acceleration = _without_dust(start.acceleration)
+        given.current_velocity = _flushed_to_zero(start.velocity)
+        given.current_acceleration = _flushed_to_zero(start.acceleration)
         return given
 
     def _calculated(self) -> Legs:
@@ -147,10 +147,10 @@ class Axes:
         return (trajectory,) if result in (Result.Working, Result.Finished) else ()
 
 
-def _without_dust(values: np.ndarray) -> list[float]:
+def _flushed_to_zero(values: np.ndarray) -> list[float]:
     """Sets rounding errors to zero: ruckig fails on them as initial velocities."""
-    dusted: list[float] = np.where(np.abs(values) < _DUST, 0.0, values).tolist()
-    return dusted
+    flushed: list[float] = np.where(np.abs(values) < _NEAR_ZERO, 0.0, values).tolist()
+    return flushed
 
 
 def _end(leg: Trajectory) -> State:

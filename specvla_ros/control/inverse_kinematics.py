@@ -50,10 +50,10 @@ class JointSolver(ToolKinematics):
         self._still = mink.DofFreezingTask(model, free) if free else None
         speeds = {name: np.array([speed]) for name, speed in zip(robot.in_model, robot.max_speed, strict=True)}
         self._limits: list[Any] = [mink.ConfigurationLimit(model), mink.VelocityLimit(model, speeds)]
-        self._reach: _Reach | None = None
+        self._bounds: _VelocityBounds | None = None
         if robot.max_acceleration is not None:
-            self._reach = _Reach(robot, self.ranges, self._addresses, self._dofs)
-            self._limits = [self._reach]
+            self._bounds = _VelocityBounds(robot, self.ranges, self._addresses, self._dofs)
+            self._limits = [self._bounds]
         self.positions = self._configuration.q[self._addresses].copy()  # float64 [n], last commanded positions
 
     def start(self, positions: Mapping[str, float]) -> None:
@@ -61,8 +61,8 @@ class JointSolver(ToolKinematics):
         q, self.positions = self._configuration.q.copy(), self._in_range(positions)
         q[self._addresses] = self.positions
         self._configuration.update(q)
-        if self._reach is not None:
-            self._reach.rest()
+        if self._bounds is not None:
+            self._bounds.rest()
         self._posture.set_target(q)
         self._began = q
 
@@ -76,8 +76,8 @@ class JointSolver(ToolKinematics):
         q, self.positions = self._configuration.q.copy(), positions
         q[self._addresses] = positions
         self._configuration.update(q)
-        if self._reach is not None:
-            self._reach.resume(velocities, accelerations)
+        if self._bounds is not None:
+            self._bounds.resume(velocities, accelerations)
         return positions, velocities
 
     def plan(self, targets: "Sequence[Target[Pose]]") -> tuple[np.ndarray, np.ndarray]:
@@ -85,8 +85,8 @@ class JointSolver(ToolKinematics):
         ahead = self._ahead or JointSolver(self._robot, self._period_s)
         ahead._configuration.update(self._configuration.q.copy())
         ahead._posture.set_target(self._began)
-        if self._reach is not None and ahead._reach is not None:
-            ahead._reach.resume(*self._reach.state)
+        if self._bounds is not None and ahead._bounds is not None:
+            ahead._bounds.resume(*self._bounds.state)
         ahead.positions, self._ahead = self.positions, ahead
         followed = [ahead.follow(target) for target in targets]
         return np.array([positions for positions, _ in followed]), np.array([moving for _, moving in followed])
@@ -107,7 +107,7 @@ class JointSolver(ToolKinematics):
         import mink
 
         passed_s = target.passed_s or self._period_s
-        aim = target.pose if self._reach is None else self._aim(target, passed_s)
+        aim = target.pose if self._bounds is None else self._aim(target, passed_s)
         rotation = mink.SO3.from_matrix(aim.rotation)
         self._tool.set_target(mink.SE3.from_rotation_and_translation(rotation, aim.position))
         try:
@@ -124,8 +124,8 @@ class JointSolver(ToolKinematics):
         self._configuration.integrate_inplace(velocity, passed_s)
         self.positions = np.clip(self._configuration.q[self._addresses], *self.ranges.T)
         velocities: np.ndarray = velocity[self._dofs]
-        if self._reach is not None:
-            self._reach.moved(velocities, passed_s)
+        if self._bounds is not None:
+            self._bounds.moved(velocities, passed_s)
         lag_m, lag_rad = self.pose_at(self.positions).distance(target.pose)
         if lag_m > _MAX_LAG_M or lag_rad > _MAX_LAG_RAD:
             raise UnreachableError(
@@ -140,7 +140,7 @@ class JointSolver(ToolKinematics):
         return here.displaced(goes + _GAIN * passed_s * (here.way_to(target.pose) - goes))
 
 
-class _Reach:
+class _VelocityBounds:
     """Velocity limits of the next step, for mink: from speed, acceleration, jerk, and braking before a range's end.
 
     Speed limits alone let the velocity jump when a joint reaches its own: by 200 rad/s² for a Panda held to 1 rad/s.
@@ -184,11 +184,11 @@ class _Reach:
         gap = np.maximum(self._speed - velocity, 0.0)
         room = np.maximum(room - np.maximum(velocity, 0.0) * limit / jerk, 0.0)  # left once braking is in full effect
         # From the next step, the acceleration must be able to fall to zero before the speed limit is reached.
-        lets_go = jerk * (np.sqrt((1.5 * dt) ** 2 + 2 * gap / jerk) - 1.5 * dt)
-        rises = np.minimum(np.minimum(limit, acceleration + jerk * dt), lets_go)
+        max_rise_to_speed_limit = jerk * (np.sqrt((1.5 * dt) ** 2 + 2 * gap / jerk) - 1.5 * dt)
+        max_rise = np.minimum(np.minimum(limit, acceleration + jerk * dt), max_rise_to_speed_limit)
         ends = np.minimum(np.sqrt(limit * room), room / dt)
-        falls = np.maximum(-limit, acceleration - jerk * dt)
-        return np.maximum(np.minimum(np.minimum(velocity + rises * dt, self._speed), ends), velocity + falls * dt)
+        min_rise = np.maximum(-limit, acceleration - jerk * dt)
+        return np.maximum(np.minimum(np.minimum(velocity + max_rise * dt, self._speed), ends), velocity + min_rise * dt)
 
 
 def trajectory_point(positions: np.ndarray, velocities: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ _SLOWER = 1.05  # factor on the time that a tool above its speed limit needs: it
 _ROUNDING = 1e-9  # of a share of the speed limits
 _TRIES = 10
 # Share of its speed limit that a fast tool may have: a factor on that of braking, and its maximum.
-_AS_BRAKING, _MOST_SHARE = 1.02, 1.04
+_BRAKING_MARGIN, _MAX_OVERSPEED = 1.02, 1.04
 
 
 class JointKinematics(ToolKinematics):
@@ -144,7 +144,7 @@ class JointMotion:
     """Moves an arm's joints from goal to goal within the limits of the joints, the tool's speed and the workspace.
 
     It comes to rest at each goal unless a newer one arrives. All times are seconds on one clock, which never goes back
-    between calls. See `bounded_motion.BoundedMotion`; `move_s` and the first pace mean nothing here.
+    between calls. See `bounded_motion.BoundedMotion`; `move_s` and the first pace are ignored.
 
     Raises UserError for a missing limit.
     """
@@ -208,7 +208,7 @@ class JointMotion:
                 return legs
             if number == 0:
                 braking = max(map(self._speed_share, self._axes.brake(start)), default=0.0)
-                allowed = min(max(1.0, _AS_BRAKING * braking), _MOST_SHARE)
+                allowed = min(max(1.0, _BRAKING_MARGIN * braking), _MAX_OVERSPEED)
             seconds, velocity = _SLOWER * share * legs[0].duration, velocity / share
         return ()
 

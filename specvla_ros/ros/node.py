@@ -140,7 +140,7 @@ class ManagedNode(LifecycleNode):
         stop_reason: why it does not work: the first reason since configure or activate was last tried; empty: none.
     """
 
-    mendable: type[Exception] = UserError  # errors of `_setup` that a user can fix; others end in `on_error`
+    recoverable: type[Exception] = UserError  # errors of `_setup` that a user can fix; others end in `on_error`
 
     def __init__(self, name: str, **node_arguments: Any) -> None:
         Node.__init__(self, name, **node_arguments)
@@ -184,7 +184,7 @@ class ManagedNode(LifecycleNode):
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Sets up. After an error that a user can fix, configure may be tried again."""
-        return self._attempt("not configured", self._setup, self.mendable, undo=self.close)
+        return self._attempt("not configured", self._setup, self.recoverable, undo=self.close)
 
     def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
         answer = self._attempt("not activated", self._start, UserError, undo=self._stop)
@@ -223,14 +223,14 @@ class ManagedNode(LifecycleNode):
         return super().on_deactivate(state)  # nothing else silences the managed publishers
 
     def _attempt(
-        self, problem: str, hook: Callable[[], None], mendable: type[Exception], undo: Callable[[], Any]
+        self, problem: str, hook: Callable[[], None], recoverable: type[Exception], undo: Callable[[], Any]
     ) -> TransitionCallbackReturn:
         self.stop_reason = ""
         try:
             hook()
         except Exception as error:
             self._note(str(error) or repr(error))
-            if not isinstance(error, mendable):
+            if not isinstance(error, recoverable):
                 raise
             undo()
             self.get_logger().error(f"{problem}: {error}")

@@ -66,14 +66,14 @@ class Senders:
         self._last: dict[str, tuple[bytes, float]] = {}
         self._heard: dict[str, tuple[str, int]] = {}
 
-    def again(self, topic: str, info: Any) -> bool:
+    def is_repeat(self, topic: str, info: Any) -> bool:
         """True if this is the topic's last message again, from a second subscription with another QoS."""
         sent_ns = info.get("source_timestamp", 0) if isinstance(info, dict) else 0
         sent = str(info.get("publisher_gid")) if sent_ns else "", sent_ns
         last, self._heard[topic] = self._heard.get(topic), sent
         return bool(sent_ns) and last == sent
 
-    def another(self, topic: str, info: Any, steady_s: float) -> bool:
+    def is_second_publisher(self, topic: str, info: Any, steady_s: float) -> bool:
         """True if another publisher than this message's was heard on the topic a moment ago."""
         identity = info.get("publisher_gid") if isinstance(info, dict) else None
         gid = bytes(identity["data"]) if isinstance(identity, dict) else b""

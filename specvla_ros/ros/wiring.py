@@ -66,7 +66,7 @@ def sensor_remappings(text: str) -> Remaps:
     return remappings
 
 
-def unused_pictures(max_image_age_s: float, max_action_age_s: float) -> str:
+def refused_images_warning(max_image_age_s: float, max_action_age_s: float) -> str:
     """Warning if a policy computes actions that driver or guard then refuse; empty if it does not."""
     if max_image_age_s <= max_action_age_s:
         return ""

@@ -128,7 +128,7 @@ _OF_CLOCK: dict[str, Notice | None] = {
 _STOPS = frozenset({Cause.STOP})
 # What stands in the way of an arm, or does not let it hear, is met as if it did not follow.
 _HELD = frozenset({Cause.NOT_FOLLOWING, Cause.ROBOT_STOPPED, Cause.NOT_OBEYING})
-_LEAPS = frozenset({Cause.POSE_LEAPS, Cause.NOT_FOLLOWING})
+_LEAPS = frozenset({Cause.POSE_JUMP, Cause.NOT_FOLLOWING})
 # By a clock that is three times as fast, a driver's commands are that much too fast.
 _FAST = frozenset({Cause.OVER_SPEED, Cause.OVER_ACCELERATION})
 # Another driver's command may be none that this one could have sent.

@@ -4,7 +4,7 @@
 import pytest
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.wiring import RobotTopics, sensor_remappings, unused_pictures
+from specvla_ros.ros.wiring import RobotTopics, refused_images_warning, sensor_remappings
 
 
 def test_cameras_and_the_state_are_remapped() -> None:
@@ -30,6 +30,6 @@ def test_what_is_no_pair_is_refused(text: str) -> None:
 
 
 def test_a_policy_that_answers_older_pictures_than_anybody_follows_is_told_with_both_parameters() -> None:
-    assert unused_pictures(1.0, 1.0) == ""
-    said = unused_pictures(2.0, 1.0)
+    assert refused_images_warning(1.0, 1.0) == ""
+    said = refused_images_warning(2.0, 1.0)
     assert "max_image_age_s is 2 s" in said and "max_action_age_s of driver and guard is 1 s" in said

@@ -493,7 +493,7 @@ class Scene:
         def take(message: Message) -> None:
             now = self._now()
             sender = {"publisher_gid": {"data": message.sender.encode()}}
-            if self._senders.another(topic, sender, now.steady_s):
+            if self._senders.is_second_publisher(topic, sender, now.steady_s):
                 self.guard.reject(Refusal(Cause.TWO_SOURCES, f"two publishers take turns on {topic}"), now)
             else:
                 use(message, now)

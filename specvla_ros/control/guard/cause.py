@@ -25,7 +25,7 @@ class Cause(str, Enum):
     TOOL_TOO_FAST = "tool_too_fast", "joints within their limits move the tool faster than its limit"
     FAR = "far", "a command too far from the measured robot"
     NOT_FOLLOWING = "not_following", "the robot does not follow its commands"
-    POSE_LEAPS = "pose_leaps", "the measured pose jumped further than the robot can move: its real pose is unknown"
+    POSE_JUMP = "pose_leaps", "the measured pose jumped further than the robot can move: its real pose is unknown"
     DRIVER_SILENT = "driver_silent", "no new command from the driver within {command_timeout_s:g} s"
     POLICY_SILENT = "policy_silent", "no new action within {action_timeout_s:g} s, while the driver commands motion"
     STATE_MISSING = "state_missing", "no valid measured pose or joints within {state_timeout_s:g} s"
@@ -58,7 +58,7 @@ _LATCHING = frozenset(
         Cause.OVER_SPEED,
         Cause.OVER_ACCELERATION,
         Cause.NOT_FOLLOWING,
-        Cause.POSE_LEAPS,
+        Cause.POSE_JUMP,
         Cause.ROBOT_STOPPED,
         Cause.NOT_OBEYING,
     }

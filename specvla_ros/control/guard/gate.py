@@ -182,9 +182,10 @@ class SmoothGate(Gate, Generic[Place]):
 
     Args:
         lead: float64 [blocks], max distance of a command, or of the output, from the measured robot.
-        apart: float64 [blocks], max distance of a robot from the position at which it is held.
-        sags: float64 [blocks], max distance at which it counts as having reached that position, or as still there.
-        moved: float64 [blocks], as `apart`, once it has reached the position.
+        max_offset: float64 [blocks], max distance of a robot from the position at which it is held.
+        reached_within: float64 [blocks], max distance at which it counts as having reached that position, or as still
+            there.
+        max_offset_once_reached: float64 [blocks], as `max_offset`, once it has reached the position.
     """
 
     # Messages, filled in by `_words`.
@@ -198,12 +199,13 @@ class SmoothGate(Gate, Generic[Place]):
         bounds: Bounds,
         zero: np.ndarray,
         lead: np.ndarray,
-        apart: np.ndarray,
-        sags: np.ndarray,
-        moved: np.ndarray,
+        max_offset: np.ndarray,
+        reached_within: np.ndarray,
+        max_offset_once_reached: np.ndarray,
     ) -> None:
         super().__init__(settings, bounds, zero)
-        self._lead, self._apart, self._sags, self._moved_by_hand = lead, apart, sags, np.minimum(apart, moved)
+        self._lead, self._max_offset, self._reached_within = lead, max_offset, reached_within
+        self._max_offset_once_reached = np.minimum(max_offset, max_offset_once_reached)
         self._command: Place | None = None
         self._feed = zero  # velocity of successive commands
         self._fed_s = 0.0  # how long the feed is valid
@@ -331,7 +333,7 @@ class SmoothGate(Gate, Generic[Place]):
             self._unseen_s = self._unseen_s + dt_s if self._held else 0.0
             # Its driver may have ended: when it starts again, it must not hear where the robot was.
             return sent if self._unseen_s <= _UNSEEN_S else None
-        near = bool((lengths(self._way(self._sent, here)) <= self._sags).all())
+        near = bool((lengths(self._way(self._sent, here)) <= self._reached_within).all())
         unseen_s, self._unseen_s = self._unseen_s, 0.0
         if unseen_s > _UNSEEN_S and not near:
             self._sent = here
@@ -403,5 +405,5 @@ class SmoothGate(Gate, Generic[Place]):
         here = self._where(measured)
         if self._sent is None or here is None:
             return False
-        most = self._moved_by_hand if self._reached else self._apart
+        most = self._max_offset_once_reached if self._reached else self._max_offset
         return bool((lengths(self._way(self._sent, here)) > most).any())

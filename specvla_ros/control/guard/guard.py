@@ -82,7 +82,7 @@ class Guard:
             self._override_s = now.steady_s
         elif self.overridden(now):
             return
-        if not self._watch.hears(now) or not self._watch.command(command.stamp, now):
+        if not self._watch.accepts(now) or not self._watch.command(command.stamp, now):
             return
         if self.state is not State.PASSING:
             self._gate.forget()  # a driver may start again meanwhile: its commands are not followed
@@ -99,7 +99,7 @@ class Guard:
 
     def gripper(self, command: GripperCommand, now: Instant) -> None:
         """Takes a gripper command. It is sent once, while motion passes, and is not kept for later."""
-        if not self._watch.hears(now):
+        if not self._watch.accepts(now):
             return
         refusal = _gripper_problem(command, self._settings)
         if refusal is not None:
@@ -108,25 +108,25 @@ class Guard:
             self._gripper = float(command.positions[0])
 
     def tool(self, message: ToolPose, now: Instant) -> None:
-        pose = self._watch.tool(message, now) if self._watch.hears(now) else None
+        pose = self._watch.tool(message, now) if self._watch.accepts(now) else None
         if leap := self._watch.take_leap():
-            self.reject(Refusal(Cause.POSE_LEAPS, leap), now)
+            self.reject(Refusal(Cause.POSE_JUMP, leap), now)
         if pose is not None:
             self._gate.watch(self._watch.measured(now))
 
     def joints(self, message: JointPositions, now: Instant) -> None:
-        if self._settings.kind.of_joints and self._watch.hears(now):
+        if self._settings.kind.of_joints and self._watch.accepts(now):
             self._watch.joints(message, now)
             self._gate.watch(self._watch.measured(now))
 
     def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
         """Takes the policy's heartbeat."""
-        if self._watch.hears(now):
+        if self._watch.accepts(now):
             self._watch.action(stamp, instruction, now)
 
     def enable(self, held: bool, now: Instant) -> None:
         """Takes the dead-man's heartbeat."""
-        if not held or self._watch.hears(now):
+        if not held or self._watch.accepts(now):
             self._watch.enable(held, now)
 
     def instruction(self, text: str) -> None:

@@ -30,7 +30,7 @@ from specvla_ros.control.robot_model import ToolKinematics
 _NO_TIME_S = 1e-6
 _CATCH_UP = 0.25  # fraction of a joint's speed with which a controller may make up for its lag
 _MOVED = 0.005  # radians or metres, more than encoder noise
-_SAGS, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
+_MAX_SAG, _MOVED_BY_HAND = 0.01, 0.05  # radians or metres: more than a held arm sinks; less than a hand moves it
 _UNANSWERED = 0.03  # max radians or metres commanded to a joint for ANSWERS_S that it does not follow
 
 
@@ -64,9 +64,17 @@ class JointGate(SmoothGate[np.ndarray]):
             self.return_m = EDGE_M  # the direction back is unknown
         joints = settings.joints
         count = len(joints.names)
-        lead, sags, moved = (np.full(count, most) for most in (settings.max_lead_rad, _SAGS, _MOVED_BY_HAND))
+        lead, sag, moved = (np.full(count, most) for most in (settings.max_lead_rad, _MAX_SAG, _MOVED_BY_HAND))
         bounds = Bounds(joints.speeds, settings.joint_braking)
-        super().__init__(settings, bounds, np.zeros((count, 1)), lead, apart=lead, sags=sags, moved=moved)
+        super().__init__(
+            settings,
+            bounds,
+            np.zeros((count, 1)),
+            lead,
+            max_offset=lead,
+            reached_within=sag,
+            max_offset_once_reached=moved,
+        )
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
         # Of the command, if there is one: its points, and the linear path from the output to them.
@@ -77,7 +85,7 @@ class JointGate(SmoothGate[np.ndarray]):
         self._reached_s = 0.0  # when the output was where it is, on the steady clock
         self._passes_chunks = False  # motion passes, and chunks may go out whole
         self._followed: _Followed | None = None
-        self._told_s = -np.inf  # when the controller was sent it last, on the steady clock
+        self._chunk_sent_s = -np.inf  # when the controller was sent it, on the steady clock
         self._taken: Counter[str] = Counter()  # chunks, by how they were sent
         self._split = ""  # why one was not passed whole, in words; empty: all were
         self._tool_bounds, self._tool_speed = tool_bounds(settings), settings.limits.linear_speed
@@ -108,7 +116,7 @@ class JointGate(SmoothGate[np.ndarray]):
         if not self._passes_chunks or self._sent is None:
             return refusal
         self._no_longer_whole()
-        self._told_s = -np.inf
+        self._chunk_sent_s = -np.inf
         if refusal is not None:
             return refusal
         velocities = None if command.velocities is None else command.velocities[:, self._order(command)]
@@ -193,12 +201,12 @@ class JointGate(SmoothGate[np.ndarray]):
         lost_s = dt_s - self._longest_s
         if lost_s > 0 and self._sent is not None and self._settings.kind is Output.JOINT_TRAJECTORY:
             # Meanwhile the controller continued towards its last point: an output before that would take the arm back.
-            self._sent = self._sent + self._told(self._sent) * min(lost_s, TRAJECTORY_AHEAD_S)
+            self._sent = self._sent + self._lookahead_velocity(self._sent) * min(lost_s, TRAJECTORY_AHEAD_S)
         return super()._brake_lost_time(dt_s)
 
     def _braking(self, followed: _Followed, now: Instant) -> _Followed:
         """Continues as the controller does until it hears of the stop, and then brakes."""
-        self._told_s = -np.inf
+        self._chunk_sent_s = -np.inf
         position, velocity = followed.at(replace(now, steady_s=now.steady_s + HEARD_S))
         path = JointPath.braking(position, velocity[:, 0], self._bounds.acceleration).delayed(HEARD_S)
         return _Followed(path.begun_at(0.0, *followed.path.at(now.steady_s - followed.begun_s)), now.steady_s)
@@ -248,7 +256,8 @@ class JointGate(SmoothGate[np.ndarray]):
         if self._followed:  # the controller continued; `stop` brakes it
             return
         if self._sent is not None and self._settings.kind is not Output.POSITION_ARRAY:
-            self._sent = trajectory_point(self._sent, self._told(self._sent))  # where the controller moved and holds
+            # Where the controller moved and holds.
+            self._sent = trajectory_point(self._sent, self._lookahead_velocity(self._sent))
         super().halt(now)
 
     def _way(self, there: np.ndarray, here: np.ndarray) -> np.ndarray:
@@ -306,15 +315,15 @@ class JointGate(SmoothGate[np.ndarray]):
         self._joined = self._joined and slower is velocity  # the resulting lag is not the driver's fault
         return slower
 
-    def _told(self, sent: np.ndarray) -> np.ndarray:
+    def _lookahead_velocity(self, sent: np.ndarray) -> np.ndarray:
         return kept_in(self._low, self._high, sent, self._velocity[:, 0])
 
     def _chunk(self, followed: _Followed, now: Instant) -> SentJoints:
         """The message of a chunk: the points that the controller reaches in time, or its end as soon as it can."""
         self._catch_up(now)
         assert self._sent is not None
-        known = now.steady_s - self._told_s < REPEAT_S
-        self._told_s = self._told_s if known else now.steady_s
+        known = now.steady_s - self._chunk_sent_s < REPEAT_S
+        self._chunk_sent_s = self._chunk_sent_s if known else now.steady_s
         point, left = self._message(self._sent), followed.path.after(now.steady_s - followed.begun_s)
         if left is None:
             return replace(point, sent_before=known)
@@ -340,7 +349,7 @@ class JointGate(SmoothGate[np.ndarray]):
         return np.maximum(need_s, (np.abs(left.positions - self._here) / speed).max(axis=1))
 
     def _message(self, sent: np.ndarray) -> SentJoints:
-        after_s, velocity = TRAJECTORY_AHEAD_S, self._told(sent)
+        after_s, velocity = TRAJECTORY_AHEAD_S, self._lookahead_velocity(sent)
         if self._here is not None:  # a controller that starts at the measured joints must not catch up too fast
             way = np.abs(trajectory_point(sent, velocity) - self._here)
             after_s = max(after_s, float((way / self._bounds.speed).max()))

@@ -30,7 +30,7 @@ EDGE_M = 0.01  # tolerance for a driver that brakes at the workspace's very edge
 AHEAD_S = 0.03  # delay of commands to the robot
 _MOVED_M, _MOVED_RAD = 0.001, 0.005  # more than sensor noise
 ANSWERS_S = 0.2  # motion at full speed for this long without any response: the robot does not follow
-_APART = np.array([0.01, 0.05])  # max metres and radians of an arm at rest from its commanded pose
+_MAX_OFFSET = np.array([0.01, 0.05])  # max metres and radians of an arm at rest from its commanded pose
 # Margins on the speed limit of a tool moved by joints: a factor for an arm that overshoots, and m/s for sensor noise.
 _TOOL_SPEED, _TOOL_NOISE = 1.25, 0.03
 
@@ -117,7 +117,7 @@ def _too_fast(what: str, value: float, limit: float, unit: str, name: str) -> Re
 def _answers(settings: GuardSettings, bounds: Bounds) -> np.ndarray:
     """Max metres and radians commanded without a response: a blocked tool covers this distance when released."""
     lead = np.array([settings.max_lead_m, settings.max_lead_rad])
-    return np.minimum(lead, bounds.speed * ANSWERS_S + _APART / 2)
+    return np.minimum(lead, bounds.speed * ANSWERS_S + _MAX_OFFSET / 2)
 
 
 class TwistGate(Gate):
@@ -208,8 +208,10 @@ class PoseGate(SmoothGate[Pose]):
 
     def __init__(self, settings: GuardSettings) -> None:
         lead, bounds = np.array([settings.max_lead_m, settings.max_lead_rad]), tool_bounds(settings)
-        apart = np.minimum(lead, _APART)
-        super().__init__(settings, bounds, _ZERO, lead, apart=apart, sags=apart, moved=apart)
+        offset = np.minimum(lead, _MAX_OFFSET)
+        super().__init__(
+            settings, bounds, _ZERO, lead, max_offset=offset, reached_within=offset, max_offset_once_reached=offset
+        )
         self._unmoved_from: Pose | None = None
         self._sent_then: Pose | None = None  # commanded pose when the tool last moved
         self._answers = _answers(settings, bounds)
@@ -228,7 +230,7 @@ class PoseGate(SmoothGate[Pose]):
     def go(self, now: Instant, dt_s: float) -> Sent | None:
         sent = super().go(now, dt_s)
         if self._sent is not None and self._sent_then is not None:
-            away = lengths(self._way(self._sent, self._sent_then)) > _APART
+            away = lengths(self._way(self._sent, self._sent_then)) > _MAX_OFFSET
             self._unanswered_s = self._unanswered_s + dt_s if away.any() else 0.0
         return sent
 

@@ -103,25 +103,25 @@ class Watch:
         self._button_s: float | None = None  # last message of the stop button
         self._button_pressed = False
         self._poses: deque[tuple[int, Pose]] = deque()  # stamps and poses of the last _SWING_S
-        self._hear_nothing_yet()
-        self._deaf_until_s = -np.inf
-        self._enable_said = self._leap = self.sources_problem = ""
+        self._reset_inputs()
+        self._ignore_until_s = -np.inf
+        self._enable_problem = self._leap = self.sources_problem = ""
 
     def forget(self, now: Instant) -> None:
         """Voids everything received, after a clock jump or a stall of this process."""
-        self._hear_nothing_yet()
-        self._deaf_until_s = now.steady_s + _QUEUE_S
+        self._reset_inputs()
+        self._ignore_until_s = now.steady_s + _QUEUE_S
 
-    def _hear_nothing_yet(self) -> None:
+    def _reset_inputs(self) -> None:
         self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
         self._enabled_s = -np.inf
         self._poses.clear()
         self._parts = JointParts(self._settings.joints.names)
         self._positions: np.ndarray | None = None
 
-    def hears(self, now: Instant) -> bool:
+    def accepts(self, now: Instant) -> bool:
         """True if a message that arrives now can be new."""
-        return now.steady_s >= self._deaf_until_s
+        return now.steady_s >= self._ignore_until_s
 
     def tool(self, message: ToolPose, now: Instant) -> Pose | None:
         """Takes the measured pose; returns it if it is valid and newer."""
@@ -191,7 +191,7 @@ class Watch:
 
     def enable(self, held: bool, now: Instant) -> None:
         self._enabled_s = now.steady_s if held else -np.inf
-        self._enable_said = "" if held else "~/enable is false"
+        self._enable_problem = "" if held else "~/enable is false"
 
     def stop_button(self, pressed: bool, now: Instant) -> None:
         self._button_s, self._button_pressed = now.steady_s, pressed
@@ -255,8 +255,8 @@ class Watch:
         if settings.kind.of_joints and measured.joints is None:
             found.append(Refusal(Cause.STATE_MISSING, self._joint_silence(now)))
         if settings.require_enable and now.steady_s - self._enabled_s > settings.enable_timeout_s:
-            said = self._enable_said or "~/enable is silent: the dead-man's switch is not held"
-            found.append(Refusal(Cause.NOT_ENABLED, said))
+            problem = self._enable_problem or "~/enable is silent: the dead-man's switch is not held"
+            found.append(Refusal(Cause.NOT_ENABLED, problem))
         if button := self._button_problem(now):
             found.append(button)
         found += self.robot.problems()

@@ -323,7 +323,7 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
 
 
 def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str) -> None:
-    from specvla_ros.ros.wiring import unused_pictures
+    from specvla_ros.ros.wiring import refused_images_warning
 
     settings = guard.guard
     with report.part("timeouts") as well:
@@ -341,7 +341,7 @@ def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardPar
     if profile:
         with report.part("profile") as well:
             age_s = _max_image_age_s(profile)
-            if words := unused_pictures(age_s, min(driver.max_action_age_s, settings.max_action_age_s)):
+            if words := refused_images_warning(age_s, min(driver.max_action_age_s, settings.max_action_age_s)):
                 raise UserError(words)
             well(f"max_image_age_s {age_s:g} fits max_action_age_s")
 

@@ -189,7 +189,7 @@ class BlackBoxFile:
     def stop(self) -> Stop:
         if not len(self.tool.arrived_s):
             raise NotMeasuredError("it holds no measured pose of the tool")
-        if self.cause == Cause.POSE_LEAPS:
+        if self.cause == Cause.POSE_JUMP:
             raise NotMeasuredError("the measured pose jumped: the tool's motion is unknown")
         zero_s, judged_by = self._time_zero()
         tool, zero = self.tool, self.tool.at(zero_s)

@@ -246,7 +246,7 @@ class GuardNode(Node):
         is_command = topic.startswith(("command/", "override/"))
 
         def on_bytes(raw: bytes, info: Any) -> None:
-            if self._senders.again(name, info):
+            if self._senders.is_repeat(name, info):
                 return
             self._record(name, raw)
             try:
@@ -258,7 +258,7 @@ class GuardNode(Node):
                 return
             with self._lock:
                 now = self._now()
-                if alone and self._senders.another(name, info, now.steady_s):
+                if alone and self._senders.is_second_publisher(name, info, now.steady_s):
                     self.guard.reject(Refusal(Cause.TWO_SOURCES, f"two publishers take turns on {name}"), now)
                 else:
                     use(message, _sent_ns(info, now) if is_command else None, now)

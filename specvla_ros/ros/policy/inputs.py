@@ -98,7 +98,7 @@ class ImageInput:
         self._on_frame = on_frame
         self._on_bad = on_bad
         self._reliability = reliability
-        self._told_grey = False
+        self._warned_grey = False
         transports = tuple(_TRANSPORTS) if transport == "auto" else (transport,)
         self._taken: dict[str, deque[Time]] = {name: deque(maxlen=_REMEMBERED) for name in transports}
         self._subscriptions: dict[str, Subscription] = {}
@@ -167,8 +167,8 @@ class ImageInput:
             known = isinstance(error, UserError)
             self._on_bad(DropReason.BAD_IMAGE, str(error) if known else f"{type(error).__name__}: {error}")
             return
-        if not self._told_grey and is_grey(message):
-            self._told_grey = True
+        if not self._warned_grey and is_grey(message):
+            self._warned_grey = True
             self._node.get_logger().warning("the images are grey, but policies are trained on colour: check the topic")
         try:
             stamp = stamp_ns(message.header)

@@ -56,7 +56,7 @@ class PolicyNode(ManagedNode):
         parts: each robot's part by its name; a single robot's name is empty.
     """
 
-    mendable = Exception  # the user can fix any error that a checkpoint raises
+    recoverable = Exception  # the user can fix any error that a checkpoint raises
 
     def __init__(self, *, cli_args: Sequence[str] = (), **node_arguments: Any) -> None:
         super().__init__("policy", cli_args=[*cli_args], **node_arguments)

@@ -670,7 +670,7 @@ def test_an_arm_that_swings_faster_than_anything_it_is_sent_latches(share: float
         each.tool = each.tool + np.array([0.0, 0.0, share * LIMITS.linear_speed * 0.01])
         each.run(0.01)
     assert (each.guard.state is State.STOPPED) is stopped
-    assert bool(each.guard.tally.counts[Cause.POSE_LEAPS]) is stopped
+    assert bool(each.guard.tally.counts[Cause.POSE_JUMP]) is stopped
     assert np.linalg.norm(each.tool - begun) > 0.02
 
 
@@ -681,7 +681,7 @@ def test_a_pose_that_moves_within_reach_or_was_not_seen_for_long_does_not_leap()
         each.run(unseen_s, without=("tool",))
         each.tool = each.tool + np.array([way_m, 0.0, 0.0])
         each.run(0.3)
-        assert each.guard.tally.counts[Cause.POSE_LEAPS] == 0
+        assert each.guard.tally.counts[Cause.POSE_JUMP] == 0
 
 
 def test_a_robot_that_poses_no_longer_reach_latches_and_is_sent_nowhere_when_they_do_again() -> None:

@@ -247,7 +247,7 @@ def test_a_pose_leaps_where_it_turns_further_than_twice_the_limit_and_a_tenth(tu
 def test_after_a_standstill_nothing_heard_counts_and_what_was_queued_is_not_heard() -> None:
     watch = heard()
     watch.forget(at(0.0))
-    assert not watch.hears(at(0.04)) and watch.hears(at(0.06))
+    assert not watch.accepts(at(0.04)) and watch.accepts(at(0.06))
     now = at(0.0)
     assert watch.command_silent(now) is not None and watch.action_silent(now) is not None
     assert watch.measured(now).tool is None and watch.measured(now).joints is None

@@ -558,7 +558,7 @@ def test_the_tool_is_measured_by_the_joints_where_nobody_tells_its_pose(tmp_path
         each.joint_state = lambda: turned(right(), at["turn"])  # type: ignore[method-assign]
         each.until(lambda: each.guard.guard._watch.measured(each.guard._now()).tool is not None)
         at["turn"] = 0.45
-        each.until(lambda: each.guard.guard.tally.counts[Cause.POSE_LEAPS])
+        each.until(lambda: each.guard.guard.tally.counts[Cause.POSE_JUMP])
         each.until(lambda: list((tmp_path / "box").glob("*.mcap")))
     with next((tmp_path / "box").glob("*.mcap")).open("rb") as file:
         summary = make_reader(file).get_summary()
