@@ -20,7 +20,7 @@ from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError
-from specvla_ros.messages.picture import as_pixels
+from specvla_ros.messages.image_file import as_pixels
 from specvla_ros.models.checkpoint import leave_a_core, load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.errors import UserError, shortened
-from specvla_ros.messages.picture import SENT_FORMATS, opened_picture, rgb_from_pillow, to_8_bits
+from specvla_ros.messages.image_file import SENT_FORMATS, opened_image, rgb_from_pillow, to_8_bits
 
 NANOSECONDS = 1_000_000_000
 
@@ -210,11 +210,11 @@ def rgb_from_compressed(message: Any) -> np.ndarray:
     if not data:
         raise UserError("the compressed image is empty (0 bytes); check the camera driver")
     try:
-        with opened_picture(io.BytesIO(data), SENT_FORMATS) as image:
+        with opened_image(io.BytesIO(data), SENT_FORMATS) as image:
             pixels = rgb_from_pillow(image)
             if not encoding.startswith("bayer_") or image.mode in _COLOURED:
                 return pixels
-            return _demosaiced_picture(pixels[:, :, 0], encoding, lossless=image.format != "JPEG")
+            return _demosaiced_image(pixels[:, :, 0], encoding, lossless=image.format != "JPEG")
     except UserError:
         raise
     except Exception as error:  # decoders raise arbitrary errors, and each broken image must be counted
@@ -224,7 +224,7 @@ def rgb_from_compressed(message: Any) -> np.ndarray:
         ) from error
 
 
-def _demosaiced_picture(mosaic: np.ndarray, encoding: str, *, lossless: bool) -> np.ndarray:
+def _demosaiced_image(mosaic: np.ndarray, encoding: str, *, lossless: bool) -> np.ndarray:
     """Demosaics a Bayer image that was compressed without demosaicing."""
     if encoding not in _LAYOUTS or not lossless:
         raise UserError(
@@ -250,7 +250,7 @@ def is_grey(message: Any) -> bool:
     if encoding.startswith("bayer_"):
         return False
     try:
-        with opened_picture(io.BytesIO(bytes(message.data[:_HEAD_BYTES])), SENT_FORMATS) as image:
+        with opened_image(io.BytesIO(bytes(message.data[:_HEAD_BYTES])), SENT_FORMATS) as image:
             return image.mode not in _COLOURED
     except Exception:  # damaged: decoding reports it
         return False

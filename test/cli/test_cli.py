@@ -28,7 +28,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.cli.options import BagOptions
 from specvla_ros.lab.terminal import one_line_endings
-from specvla_ros.messages.picture import read_picture
+from specvla_ros.messages.image_file import read_image
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import walk
 
@@ -507,7 +507,7 @@ def test_an_image_that_is_a_bomb_or_a_program_is_not_opened(tmp_path: Path, name
     else:
         (tmp_path / name).write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
     with pytest.raises(UserError, match=r"13000 x 13000 pixels, above the limit of|cannot be read"):
-        read_picture(tmp_path / name)
+        read_image(tmp_path / name)
 
 
 @pytest.mark.nightly

@@ -218,10 +218,10 @@ def predict(
     import numpy as np
 
     from specvla_ros.engine.engine import Engine
-    from specvla_ros.messages.picture import read_picture
+    from specvla_ros.messages.image_file import read_image
     from specvla_ros.models.observation import Observation
 
-    pictures = [read_picture(path) for path in image]
+    pictures = [read_image(path) for path in image]
     ids = _numbers(prompt_ids, int, "--prompt-ids must be whole numbers") if prompt_ids else None
     state_values = np.array(_numbers(state, float, "--state must be numbers")) if state else None
     policy = chosen.load_with_text() if ids is None else chosen.load()

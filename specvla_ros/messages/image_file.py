@@ -45,15 +45,15 @@ def to_8_bits(words: np.ndarray) -> np.ndarray:
     return ((words.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
-def opened_picture(source: Path | IO[bytes], formats: tuple[str, ...] = FILE_FORMATS) -> PillowImage.Image:
+def opened_image(source: Path | IO[bytes], formats: tuple[str, ...] = FILE_FORMATS) -> PillowImage.Image:
     """Opens an image in one of the formats; only its header is read."""
     return PillowImage.open(source, formats=formats)
 
 
-def read_picture(path: Path) -> np.ndarray:
+def read_image(path: Path) -> np.ndarray:
     """Reads an image file as RGB uint8 [height, width, 3]; UserError if it is missing, damaged or too large."""
     try:
-        with opened_picture(path) as image:
+        with opened_image(path) as image:
             return rgb_from_pillow(image)
     except FileNotFoundError:
         raise UserError(f"image {path} does not exist") from None
@@ -72,7 +72,7 @@ def as_pixels(given: Any) -> np.ndarray:
     if isinstance(given, np.ndarray):
         return given
     if isinstance(given, str | Path):
-        return read_picture(Path(given))
+        return read_image(Path(given))
     if isinstance(given, PillowImage.Image):
         return rgb_from_pillow(given)
     if hasattr(given, "detach"):  # a tensor, recognised without importing torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decoder of pictures: files, Pillow's images, and what Python callers have."""
+"""One decoder of images: files, Pillow's images, and what Python callers have."""
 
 import io
 from pathlib import Path
@@ -12,35 +12,35 @@ import torch
 from PIL import Image
 
 from specvla_ros.errors import UserError
+from specvla_ros.messages.image_file import as_pixels, read_image
 from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb_from_image
-from specvla_ros.messages.picture import as_pixels, read_picture
 
 RGB = np.random.default_rng(3).integers(0, 256, (6, 8, 3), dtype=np.uint8)
 GREY = RGB[..., 0]
 
 
-def encoded(picture: Image.Image, kind: str = "PNG") -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
     stream = io.BytesIO()
-    picture.save(stream, kind)
+    image.save(stream, kind)
     return stream.getvalue()
 
 
 @pytest.mark.parametrize("name", ["image.png", "image.ppm", "image.bmp", "image.tiff"])
 def test_a_file_gives_its_pixels(tmp_path: Path, name: str) -> None:
     Image.fromarray(RGB).save(tmp_path / name)
-    np.testing.assert_array_equal(read_picture(tmp_path / name), RGB)
+    np.testing.assert_array_equal(read_image(tmp_path / name), RGB)
 
 
 @pytest.mark.parametrize("name", ["deep.png", "deep.tiff"])
 def test_16_bit_grey_is_scaled_not_clipped(tmp_path: Path, name: str) -> None:
     Image.fromarray(GREY * np.uint16(257)).save(tmp_path / name)
-    np.testing.assert_array_equal(read_picture(tmp_path / name), GREY[:, :, None].repeat(3, axis=2))
+    np.testing.assert_array_equal(read_image(tmp_path / name), GREY[:, :, None].repeat(3, axis=2))
 
 
 def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
     Image.fromarray(GREY.astype(np.float32) / 255).save(tmp_path / "float.tiff")
     with pytest.raises(UserError, match=r"float\.tiff: the image has floating-point pixels"):
-        read_picture(tmp_path / "float.tiff")
+        read_image(tmp_path / "float.tiff")
 
 
 def test_what_a_caller_has_for_an_image_becomes_pixels(tmp_path: Path) -> None:
