@@ -38,7 +38,6 @@ class Tracking(Protocol[Place]):
 
     def next(self, target: Target[Place], measured: Place | None, passed_s: float, speed_scale: float) -> np.ndarray:
         """The velocity to send; `measured`: None if unknown."""
-        raise NotImplementedError
 
 
 class Driver(Generic[Place]):
