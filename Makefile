@@ -17,11 +17,14 @@ POLICY ?=
 ROS_REQUIREMENTS := requirements/ros$(OTHER_ROS).txt
 BIN := $(VENV)/bin
 PREFIX := $(abspath $(VENV))
+ROS2CLI := $(if $(OTHER_ROS),0.32.2,0.36.1)
+RUNTIME_PY := $(if $(OTHER_ROS),0.13.1,0.14.0)
 RUN := PATH="$(PREFIX)/bin:$$PATH" AMENT_PREFIX_PATH="$(PREFIX)"
 RUNTIME := $(VENV)/.runtime-installed
 TESTING := $(VENV)/.testing-installed
 CLIENTS := $(VENV)/.clients-installed
 ROBOTS := $(VENV)/.robots-installed
+ROS2 := $(VENV)/.ros2-installed
 COLCON := $(VENV)/.colcon-installed
 MUTANTS := $(VENV)/.mutants-installed
 DOCS := $(VENV)/.docs-installed
@@ -31,13 +34,16 @@ BROWSER := $(VENV)/browser
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all attacks faults mutants lint mypy format docs docs-version kernels browser pages colcon build doctor benchmark clean
+.PHONY: help demo ros2 test test-all attacks faults mutants lint mypy format docs docs-version kernels browser pages colcon build doctor benchmark clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Run instructions on a simulated arm (ROBOT=panda or so101: through driver and guard; POLICY=wrist, joints, joint_digits, fast, digits, reasoning or a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
+
+ros2: build $(ROS2)  ## Install the ros2 command (topic, node, param, lifecycle, action, …) beside the wheels
+	@echo "in a shell: . $(VENV)/bin/activate; export AMENT_PREFIX_PATH=$(PREFIX)"
 
 test: build $(TESTING) $(CLIENTS) $(MUTANTS) $(GL)  ## Run all tests except nightly ones (12 to 20 minutes on 2 cores)
 	@$(RUN) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not nightly"
@@ -162,6 +168,16 @@ $(BROWSER)/.installed: requirements/browser.txt | $(VENV)/bin/python
 	@echo "installing a browser for the reports' tests (108 MB)"
 	@mkdir -p $(BROWSER)
 	@npm install --prefix $(BROWSER) --silent --no-audit --no-fund --ignore-scripts $$(grep -v '^#' $<)
+	@touch $@
+
+# The wheels have no ros2 command, and PyPI neither: its sources are on GitHub. `ros2 launch` needs more, see install.md.
+$(ROS2): | $(RUNTIME)
+	@echo "installing the ros2 command from GitHub"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) wheel argcomplete psutil
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	    $(foreach each,cli action interface lifecycle node param pkg run service topic,\
+	    "ros2$(each) @ git+https://github.com/ros2/ros2cli.git@$(ROS2CLI)#subdirectory=ros2$(each)") \
+	    "rosidl_runtime_py @ git+https://github.com/ros2/rosidl_runtime_py.git@$(RUNTIME_PY)"
 	@touch $@
 
 $(COLCON): requirements/colcon.txt | $(RUNTIME)

@@ -225,7 +225,7 @@ def _ros() -> list[Check]:
         "ros2 tools",
         "note",
         "no ros2 on the PATH",
-        "apt install ros-<distro>-ros-base; the wheels have no ros2 command",
+        "make ros2 beside the wheels of make build; else apt install ros-<distro>-ros-base",
     )
     lost = (
         "if raw images over 0.5 MB get lost: export FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA before starting each process"
