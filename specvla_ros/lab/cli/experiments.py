@@ -342,7 +342,7 @@ def calibrate(
         tolerances=tuple(map(Tolerance.parse, tolerance or _TOLERANCES)),
         nodes=tuple(nodes or _NODES),
         limits=replace(limits, gripper_share=max_gripper / 100),
-        episodes=acting if simulated else None,
+        episodes=_judged(acting, world) if simulated else None,
         emulate=emulate,
     )
     base = options.simulation(chosen, world if simulated else TABLE)
@@ -364,6 +364,19 @@ def calibrate(
     for name, why in found.refused.items():
         console.print(f"skipped {name}: {why}")
     console.print(f"chosen: {found.chosen.trial.name}; its profile is {out / calibration.PROFILE_FILE}")
+
+
+def _judged(acting: SimulatePlan, world: str) -> SimulatePlan:
+    """The episodes that measure success: no more than the world has besides those that give images."""
+    from specvla_ros.lab.evaluation.frame_sources import first_frame_seed
+
+    end = first_frame_seed(world)
+    left = end - acting.first_seed
+    if left < 1:
+        raise UserError(f"--seed {acting.first_seed}: episodes from seed {end} on give images; give a lower one")
+    if left < acting.episodes:
+        typer.echo(f"reduced to --episodes {left}: episodes from seed {end} on give images", err=True)
+    return replace(acting, episodes=min(left, acting.episodes))
 
 
 @app.command()

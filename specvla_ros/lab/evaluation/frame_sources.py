@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain, count, cycle
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from specvla_ros.lab.bags.finder import bags_in, find_bags
 from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice, bag_frames, choose_topics, rgb_from_message
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.replay import check_senses
-from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
+from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, starts_of, tasks_of
 from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.lab.simulation.arms import ALL_ARMS
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
@@ -31,6 +31,7 @@ from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftS
 _log = logging.getLogger(__name__)
 
 SIMULATION = "sim"
+_FRAME_STARTS = 10  # per task, of a world that has few starts
 _LONG_ANSWER = 16  # tokens; for longer answers drafts pay even on a CPU
 
 
@@ -61,7 +62,7 @@ def frame_source(
                 "--image-topic, --camera, --state-topic, --state-names and --instruction apply to bags only: omit "
                 "them with --data sim"
             )
-        source = simulation_source(policy, FRAME_FIRST_SEED + seed, world=world, tasks=tasks, engine=engine)
+        source = simulation_source(policy, first_frame_seed(world) + seed, world=world, tasks=tasks, engine=engine)
     else:
         check_senses(policy, topics.cameras, topics.state_topic)
         source = frames_in(policy, shuffled(find_bags(data).bags, seed), topics)
@@ -69,6 +70,12 @@ def frame_source(
     if first is None:
         raise UserError("--data contains no image with an instruction; give the robot's task with --instruction 'TEXT'")
     return chain([first], source)
+
+
+def first_frame_seed(world: str) -> int:
+    """First seed of the episodes that give frames; a policy is judged on those before it."""
+    starts = starts_of(world)
+    return FRAME_FIRST_SEED if starts is None else starts - _FRAME_STARTS
 
 
 def shuffled(bags: Sequence[Path], seed: int) -> list[Path]:
@@ -114,8 +121,9 @@ def simulation_source(
 ) -> Iterator[Observation]:
     """Yields the observations of a policy that drives a simulated arm, cycling through the tasks.
 
-    A policy of joints drives the arm that has them. Episodes start at `first_seed`, incremented each episode. `world`
-    is `table` or the name of a LIBERO suite; `engine` gives the lengths of prompt and text.
+    A policy of joints drives the arm that has them. Episodes start at `first_seed`, incremented each episode, until the
+    world has no further start. `world` is `table` or the name of a LIBERO suite; `engine` gives the lengths of prompt
+    and text.
     """
     joints = positions_joints(policy.unnorm_key)
     moved = next((arm for arm in ALL_ARMS if joints and policy.codec.names == (*arm.joints, GRIPPER)), TABLE_ARM)
@@ -124,8 +132,10 @@ def simulation_source(
     decoder = Engine(policy, lossless(policy, engine or EngineSettings()))
     robot = make_robot(world, moved.name, joints=joints)
     rollout = Rollout(decoder, robot, Clock.LOCKSTEP, tick_time(), on_look=seen.append)
-    for episode in count():
-        rollout.run(names[episode % len(names)], first_seed + episode)
+    starts = starts_of(world)
+    seeds = count(first_seed) if starts is None else range(first_seed, starts)
+    for task, seed in zip(cycle(names), seeds, strict=False):
+        rollout.run(task, seed)
         yield from seen
         seen.clear()
 

@@ -35,7 +35,7 @@ from specvla_ros.lab.plans import SimulatePlan, Spread
 from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.lab.simulation.arms import check_actions, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import TOOL_COMMANDS
-from specvla_ros.lab.simulation.libero import LiberoRobot, original_of, require_libero, suite_tasks
+from specvla_ros.lab.simulation.libero import STARTS, LiberoRobot, original_of, require_libero, suite_tasks
 from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot, check_policy
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import choose_tasks
@@ -257,3 +257,8 @@ def tasks_of(world: str, names: Sequence[str], robot: str = TABLE_ARM.name) -> l
         raise UserError(f"there is no task '{unknown[0]}'; the tasks of {world} are: {', '.join(known)}")
     require_libero()
     return list(names) or list(known)
+
+
+def starts_of(world: str) -> int | None:
+    """Number of starts of each of a world's tasks, with seeds from 0; None: any number."""
+    return None if world == TABLE else STARTS

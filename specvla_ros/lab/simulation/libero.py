@@ -21,6 +21,7 @@ from specvla_ros.lab.simulation.world import SimulationDiverged
 HINT = "pip install --no-deps -r requirements/libero.txt, see docs/how-to/libero.md"
 CONTROL_HZ = 20
 IMAGE_SIZE = 256
+STARTS = 50  # initial states of each task
 SETTLE_STEPS = 10  # lets objects fall onto the table
 CAMERA = "agentview"
 _OPEN = -1.0

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gl import needs_gl
+from typer.testing import CliRunner
 
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.cli.app import app
+from specvla_ros.lab.evaluation import simulate
 from specvla_ros.lab.evaluation.calibrate import (
     PROFILE_FILE,
     Calibration,
@@ -28,6 +31,7 @@ from specvla_ros.lab.evaluation.frame_sources import frame_source
 from specvla_ros.lab.evaluation.paired import PairedComparison, Rate, paired_difference
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import CalibratePlan, Limits, SimulatePlan
+from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.settings.profiles import merge_parameters
 from specvla_ros.speculation.settings import DraftSettings, Tolerance, adjusted
@@ -131,6 +135,34 @@ def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path
     write_profile(path, Calibration((chosen,), chosen, Limits(), {}, {"policy": {"quantization": quantization}}))
     named = merge_parameters([path], {}, node="policy").get("model.quantization", "none")
     assert named == quantization
+
+
+@needs_gl
+def test_in_a_world_with_few_starts_those_that_give_images_judge_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    began: list[int] = []
+
+    class FewStarts(TableRobot):
+        """The table as a LIBERO suite."""
+
+        def reset(self, task: str, seed: int) -> None:
+            assert task == "libero_goal/3" and 0 <= seed < 50
+            began.append(seed)
+            super().reset("lift_red", seed)
+
+    monkeypatch.setattr(simulate, "LiberoRobot", FewStarts)
+    monkeypatch.setattr(simulate, "require_libero", lambda: None)
+    tried = ["--tolerance", "30mm,20deg", "--nodes", "8", "--max-mm", "1000", "--max-deg", "1000", "--emulate", "orin"]
+    of_policy = ["--policy", "nano", "--unnorm-key", "specvla_table", "--device", "cpu", "-p", "draft.temporal:=true"]
+    command = ["calibrate", *of_policy, *tried, "--world", "libero_goal", "--task", "libero_goal/3", "--frames", "45"]
+    result = CliRunner().invoke(app, [*command, "--max-gripper", "100", "--seed", "38", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "reduced to --episodes 2: episodes from seed 40 on give images" in result.output
+    images, judged = began[:-4], began[-4:]
+    assert images == [*range(40, 40 + len(images))] and judged == [38, 39] * 2
+    late = CliRunner().invoke(app, [*command, "--seed", "40", "--out", str(tmp_path / "late")])
+    assert isinstance(late.exception, UserError) and "from seed 40 on give images" in str(late.exception)
 
 
 @pytest.mark.nightly
