@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation import page, simulate
 from specvla_ros.lab.evaluation.compare import within_bins
 from specvla_ros.lab.evaluation.paired import Rate, confidence_interval, log_e_values
@@ -57,6 +58,7 @@ class Judgement:
     name: str
     pairs: tuple[Pair, ...]  # in the order of drawing
     criterion: Criterion
+    no_more_starts: bool = False  # the world has no start for a further pair
 
     @cached_property
     def differences(self) -> np.ndarray:
@@ -123,8 +125,9 @@ class Judgement:
             return f"{self.name}: not tried, since the previous candidate did not qualify"
         reference, candidate = self.rates
         low, high = (100 * bound for bound in self.interval)
+        ended = ", as the world has no more starts" if self.no_more_starts and self.verdict is Verdict.UNDECIDED else ""
         return (
-            f"{self.name}: {self.verdict.value} after {len(self.pairs)} pairs: success {candidate}, "
+            f"{self.name}: {self.verdict.value} after {len(self.pairs)} pairs{ended}: success {candidate}, "
             f"reference {reference}, difference {100 * self.differences.mean():+.1f} points, "
             f"anytime-valid interval {low:+.1f} to {high:+.1f}"
         )
@@ -166,6 +169,7 @@ def qualify(
     lockstep = replace(base, clock=Clock.LOCKSTEP, emulate="", engine=replace(base.engine, mode="ar"))
     simulated = {REFERENCE: lockstep, **candidates}
     tasks = simulate.tasks_of(base.world, plan.tasks, base.robot)
+    drawn = _draw(tasks, plan, simulate.starts_of(base.world))
     deciding = {
         "candidates": {name: each.as_json() for name, each in simulated.items()},
         "criterion": asdict(criterion),
@@ -178,9 +182,7 @@ def qualify(
     before = directory.resume_lines(simulate.EPISODES_FILE, lambda raw: (raw.pop(_OF), simulate.episode_of(raw)))
     done = {(name, each.task, each.seed): each for name, each in before}
     context = {**deciding, "plan": asdict(plan), **hashes, **head()}
-    random = np.random.default_rng(plan.first_seed)
-    drawn = [(tasks[random.integers(len(tasks))], plan.first_seed + number) for number in range(plan.pairs)]
-    judgements = {name: Judgement(name, (), criterion) for name in candidates}
+    judgements = {name: Judgement(name, (), criterion, len(drawn) < plan.pairs) for name in candidates}
 
     def run(name: str, starts: Sequence[tuple[str, int]]) -> None:
         jobs = [simulate.EpisodeJob(simulated[name], *start) for start in starts if (name, *start) not in done]
@@ -210,6 +212,28 @@ def qualify(
             directory.write_json(QUALIFY_FILE, {"results": [each.as_json() for each in found], **context})
             _write_report(out / REPORT_FILE, found, context)
     return found
+
+
+def _draw(tasks: Sequence[str], plan: QualifyPlan, starts: int | None) -> list[tuple[str, int]]:
+    """Draws the task and seed of each pair.
+
+    With few starts per task, a pair takes the next one of its task. The draw ends when a task has no more: pairs of
+    the other tasks alone would have another distribution.
+    """
+    random = np.random.default_rng(plan.first_seed)
+    names = [tasks[int(random.integers(len(tasks)))] for _ in range(plan.pairs)]
+    if starts is None:
+        return [(task, plan.first_seed + number) for number, task in enumerate(names)]
+    if plan.first_seed >= starts:
+        raise UserError(f"each task has the seeds 0 to {starts - 1}, not {plan.first_seed}; choose a lower --seed")
+    seeds = dict.fromkeys(tasks, plan.first_seed)
+    drawn: list[tuple[str, int]] = []
+    for task in names:
+        if seeds[task] == starts:
+            break
+        drawn.append((task, seeds[task]))
+        seeds[task] += 1
+    return drawn
 
 
 def boldest(judgements: Sequence[Judgement]) -> str:

@@ -2,6 +2,7 @@
 """Qualification: verdicts on outcomes that are known, and of the nano policy on a device that is far too slow."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,46 @@ def test_candidates_are_judged_in_order_until_one_fails_and_each_episode_runs_on
     assert "rtx5090 qualifies." in page and "l4: refused after" in page
     with pytest.raises(UserError, match=r"results of other settings \(criterion.margin"):
         qualify(candidates, plan, Criterion(margin=0.2), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("only_reference", "verdict"), [((), Verdict.QUALIFIED), ((0, 25, 40), Verdict.UNDECIDED)], ids=["good", "open"]
+)
+def test_in_a_world_with_few_starts_the_verdict_is_made_from_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only_reference: tuple[int, ...], verdict: Verdict
+) -> None:
+    def made_up(job: EpisodeJob) -> EpisodeResult:
+        assert 0 <= job.seed < 50, "LIBERO has no such initial state"
+        lost = job.settings.clock is Clock.REALTIME and job.seed in only_reference
+        return EpisodeResult(job.task, job.seed, "lift", not lost, 5, 1.0)
+
+    monkeypatch.setattr(simulate, "run_job", made_up)
+    monkeypatch.setattr(simulate, "require_libero", lambda: None)
+    base = SimulateSettings(policy=nano_policy(), world="libero_goal")
+    plan = QualifyPlan(tasks=("libero_goal/2",))
+    (found,) = qualify(device_candidates(base, []), plan, Criterion(), tmp_path / "one")
+    assert found.verdict is verdict and [pair.seed for pair in found.pairs] == [*range(50)]
+    said = "undecided after 50 pairs, as the world has no more starts"
+    assert (said in str(found)) == (verdict is Verdict.UNDECIDED)
+    with pytest.raises(UserError, match="the seeds 0 to 49, not 50"):
+        qualify(device_candidates(base, []), QualifyPlan(first_seed=50), Criterion(), tmp_path / "late")
+
+
+def test_pairs_of_a_world_with_few_starts_are_drawn_until_a_task_has_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_up(job: EpisodeJob) -> EpisodeResult:
+        lost = job.settings.clock is Clock.REALTIME and job.seed % 10 == 1  # as many as the margin allows
+        return EpisodeResult(job.task, job.seed, "lift", not lost, 5, 1.0)
+
+    monkeypatch.setattr(simulate, "run_job", made_up)
+    monkeypatch.setattr(simulate, "require_libero", lambda: None)
+    base = SimulateSettings(policy=nano_policy(), world="libero_goal")
+    (found,) = qualify(device_candidates(base, []), QualifyPlan(pairs=1000), Criterion(), tmp_path)
+    starts = [(pair.task, pair.seed) for pair in found.pairs]
+    of_tasks = Counter(task for task, _ in starts)
+    assert len(set(starts)) == len(starts) and len(of_tasks) == 10 and max(of_tasks.values()) == 50
+    assert {seed for _, seed in starts} == set(range(50)) and found.verdict is Verdict.UNDECIDED
 
 
 def test_tolerances_are_candidates_too() -> None:
