@@ -67,7 +67,7 @@ def load_target(
     if not isinstance(directory, str | Path):
         raise UserError(f"a checkpoint must be given as a directory path, got {type(directory).__name__}")
     directory = Path(directory).expanduser()
-    load = _loader(directory)
+    load = loader_of(directory)
     on = _device(device)
     chosen = _dtype(dtype, on)
     quantizes = "quantization" in signature(load).parameters
@@ -88,7 +88,8 @@ def load_target(
     return target
 
 
-def _loader(directory: Path) -> Callable[..., Any]:
+def loader_of(directory: Path) -> Callable[..., Any]:
+    """The loader of a checkpoint's family; UserError if the directory holds no checkpoint of a known one."""
     check_directory(directory)
     model_type = model_type_of(directory)
     families = TARGETS.entries()

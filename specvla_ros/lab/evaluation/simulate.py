@@ -39,8 +39,7 @@ from specvla_ros.lab.simulation.libero import STARTS, LiberoRobot, original_of, 
 from specvla_ros.lab.simulation.robot import SimulatedRobot, TableRobot, check_policy
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, tick_time
 from specvla_ros.lab.simulation.tasks import choose_tasks
-from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.families.openvla.config import read_config
+from specvla_ros.models.checkpoint import load_target, loader_of
 from specvla_ros.models.lora import adapter_of
 from specvla_ros.models.settings import ModelSettings, WeightFormat
 from specvla_ros.models.target import Target
@@ -174,8 +173,8 @@ def simulate(
     A repeated call with the same settings runs the missing episodes. `on_episode` gets each new episode, the number of
     finished episodes and the total.
     """
-    read_config(settings.policy)
-    settings.stage_times()  # an unknown device fails here
+    loader_of(settings.policy)  # what is not a checkpoint fails here rather than in a worker
+    settings.stage_times()  # an unknown device too
     if plan.per_engine and settings.clock is Clock.REALTIME:
         raise UserError(f"--per-engine {plan.per_engine} needs --clock lockstep: in real time each robot has its own")
     if settings.engine.commit != "none":

@@ -14,6 +14,7 @@ import pytest
 from support.dying import run_job_dying_once, simulating_host_dying_once
 from support.gl import needs_gl
 from support.patience import wait_until
+from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, write_qwen_vl
 from typer.testing import CliRunner
 
 from specvla_ros.engine.outcome import DecodeRecord
@@ -183,6 +184,13 @@ def test_policy_of_another_robot_is_refused_before_motion(tmp_path):
         simulate(SimulateSettings(write_policy(tmp_path / "libero", 0.94)), plan, tmp_path / "a")
     with pytest.raises(UserError, match="do not fit this robot"):
         simulate(SimulateSettings(write_policy(tmp_path / "still", 1e-4)), plan, tmp_path / "b")
+
+
+def test_policies_of_other_families_are_simulated(tmp_path, monkeypatch):
+    nora = add_nora(write_qwen_vl(tmp_path / "nora", SHAPES[0], seed=1, actions=FAST_IDS))
+    monkeypatch.setattr(simulation, "run_job", lambda job: EpisodeResult(job.task, job.seed, "lift", True, 5, 1.0))
+    plan = SimulatePlan(tasks=("lift_red",), episodes=2, films=0)
+    assert simulate(SimulateSettings(nora), plan, tmp_path / "out").success == Rate(2, 2)
 
 
 def test_bad_input_is_refused_before_anything_runs(policy, tmp_path):
