@@ -59,8 +59,11 @@ class BagOptions:
     state_names: str = parameter(
         "", "Comma-separated names of the state's values in the policy's order; empty: the message's order."
     )
-    sync_tolerance_s: float = parameter(
-        TOLERANCE_S, "Maximum difference between the first camera's stamp and the other inputs'.", minimum=0.0
+    sync_tolerance_s: float | None = parameter(
+        None,
+        "Maximum difference between the first camera's stamp and the other inputs'. Default: the parameter file's, or "
+        f"{TOLERANCE_S:g}.",
+        minimum=0.0,
     )
     instruction_topic: str = parameter("", "Instruction topic; empty: /instruction.")
     instruction: str = parameter("", "Instruction that replaces the bags' instruction topic.")
@@ -83,7 +86,7 @@ class BagOptions:
             cameras={name: topic for name, _, topic in parts.values()},
             state_topic=self.state_topic or None,
             state_names=tuple(filter(None, self.state_names.split(","))),
-            sync_tolerance_s=self.sync_tolerance_s,
+            sync_tolerance_s=TOLERANCE_S if self.sync_tolerance_s is None else self.sync_tolerance_s,
         )
 
 
@@ -93,7 +96,7 @@ Images = Annotated[BagOptions, Taken(fixed={"action_topic": ""})]
 
 def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
     """The topics to read from bags; instruction and state, where not given, come from the policy's parameter file."""
-    topics, in_file, usual = of_bags.topics, chosen.in_file, BagOptions()
+    topics, in_file = of_bags.topics, chosen.in_file
     if chosen.action != ConventionSettings():
         topics = replace(topics, action=chosen.action)
     if not (of_bags.instruction or of_bags.instruction_topic):
@@ -101,8 +104,8 @@ def topics_of(chosen: "PolicyOptions", of_bags: BagOptions) -> "TopicChoice":
     names = in_file.get("state_names", ["all"])
     if not topics.state_names and names != ["all"]:
         topics = replace(topics, state_names=tuple(names))
-    if of_bags.sync_tolerance_s == usual.sync_tolerance_s:
-        topics = replace(topics, sync_tolerance_s=in_file.get("sync_tolerance_s", usual.sync_tolerance_s))
+    if of_bags.sync_tolerance_s is None:
+        topics = replace(topics, sync_tolerance_s=in_file.get("sync_tolerance_s", TOLERANCE_S))
     return topics
 
 
