@@ -57,12 +57,12 @@ def replay(
     from specvla_ros.engine.engine import Engine
     from specvla_ros.lab.bags.finder import find_bags
     from specvla_ros.lab.evaluation.replay import check_replay, replay
-    from specvla_ros.lab.evaluation.replay_bags import ReplaySettings
+    from specvla_ros.lab.evaluation.replay_bags import ReplaySettings, folder_name
     from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
 
     if out is None and len(bag) > 1:
         raise UserError("several bags need a directory for their results: give --out DIRECTORY")
-    out = out or Path(f"replay-{bag[0].resolve().stem}")
+    out = out or Path(f"replay-{folder_name(bag[0])}")
     found, topics = find_bags(bag), topics_of(chosen, of_bags)
     for each in found.left_out:
         typer.echo(f"skipped: {each}", err=True)

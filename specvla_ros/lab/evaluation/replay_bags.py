@@ -67,9 +67,9 @@ class BagJob:
 
 def named_bags(bags: Sequence[Path]) -> dict[str, Path]:
     """Bags by name, sorted; raises UserError if two have the same name."""
-    by_name = {_name(path): path for path in sorted(bags, key=_name)}
+    by_name = {folder_name(path): path for path in sorted(bags, key=folder_name)}
     if len(by_name) < len(bags):
-        twice = next(name for name, count in Counter(map(_name, bags)).items() if count > 1)
+        twice = next(name for name, count in Counter(map(folder_name, bags)).items() if count > 1)
         raise UserError(
             f"two bags are called {twice}, and each bag's results go to a folder of its name: replay them separately, "
             "each with its own --out"
@@ -77,7 +77,8 @@ def named_bags(bags: Sequence[Path]) -> dict[str, Path]:
     return by_name
 
 
-def _name(bag: Path) -> str:
+def folder_name(bag: Path) -> str:
+    """The name of the folder that a bag's results go to."""
     bag = bag.resolve()
     if as_episode(bag) is not None:
         return name_of(bag)

@@ -4,12 +4,18 @@
 from pathlib import Path
 
 import pytest
+from support import bags
+from typer.testing import CliRunner
 
 from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.cli.options import BagOptions, topics_of
 from specvla_ros.lab.cli.parameter_options import PolicyOptions
+from specvla_ros.lab.evaluation import replay
 from specvla_ros.models.settings import ModelSettings
+
+DATASETS = Path(__file__).parents[1] / "bags" / "lerobot"
 
 
 @pytest.mark.parametrize(("option", "used"), [(None, 0.2), (0.05, 0.05), (0.1, 0.1)])
@@ -17,3 +23,19 @@ def test_a_tolerance_of_stamps_replaces_that_of_the_parameter_file(option: float
     in_file = {"sync_tolerance_s": 0.2}
     chosen = PolicyOptions(Path("policy"), ModelSettings(), EngineSettings(), ConventionSettings(), in_file)
     assert topics_of(chosen, BagOptions(sync_tolerance_s=option)).sync_tolerance_s == used
+
+
+def test_replays_of_different_recordings_get_different_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str] = []
+
+    def look(_: Path, out: Path, __: object) -> None:
+        folders.append(str(out))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(replay, "check_replay", look)
+    two = [bags.write_bag(tmp_path / name, bags.episode(1)) for name in ("run.1", "run.2")]
+    recordings = [*two, *(DATASETS / version / "episode_000001" for version in ("v21", "v30"))]
+    for path in (*recordings, next(two[0].glob("*.mcap"))):
+        CliRunner().invoke(app, ["replay", str(path)], catch_exceptions=False)
+    assert folders[:2] == ["replay-run.1", "replay-run.2"]
+    assert folders[2:] == ["replay-v21_episode_000001", "replay-v30_episode_000001", "replay-run.1"]
