@@ -27,7 +27,6 @@ from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftS
 
 _TREES = (8, 16, 24, 32, 48, 64)
 _PACKED_NODES = 16
-_TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
 _AUTO_IN_FLIGHT = EngineSettings("auto").slots_per_stream
 AS_GOOD = 1.03  # mode auto's age is that of a few hundred drawn answers
@@ -52,7 +51,6 @@ class Profile:
     """Parameters for the policy node."""
 
     settings: EngineSettings
-    chunk_rows: int  # rows of the longest chunk; with the trees it fills whole tiles of the matrix products
     limit: ModeLimit  # limits of the mode with these parameters
     reasons: Mapping[str, str]  # explanations by the name of what they explain
 
@@ -87,8 +85,7 @@ def choose(
         "decode.max_in_flight": f"auto admits up to {mode.max_in_flight} if the measured times make this pay",
         "memory": _memory_reason(limit, device),
     }
-    kept = {name: why for name, why in fixed.reasons.items() if name != "chunk length"}
-    return Profile(settings, model.prompt_rows, limit, kept | reasons)
+    return Profile(settings, limit, {**fixed.reasons, **reasons})
 
 
 def best_fixed(
@@ -114,16 +111,10 @@ def best_fixed(
     depth = max(1, min(best.mode.depth, model.action_tokens - 2)) if drafts else 1
     mode = replace(best.mode, nodes=nodes, depth=depth, max_in_flight=in_flight)
     limit = mode_limit(mode, model, device, weights, lengths)
-    trees = math.ceil(verifications / chunks) if pipelined else 0
-    longest = even_rows(model.prompt_rows, chunks)
-    filled = _fill_tiles(longest, trees * nodes, max_rows=model.prompt_rows) if chunks > 1 else longest
     reasons = {
         "decode.mode": f"{best.mode.name} acts on images {_milliseconds(limit.derated_image_age_s)} old "
         "(mean over time, derated)",
         "decode.prefill_chunks": _chunk_reason(model, ridge, chunks),
-        "chunk length": f"{filled} rows plus {trees} x {nodes} nodes: {filled + trees * nodes}, whole tiles"
-        if chunks > 1
-        else "the whole prompt",
         "decode.max_in_flight": f"{chunks} forward(s) for the prompt and {verifications:.1f} after it, "
         f"a new frame every {chunks}"
         if pipelined
@@ -142,7 +133,7 @@ def best_fixed(
         ),
         acceptance=lengths.acceptance if drafts else AcceptanceSettings(),
     )
-    return Profile(settings, filled, limit, reasons)
+    return Profile(settings, limit, reasons)
 
 
 def _format_ages(
@@ -172,12 +163,6 @@ def _nodes(free_rows: float, *, packed: bool) -> int:
     """The largest tree that is free in a forward without a prompt. With a prompt each node costs, so at most 16."""
     largest = _PACKED_NODES if packed else _TREES[-1]
     return max((size for size in _TREES if size <= min(free_rows, largest)), default=_TREES[0])
-
-
-def _fill_tiles(chunk: int, nodes: int, *, max_rows: int) -> int:
-    """The longest chunk that, together with the nodes, takes no more tiles than this one."""
-    tile = min((size for size in _TILES if size >= chunk + nodes), default=chunk + nodes)
-    return min(tile - nodes, max_rows)
 
 
 def _acceptance_reason(lengths: AcceptanceLengths) -> str:
@@ -251,7 +236,6 @@ class Plan:
             "modes": [mode.as_json() for mode in self.modes],
             "profile": {
                 "parameters": self.parameters,
-                "chunk_rows": self.profile.chunk_rows,
                 "limit": self.profile.limit.as_json(),
                 "reasons": dict(self.profile.reasons),
             },

@@ -221,7 +221,6 @@ def test_any_device_gets_a_profile_that_holds_together(device: Device, weights: 
     assert 1 <= settings.draft.nodes <= (16 if pipelined else 64)
     assert settings.draft.top_k * (settings.draft.depth - 1) <= 64
     assert profile.limit.in_flight <= settings.max_in_flight
-    assert -(-MODEL.prompt_rows // settings.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
     if settings.mode == "specpipe" and settings.draft.nodes > 8:
         assert settings.draft.nodes * settings.max_in_flight <= ridge_rows(MODEL, device, weights, device.efficiency)
     chosen = choose(MODEL, device, weights, limits, GOAL)
@@ -241,8 +240,6 @@ def test_chunks_of_about_the_ridge_are_chosen_where_all_of_a_device_is_reached(d
     profile = best_fixed(MODEL, reached, WeightFormat.NONE, limits, GOAL)
     settings = profile.settings
     assert (settings.mode, settings.prefill_chunks, settings.draft.nodes) == ("specpipe", chunks, 16)
-    tiles = {"h200": 192, "orin": 192}
-    assert f"{tiles[device]}, whole tiles" in profile.reasons["chunk length"]
 
 
 @pytest.mark.parametrize("device", ["h200", "rtx5090", "orin"])
