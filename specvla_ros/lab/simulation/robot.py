@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from specvla_ros.control.convention import ACTION_NAMES, positions_joints
-from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
+from specvla_ros.control.pose import Pose
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.arm import TABLE_ARM, WRIST_CAMERA, Arm
 from specvla_ros.lab.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
@@ -106,19 +106,6 @@ class SimulatedRobot(Protocol):
     def close(self) -> None: ...
 
 
-def remaining(displacement: np.ndarray, then: Pose, now: Pose) -> np.ndarray:
-    """Remaining part of a displacement after the robot has moved, float64 [6] from `now`.
-
-    Args:
-        displacement: float64 [6], from `then`: translation in metres and rotation vector in radians, base frame.
-        then: the tool's pose at the stamp of the action's image.
-        now: the pose that the robot has reached or is moving to; displacing it by the remainder gives the goal.
-    """
-    turned = now.rotation @ then.rotation.T
-    rotation = rotation_vector(rotation_matrix(displacement[3:6]) @ turned.T)
-    return np.concatenate([displacement[:3] - (now.position - then.position), rotation])
-
-
 class ImageGoal:
     """Remembers the robot's goals, so that displacements start from the pose in their image.
 
@@ -151,7 +138,7 @@ class ImageGoal:
         steps = min(round(age_s * self._rate_hz), len(self._goals) - 1)
         if steps <= 0:
             return values, action_dt
-        rest = remaining(values[:6], self._goals[-1 - steps], self._goals[-1])
+        rest = self._goals[-1].way_to(self._goals[-1 - steps].displaced(values[:6]))
         share = np.abs(rest / self._largest).max() / max(1.0, np.abs(values[:6] / self._largest).max())
         seconds = max(action_dt - age_s, action_dt * share)
         whole = max(1, math.ceil(seconds * self._rate_hz - 1e-6)) / self._rate_hz

@@ -10,7 +10,7 @@ from support.gl import needs_gl
 from support.pace import invented_pace
 
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
-from specvla_ros.lab.simulation.robot import ImageGoal, TableRobot, remaining
+from specvla_ros.lab.simulation.robot import ImageGoal, TableRobot
 from specvla_ros.lab.simulation.rollout import Clock, Rollout
 from specvla_ros.lab.simulation.world import CONTROL_HZ, POSITION_SCALE_M, SCALE
 
@@ -27,19 +27,6 @@ def robot():
 displacements = st.lists(st.floats(-1.5, 1.5), min_size=6, max_size=6).map(
     lambda shares: np.array([*(np.array(shares) * SCALE), 1.0])
 )
-
-
-vectors = st.lists(st.floats(-1.8, 1.8), min_size=3, max_size=3).map(np.array)  # no longer than pi
-
-
-@given(vectors, vectors, vectors, vectors, vectors)
-def test_what_remains_ends_at_the_goal_from_the_picture(move, turn, position, gone, turned):
-    then = Pose(position, rotation_matrix(turned))
-    now = Pose(position + gone, rotation_matrix(gone) @ then.rotation)
-    displacement = np.concatenate([move, turn])
-    goal, reached = then.displaced(displacement), now.displaced(remaining(displacement, then, now))
-    np.testing.assert_allclose(reached.position, goal.position, atol=1e-12)
-    np.testing.assert_allclose(reached.rotation, goal.rotation, atol=1e-6)
 
 
 @settings(deadline=None)
