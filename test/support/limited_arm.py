@@ -5,11 +5,12 @@ import math
 
 import numpy as np
 
+from specvla_ros.control.bounded_motion import shortened
 from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.control.pose import Pose, rotation_vector
 from specvla_ros.control.robot_model import ToolKinematics
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm, JointServo
-from specvla_ros.lab.simulation.controllers import _GAIN, CONTROL_DT_S, CartesianPose, JointState, _shortened
+from specvla_ros.lab.simulation.controllers import _GAIN, CONTROL_DT_S, CartesianPose, JointState
 
 _OFF = 0.25  # of a limit of speed
 _HERE_M, _HERE_RAD, _HERE_STEPS = 0.001, 0.01, 20
@@ -68,16 +69,13 @@ class LimitedPose(CartesianPose):
 
     def _wanted(self, tool: Pose) -> np.ndarray:
         """As fast as may be and can be braked on the way that is left."""
-        twist = super()._wanted(tool)
-        linear = self._limits.linear_speed, self._limits.linear_acceleration
-        angular = self._limits.angular_speed, self._limits.angular_acceleration
-        found = []
-        for block, (speed, most) in ((0, linear), (3, angular)):
-            wanted, before = twist[block : block + 3], self._twist[block : block + 3]
-            way = float(np.linalg.norm(wanted)) / _GAIN
-            change = _shortened(wanted, min(speed, math.sqrt(most * way))) - before
-            found.append(before + _shortened(change, most * CONTROL_DT_S))
-        self._twist = np.concatenate(found)
+        wanted, limits = super()._wanted(tool), self._limits
+        way_m, way_rad = (float(np.linalg.norm(block)) / _GAIN for block in (wanted[:3], wanted[3:]))
+        linear = min(limits.linear_speed, math.sqrt(limits.linear_acceleration * way_m))
+        angular = min(limits.angular_speed, math.sqrt(limits.angular_acceleration * way_rad))
+        change = shortened(wanted, linear, angular) - self._twist
+        steps = limits.linear_acceleration * CONTROL_DT_S, limits.angular_acceleration * CONTROL_DT_S
+        self._twist = self._twist + shortened(change, *steps)
         return self._twist
 
 

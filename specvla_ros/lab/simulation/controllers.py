@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from specvla_ros.control.pose import Pose, rotation_vector
+from specvla_ros.control.bounded_motion import shortened
+from specvla_ros.control.pose import Pose
 from specvla_ros.control.robot_model import ToolKinematics
 
 CONTROL_DT_S = 0.01  # the controllers' period: 100 Hz is common for ros2_control and Servo
@@ -263,13 +264,7 @@ class CartesianPose:
 
     def _wanted(self, tool: Pose) -> np.ndarray:
         """The tool's velocity, float64 [6], m/s and rad/s."""
-        way = _shortened(self._target.position - tool.position, _MAX_ERROR_M)
-        turn = _shortened(rotation_vector(self._target.rotation @ tool.rotation.T), _MAX_ERROR_RAD)
-        return _GAIN * np.concatenate([way, turn])
-
-
-def _shortened(vector: np.ndarray, longest: float) -> np.ndarray:
-    return vector * min(1.0, longest / max(float(np.linalg.norm(vector)), 1e-12))
+        return _GAIN * shortened(tool.way_to(self._target), _MAX_ERROR_M, _MAX_ERROR_RAD)
 
 
 COMMAND_TIMEOUT_S = 0.1
@@ -372,11 +367,11 @@ class TwistServo:
         return still if (below | above).any() else step
 
     def _displacement(self, twist: Twist) -> np.ndarray:
-        linear, angular = _shortened(twist.linear, LINEAR_SCALE), _shortened(twist.angular, ROTATIONAL_SCALE)
-        if twist.frame == TOOL_FRAME:
-            rotation = self._kinematics.pose_at(self._position).rotation
-            linear, angular = rotation @ linear, rotation @ angular
-        return np.concatenate([linear, angular]) * CONTROL_DT_S
+        moved = shortened(np.concatenate([twist.linear, twist.angular]), LINEAR_SCALE, ROTATIONAL_SCALE) * CONTROL_DT_S
+        if twist.frame != TOOL_FRAME:
+            return moved
+        rotation = self._kinematics.pose_at(self._position).rotation
+        return np.concatenate([rotation @ moved[:3], rotation @ moved[3:]])
 
     def _singularity_scale(self, jacobian: np.ndarray, displacement: np.ndarray) -> float:
         u, sizes, _ = np.linalg.svd(jacobian, full_matrices=False)
