@@ -46,53 +46,50 @@ class Controller(Protocol):
         """The joints' reference at the end of the next CONTROL_DT_S."""
 
 
-class PositionArray:
-    """Joint positions, by the rules of a forward position controller (ros2_controllers, forward_controllers_base.cpp).
+class _NewestArray:
+    """One value per joint, by the rules of a forward controller (ros2_controllers, forward_controllers_base.cpp).
 
-    - The newest array is the joints' reference, in the order of the controller's joints, without interpolation or a
-      timeout: in silence the last one holds. The joints' own speed limits and torques soften a jump.
+    - The newest array counts, in the order of the controller's joints, without a timeout.
     - An array with non-finite values is dropped. An array of another length is an error: the controller manager then
       deactivates the real controller; this one drops the array.
     """
 
-    def start(self, measured: JointState) -> None:
-        self._reference = measured.positions.copy()
+    _newest: np.ndarray  # float64 [joints]
 
     def take(self, command: np.ndarray, now_s: float) -> None:
-        if command.shape != self._reference.shape:
-            raise CommandRefusedError(f"it has {command.size} values for {self._reference.size} joints")
+        if command.shape != self._newest.shape:
+            raise CommandRefusedError(f"it has {command.size} values for {self._newest.size} joints")
         if not np.isfinite(command).all():
             raise CommandRefusedError("its values are not all finite")
-        self._reference = command.copy()
+        self._newest = command.copy()
+
+
+class PositionArray(_NewestArray):
+    """Joint positions, which are the joints' reference, without interpolation: in silence the last one holds.
+
+    The joints' own speed limits and torques soften a jump.
+    """
+
+    def start(self, measured: JointState) -> None:
+        self._newest = measured.positions.copy()
 
     def update(self, measured: JointState, now_s: float) -> JointState:
-        return JointState(self._reference, np.zeros_like(self._reference))
+        return JointState(self._newest, np.zeros_like(self._newest))
 
 
-class VelocityArray:
-    """Joint velocities, by the rules of a forward velocity controller (ros2_controllers, forward_controllers_base.cpp).
-
-    - The newest array holds without a timeout: in silence the joints keep moving.
-    - An array with non-finite values is dropped. An array of another length is an error: the controller manager then
-      deactivates the real controller; this one drops the array.
+class VelocityArray(_NewestArray):
+    """Joint velocities: in silence the joints keep moving.
 
     The joints' own position control follows the velocities' integral. It does not run away from joints that are held.
     """
 
     def start(self, measured: JointState) -> None:
-        self._velocity, self._position = np.zeros_like(measured.positions), measured.positions.copy()
-
-    def take(self, command: np.ndarray, now_s: float) -> None:
-        if command.shape != self._velocity.shape:
-            raise CommandRefusedError(f"it has {command.size} values for {self._velocity.size} joints")
-        if not np.isfinite(command).all():
-            raise CommandRefusedError("its values are not all finite")
-        self._velocity = command.copy()
+        self._newest, self._position = np.zeros_like(measured.positions), measured.positions.copy()
 
     def update(self, measured: JointState, now_s: float) -> JointState:
-        reached = self._position + self._velocity * CONTROL_DT_S
+        reached = self._position + self._newest * CONTROL_DT_S
         self._position = np.clip(reached, measured.positions - _HELD_RAD, measured.positions + _HELD_RAD)
-        return JointState(self._position, self._velocity)
+        return JointState(self._position, self._newest)
 
 
 @dataclass(frozen=True)
