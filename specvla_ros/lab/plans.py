@@ -192,10 +192,12 @@ class DraftTraining:
     learning_rate: float = parameter(5e-5, "Peak learning rate; 5e-5 suits 7 B targets.")  # after warm-up; decays to 0
     # Training-time test; 1 as in EAGLE and Spec-VLA.
     own_steps: int = parameter(
-        1, "Depth in tokens to which the head learns from its own features; 1: from the target's only.", minimum=1
+        1,
+        "Draft steps in training; from the second on, the head is fed its own predictions (training-time test).",
+        minimum=1,
     )
     parallel_depth: int = parameter(
-        1, "Tokens drafted in one forward, as a tree with branches; 1: trees grow level by level.", minimum=1
+        1, "Depth of the tree drafted in a single forward; 1: trees grow level by level.", minimum=1
     )
     seed: int = parameter(0, "Seed of weights, order, noise and the held-out split.", minimum=0)
 

@@ -34,11 +34,11 @@ class DecodeTally:
         self.actions += 1
         self.forwards += record.forwards
         first = len(record.tokens_per_forward) - len(record.accept_lengths)
-        place = sum(record.tokens_per_forward[:first])
+        position = sum(record.tokens_per_forward[:first])
         for accepted, tokens in zip(record.accept_lengths, record.tokens_per_forward[first:], strict=True):
-            self.accepted[place, accepted] += 1
+            self.accepted[position, accepted] += 1
             self.tokens += tokens
-            place += tokens
+            position += tokens
         self.bins_off.update(enumerate(record.bins_off))
         self.why.update(record.why)
 
@@ -59,12 +59,12 @@ class DecodeTally:
             counts[length] += count
         return {length: counts[length] / counts.total() for length in sorted(counts)}
 
-    def by_place(self) -> dict[int, float]:
+    def by_position(self) -> dict[int, float]:
         """Mean accept length by the position of the first drafted token (Spec-VLA, Table 3)."""
         means: dict[int, float] = {}
-        for place in sorted({place for place, _ in self.accepted}):
-            counts = {length: count for (at, length), count in self.accepted.items() if at == place}
-            means[place] = sum(length * count for length, count in counts.items()) / sum(counts.values())
+        for position in sorted({position for position, _ in self.accepted}):
+            counts = {length: count for (at, length), count in self.accepted.items() if at == position}
+            means[position] = sum(length * count for length, count in counts.items()) / sum(counts.values())
         return means
 
     def as_json(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def tally() -> DecodeTally:
 def test_places_and_lengths() -> None:
     counted = tally()
     assert dict(counted.accepted) == {(1, 2): 1, (4, 2): 2, (0, 3): 1}
-    assert counted.by_place() == {0: 3.0, 1: 2.0, 4: 2.0}
+    assert counted.by_position() == {0: 3.0, 1: 2.0, 4: 2.0}
     assert counted.by_length() == {2: 0.75, 3: 0.25}
     assert counted.tau == pytest.approx((3 + 3 + 4 + 3) / 4)
     assert counted.forwards_per_action == 2.5

@@ -118,8 +118,8 @@ class Acting:
     )
     follow: str = parameter(
         "simulator",
-        "simulator: the arm's own follower. driver: the driver's control. guarded: the same, with the guard behind it. "
-        "plain: values / dt.",
+        "What turns actions into motion. simulator: the simulator's controller. driver: this package's driver. "
+        "guarded: driver and guard. plain: displacement / dt.",
         choices=("simulator", "driver", "guarded", "plain"),
     )
     interface: str | None = parameter(
@@ -179,7 +179,7 @@ def simulate(
     for name, each in summary.tasks.items():
         numbers = ("" if v is None else f"{v:.1f}" for v in (each.steps_to_success, each.time_to_success_s))
         rows.append((name, str(each.success), str(each.listened or ""), *numbers))
-    print_table(("task", "success", "moved named object", "steps", "time [s]"), rows)
+    print_table(("task", "success", "moved the right object", "steps", "time [s]"), rows)
     latency, tally, console = summary.latency_s, summary.decode, Console()
     times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
     emulated = f" (emulated: {emulate}, {software.value} software)" if emulate else ""
@@ -222,8 +222,8 @@ def compare(
         typer.echo(json.dumps(comparison.as_json()))
         return
     typer.echo(f"{comparison.first.n} pairs of the same task and seed")
-    typer.echo(f"{first}: {comparison.first}; only it succeeded in {comparison.only_first}")
-    typer.echo(f"{second}: {comparison.second}; only it succeeded in {comparison.only_second}")
+    typer.echo(f"{first}: {comparison.first}; {comparison.only_first} pairs in which only this run succeeded")
+    typer.echo(f"{second}: {comparison.second}; {comparison.only_second} pairs in which only this run succeeded")
     shown = "significant difference" if comparison.p < _SIGNIFICANT else "no significant difference"
     typer.echo(f"{shown} (p = {comparison.p:.3g}, {comparison.first.n} pairs; exact McNemar test, two-sided)")
 
@@ -244,7 +244,7 @@ def _compare_replays(names: Sequence[Path], frames: Sequence[Mapping[Any, "Frame
     alone = (found.only_first, found.only_second)
     for name, latency, forwards, only in zip(names, found.latency_ms, found.forwards_per_action, alone, strict=True):
         figures = f"p50 {latency:.1f} ms, {forwards:.2f} forwards per action"
-        typer.echo(f"{name}: {figures}; only it answered {only}")
+        typer.echo(f"{name}: {figures}; {only} frames that only this run answered")
     typer.echo(f"{names[1]} is {found.speed_up:.2f} times as fast as {names[0]} (mean latency)")
 
 

@@ -233,7 +233,7 @@ def certify(
         typer.echo(f"difference: {apart}, {most}; {far['gripper_share']:.1%} have another gripper command")
     if result["closest"] is not None:
         ties = f"{result['near_ties']} tokens are near ties (below {found.content['tie']:g})"
-        typer.echo(f"{ties}; the closest two logits are {result['closest']:.3g} apart")
+        typer.echo(f"{ties}; smallest top-two logit margin: {result['closest']:.3g}")
     failures = found.failures
     if given is None:
         found.write(out)

@@ -195,8 +195,8 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
     if endless := [name for name in model.in_model if not model.model.joint(name).limited[0]]:
         report.note(
             "model",
-            f"{', '.join(endless)} turn without end: if the arm's joint_states wrap from pi to -pi, the guard stops "
-            "there; give joints.position_min and joints.position_max, such as -3.1 and 3.1",
+            f"{', '.join(endless)} are continuous (no limits): if the arm's joint_states wrap from pi to -pi, the "
+            "guard stops there; give joints.position_min and joints.position_max, such as -3.1 and 3.1",
         )
     if not Path(joints.model).is_absolute():
         report.note("model", "driver and guard look for it in the folder where each is started: give its absolute path")
@@ -217,7 +217,8 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
     if driver.output == Output.JOINT_TRAJECTORY_CHUNK:
         with report.part("chunks") as well:
             stop_s = planned(model).stop_s if driver.action_space == JOINTS else driver.limits.stop_s
-            well(f"{horizon_s(joints.chunk_s, stop_s):.2f} s of motion are sent ahead, and {stop_s:.2f} s to stop in")
+            reach_s = horizon_s(joints.chunk_s, stop_s) + stop_s
+            well(f"trajectories reach {reach_s:.2f} s ahead, of which {stop_s:.2f} s are the stop")
     with report.part("workspace") as well:
         corners = [*product(*zip(driver.limits.workspace_min, driver.limits.workspace_max, strict=True))]
         missed = [corner for corner in corners if not reaches(model, np.array(corner))]

@@ -16,7 +16,7 @@ from specvla_ros.lab.terminal import print_table, progress, progress_bar
 
 app = typer.Typer()
 
-_SHOWN_PLACES = 16  # positions of an answer that are shown; the file has all
+_SHOWN_POSITIONS = 16  # positions of an answer that are shown; the file has all
 
 
 @app.command()
@@ -112,7 +112,7 @@ def train_draft(
     training.check_frames(bags, frames, topics_of(chosen, of_bags))
     policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))
     with progress_bar() as bar:
-        asking = bar.add_task("asking the target", total=frames)
+        asking = bar.add_task("running the target", total=frames)
         shards = training.collect_features(
             policy,
             bags,
@@ -134,10 +134,12 @@ def train_draft(
             bar.update(line, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.4f}")
             found = progress.validation
             if found is not None and found.epoch > shown:
-                shown, places = found.epoch, found.accept_length_by_place
+                shown, positions = found.epoch, found.accept_length_by_place
                 said = f"epoch {found.epoch}: τ {found.tau:.2f} on {found.samples} held-out answers"
-                if len(places) <= _SHOWN_PLACES:
-                    said += "; accept length by place " + ", ".join(f"{at}: {length:.2f}" for at, length in places)
+                if len(positions) <= _SHOWN_POSITIONS:
+                    said += "; accept length by position " + ", ".join(
+                        f"{at}: {length:.2f}" for at, length in positions
+                    )
                 bar.console.print(said)
 
         training.train_draft(policy, shards, out, settings, show)
@@ -190,7 +192,7 @@ def fleet_draft(
     )
     policy = require_openvla(chosen.load_with_text())
     with progress_bar() as bar:
-        asking = bar.add_task("asking the target", total=plan.frames)
+        asking = bar.add_task("running the target", total=plan.frames)
         line = bar.add_task("training", total=None)
 
         def show(progress: Progress[DraftValidation]) -> None:
@@ -243,7 +245,7 @@ def collect_answers(
     bags = bags_or_simulation(data)
     policy = load_target(chosen.checkpoint, **vars(chosen.model))
     source = frame_source(policy, bags, seed, topics_of(chosen, of_bags))
-    with progress("asking the policy") as advance:
+    with progress("running the policy") as advance:
         found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))
     path = out or policy.directory / ANSWERS_FILE
     save_answers(path, [*found.answers])

@@ -301,7 +301,16 @@ def _code_hash() -> str:
     return digest.hexdigest()
 
 
-_HEAD = ("bag", "images", "answered", "tokens", "different answers", "near ties", "closest logits", "tokens' SHA-256")
+_HEAD = (
+    "bag",
+    "images",
+    "answered",
+    "tokens",
+    "different answers",
+    "near ties",
+    "smallest logit margin",
+    "tokens' SHA-256",
+)
 _DIGITS = 12  # shown of a digest
 _FOUND = ("bags", "result", "settings")
 

@@ -230,7 +230,7 @@ class SweepRow:
             "tau": tally.tau,
             "forwards_per_action": tally.forwards_per_action,
             "share_by_accept_length": tally.by_length(),
-            "accept_length_by_place": tally.by_place(),
+            "accept_length_by_place": tally.by_position(),
             "largest_bins_off": max((bins for _, bins in tally.bins_off), default=0),
             "action_s": self.action_s,
             "speed_up": self.speed_up,
@@ -292,12 +292,12 @@ def sweep(
 def _write_sweep_report(path: Path, rows: Sequence[SweepRow]) -> None:
     tallies = {row.setting.name: row.summary.decode for row in rows[1:]}
     lengths = range(1 + max((length for tally in tallies.values() for length in tally.by_length()), default=0))
-    positions = sorted({position for tally in tallies.values() for position in tally.by_place()})
+    positions = sorted({position for tally in tallies.values() for position in tally.by_position()})
     shares, means = [], []
     for name, tally in tallies.items():
-        by_length, by_place = tally.by_length(), tally.by_place()
+        by_length, by_position = tally.by_length(), tally.by_position()
         shares.append((name, *(f"{by_length.get(length, 0):.0%}" for length in lengths)))
-        means.append((name, *(f"{by_place[each]:.2f}" if each in by_place else "" for each in positions)))
+        means.append((name, *(f"{by_position[each]:.2f}" if each in by_position else "" for each in positions)))
     fastest = max(rows, key=lambda row: row.speed_up)
     parts = [
         _sweep_answer(rows, fastest),

@@ -241,7 +241,16 @@ def boldest(judgements: Sequence[Judgement]) -> str:
     return next((each.name for each in reversed(judgements) if each.verdict is Verdict.QUALIFIED), "")
 
 
-_HEAD = ("", "verdict", "pairs", "lockstep", "realtime", "difference", "only lockstep", "only realtime")
+_HEAD = (
+    "",
+    "verdict",
+    "pairs",
+    "lockstep",
+    "realtime",
+    "difference",
+    "succeeded only in lockstep",
+    "succeeded only in real time",
+)
 _POINTS = 60  # points on an interval's curve
 _SHOWN_EVIDENCE = (-2.5, 4.5)  # powers of ten; values beyond do not change a verdict
 _COLOURS = {"not worse": page.GREEN, "works": page.BLUE, "worse": page.RED, "does not work": page.INK}
@@ -272,7 +281,7 @@ def _write_report(path: Path, judgements: Sequence[Judgement], context: Mapping[
             f"<h2>{escape(each.name)}</h2>",
             page.plot(_evidence(each), 340),
             page.plot(_interval(each), 300),
-            page.table(("task", "pairs", "only lockstep", "only realtime"), _by_task(each)),
+            page.table(("task", "pairs", *_HEAD[-2:]), _by_task(each)),
         ]
     parts.append(page.provenance(context))
     policy = next(iter(context["candidates"].values()))["policy"]

@@ -177,7 +177,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
         _films(path, films),
         "<h2>Tasks</h2>",
         page.table(
-            ("task", "instruction", "success", "episodes", "moved named object", "steps", "time s", "roughness"),
+            ("task", "instruction", "success", "episodes", "moved the right object", "steps", "time s", "roughness"),
             [_task_row(name, summary) for name in summary.tasks],
         ),
         page.plot(_success_plot(summary), 320) if summary.tasks else "",
@@ -224,14 +224,14 @@ def _latency(summary: SimulateSummary) -> str:
     if not summary.latency_s:
         return "<p>There was no action.</p>"
     realtime = summary.context["settings"]["clock"] == "realtime"
-    usual = "from the image to the action, in world time" if realtime else "taken by the policy"
+    usual = "Time from the image to the action, in world time" if realtime else "Decoding time per action"
     row = tuple(f"{summary.latency_s[name] * 1e3:.1f}" for name in ("p50", "p95", "p99", "mean"))
     age = summary.picture_age_s
     followed = "" if age is None else f" Mean age of the image acted on: {age * 1e3:.0f} ms."
     drops = "".join(f"; {count} × {escape(reason)}" for reason, count in summary.drops.items())
     drawn = page.plot(_age_plot(summary.acted), 280) if summary.acted else ""
     return (
-        f"<p class=note>Time {escape(summary.context.get('latency', usual))}.</p>"
+        f"<p class=note>{escape(summary.context.get('latency', usual))}.</p>"
         + page.table(("p50 ms", "p95 ms", "p99 ms", "mean ms"), [row])
         + f"<p>{summary.action_rate_hz:.2f} actions per second of world time{drops}.{followed}</p>"
         + drawn

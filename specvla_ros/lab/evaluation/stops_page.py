@@ -18,7 +18,7 @@ STOPS_FILE = "stops.json"
 THIRDS = (33, 66, 100)
 TABLE_HEAD = (
     *("output", "cause", "speed %", "reach %", "n"),
-    *("time median s", "time worst s", "distance median mm", "distance worst mm"),
+    *("median time [s]", "longest time [s]", "median distance [mm]", "longest distance [mm]"),
 )
 
 
@@ -113,7 +113,16 @@ def _write_page(path: Path, stops: Stops, table: StopTable) -> None:
     if stops.measured:
         parts += ["<h2>Distance over speed</h2>", _ways(stops.measured)]
         found = [(stop.file, stop.cause, stop.time_zero, *_figures(stop)) for stop in stops.measured]
-        columns = ("file", "cause", "time zero", "speed mm/s", "reach m", "time s", "of which braking s", "distance mm")
+        columns = (
+            "file",
+            "cause",
+            "time zero",
+            "speed [mm/s]",
+            "reach [m]",
+            "time [s]",
+            "braking [s]",
+            "distance [mm]",
+        )
         parts += ["<h2>Each stop</h2>", page.table(columns, found)]
     if stops.left_out:
         rows = [(each.file, each.why) for each in stops.left_out]

@@ -175,13 +175,15 @@ def _acceptance_reason(lengths: AcceptanceLengths) -> str:
 
 
 def _chunk_reason(model: cost.ModelCost, ridge: float, chunks: int) -> str:
-    crossing = f"the prompt has {model.prompt_rows} rows; computing and reading balance at {ridge:.0f}, derated"
+    crossing = f"the prompt has {model.prompt_rows} rows; memory-bound below {ridge:.0f}, derated"
     return f"whole ({crossing})" if chunks == 1 else crossing
 
 
 def _node_reason(ridge: float, in_flight: int, nodes: int, *, packed: bool) -> str:
     free = f"{nodes} nodes for each of {in_flight} in flight; {ridge:.0f} rows are free in a forward without a prompt"
-    return f"{free}; with a prompt every node costs, beyond {_PACKED_NODES} more than it gains" if packed else free
+    return (
+        f"{free}; with a prompt every node costs time; beyond {_PACKED_NODES}, more than it saves" if packed else free
+    )
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class ForwardLimit:
     operations: float  # sums over its parts
     seconds: float  # at the limit, its parts one after the other
     derated_seconds: float  # at the expected efficiency
-    bound_by: str  # dominant part of the time: reading or computing
+    bound_by: str  # dominant part of the time: memory (reading and writing) or compute
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ def forward_limits(model: cost.ModelCost, device: Device, weights: WeightFormat)
         limit_s = cost.roofline_seconds(parts, device)
         derated_s = cost.roofline_seconds(parts, device, device.efficiency)
         reads = math.isclose(read / device.bytes_per_s(), limit_s, rel_tol=0.05)
-        rows.append(ForwardLimit(name, read, operations, limit_s, derated_s, "reading" if reads else "computing"))
+        rows.append(ForwardLimit(name, read, operations, limit_s, derated_s, "memory" if reads else "compute"))
     return tuple(rows)
 
 

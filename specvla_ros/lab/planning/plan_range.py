@@ -38,7 +38,7 @@ class PlanRange:
         if not plan.fits:
             return f"{plan.checkpoint} does not fit on {plan.device.name}: {plan.profile.reasons['memory']}"
         mode = _range(plan.profile.settings.mode, self.captured.profile.settings.mode, " or ")
-        return f"{plan.checkpoint} on {plan.device.name}: {mode} gives the freshest images, expect {self._expected}"
+        return f"{plan.checkpoint} on {plan.device.name}: {mode} acts on the newest images; expected {self._expected}"
 
     @property
     def changes(self) -> list[str]:
@@ -80,7 +80,7 @@ class PlanRange:
         each = f" for each of {robots} robots" if robots > 1 else ""
         rate = _range(f"{first.derated_rate_hz:.3g}", f"{second.derated_rate_hz:.3g}")
         latency = _milliseconds(first.derated_latency_s, second.derated_latency_s)
-        kinds = "" if self.single else "; eager software to captured graphs"
+        kinds = "" if self.single else "; range: eager execution to CUDA graphs"
         return f"{rate} actions/s{each}, {latency} (derated{kinds})"
 
 
@@ -146,7 +146,7 @@ def _summary(plans: PlanRange) -> str:
     return (
         f"{plan.checkpoint}, weights {plan.weights.value}: {model.decoder_values / 1e9:.4g} G decoder weights, "
         f"{kv_kib:g} KiB of keys and values per token, a prompt of {model.prompt_rows} rows\n"
-        f"{device.name}: {', '.join(rates)}, {device.memory_gb:g} GB; reading and computing balance at "
+        f"{device.name}: {', '.join(rates)}, {device.memory_gb:g} GB; memory-bound below "
         f"{plan.ridge_rows:.0f} rows\n{reached}{captured}"
     )
 

@@ -299,7 +299,7 @@ def test_replays_are_compared_frame_by_frame(tmp_path):
 
     shown = compare("first", "second").output
     assert "3 pairs of the same frame; 1 have different tokens" in shown
-    assert "second: p50 100.0 ms, 3.00 forwards per action; only it answered 1" in shown
+    assert "second: p50 100.0 ms, 3.00 forwards per action; 1 frames that only this run answered" in shown
     assert "is 2.00 times as fast as" in shown
     assert "is a replay: compare two replays" in str(compare("first", "empty").exception)
 

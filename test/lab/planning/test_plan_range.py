@@ -46,7 +46,7 @@ def test_a_choice_that_captured_graphs_turn_is_said(tmp_path: Path) -> None:
     assert age_s["eager"]["ar"] < age_s["eager"]["pipeline, 3 chunks"]
     assert age_s["captured"]["ar"] > 1.03 * age_s["captured"]["pipeline, 3 chunks"]
     first = done.output.splitlines()[0]
-    assert first == written["verdict"] and " to " in first and "eager software to captured graphs" in first
+    assert first == written["verdict"] and " to " in first and "eager execution to CUDA graphs" in first
     assert written["derated"] != written["captured"]["derated"]
 
 
@@ -65,7 +65,7 @@ def test_a_file_with_one_set_of_shares_is_planned_for_one_kind(tmp_path: Path) -
     done = CliRunner().invoke(app, ["plan", "--device", str(path)])
     assert done.exit_code == 0, done.output
     assert "captured" not in done.output and "eager" not in done.output
-    assert re.search(r"expect \d\.\d+ actions/s, \d+ ms \(derated\)\n", done.output)
+    assert re.search(r"expected \d\.\d+ actions/s, \d+ ms \(derated\)\n", done.output)
 
 
 def test_parameters_that_depend_on_the_software_are_said() -> None:

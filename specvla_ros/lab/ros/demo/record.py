@@ -136,7 +136,7 @@ class DemoRecord:
         context = {
             **context,
             "settings": {"world": "table", "policy": str(self._policy), **context["settings"]},
-            "latency": "from the image's arrival at the policy to the action's publication",
+            "latency": "Time from the image's arrival at the policy to the action's publication",
             **head(),
         }
         summary = summarise_episodes(self.episodes, context=context)
@@ -216,9 +216,9 @@ class Motion:
         """Refusals while the arm was allowed to move, then those while it waited, one per line."""
         moving: dict[str, Mapping[str, int]] = {who: self.in_motion.get(who, {}) for who in self.refused}
         waiting = {who: Counter(counts) - Counter(moving[who]) for who, counts in self.refused.items()}
-        for when, refused in (("during the tasks", moving), ("between them, while motion was disabled,", waiting)):
+        for when, refused in (("during the tasks", moving), ("between tasks (motion disabled)", waiting)):
             for who, counts in refused.items():
-                yield f"{when} the {who} refused{':' if counts else ' nothing'}"
+                yield f"{when} the {who} rejected{':' if counts else ' nothing'}"
                 yield from (f"  {_times(kind, times)}: {in_words(who, kind)}" for kind, times in counts.items())
 
 

@@ -340,7 +340,7 @@ def _print_results(
     console: Console, summary: SimulateSummary, operator: Operator, out: Path, shown: RerunSettings | None
 ) -> None:
     done: Rate = summary.success
-    console.print(f"the arm did {done.successes} of {done.n} tasks ({done}, {_CLOCK})")
+    console.print(f"the arm completed {done.successes} of {done.n} tasks ({done}, {_CLOCK})")
     if summary.latency_s:
         p50, p95 = summary.latency_s["p50"] * 1e3, summary.latency_s["p95"] * 1e3
         rate = f"{summary.action_rate_hz:.1f} actions/s"

@@ -41,7 +41,7 @@ def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path, tasks):
         text=True,
         timeout=PATIENCE_S,
     )
-    assert "the arm did" in run.stdout, run.stdout + run.stderr
+    assert "the arm completed" in run.stdout, run.stdout + run.stderr
     assert "lift the red cube: " in run.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary["tasks"]) == set(tasks) and summary["success"]["episodes"] == len(tasks)
@@ -94,7 +94,7 @@ def test_commanded_arm_moves_through_driver_and_guard(tmp_path, how, robot, inte
         text=True,
         timeout=PATIENCE_S,
     )
-    assert "guard: passing" in run.stdout and "the arm did" in run.stdout, run.stdout + run.stderr
+    assert "guard: passing" in run.stdout and "the arm completed" in run.stdout, run.stdout + run.stderr
     assert "Traceback" not in run.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert run.returncode == (0 if summary["success"]["successes"] else 1)
@@ -254,7 +254,7 @@ def test_a_policy_of_two_cameras_with_a_state_is_shown_all_of_it(tmp_path):
         timeout=PATIENCE_S,
         cwd=tmp_path,
     )
-    assert "the arm did" in run.stdout, run.stdout + run.stderr
+    assert "the arm completed" in run.stdout, run.stdout + run.stderr
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["action_rate_hz"] > 1
 
 

@@ -35,14 +35,14 @@ def test_refusals_are_told_apart_by_whether_motion_had_begun() -> None:
     motion.hear(guard(waiting, not_enabled=1, policy_silent=3), held=False, count=False)
     motion.hear(guard(waiting, not_enabled=2, policy_silent=3), held=True, count=True)
     assert list(motion.sentences()) == [
-        "during the tasks the guard refused:",
+        "during the tasks the guard rejected:",
         "  policy silent 3 times: no new action within 1 s, while the driver commands motion",
-        "during the tasks the driver refused:",
+        "during the tasks the driver rejected:",
         "  not following 4 times: an action arrived while the driver held still, e.g. while the guard blocked motion",
         "  too old once: an action's image was too old: the policy or the machine is slow",
-        "between them, while motion was disabled, the guard refused:",
+        "between tasks (motion disabled) the guard rejected:",
         "  not enabled 2 times: the dead-man's switch was not held, or the stop button fell silent",
-        "between them, while motion was disabled, the driver refused:",
+        "between tasks (motion disabled) the driver rejected:",
         "  not following 15 times: an action arrived while the driver held still, e.g. while the guard blocked motion",
     ]
     assert motion.refused == {
@@ -55,7 +55,7 @@ def test_what_comes_after_the_last_episode_does_not_count() -> None:
     motion = Motion()
     motion.hear(guard("passing"), held=True, count=True)
     motion.hear(guard("holding", driver_silent=1), held=False, count=False)
-    assert next(motion.sentences()) == "during the tasks the guard refused nothing"
+    assert next(motion.sentences()) == "during the tasks the guard rejected nothing"
     assert motion.refused == {"guard": {}}
 
 
