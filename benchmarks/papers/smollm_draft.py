@@ -33,12 +33,13 @@ from torch import Tensor, nn
 from benchmarks.papers.text_target import TextTarget, load_language_model
 from benchmarks.transformers_baseline import transformers_decoder
 from specvla_ros.errors import UserError
+from specvla_ros.lab.files import write_json
 from specvla_ros.lab.plans import check_settings
 from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.lab.training.batched_forward import decoder_hidden
 from specvla_ros.lab.training.dataset import shuffled
 from specvla_ros.lab.training.train_policy import precision
-from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
+from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 
 _ANSWERS = "answers.safetensors"

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from specvla_ros import Action, Engine, EngineSettings, Observation
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.files import write_json
 from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.simulation.collect import holds
 from specvla_ros.lab.simulation.robot import TableRobot
@@ -35,7 +36,6 @@ from specvla_ros.lab.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task
 from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.lab.training.batched_forward import decoder_hidden, image_embeddings
 from specvla_ros.lab.training.nano import write_nano
-from specvla_ros.lab.training.trainer import write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.families.openvla.config import read_config

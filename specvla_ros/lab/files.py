@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic file writes: a killed process or a full disk leaves the old or the new file, never a partial one."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +13,18 @@ import yaml
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Yields a temporary file next to `path`; it replaces `path` at the end and is deleted after an error."""
+    """Yields a temporary file next to `path`; it replaces `path` at the end and is deleted after an error.
+
+    An OSError names `path`.
+    """
     beside = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         yield beside
         beside.replace(path)
+    except OSError as error:
+        if error.filename in (None, str(beside)):
+            error.filename = str(path)
+        raise
     finally:
         beside.unlink(missing_ok=True)
 
@@ -27,6 +35,11 @@ def replace_file(path: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def write_json(path: Path, value: Any, *, allow_nan: bool = True) -> None:
+    """Writes a value atomically as indented JSON."""
+    replace_file(path, json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")
 
 
 def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[str] = ()) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planning commands: `specvla plan` and `specvla bench`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from specvla_ros.engine.settings import MAX_STREAMS
 from specvla_ros.errors import UserError
 from specvla_ros.lab.cli import options
-from specvla_ros.lab.files import replace_file
+from specvla_ros.lab.files import write_json
 from specvla_ros.lab.planning.device import known_devices
 from specvla_ros.models.settings import WeightFormat
 
@@ -106,6 +105,6 @@ def bench(
 
 def _write(path: Path, value: dict[str, object]) -> None:
     try:
-        replace_file(path, json.dumps(value, indent=2) + "\n")
+        write_json(path, value)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from None

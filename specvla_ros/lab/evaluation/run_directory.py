@@ -18,7 +18,7 @@ import torch
 import specvla_ros
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.files import replace_file
+from specvla_ros.lab.files import replace_file, write_json
 from specvla_ros.lab.planning.measure import cpu_name
 from specvla_ros.settings.json_file import load_json
 from specvla_ros.speculation.settings import DRAFT_FOLDER
@@ -82,7 +82,7 @@ class RunDirectory:
         return True
 
     def write_json(self, name: str, value: Any) -> None:
-        replace_file(self.path / name, json.dumps(value, indent=2, allow_nan=False) + "\n")
+        write_json(self.path / name, value, allow_nan=False)
 
     def read_json(self, name: str) -> Any:
         """The content of a JSON file; None if it does not exist."""

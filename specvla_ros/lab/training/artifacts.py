@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the files that a robot loads: weights, draft heads, earlier answers, FAST tokenizers."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.files import unfinished
+from specvla_ros.lab.files import unfinished, write_json
 from specvla_ros.models.codecs.codec import CODEC_FILE
 from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, to_coefficients
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
@@ -37,7 +36,7 @@ def save_draft_head(directory: Path, head: EagleHead) -> None:
     del config["variant"]  # given by model_type
     if head.parallel_depth > 1:
         config["parallel_depth"] = head.parallel_depth
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "config.json", config)
     save_weights(directory / "model.safetensors", {n: t.bfloat16().cpu() for n, t in head.checkpoint_tensors().items()})
 
 
@@ -96,4 +95,4 @@ def save_fast_tokenizer(tokenizer: FastTokenizer, directory: Path, **shape: floa
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.bpe.save(str(directory / "tokenizer.json"))
     config = {"scale": tokenizer.scale, "vocab_size": tokenizer.vocab_size, "min_token": tokenizer.min_token}
-    (directory / CODEC_FILE).write_text(json.dumps(config | shape, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / CODEC_FILE, config | shape)

@@ -29,7 +29,7 @@ from specvla_ros.lab.bags.demonstrations import (
 )
 from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics, rgb_from_message
 from specvla_ros.lab.bags.reader import Bag, bag_files, open_bag
-from specvla_ros.lab.training.trainer import write_json
+from specvla_ros.lab.files import write_json
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec

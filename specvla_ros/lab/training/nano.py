@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
+from specvla_ros.lab.files import write_json
 from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.training.artifacts import save_weights
-from specvla_ros.lab.training.trainer import write_json
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
 

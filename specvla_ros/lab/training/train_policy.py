@@ -18,12 +18,13 @@ from specvla_ros.control.convention import ActionFrame, known_dataset
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice
+from specvla_ros.lab.files import write_json
 from specvla_ros.lab.plans import PolicyTraining
 from specvla_ros.lab.training import dataset
 from specvla_ros.lab.training.artifacts import fit_fast_tokenizer, save_fast_tokenizer, save_weights
 from specvla_ros.lab.training.batched_forward import action_logits
 from specvla_ros.lab.training.nano import teach_instructions, write_nano
-from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
+from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER

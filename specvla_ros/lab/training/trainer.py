@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.files import unfinished
+from specvla_ros.lab.files import unfinished, write_json
 
 STATE_DIRECTORY = "training_state"
 
@@ -182,8 +182,3 @@ class Trainer(Generic[V]):
 def warm_up(step: int, steps: int, longest: int) -> float:
     """A linear rise from 0 to 1 over `longest` steps, or over a tenth of the training if that is shorter."""
     return min(1.0, (step + 1) / min(longest, max(1, steps // 10)))
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object as indented JSON."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

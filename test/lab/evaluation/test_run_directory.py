@@ -39,6 +39,13 @@ def test_a_file_that_cannot_be_written_is_as_before(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "summary.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        replace_file(path, "new")
+    assert caught.value.filename == str(path)
+
+
 def test_lines_are_read_back_without_the_one_that_was_cut_off(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, "simulate")
     with directory.append_to("episodes.jsonl") as lines:
