@@ -271,7 +271,7 @@ def sweep(
     ] = None,
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
-    from specvla_ros.lab.evaluation.compare import relaxation_settings
+    from specvla_ros.lab.evaluation.compare import SWEEP_HEAD, relaxation_settings, sweep_rows
     from specvla_ros.lab.evaluation.compare import sweep as run
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.models.checkpoint import leave_a_core
@@ -282,21 +282,7 @@ def sweep(
     settings = relaxation_settings(chosen.engine, bins or _BINS)
     with progress("episodes") as advance:
         rows = run(base, settings, plan, out, lambda name, _, done, wanted: advance(done, wanted, name))
-    print_table(
-        ("setting", "success", "only plain / only this", "τ", "forwards", "ms", "speed-up"),
-        [
-            (
-                row.setting.name,
-                str(row.summary.success),
-                f"{row.against_first.only_first} / {row.against_first.only_second}",
-                f"{row.summary.decode.tau:.2f}",
-                f"{row.summary.decode.forwards_per_action:.2f}",
-                f"{row.action_s * 1e3:.1f}",
-                f"{row.speed_up:.2f}",
-            )
-            for row in rows
-        ],
-    )
+    print_table(SWEEP_HEAD, sweep_rows(rows))
     typer.echo(f"see {out / 'report.html'}, {out / 'sweep.json'} and a folder for each setting")
 
 

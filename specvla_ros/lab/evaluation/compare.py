@@ -30,6 +30,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 
 SWEEP_FILE = "sweep.json"
+SWEEP_HEAD = ("setting", "success", "difference", "forwards per action", "τ", "ms", "speed-up")
 _TIMED_FRAMES = 64
 _ACTION_DIM = 7
 _OPEN = 0.5  # threshold between the two gripper commands
@@ -302,10 +303,7 @@ def _write_sweep_report(path: Path, rows: Sequence[SweepRow]) -> None:
     parts = [
         _sweep_answer(rows, fastest),
         "<h2>Success, forwards and speed</h2>",
-        page.table(
-            ("", "success", "difference", "forwards per action", "τ", "ms", "speed-up"),
-            [_sweep_row(row, first=row is rows[0]) for row in rows],
-        ),
+        page.table(SWEEP_HEAD, sweep_rows(rows)),
         "<p class=note>The difference to the first row is paired, in points, with a 95 % interval (Agresti and Min). "
         f"Times are from the same frames, with the settings taking turns. {page.TAU}</p>",
         page.plot(_sweep_plot(rows), 380, showlegend=False),
@@ -329,17 +327,20 @@ def _sweep_answer(rows: Sequence[SweepRow], fastest: SweepRow) -> str:
     return page.answer("", f"{fastest.speed_up:.2f} ×", f"as fast as {first.setting.name}", text)
 
 
-def _sweep_row(row: SweepRow, *, first: bool) -> tuple[str, ...]:
-    tally = row.summary.decode
-    return (
-        row.setting.name,
-        str(row.summary.success),
-        "" if first else str(row.against_first),
-        f"{tally.forwards_per_action:.2f}",
-        f"{tally.tau:.2f}",
-        f"{row.action_s * 1e3:.1f}",
-        f"{row.speed_up:.2f}",
-    )
+def sweep_rows(rows: Sequence[SweepRow]) -> list[tuple[str, ...]]:
+    """The settings' table cells, in the order of SWEEP_HEAD."""
+    return [
+        (
+            row.setting.name,
+            str(row.summary.success),
+            "" if row is rows[0] else str(row.against_first),
+            f"{row.summary.decode.forwards_per_action:.2f}",
+            f"{row.summary.decode.tau:.2f}",
+            f"{row.action_s * 1e3:.1f}",
+            f"{row.speed_up:.2f}",
+        )
+        for row in rows
+    ]
 
 
 def _sweep_plot(rows: Sequence[SweepRow]) -> go.Figure:
