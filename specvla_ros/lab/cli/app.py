@@ -15,7 +15,7 @@ import typer
 
 from specvla_ros import __version__
 from specvla_ros.engine.settings import MAX_STREAMS
-from specvla_ros.errors import UserError, missing_package
+from specvla_ros.errors import UserError
 from specvla_ros.lab.cli import experiments, plan, recordings, robot, training
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, takes_policy
 from specvla_ros.lab.terminal import one_line_endings, progress
@@ -109,14 +109,11 @@ def serve(
     key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
 ) -> None:
     """Serve a policy to clients of openpi and vla-eval (websockets) and OpenVLA (POST /act), with /metrics."""
-    try:
-        import uvicorn
+    import uvicorn
 
-        from specvla_ros.serving.app import make_app
-        from specvla_ros.serving.server import ServeSettings
-    except ModuleNotFoundError as error:
-        raise missing_package(error) from None
     from specvla_ros.engine.engine import Engine
+    from specvla_ros.serving.app import make_app
+    from specvla_ros.serving.server import ServeSettings
 
     if (certificate is None) != (key is None):
         raise UserError("TLS needs both: --certificate FILE and --key FILE")

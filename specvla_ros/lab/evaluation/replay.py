@@ -116,10 +116,8 @@ class ReplayRun:
         if self._shown is not None and (lost := self._shown.close()):
             tell(lost)
         summary = summarise(self._columns, self._pictures.frames, thresholds, incomplete, context)
-        try:
+        with report_if_possible():
             write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
-        except ModuleNotFoundError as error:  # a robot has no Plotly
-            tell(f"cannot write {REPORT_FILE}: {missing_package(error)}")
         self._directory.write_json(SUMMARY_FILE, summary.as_json())
         return summary
 
@@ -318,6 +316,15 @@ def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: s
 def tell(text: str) -> None:
     """Prints a note on stderr."""
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def report_if_possible() -> Iterator[None]:
+    """Names the missing package in place of a report: a robot has no Plotly."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        tell(f"cannot write {REPORT_FILE}: {missing_package(error)}")
 
 
 def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = DEFAULT_TOPICS) -> None:

@@ -13,11 +13,18 @@ from typing import Any
 from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.errors import UserError, missing_package
+from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.lerobot.dataset import as_episode, name_of
 from specvla_ros.lab.bags.reader import BAG_SUFFIXES, open_bag
-from specvla_ros.lab.evaluation.replay import BAG_DIRECTORY, FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
+from specvla_ros.lab.evaluation.replay import (
+    BAG_DIRECTORY,
+    FRAMES_FILE,
+    INTERRUPTED,
+    check_senses,
+    replay,
+    report_if_possible,
+)
 from specvla_ros.lab.evaluation.replay_page import write_bags_report
 from specvla_ros.lab.evaluation.replay_summary import BagRow, BagsSummary, FrameRecord, ReplayColumns, summarise
 from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
@@ -243,10 +250,8 @@ def _summarise(
         context["refused_states"] = f"{len(refused)} of {len(bags)} bags have broken states, such as {refused[0]}"
     total = summarise(together or ReplayColumns((), 0), in_bags, thresholds, "", context)
     summary = BagsSummary(tuple(rows), total, tuple(left_out))
-    try:
+    with report_if_possible():
         write_bags_report(directory.path / REPORT_FILE, summary)
-    except ModuleNotFoundError as error:  # a robot has no Plotly
-        tell(f"cannot write {REPORT_FILE}: {missing_package(error)}")
     directory.write_json(SUMMARY_FILE, summary.as_json())
     return summary
 
