@@ -150,11 +150,11 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
             if newest is not None:
                 yield _ended(newest, together.give_up(), refused or before)
             newest, before = BagFrame(index, message, text, epoch), ""
-            stamp = _stamp_ns(message) if sensors else 0  # only when needed: it deserialises the whole message
+            stamp = recorded_ns(message) if sensors else 0  # only when needed: it deserialises the whole message
             newest = _ended(newest, together.add(message.topic, stamp, message), refused)
             index += 1
         elif message.topic in sensors:
-            name, stamp = sensors[message.topic], _stamp_ns(message)
+            name, stamp = sensors[message.topic], recorded_ns(message)
             sample: BagMessage | np.ndarray | None = message
             if name == STATE:
                 before = refused or before
@@ -187,7 +187,7 @@ def _ended(frame: BagFrame, ended: list[Matched | Unmatched], refused: str) -> B
     return frame
 
 
-def _stamp_ns(message: BagMessage) -> int:
+def recorded_ns(message: BagMessage) -> int:
     """A message's own stamp, or its bag time if it has none."""
     try:
         return stamp_ns(message.message().header)

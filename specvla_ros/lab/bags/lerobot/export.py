@@ -24,6 +24,7 @@ from specvla_ros.lab.bags.frames import (
     TopicChoice,
     bag_frames,
     choose_topics,
+    recorded_ns,
     rgb_from_message,
 )
 from specvla_ros.lab.bags.lerobot.episode import STAMP_KEY
@@ -130,7 +131,7 @@ def _survey(path: Path, choice: TopicChoice, answers: Path | None, result: Expor
         answered = _answers(bag, answers)
         stamps, first, dims = list[int](), None, Counter[int]()
         for frame in bag_frames(bag, chosen, choice.instruction):
-            stamp = _stamp_ns(frame)
+            stamp = recorded_ns(frame.image)
             if reason := _unusable(frame, chosen.action is not None, answered, stamp):
                 result.dropped[reason] += 1
                 continue
@@ -277,7 +278,7 @@ def _frames(survey: _Survey, plan: ExportPlan, result: ExportResult) -> Iterator
     with open_bag(survey.path) as bag:
         chosen = choose_topics(bag, survey.choice)
         for frame in bag_frames(bag, chosen, survey.choice.instruction):
-            stamp = _stamp_ns(frame)
+            stamp = recorded_ns(frame.image)
             if stamp not in wanted or _unusable(frame, chosen.action is not None, survey.answers, stamp):
                 continue
             try:
@@ -318,11 +319,3 @@ def _images(frame: BagFrame, choice: TopicChoice, lead: str) -> dict[str, np.nda
     parts = [part for part in lead.split("/") if part and part not in _GENERIC]
     messages = {"_".join(parts) or "camera": frame.image} | {name: frame.others[name] for name in choice.cameras}
     return {IMAGES.format(name): rgb_from_message(message.message()) for name, message in messages.items()}
-
-
-def _stamp_ns(frame: BagFrame) -> int:
-    """The image's stamp, or its bag time if it has none."""
-    try:
-        return stamp_ns(frame.image.message().header)
-    except UserError:
-        return frame.image.time_ns
