@@ -102,12 +102,8 @@ class DecodeTally:
     def sum(tallies: Iterable["DecodeTally"]) -> "DecodeTally":
         total = DecodeTally()
         for each in tallies:
-            total.actions += each.actions
-            total.forwards += each.forwards
-            total.tokens += each.tokens
-            total.accepted += each.accepted
-            total.bins_off += each.bins_off
-            total.why += each.why
+            for name, value in vars(each).items():
+                setattr(total, name, getattr(total, name) + value)
         return total
 
 
