@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from specvla_ros.control.pose import Pose, rotation_matrix
+from specvla_ros.control.pose import Pose
 from specvla_ros.control.robot_model import ToolKinematics
 from specvla_ros.lab.simulation.arm import Arm, joint_model
+from specvla_ros.lab.simulation.world import pointing_down
 
 _STEPS = 30
 _LONGEST_STEP = 0.3  # rad, of any joint; a full Newton step from afar may leave the branch
@@ -62,4 +63,4 @@ class JointGoals:
 def _straightened(pose: Pose) -> Pose:
     """The pose without the hand's tilt. A policy of joints sees its own tilt, and cannot see the tool's."""
     yaw = float(np.arctan2(pose.rotation[1, 0], pose.rotation[0, 0]))
-    return Pose(pose.position, rotation_matrix(np.array([0.0, 0.0, yaw])) @ np.diag([1.0, -1.0, -1.0]))
+    return Pose(pose.position, pointing_down(yaw))

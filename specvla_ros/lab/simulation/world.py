@@ -211,10 +211,14 @@ class World:
                 return
 
 
+def pointing_down(yaw: float) -> np.ndarray:
+    """Rotation [3, 3] of a hand that points straight down, with its fingers opening across `yaw`."""
+    return rotation_matrix(np.array([0.0, 0.0, yaw])) @ np.diag([1.0, -1.0, -1.0])
+
+
 def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:
-    """Rotation vector [3] that turns a hand to point straight down, with its fingers opening across `yaw`."""
-    down = rotation_matrix(np.array([0.0, 0.0, yaw])) @ np.diag([1.0, -1.0, -1.0])
-    return rotation_vector(down @ rotation.T)
+    """Rotation vector [3] that turns a hand to point straight down."""
+    return rotation_vector(pointing_down(yaw) @ rotation.T)
 
 
 class Camera:
