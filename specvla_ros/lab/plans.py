@@ -228,8 +228,8 @@ class FleetPlan:
     frames: int = parameter(20000, "Maximum number of images that the target answers for training.", minimum=1)
     max_bytes: float = 20e9  # disk space for the features while the head is trained
     held_out: float = parameter(0.2, "Share of the bags held out to judge heads.")  # at least one
-    # Losslessness is judged on all held-out frames, forwards and calibration on these.
-    judged_frames: int = parameter(300, "Maximum number of held-out images on which forwards are counted.", minimum=1)
+    # Losslessness is judged on all held-out frames, forwards and calibration on at most so many.
+    judged_frames: int = 300
     min_gain: float = parameter(0.01, "Minimum share of forwards per action saved against the head in use.")
     calibrate: CalibratePlan | None = None  # settings tried with the new head; None: no calibration
 
