@@ -3,7 +3,7 @@
 
 import math
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -14,23 +14,16 @@ from specvla_ros.lab.simulation.arm import TABLE_ARM, WRIST_CAMERA, Arm
 from specvla_ros.lab.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
 from specvla_ros.lab.simulation.world import CONTROL_HZ, FRONT_CAMERA, SCALE, Camera, World
 
+if TYPE_CHECKING:  # a policy's actions, as its checkpoint describes them; the demo does not need torch
+    from specvla_ros.models.codecs.codec import Codec
+    from specvla_ros.models.codecs.statistics import ActionStatistics
+
 IMAGE_SIZE = 224
 ACTION_DT_S = 0.2  # a policy of about 5 Hz over a controller of 20 Hz
 _REMEMBERED_S = 20.0
 
 
-class PolicyActions(Protocol):
-    """The actions of a policy, as its checkpoint describes them: a codec, or `ActionStatistics`."""
-
-    @property
-    def unnorm_key(self) -> str: ...
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    @property
-    def action_range(self) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-def check_policy(actions: PolicyActions, taken: tuple[str, ...], largest_translation: float) -> None:
+def check_policy(actions: "Codec | ActionStatistics", taken: tuple[str, ...], largest_translation: float) -> None:
     """Raises UserError if a policy's actions cannot come from a robot's training data.
 
     Args:
