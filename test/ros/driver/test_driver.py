@@ -258,7 +258,8 @@ def test_joints_that_are_measured_no_more_bring_velocities_to_rest():
     """The tool's pose comes from elsewhere and goes on, while the joints' errors would grow unseen."""
     with arm(output="velocity_array", tool_pose_timeout_s=0.3, **JOINT_OUTPUT | {"tool_pose_source": "topic"}) as robot:
         velocities = under_way(robot)
-        publisher, robot._joint_states = robot._joint_states, SimpleNamespace(publish=lambda message: None)
+        publisher, silent = robot._joint_states, SimpleNamespace(publish=lambda message: None)
+        robot._joint_states = silent  # type: ignore[assignment]
         robot.until(lambda: "the newest joint_states are" in robot.core.problem)
         robot.until(lambda: not velocities().any())
         robot._joint_states = publisher
