@@ -3,20 +3,17 @@
 
 from pathlib import Path
 
-from ament_index_python.packages import get_package_share_directory
-from launch.actions import DeclareLaunchArgument, IncludeLaunchDescription, LogInfo, OpaqueFunction
+from launch.actions import DeclareLaunchArgument, LogInfo, OpaqueFunction
 from launch.events.process import ProcessExited
-from launch.launch_description_sources import PythonLaunchDescriptionSource
-from launch.substitutions import LaunchConfiguration
 from launch_ros.actions import LifecycleNode, Node
 from launch_ros.parameter_descriptions import ParameterValue
 
 from launch import LaunchContext, LaunchDescription
 from specvla_ros.control.guard.settings import GuardParameters
-from specvla_ros.ros.bringup import autostart, policy_parameters, respawning
+from specvla_ros.ros.bringup import argument, autostart, bringup, policy_parameters, respawning, switch, text
 from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
 from specvla_ros.ros.task import TaskParameters
-from specvla_ros.ros.wiring import COMMANDS, RobotTopics, refused_images_warning
+from specvla_ros.ros.wiring import COMMANDS, RobotTopics, image_remappings, refused_images_warning
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters
 
@@ -25,40 +22,21 @@ NODES = {"driver": DriverParameters, "guard": GuardParameters, "task": TaskParam
 
 def generate_launch_description() -> LaunchDescription:
     """Takes all arguments of bringup too; see `ros2 launch specvla_ros robot.launch.py --show-args`."""
-    bringup = Path(get_package_share_directory("specvla_ros"), "launch", "bringup.launch.py")
     return LaunchDescription(
         [
             DeclareLaunchArgument(
                 "robot",
                 description="Parameter file of driver, guard and task: limits, output, frames; see config/robots.",
             ),
-            DeclareLaunchArgument(
-                "action_topic", default_value=RobotTopics.action, description="The policy's actions, VlaAction."
-            ),
-            DeclareLaunchArgument(
-                "tool_pose_topic", default_value=RobotTopics.tool_pose, description="Measured PoseStamped."
-            ),
-            DeclareLaunchArgument(
-                "joint_states_topic", default_value=RobotTopics.joint_states, description="JointState topic."
-            ),
-            *(
-                DeclareLaunchArgument(
-                    f"{name}_topic", default_value=f"guard/{name}", description=f"Topic for the guard's {name}."
-                )
-                for name in COMMANDS
-            ),
-            DeclareLaunchArgument(
-                "task",
-                default_value="false",
-                choices=["true", "false"],
-                description="Accept tasks on the action run_task; the policy then acts only during tasks.",
-            ),
-            DeclareLaunchArgument("rerun", default_value="", description="Output file for Rerun, such as run.rrd."),
-            DeclareLaunchArgument(
-                "viewer", default_value="", description="Rerun's viewer: spawn, or the address of a running one."
-            ),
+            text("action_topic", RobotTopics.action, "The policy's actions, VlaAction."),
+            text("tool_pose_topic", RobotTopics.tool_pose, "Measured PoseStamped."),
+            text("joint_states_topic", RobotTopics.joint_states, "JointState topic."),
+            *(text(f"{name}_topic", f"guard/{name}", f"Topic for the guard's {name}.") for name in COMMANDS),
+            switch("task", "false", "Accept tasks on the action run_task; the policy then acts only during tasks."),
+            text("rerun", "", "Output file for Rerun, such as run.rrd."),
+            text("viewer", "", "Rerun's viewer: spawn, or the address of a running one."),
             OpaqueFunction(function=_read_robot),
-            IncludeLaunchDescription(PythonLaunchDescriptionSource(str(bringup))),
+            bringup({}),
             OpaqueFunction(function=_start),
         ]
     )
@@ -77,21 +55,18 @@ def _read_robot(context: LaunchContext) -> list:
 
 
 def _start(context: LaunchContext) -> list:
-    def argument(name: str) -> str:
-        return LaunchConfiguration(name).perform(context)
-
     common = {
         "package": "specvla_ros",
-        "namespace": argument("namespace"),
+        "namespace": argument(context, "namespace"),
         "output": "screen",
     }
     again = respawning(context)
     topics = RobotTopics(
-        argument("tool_pose_topic"),
-        argument("joint_states_topic"),
-        argument("instruction_topic"),
-        {name: argument(f"{name}_topic") for name in COMMANDS},
-        argument("action_topic"),
+        argument(context, "tool_pose_topic"),
+        argument(context, "joint_states_topic"),
+        argument(context, "instruction_topic"),
+        {name: argument(context, f"{name}_topic") for name in COMMANDS},
+        argument(context, "action_topic"),
     )
     driver = LifecycleNode(
         executable="driver",
@@ -119,7 +94,7 @@ def _start(context: LaunchContext) -> list:
             executable="task",
             name="task",
             parameters=[_parameters("task", context)],
-            remappings=[("instruction", argument("instruction_topic"))],
+            remappings=[("instruction", argument(context, "instruction_topic"))],
             **common,
             **again,
         )
@@ -130,7 +105,7 @@ def _start(context: LaunchContext) -> list:
 def _guard_ended(event: ProcessExited, context: LaunchContext) -> None:
     """Ends the launch, with the last message, if the guard refuses its parameters: nothing can move without it."""
     if event.returncode == 2 and not context.is_shutdown:
-        robot = LaunchConfiguration("robot").perform(context)
+        robot = argument(context, "robot")
         raise RuntimeError(
             f"the guard refused {robot}: its own message above says what to fix; nothing can move without it"
         )
@@ -138,7 +113,7 @@ def _guard_ended(event: ProcessExited, context: LaunchContext) -> None:
 
 def _image_age_warning(context: LaunchContext) -> list:
     """Warns before any motion if the policy answers images that driver and guard refuse."""
-    if not as_bool("policy", LaunchConfiguration("policy").perform(context)):
+    if not as_bool("policy", argument(context, "policy")):
         return []
     usual = {"driver": DriverParameters().max_action_age_s, "guard": GuardParameters().guard.max_action_age_s}
     refused_s = min(_file_parameters(node, context).get("max_action_age_s", age_s) for node, age_s in usual.items())
@@ -147,28 +122,23 @@ def _image_age_warning(context: LaunchContext) -> list:
 
 
 def _with_task(context: LaunchContext) -> bool:
-    return as_bool("task", LaunchConfiguration("task").perform(context))
+    return as_bool("task", argument(context, "task"))
 
 
 def _live_view(context: LaunchContext, topics: RobotTopics) -> list:
     """A separate process that shows the run, if an argument asks for it."""
-
-    def argument(name: str) -> str:
-        return LaunchConfiguration(name).perform(context)
-
-    shown = {"out": argument("rerun"), "viewer": argument("viewer")}
+    shown = {"out": argument(context, "rerun"), "viewer": argument(context, "viewer")}
     if not any(shown.values()):
         return []
     limits = {name: value for name, value in _parameters("driver", context).items() if name.startswith("limits.")}
-    camera = argument("image_topic")
     return [
         Node(
             package="specvla_ros",
             executable="live_view",
             name="live_view",
-            namespace=argument("namespace"),
+            namespace=argument(context, "namespace"),
             parameters=[{**limits, **{name: ParameterValue(value, value_type=str) for name, value in shown.items()}}],
-            remappings=[("image", camera), ("image/compressed", f"{camera}/compressed"), *topics.live_view],
+            remappings=[*image_remappings("image", argument(context, "image_topic")), *topics.live_view],
             output="screen",
         )
     ]
@@ -184,12 +154,12 @@ def _parameters(node: str, context: LaunchContext) -> dict:
         for name, value in merged.items()
         if name not in others
     }
-    use_sim_time = LaunchConfiguration("use_sim_time").perform(context)
+    use_sim_time = argument(context, "use_sim_time")
     return {**parameters, "use_sim_time": as_bool("use_sim_time", use_sim_time)}
 
 
 def _file_parameters(node: str, context: LaunchContext) -> dict:
-    robot = Path(LaunchConfiguration("robot").perform(context)).expanduser()
+    robot = Path(argument(context, "robot")).expanduser()
     # The namespace is an argument of bringup, so it may not be declared yet.
     namespace = context.launch_configurations.get("namespace", "")
     return merge_parameters([robot], {}, node=node, namespace=namespace)

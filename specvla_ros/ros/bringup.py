@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments, parameters and start of the policy node, shared by the launch files."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ament_index_python.packages import get_package_share_directory
-from launch.actions import DeclareLaunchArgument, EmitEvent, LogInfo, OpaqueFunction, RegisterEventHandler, TimerAction
+from launch.actions import (
+    DeclareLaunchArgument,
+    EmitEvent,
+    IncludeLaunchDescription,
+    LogInfo,
+    OpaqueFunction,
+    RegisterEventHandler,
+    TimerAction,
+)
 from launch.event_handlers import OnProcessExit, OnProcessStart
-from launch.events import matches_action
+from launch.events import Shutdown, matches_action
 from launch.events.process import ProcessExited
 from launch.launch_context import LaunchContext
 from launch.launch_description import LaunchDescription
+from launch.launch_description_sources import PythonLaunchDescriptionSource
 from launch.substitutions import LaunchConfiguration
-from launch_ros.actions import LifecycleNode
+from launch_ros.actions import LifecycleNode, Node
 from launch_ros.event_handlers import OnStateTransition
 from launch_ros.events.lifecycle import ChangeState
 from launch_ros.parameter_descriptions import ParameterValue
@@ -37,61 +47,106 @@ def policy_launch(profile: str = "") -> LaunchDescription:
     """Starts, configures and activates the policy node with a profile; if it is empty, an argument chooses it."""
     return LaunchDescription(
         [
-            *([_choice("profile", "desktop", PROFILES, "Parameters to use.")] if not profile else []),
-            _text("params_file", "", "Parameter file; overrides the profile."),
-            *(_text(name, "", description) for name, description in PARAMETERS.items()),
-            _text("image_topic", "image", "Topic of the raw images; the compressed ones are below it."),
-            _text("sensor_topics", "", "Topics of further cameras and the state: NAME=TOPIC, comma-separated."),
-            _text("instruction_topic", "instruction", "Topic of the instruction, std_msgs/String."),
-            _text("namespace", "", "Namespace of the node and its topics."),
-            _text("robots", "", "Robots that share the policy, comma-separated. A robot's topics are below its name."),
-            _switch("policy", "true", "Start the policy node; false if another launch or machine starts it."),
-            _switch("use_sim_time", "false", "Follow /clock."),
-            _switch("autostart", "true", "Configure and activate the node once for each start of its process."),
-            _switch(
+            *([choice("profile", "desktop", PROFILES, "Parameters to use.")] if not profile else []),
+            text("params_file", "", "Parameter file; overrides the profile."),
+            *(text(name, "", description) for name, description in PARAMETERS.items()),
+            text("image_topic", "image", "Topic of the raw images; the compressed ones are below it."),
+            text("sensor_topics", "", "Topics of further cameras and the state: NAME=TOPIC, comma-separated."),
+            text("instruction_topic", "instruction", "Topic of the instruction, std_msgs/String."),
+            text("namespace", "", "Namespace of the node and its topics."),
+            text("robots", "", "Robots that share the policy, comma-separated. A robot's topics are below its name."),
+            switch("policy", "true", "Start the policy node; false if another launch or machine starts it."),
+            switch("use_sim_time", "false", "Follow /clock."),
+            switch("autostart", "true", "Configure and activate the node once for each start of its process."),
+            switch(
                 "exit_on_failure",
                 "false",
                 "End the launch if the policy or the driver cannot start; otherwise the other nodes keep running.",
             ),
-            _switch("respawn", "false", "Restart a process that ended; the guard is never restarted."),
-            _text("respawn_delay", "2.0", "Seconds before a restart."),
-            _choice("log_level", "info", ["debug", "info", "warn", "error"], "Log level of the node."),
+            switch("respawn", "false", "Restart a process that ended; the guard is never restarted."),
+            text("respawn_delay", "2.0", "Seconds before a restart."),
+            choice("log_level", "info", ["debug", "info", "warn", "error"], "Log level of the node."),
             OpaqueFunction(function=_start, args=[profile]),
         ]
     )
 
 
-def _text(name: str, default: str, description: str) -> DeclareLaunchArgument:
+def text(name: str, default: str, description: str) -> DeclareLaunchArgument:
+    """Declares an argument of any text."""
     return DeclareLaunchArgument(name, default_value=default, description=description)
 
 
-def _switch(name: str, default: str, description: str) -> DeclareLaunchArgument:
-    return _choice(name, default, ["true", "false"], description)
+def switch(name: str, default: str, description: str) -> DeclareLaunchArgument:
+    """Declares an argument that is true or false."""
+    return choice(name, default, ["true", "false"], description)
 
 
-def _choice(name: str, default: str, choices: list[str], description: str) -> DeclareLaunchArgument:
+def choice(name: str, default: str, choices: list[str], description: str) -> DeclareLaunchArgument:
+    """Declares an argument of some values."""
     return DeclareLaunchArgument(name, default_value=default, choices=choices, description=description)
+
+
+def argument(context: LaunchContext, name: str) -> str:
+    """The value of a launch argument."""
+    return str(LaunchConfiguration(name).perform(context))
+
+
+def source_launch(
+    arguments: list[DeclareLaunchArgument],
+    start: Callable[[LaunchContext], list[Any]],
+    forced: dict[str, str],
+    forwarded: tuple[str, ...],
+) -> LaunchDescription:
+    """The policy on the images of another node, on simulated time, and on the CPU by default.
+
+    Args:
+        start: returns the other node's actions. It runs first: an error in it must end the launch before a policy
+            process starts.
+        forced: arguments of bringup that the launch file sets.
+        forwarded: names of `arguments` that are bringup's too.
+    """
+    shared = [
+        choice("profile", "cpu", PROFILES, "Parameters to use."),
+        switch(
+            "exit_on_failure",
+            "true",
+            "End the launch if the policy cannot start: the other nodes are of no use without it.",
+        ),
+    ]
+    names = (*forwarded, *(each.name for each in shared))
+    passed = {name: LaunchConfiguration(name) for name in names} | {"use_sim_time": "true"} | forced
+    return LaunchDescription([*arguments, *shared, OpaqueFunction(function=start), bringup(passed)])
+
+
+def bringup(arguments: dict[str, Any]) -> IncludeLaunchDescription:
+    """Includes bringup.launch.py."""
+    path = Path(get_package_share_directory("specvla_ros"), "launch", "bringup.launch.py")
+    return IncludeLaunchDescription(PythonLaunchDescriptionSource(str(path)), launch_arguments=arguments.items())
+
+
+def ending_launch(node: Node, name: str, reason: str) -> list[Any]:
+    """A node whose end ends the launch, with an error if it failed. `reason`: why the launch ends otherwise."""
+
+    def end(event: ProcessExited, context: LaunchContext) -> list[Any]:
+        if event.returncode:
+            raise RuntimeError(f"{name} ended with code {event.returncode}: its own message above says why")
+        return [EmitEvent(event=Shutdown(reason=reason))]
+
+    return [node, RegisterEventHandler(OnProcessExit(target_action=node, on_exit=end))]
 
 
 def policy_parameters(context: LaunchContext, profile: str = "") -> dict[str, Value]:
     """The policy's parameters from the launch's arguments and files; see `merge_parameters`."""
-
-    def argument(name: str) -> str:
-        return str(LaunchConfiguration(name).perform(context))
-
     config = Path(get_package_share_directory("specvla_ros"), "config")
-    files = [config / "common.yaml", config / f"{profile or argument('profile')}.yaml"]
-    if argument("params_file"):
-        files.append(Path(argument("params_file")).expanduser())
-    given = {name: argument(name) for name in PARAMETERS}
-    return merge_parameters(files, given, node="policy", namespace=argument("namespace"))
+    files = [config / "common.yaml", config / f"{profile or argument(context, 'profile')}.yaml"]
+    if argument(context, "params_file"):
+        files.append(Path(argument(context, "params_file")).expanduser())
+    given = {name: argument(context, name) for name in PARAMETERS}
+    return merge_parameters(files, given, node="policy", namespace=argument(context, "namespace"))
 
 
 def _start(context: LaunchContext, profile: str) -> list[Any]:
-    def argument(name: str) -> str:
-        return str(LaunchConfiguration(name).perform(context))
-
-    if not as_bool("policy", argument("policy")):
+    if not as_bool("policy", argument(context, "policy")):
         return []
     merged = policy_parameters(context, profile)
     # Without a type, launch would read the instruction "5" as a number.
@@ -99,25 +154,26 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
         name: ParameterValue(value, value_type=str) if isinstance(value, str) else value
         for name, value in merged.items()
     }
-    parameters["use_sim_time"] = as_bool("use_sim_time", argument("use_sim_time"))
-    robots = [name.strip() for name in argument("robots").split(",") if name.strip()]
+    parameters["use_sim_time"] = as_bool("use_sim_time", argument(context, "use_sim_time"))
+    robots = [name.strip() for name in argument(context, "robots").split(",") if name.strip()]
     if robots:
         parameters["robots"] = robots
     # Passed as a file, which also reaches the robots' own nodes. `parameters` already has the policy node's share.
-    whole = [str(Path(argument("params_file")).expanduser())] if robots and argument("params_file") else []
-    image_topic = argument("image_topic")
+    file = argument(context, "params_file")
+    whole = [str(Path(file).expanduser())] if robots and file else []
+    image_topic = argument(context, "image_topic")
     node = LifecycleNode(
         package="specvla_ros",
         executable="policy",
         name="policy",
-        namespace=argument("namespace"),
+        namespace=argument(context, "namespace"),
         parameters=[*whole, parameters],
         remappings=[
             *image_remappings("image", image_topic),
-            *sensor_remappings(argument("sensor_topics")),
-            ("instruction", argument("instruction_topic")),
+            *sensor_remappings(argument(context, "sensor_topics")),
+            ("instruction", argument(context, "instruction_topic")),
         ],
-        ros_arguments=["--log-level", f"policy:={argument('log_level')}"],
+        ros_arguments=["--log-level", f"policy:={argument(context, 'log_level')}"],
         output="screen",
         **respawning(context),
     )
@@ -126,16 +182,16 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
 
 def respawning(context: LaunchContext) -> dict[str, Any]:
     """Respawn options of a node, from the launch arguments."""
-    again = as_bool("respawn", LaunchConfiguration("respawn").perform(context))
-    delay_s = as_number("respawn_delay", LaunchConfiguration("respawn_delay").perform(context))
+    again = as_bool("respawn", argument(context, "respawn"))
+    delay_s = as_number("respawn_delay", argument(context, "respawn_delay"))
     return {"respawn": again, "respawn_delay": delay_s}
 
 
 def autostart(node: LifecycleNode, name: str, context: LaunchContext) -> list[RegisterEventHandler]:
     """Handlers that configure and activate a node once for each start of its process, if the arguments ask for it."""
-    if not as_bool("autostart", LaunchConfiguration("autostart").perform(context)):
+    if not as_bool("autostart", argument(context, "autostart")):
         return []
-    ends = as_bool("exit_on_failure", LaunchConfiguration("exit_on_failure").perform(context))
+    ends = as_bool("exit_on_failure", argument(context, "exit_on_failure"))
     return _Lifecycle(node, name, ends).handlers()
 
 
