@@ -94,7 +94,7 @@ class DrivenRobot(TableRobot):
         super().__init__(image_size, arm)
         self._arm = arm
         self._commanded = CommandedArm(self.world, command)
-        self._by_velocity = command == "twist"
+        self._by_velocity, self._of_joint_velocities = command == "twist", command == "velocity_array"
         self._follow, self._of_joints = follow, joints
         self._limits, self._model = simulation_limits(arm), joint_model(self.world.model, arm)
         self._convention, stop_s = ActionConvention(ACTION_DT_S), self._limits.stop_s
@@ -201,6 +201,8 @@ class DrivenRobot(TableRobot):
         except UnreachableError:
             self.refused["unreachable"] += 1
             self._actions.hold(self._now_s)
+            if self._of_joint_velocities:  # as the driver's output: the arm would keep the last ones
+                command = self._tracking.brake(CONTROL_DT_S)
         self._obey(self._guarded(command))
         self._commanded.advance(self._now_s)
         self.moved()

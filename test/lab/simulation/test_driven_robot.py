@@ -12,6 +12,7 @@ from support.gl import needs_gl
 from support.nightly import nightly_but
 from support.pace import invented_pace
 
+from specvla_ros.control.inverse_kinematics import UnreachableError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.simulate import make_robot
@@ -51,6 +52,26 @@ def test_a_chunk_is_followed_to_its_end_and_continues_from_its_start():
     assert not robot.refused
     assert robot.world.tool().position[0] - begin == pytest.approx(0.08, abs=0.005)
     robot.close()
+
+
+@needs_gl
+def test_joint_velocities_brake_when_no_target_can_be_followed(monkeypatch):
+    robot = DrivenRobot(command="velocity_array", image_size=32)
+    robot.reset("lift_red", 0)
+    robot.take(np.array([0.05, 0, 0, 0, 0, 0, 1.0]))
+    robot.advance()
+    monkeypatch.setattr(robot._solver, "follow", unreachable)
+    for _ in range(10):
+        robot.advance()
+    here = robot.world.tool().position
+    for _ in range(10):
+        robot.advance()
+    assert np.linalg.norm(robot.world.tool().position - here) < 1e-3 and robot.refused["unreachable"]
+    robot.close()
+
+
+def unreachable(target):
+    raise UnreachableError("out of reach")
 
 
 @needs_gl
