@@ -17,7 +17,6 @@ from specvla_kernels.device import has_kernels, references
 from specvla_kernels.graph_capture import check_rows, randomize
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
-from specvla_kernels.miscompiles import known_for
 from specvla_kernels.uncertainty import uncertainty
 from specvla_ros.engine.batch import Segment, pack
 from specvla_ros.engine.cuda_graphs import ForwardSizes, check_segments
@@ -28,6 +27,16 @@ _log = logging.getLogger(__name__)
 
 _NODES = 16
 _TOKENS = 40
+
+# Sources of Triton's known faults, by architecture. test/kernels/test_miscompiles.py asserts that no kernel contains
+# the first one's pattern.
+#
+# triton#10821: two products added to one accumulator in one iteration of a loop, in tiles of 64 rows or more, give
+# wrong results, the same in every run; Triton 3.6 to 3.8.
+# triton#8695: a matrix product added to an accumulator, in loops with several products, fails to compile ("operand #2
+# does not dominate this use"); Triton 3.5 and later.
+_TWO_PRODUCTS = "triton-lang/triton#10821, linkedin/Liger-Kernel#1435"
+MISCOMPILES = {"sm_100": f"{_TWO_PRODUCTS}; triton-lang/triton#8695", "sm_103": _TWO_PRODUCTS}
 
 
 @torch.inference_mode()
@@ -58,7 +67,7 @@ def _known(device: torch.device) -> str:
     """Names the faults of the compiler that are known for a GPU."""
     if device.type != "cuda":
         return ""
-    known = known_for("sm_{}{}".format(*torch.cuda.get_device_capability(device)))
+    known = MISCOMPILES.get("sm_{}{}".format(*torch.cuda.get_device_capability(device)))
     return f" (known for this GPU: {known})" if known else ""
 
 

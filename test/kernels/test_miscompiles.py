@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import specvla_kernels
-from specvla_kernels.miscompiles import known_for
+from specvla_ros.engine.kernel_check import MISCOMPILES
 
 KERNELS = sorted(Path(specvla_kernels.__file__).parent.glob("*.py"))
 TWO_PRODUCTS = """
@@ -67,9 +67,9 @@ def test_two_products_in_one_accumulator_are_found() -> None:
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
 def test_no_accumulator_takes_two_products_in_one_iteration(path: Path) -> None:
-    assert not shared_accumulators(path.read_text()), "see specvla_kernels/miscompiles.py"
+    assert not shared_accumulators(path.read_text()), "see specvla_ros/engine/kernel_check.py"
 
 
 def test_what_is_known_is_told_by_architecture() -> None:
-    assert "10821" in known_for("sm_103") and "8695" not in known_for("sm_103")
-    assert known_for("sm_87") == ""
+    assert "10821" in MISCOMPILES["sm_103"] and "8695" not in MISCOMPILES["sm_103"]
+    assert "sm_87" not in MISCOMPILES
