@@ -98,7 +98,7 @@ def test_only_loaders_that_take_quantisation_are_told_about_it(tmp_path: Path, m
     monkeypatch.setattr(checkpoint, "_runs", lambda *_: True)
     with pytest.raises(UserError, match=r"dtype bfloat16 with model\.quantization"):
         checkpoint.load_target(tmp_path, dtype="float32")
-    monkeypatch.setattr(checkpoint, "_loader", lambda _: lambda directory, **_: None)
+    monkeypatch.setattr(checkpoint, "loader_of", lambda _: lambda directory, **_: None)
     with pytest.raises(UserError) as raised:
         checkpoint.load_target(tmp_path, dtype="float32")
     assert "quantization" not in str(raised.value)
