@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
@@ -43,6 +44,7 @@ _STANDS = 0.001  # max motion of a measured tool at rest within _WATCH_S, in met
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe", "auto")
 _LOG_PERIOD_S = 5.0
 _TRIES_ORDER = "each joint is moved a little first, to check that joints.names is in the controller's order"
+_JOINTS, _POSE = "joints", "pose"  # kinds of measurements
 _CLOCKS_APART_S = 0.02  # beyond the error; machines that are synchronised over a network differ by less
 
 
@@ -72,7 +74,8 @@ class DriverNode(ManagedNode):
         self._scheduling = "ordinary"
         self._guard_spoke = False
         self._taken = 0
-        self._last_refusal = self._bad_state = ""
+        self._last_refusal = ""
+        self._bad_states: dict[str, str] = {}  # why the last measurement of a kind was refused
         self._clocks, self._action_age_s = ClockOffset(), 0.0
 
     # Transitions
@@ -144,13 +147,14 @@ class DriverNode(ManagedNode):
     def _listen(self) -> None:
         chosen = self._chosen
         names = self._output_context.joints if self._output_context is not None else ()
-        self._joint_input = JointInput(self, names, self._on_joints, self._on_bad)
+        self._joint_input = JointInput(self, names, self._on_joints, partial(self._on_bad, _JOINTS))
         self._listening.callback(self._joint_input.destroy)
         self._pose_source: PoseSource | None = None
+        on_bad = partial(self._on_bad, _POSE)
         if chosen.pose_source == "topic":
-            self._pose_source = PoseTopic(self, chosen.base_frame, self._on_pose, self._on_bad)
+            self._pose_source = PoseTopic(self, chosen.base_frame, self._on_pose, on_bad)
         elif chosen.pose_source == "tf":
-            self._pose_source = PoseFromTf(self, chosen.base_frame, chosen.tool.frame, self._on_pose, self._on_bad)
+            self._pose_source = PoseFromTf(self, chosen.base_frame, chosen.tool.frame, self._on_pose, on_bad)
         if self._pose_source is not None:
             self._listening.callback(self._pose_source.destroy)
         actions = self.create_subscription(VlaAction, "action", self._on_action, ACTION)
@@ -182,20 +186,23 @@ class DriverNode(ManagedNode):
         ahead_s = stamp_s - self._now_s()
         if ahead_s > MAX_FUTURE_S:  # until then no other would be newer, and the robot would count as measured
             self._on_bad(
+                _POSE,
                 f"the stamp of a measured pose lies {ahead_s:.3f} s ahead of the clock: synchronise the machines, for "
-                "example with chrony"
+                "example with chrony",
             )
             return
+        self._bad_states.pop(_POSE, None)
         self._history.add(stamp_s, pose)
 
     def _on_joints(self, stamp_s: float, positions: Mapping[str, float]) -> None:
         self._joints, self._joints_s = positions, stamp_s
+        self._bad_states.pop(_JOINTS, None)
         if self._chosen.pose_source != "joint_states" or self._solver is None:
             return
         try:
             pose = self._solver.place_of(positions)
         except UserError as error:
-            self._on_bad(str(error))
+            self._on_bad(_JOINTS, str(error))
         else:
             self._on_pose(stamp_s, pose)
 
@@ -204,9 +211,9 @@ class DriverNode(ManagedNode):
         driver = self._driver
         return None if driver is None or driver.problem or driver.guarded else self._joints or None
 
-    def _on_bad(self, what: str) -> None:
+    def _on_bad(self, kind: str, what: str) -> None:
         self._refusals["bad_state"] += 1
-        self._last_refusal = self._bad_state = what
+        self._last_refusal = self._bad_states[kind] = what
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
 
     def _change(self, changed: Mapping[str, Any]) -> None:
@@ -388,7 +395,7 @@ class DriverNode(ManagedNode):
         driver = self._driver
         if driver is None:
             return DiagnosticStatus.OK, self._introduction()
-        lacking = "" if driver.anchored else self._joint_input.lacking or self._bad_state
+        lacking = "" if driver.anchored else self._joint_input.lacking or "; ".join(self._bad_states.values())
         if driver.problem:
             return DiagnosticStatus.ERROR, lacking or driver.problem
         if self._holding:

@@ -408,6 +408,18 @@ def test_a_measured_pose_from_the_future_is_refused_and_the_next_ones_count():
         reaches(robot, GOAL)
 
 
+def test_a_refused_measurement_is_told_until_a_good_one_of_its_kind_comes():
+    """Then the reason why the tool stands is another, and must not stay hidden."""
+    with arm(output="pose", diagnostics_period_s=0.05) as robot:
+        robot.measured = False
+        assert robot.driver.trigger_configure().name == "SUCCESS"
+        assert robot.driver.trigger_activate().name == "SUCCESS"
+        robot._tool_pose.publish(PoseStamped(header=Header(stamp=Time(seconds=1).to_msg(), frame_id="world")))
+        robot.until(lambda: robot.diagnostics and "its frame is 'world'" in robot.status().message)
+        robot.pose, robot.measured = Pose(np.array([1.5, 0.0, 0.3]), START.rotation), True
+        robot.until(lambda: "outside the workspace" in robot.status().message)
+
+
 def test_hold_brings_the_tool_to_rest_until_it_is_told_to_go_on():
     with arm(output="pose") as robot:
         robot.start()
