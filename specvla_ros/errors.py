@@ -14,6 +14,8 @@ _EXTRAS = {
     "train": ("accelerate",),
 }
 
+SYNCHRONISE = "synchronise the machines, for example with chrony"  # the remedy for clocks that differ
+
 
 class UserError(Exception):
     """An error in a user's input: a checkpoint, a bag, an image, a parameter.

@@ -26,6 +26,7 @@ from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.gripper import Gripper
 from specvla_ros.control.pose import Place, PoseHistory, PoseUnknownError
+from specvla_ros.errors import SYNCHRONISE
 
 # A late goal is caught up with at the pace of the fastest action within this time.
 _PACE_S = 2.0
@@ -216,7 +217,8 @@ class ActionFollower(Generic[Place]):
             detail = f"its image is {age_s:.3f} s old, and the limit is {self._max_age_s:g} s"
             raise ActionRefusedError(RefusalReason.TOO_OLD, detail)
         if age_s < -self._max_future_s:
-            raise ActionRefusedError(RefusalReason.FROM_THE_FUTURE, f"its stamp lies {-age_s:.3f} s ahead of the clock")
+            detail = f"its stamp lies {-age_s:.3f} s ahead of the clock: {SYNCHRONISE}"
+            raise ActionRefusedError(RefusalReason.FROM_THE_FUTURE, detail)
         if action.stamp_s <= self._last_stamp_s and not self._continues(action):
             raise ActionRefusedError(RefusalReason.NOT_NEWER, "its image is not newer than that of the last action")
 

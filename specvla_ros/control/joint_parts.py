@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from specvla_ros.errors import UserError
 
 TOLERANCE_S = 0.05  # default maximum difference between the stamps of parts
+UNSTAMPED = "header.stamp is 0: its publisher must fill in the time of the measurement"
 _MOST_HEARD = 64  # names listed when one is missing
 
 
@@ -35,7 +36,8 @@ class JointParts:
     def __init__(self, names: Sequence[str], tolerance_s: float = TOLERANCE_S) -> None:
         self.names, self._tolerance_ns = tuple(names), round(tolerance_s * 1e9)
         self._newest: dict[str, tuple[int, float]] = {}  # stamp and position by name
-        self._heard: dict[str, None] = {}  # names of all messages, in their order
+        self._heard: dict[str, None] = {}  # names of all messages since the last set was taken, in their order
+        self._taken = False  # whether a set was taken
         self._broken = self._missing = ""
 
     @property
@@ -46,13 +48,15 @@ class JointParts:
     def add(self, names: Sequence[str], positions: Sequence[float], stamp_ns: int) -> bool:
         """Takes a message; returns whether it completed a set. One without any of the joints may be broken.
 
-        Raises UserError if the counts of names and positions differ, a name comes twice, or a joint's position is not
-        finite.
+        Raises UserError if the counts of names and positions differ, a name comes twice, a joint's position is not
+        finite, or the stamp is 0.
         """
         mine = {}
         if not set(self.names).isdisjoint(names):
             try:
                 mine = self._finite(positions_by_name(names, positions))
+                if not stamp_ns:
+                    raise UserError(UNSTAMPED)
             except UserError as error:
                 self._broken = str(error)
                 raise
@@ -72,9 +76,8 @@ class JointParts:
     def _what_is_missing(self, stamp_ns: int) -> str:
         for name in self.names:
             if name not in self._newest:
-                if name in self._heard:
-                    return f"no new message has '{name}'"
-                return f"no message has '{name}'; they have {', '.join(self._heard)}"
+                new = "new " if self._taken else ""
+                return f"no {new}message has '{name}'; they have {', '.join(self._heard)}"
             if abs(apart_ns := stamp_ns - self._newest[name][0]) > self._tolerance_ns:
                 return (
                     f"'{name}' came {abs(apart_ns) * 1e-9:.3f} s {'before' if apart_ns > 0 else 'after'} the last "
@@ -97,4 +100,6 @@ class JointParts:
         """
         taken = min(self.stamps()), dict(zip(self.names, self.values(), strict=True))
         self._newest.clear()
+        self._heard.clear()
+        self._taken = True
         return taken

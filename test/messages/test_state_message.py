@@ -21,20 +21,20 @@ def joints(names: str, *values: float) -> Any:
 def test_another_order_is_the_same_state() -> None:
     reader = StateReader(("a", "b", "c"), 3)
     for names, values in (("a b c", (1, 2, 3)), ("c b a", (3, 2, 1)), ("b x c a", (2, float("nan"), 3, 1))):
-        state = reader.read(joints(names, *values), 0)
+        state = reader.read(joints(names, *values), MS)
         assert state is not None and state.tolist() == [1, 2, 3]
 
 
 def test_the_first_message_gives_the_order_where_nobody_does(caplog: pytest.LogCaptureFixture) -> None:
     reader = StateReader((), 2)
-    first, later = reader.read(joints("a b", 1, 2), 0), reader.read(joints("b a", 4, 3), MS)
+    first, later = reader.read(joints("a b", 1, 2), MS), reader.read(joints("b a", 4, 3), 2 * MS)
     assert first is not None and first.tolist() == [1, 2] and later is not None and later.tolist() == [3, 4]
     assert caplog.text.count("in the first message's order, a, b: set state_names") == 1
 
 
 def test_parts_of_several_publishers_are_put_together_within_the_tolerance() -> None:
     reader = StateReader(("a", "b", "grip"), 3, 0.05)
-    assert reader.read(joints("a b", 1, 2), 0) is None
+    assert reader.read(joints("a b", 1, 2), MS) is None
     assert reader.lacking == "no message has 'grip'; they have a, b: see state_names"
     state = reader.read(joints("grip", 3), 40 * MS)
     assert state is not None and state.tolist() == [1, 2, 3] and not reader.lacking
@@ -46,7 +46,7 @@ def test_parts_of_several_publishers_are_put_together_within_the_tolerance() -> 
 
 def test_parts_of_one_moment_belong_to_the_image_of_that_moment() -> None:
     reader, together = StateReader(("a", "grip"), 2, 0.05), Synchronizer("image", ["state"], 0.05)
-    for at in range(0, 200, 20):
+    for at in range(20, 220, 20):
         for part in (joints("a", at), joints("grip", at)):
             state = reader.read(part, at * MS)
             if state is not None:
@@ -67,16 +67,26 @@ def test_parts_of_one_moment_belong_to_the_image_of_that_moment() -> None:
 )
 def test_what_is_no_state_is_refused(message: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        StateReader(("a", "b"), 2).read(message, 0)
+        StateReader(("a", "b"), 2).read(message, MS)
 
 
 def test_what_was_wrong_with_a_message_is_told_until_a_right_one_comes() -> None:
     parts = JointParts(("a", "b"))
     with pytest.raises(UserError, match="not finite"):
-        parts.add(["a", "b"], [1.0, float("nan")], 0)
+        parts.add(["a", "b"], [1.0, float("nan")], MS)
     assert "not finite" in parts.lacking
+    with pytest.raises(UserError, match=r"header\.stamp is 0: its publisher must fill in the time"):
+        parts.add(["a"], [1.0], 0)
     assert parts.add(["a", "b"], [1.0, 2.0], MS)
     assert not parts.lacking
+
+
+def test_a_joint_that_is_no_longer_in_the_messages_is_told_beside_those_that_are() -> None:
+    parts = JointParts(("a", "b"))
+    assert parts.add(["a", "b"], [1.0, 2.0], MS)
+    parts.take()
+    assert not parts.add(["left_a", "b"], [1.0, 2.0], 2 * MS)
+    assert parts.lacking == "no new message has 'a'; they have left_a, b"
 
 
 def test_numbers_without_names_are_taken_where_none_are_asked_for() -> None:

@@ -12,9 +12,9 @@ from specvla_ros.control.guard.gate import RETURN_M
 from specvla_ros.control.guard.robot_state import RobotStates
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.guard.tool_gates import pose_of, text
-from specvla_ros.control.joint_parts import JointParts
+from specvla_ros.control.joint_parts import UNSTAMPED, JointParts
 from specvla_ros.control.pose import Pose
-from specvla_ros.errors import UserError
+from specvla_ros.errors import SYNCHRONISE, UserError
 
 MAX_FUTURE_S = 0.1  # max lead of a stamp over the node's clock
 _JUMP_S = 0.25  # max lead that the node's clock may gain on the steady clock at once
@@ -125,7 +125,8 @@ class Watch:
 
     def tool(self, message: ToolPose, now: Instant) -> Pose | None:
         """Takes the measured pose; returns it if it is valid and newer."""
-        pose = pose_of(message, self._settings.base_frame)
+        unstamped = Refusal(Cause.BAD_FORM, UNSTAMPED)
+        pose = pose_of(message, self._settings.base_frame) if message.stamp.ns else unstamped
         if isinstance(pose, Refusal):
             self._tool.problem = pose.detail
             return None
@@ -276,7 +277,7 @@ class Watch:
         stamp_ns = stamp.ns or 0
         ahead_s = (stamp_ns - now.clock_ns) * 1e-9
         if ahead_s > MAX_FUTURE_S:
-            seen.problem = f"its stamp lies {ahead_s:.3f} s ahead of the clock"
+            seen.problem = f"its stamp lies {ahead_s:.3f} s ahead of the clock: {SYNCHRONISE}"
             return False
         if stamp_ns <= seen.stamp_ns:
             return False

@@ -24,10 +24,11 @@ from specvla_ros.control.gripper import Gripper
 from specvla_ros.control.guard.settings import Output
 from specvla_ros.control.guard.watch import MAX_FUTURE_S
 from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
+from specvla_ros.control.joint_parts import UNSTAMPED
 from specvla_ros.control.joint_space import JointKinematics, JointMotion, JointSpace
 from specvla_ros.control.pose import PoseHistory
 from specvla_ros.control.robot_model import JointModel, load_joint_model
-from specvla_ros.errors import UserError
+from specvla_ros.errors import SYNCHRONISE, UserError
 from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import GuardState, VlaAction
 from specvla_ros.ros.driver.joint_order import JointOrder
@@ -185,11 +186,10 @@ class DriverNode(ManagedNode):
     def _on_pose(self, stamp_s: float, pose: Any) -> None:
         ahead_s = stamp_s - self._now_s()
         if ahead_s > MAX_FUTURE_S:  # until then no other would be newer, and the robot would count as measured
-            self._on_bad(
-                _POSE,
-                f"the stamp of a measured pose lies {ahead_s:.3f} s ahead of the clock: synchronise the machines, for "
-                "example with chrony",
-            )
+            self._on_bad(_POSE, f"the stamp of a measured pose lies {ahead_s:.3f} s ahead of the clock: {SYNCHRONISE}")
+            return
+        if not stamp_s:
+            self._on_bad(_POSE, f"tool pose: {UNSTAMPED}")
             return
         self._bad_states.pop(_POSE, None)
         self._history.add(stamp_s, pose)
@@ -409,9 +409,9 @@ class DriverNode(ManagedNode):
             return DiagnosticStatus.WARN, _TRIES_ORDER
         clocks = self._clocks.best
         if clocks is not None and abs(clocks.ahead_s) - clocks.error_s > _CLOCKS_APART_S:
-            return DiagnosticStatus.WARN, (
-                f"the policy's clock is {clocks.ahead_s:.3f} s ahead of this one: synchronise the machines, for "
-                "example with chrony"
+            return (
+                DiagnosticStatus.WARN,
+                f"the policy's clock is {clocks.ahead_s:.3f} s ahead of this one: {SYNCHRONISE}",
             )
         if self._taken and not self._guard_spoke and self._chosen.output != DRY_RUN:
             where = f"no guard reports on {self._state_topic}: remap it to the guard's state"

@@ -152,6 +152,18 @@ def test_joints_are_measured_in_the_order_of_the_parameters() -> None:
     assert measured is not None and measured.tolist() == [1.0, 2.0]
 
 
+def test_measurements_without_a_stamp_are_told_as_such() -> None:
+    watch = Watch(settings("joint_trajectory"))
+    for stamp in (Stamp(0, BASE), Stamp(None, BASE)):  # of PoseStamped and of JointState
+        watch.tool(replace(pose(0.0), stamp=stamp), at(0.0))
+        watch.joints(replace(joints(0.0, 0.1, 0.2), stamp=stamp), at(0.0))
+        told = [refusal.detail for refusal in watch.problems(at(0.0)) if refusal.cause is Cause.STATE_MISSING]
+        assert [words.partition(": its publisher")[0] for words in told] == [
+            "tool pose: header.stamp is 0",
+            "joint_states: header.stamp is 0",
+        ]
+
+
 def test_joints_of_two_publishers_are_merged_and_are_as_old_as_the_older_part() -> None:
     watch, limit_s = Watch(settings("joint_trajectory")), settings("joint_trajectory").state_timeout_s
 

@@ -280,7 +280,8 @@ def test_another_parts_joint_states_are_no_error():
     joints = JointInput(node, ("a", "b"), lambda _, positions: heard.append(positions), bad.append)
     joints._on_message(JointState(name=["finger"], position=[]))
     assert joints.lacking == "joint_states: no message has 'a'; they have finger" and not heard and not bad
-    joints._on_message(JointState(name=["b", "finger", "a"], position=[2.0, math.nan, 1.0]))
+    header = Header(stamp=Time(seconds=1).to_msg())
+    joints._on_message(JointState(header=header, name=["b", "finger", "a"], position=[2.0, math.nan, 1.0]))
     assert heard == [{"a": 1.0, "b": 2.0}] and not joints.lacking and not bad
     joints._on_message(JointState(name=["a", "b"], position=[1.0]))
     joints._on_message(JointState(name=["a", "b"], position=[1.0, math.nan]))
@@ -303,13 +304,13 @@ def test_an_arm_in_two_messages_is_measured_when_the_older_one_was():
         stamp = Time(nanoseconds=round(at_s * 1e9)).to_msg()
         joints._on_message(JointState(header=Header(stamp=stamp), name=[name], position=[position]))
 
-    part("a", 1.0, 0.00)
-    part("b", 2.0, 0.01)
-    part("a", 3.0, 0.02)  # waits for a new position of b
-    part("b", 4.0, 0.03)
-    part("a", 5.0, 0.04)
-    part("b", 6.0, 0.20)  # the position of a is too old
-    assert heard == [(0.0, {"a": 1.0, "b": 2.0}), (0.02, {"a": 3.0, "b": 4.0})]
+    part("a", 1.0, 1.00)
+    part("b", 2.0, 1.01)
+    part("a", 3.0, 1.02)  # waits for a new position of b
+    part("b", 4.0, 1.03)
+    part("a", 5.0, 1.04)
+    part("b", 6.0, 1.20)  # the position of a is too old
+    assert heard == [(1.0, {"a": 1.0, "b": 2.0}), (1.02, {"a": 3.0, "b": 4.0})]
     assert joints.lacking == "joint_states: 'a' came 0.160 s before the last message, maximum 0.05 s"
 
 
@@ -414,8 +415,13 @@ def test_a_refused_measurement_is_told_until_a_good_one_of_its_kind_comes():
         robot.measured = False
         assert robot.driver.trigger_configure().name == "SUCCESS"
         assert robot.driver.trigger_activate().name == "SUCCESS"
-        robot._tool_pose.publish(PoseStamped(header=Header(stamp=Time(seconds=1).to_msg(), frame_id="world")))
+        message = PoseStamped(header=Header(stamp=Time(seconds=1).to_msg(), frame_id="world"))
+        robot._tool_pose.publish(message)
         robot.until(lambda: robot.diagnostics and "its frame is 'world'" in robot.status().message)
+        message.header = Header(frame_id="base_link")
+        message.pose.orientation.w = 1.0
+        robot._tool_pose.publish(message)
+        robot.until(lambda: "tool pose: header.stamp is 0: its publisher must fill in" in robot.status().message)
         robot.pose, robot.measured = Pose(np.array([1.5, 0.0, 0.3]), START.rotation), True
         robot.until(lambda: "outside the workspace" in robot.status().message)
 
