@@ -2,7 +2,7 @@
 """Kinematics from a robot's MJCF or URDF file: joints, their ranges and frames, and the tool's pose."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -309,11 +309,16 @@ class ToolKinematics:
             value = positions[name]
             if not low - 1e-3 <= value <= high + 1e-3:
                 words = f"joint '{name}' is at {value:g}, out of its range {low:g} to {high:g}"
-                if abs(value) > 2 * np.pi:
-                    words += "; joint_states are in radians or metres: is this in degrees or millimetres?"
-                raise UserError(words)
+                raise UserError(words + unit_hint([value]))
             found.append(min(max(value, low), high))
         return np.array(found)
+
+
+def unit_hint(positions: Iterable[float]) -> str:
+    """A hint for measured joints that are more than a turn or a metre from zero; empty for others."""
+    if all(abs(position) <= 2 * np.pi for position in positions):
+        return ""
+    return "; joint_states are in radians or metres: is this in degrees or millimetres?"
 
 
 def _text(pose: Pose) -> str:

@@ -14,6 +14,7 @@ from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.guard.tool_gates import pose_of, text
 from specvla_ros.control.joint_parts import UNSTAMPED, JointParts
 from specvla_ros.control.pose import Pose
+from specvla_ros.control.robot_model import unit_hint
 from specvla_ros.errors import SYNCHRONISE, UserError
 
 MAX_FUTURE_S = 0.1  # max lead of a stamp over the node's clock
@@ -252,7 +253,8 @@ class Watch:
             found.append(Refusal(Cause.STATE_MISSING, _silence("tool pose", self._tool, now)))
         elif settings.limits.outside_m(measured.tool.position) > self._return_m:
             where = f"the tool is at {text(measured.tool.position)} m, outside the workspace"
-            found.append(Refusal(Cause.OUTSIDE, f"{where}: move it back by hand"))
+            hint = "" if self._positions is None else unit_hint(self._positions)
+            found.append(Refusal(Cause.OUTSIDE, f"{where}: move it back by hand{hint}"))
         if settings.kind.of_joints and measured.joints is None:
             found.append(Refusal(Cause.STATE_MISSING, self._joint_silence(now)))
         if settings.require_enable and now.steady_s - self._enabled_s > settings.enable_timeout_s:

@@ -164,6 +164,17 @@ def test_measurements_without_a_stamp_are_told_as_such() -> None:
         ]
 
 
+def test_a_tool_that_seems_outside_because_joints_are_in_degrees_is_told_with_a_hint() -> None:
+    watch = Watch(settings("joint_trajectory"))
+    watch.tool(pose(0.0, y_m=1.0), at(0.0))
+    watch.joints(joints(0.0, 0.1, 0.2), at(0.0))
+    outside = next(refusal for refusal in watch.problems(at(0.0)) if refusal.cause is Cause.OUTSIDE)
+    assert outside.detail.endswith("move it back by hand")
+    watch.joints(joints(0.1, 10.0, 20.0), at(0.1))
+    outside = next(refusal for refusal in watch.problems(at(0.1)) if refusal.cause is Cause.OUTSIDE)
+    assert outside.detail.endswith("joint_states are in radians or metres: is this in degrees or millimetres?")
+
+
 def test_joints_of_two_publishers_are_merged_and_are_as_old_as_the_older_part() -> None:
     watch, limit_s = Watch(settings("joint_trajectory")), settings("joint_trajectory").state_timeout_s
 
