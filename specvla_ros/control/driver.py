@@ -226,7 +226,7 @@ class ClockOffset:
     def add(self, *, receive_s: float, latency_s: float, age_s: float) -> None:
         """Adds a sample: an action's times since its image's stamp, T2 - T1, T3 - T1, T4 - T1."""
         back_s = age_s - latency_s
-        self._samples.append(Offset(error_s=(receive_s + back_s) / 2, ahead_s=(receive_s - back_s) / 2))
+        self._samples.append(Offset(error_s=max(0.0, (receive_s + back_s) / 2), ahead_s=(receive_s - back_s) / 2))
 
     @property
     def best(self) -> Offset | None:

@@ -23,6 +23,13 @@ def test_the_true_offset_is_within_the_error(ahead_s: float) -> None:
     assert best is not None and (abs(best.ahead_s) > best.error_s) == (ahead_s != 0.0)
 
 
+def test_no_error_is_negative() -> None:
+    """Rounding, or a simulated clock that stands still, can make the ways seem negative."""
+    clocks = ClockOffset()
+    clocks.add(receive_s=0.0, latency_s=0.1 + 1e-9, age_s=0.1)
+    assert clocks.best is not None and str(clocks.best.error_s) == "0.0"
+
+
 def test_the_shortest_of_the_newest_ways_counts() -> None:
     clocks = ClockOffset()
     clocks.add(receive_s=0.001, latency_s=0.101, age_s=0.102)

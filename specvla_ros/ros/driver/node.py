@@ -380,7 +380,8 @@ class DriverNode(ManagedNode):
         clocks = self._clocks.best
         if clocks is not None:
             values["action age s"] = f"{self._action_age_s:.4f}"
-            values["policy's clock ahead s"] = f"{clocks.ahead_s:.4f} +- {clocks.error_s:.4f}"
+            ahead_s = round(clocks.ahead_s, 4) + 0.0  # no negative zero
+            values["policy's clock ahead s"] = f"{ahead_s:.4f} +- {clocks.error_s:.4f}"
         if self._history.newest is not None:
             values["measurements per s"] = f"{self._history.per_s:.1f}"
         if driver is not None and driver.anchored:
