@@ -99,8 +99,7 @@ class Mailbox:
                 detail = f"decode.streams is {self.limit}, already used by {', '.join(map(repr, self._streams))}"
                 return [Drop(observation, DropReason.TOO_MANY_STREAMS, detail)]
             if observation.stamp_ns <= stream.last_stamp_ns:
-                age_s = (stream.last_stamp_ns - observation.stamp_ns) * 1e-9
-                return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s older than the last accepted frame")]
+                return [Drop(observation, DropReason.OUT_OF_ORDER, _order_problem(observation, stream.last_stamp_ns))]
             superseded, stream.waiting = stream.waiting, Waiting(observation, images)
             stream.last_stamp_ns = observation.stamp_ns
             if superseded is None:
@@ -165,3 +164,9 @@ class Mailbox:
         if name not in self._streams and len(self._streams) < self.limit:
             self._streams[name] = _Stream()
         return self._streams.get(name)
+
+
+def _order_problem(observation: Observation, last_stamp_ns: int) -> str:
+    if observation.stamp_ns == last_stamp_ns:
+        return "has the stamp of the last accepted frame: the camera driver does not update header.stamp"
+    return f"{(last_stamp_ns - observation.stamp_ns) * 1e-9:.3f} s older than the last accepted frame"

@@ -7,6 +7,7 @@ from enum import Enum
 
 import numpy as np
 
+from specvla_ros.errors import SYNCHRONISE
 from specvla_ros.models.observation import Observation
 
 _DAY_S = 86_400.0
@@ -52,9 +53,11 @@ class Freshness:
         """The reason to drop an image or its answer; None if there is none."""
         age_s = (now_ns - stamp_ns) * 1e-9
         if -age_s > self.max_future_s:
-            return DropReason.BAD_STAMP, f"stamped {-age_s:.3f} s ahead of the node's clock{_other_clock(age_s)}"
+            remedy = _other_clock(age_s) or f": {SYNCHRONISE}"
+            return DropReason.BAD_STAMP, f"stamped {-age_s:.3f} s ahead of the node's clock{remedy}"
         if self.max_age_s and age_s > self.max_age_s:
-            return too_old, f"{age_s:.3f} s old, the limit is {self.max_age_s:g} s{_other_clock(age_s)}"
+            late = f"; images are delayed, or the clocks differ: {SYNCHRONISE}" if too_old is DropReason.STALE else ""
+            return too_old, f"{age_s:.3f} s old, the limit is {self.max_age_s:g} s{_other_clock(age_s) or late}"
         return None
 
 

@@ -111,9 +111,10 @@ def test_a_higher_priority_goes_before_every_deadline(clock: Clock) -> None:
 def test_frames_out_of_order_and_of_unknown_robots_are_dropped() -> None:
     of = box("left", limit=2)
     assert of.last_stamp_ns == 0 and of.submit(frame("left", 2 * SECOND)) == []
-    for stamp_ns, ago in ((2 * SECOND, "0.000"), (SECOND // 2, "1.500")):
+    same = "has the stamp of the last accepted frame: the camera driver does not update header.stamp"
+    for stamp_ns, words in ((2 * SECOND, same), (SECOND // 2, "1.500 s older than the last accepted frame")):
         [drop] = of.submit(frame("left", stamp_ns))
-        assert (drop.reason, drop.detail) == (DropReason.OUT_OF_ORDER, f"{ago} s older than the last accepted frame")
+        assert (drop.reason, drop.detail) == (DropReason.OUT_OF_ORDER, words)
     assert of.submit(frame("right", 5 * SECOND)) == [] and of.streams == ("left", "right")
     assert of.last_stamp_ns == 5 * SECOND
     [drop] = of.submit(frame("third", 1))
@@ -139,7 +140,8 @@ def test_what_is_too_old_when_it_is_taken_is_dropped() -> None:
         return of.take(max_age_s)
 
     drop = take(8 * SECOND, 1.0)
-    assert isinstance(drop, Drop) and (drop.reason, drop.detail) == (DropReason.STALE, "2.000 s old, the limit is 1 s")
+    assert isinstance(drop, Drop) and drop.reason is DropReason.STALE
+    assert drop.detail.startswith("2.000 s old, the limit is 1 s; images are delayed, or the clocks differ: ")
     assert isinstance(take(8 * SECOND, 3.0), Waiting) and isinstance(take(SECOND, 0.0), Waiting)
     with pytest.raises(KeyError), of.without_clock():
         assert isinstance(take(SECOND, 1.0), Waiting)

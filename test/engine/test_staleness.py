@@ -11,7 +11,7 @@ from support.draft_heads import policy_with_random_head
 from support.nightly import examples
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Freshness, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
@@ -83,6 +83,12 @@ def test_no_action_is_older_than_the_limit_when_it_leaves(
     while engine.busy:
         tick(0.01)
     assert sorted(id(outcome.observation) for outcome in ended) == sorted(map(id, sent))
+
+
+def test_a_stamp_that_another_clock_made_is_told_with_the_remedy() -> None:
+    ahead = Freshness(LIMIT_S, max_future_s=1.0).problem(7 * 10**9, 2 * 10**9)
+    remedy = "synchronise the machines, for example with chrony"
+    assert ahead == (DropReason.BAD_STAMP, f"stamped 5.000 s ahead of the node's clock: {remedy}")
 
 
 def test_a_process_that_was_stopped_has_no_action_for_what_was_in_flight(policy: OpenVLATarget) -> None:
