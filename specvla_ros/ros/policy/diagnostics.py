@@ -40,6 +40,7 @@ _INFERENCE_FAULTS = (
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
 _STAMPS = 51  # number of newest images whose stamps' gaps show losses
 _FEWEST_GAPS = 10
+_PAUSE_NS = 2 * 10**9  # gap between two stamps after which a camera counts as started again
 _TRANSPORTS = {"raw": 0, "compressed": 0}
 _LATENCIES = 500  # number of newest actions for the percentiles
 _PERCENTILES = (50, 95, 99)
@@ -143,6 +144,8 @@ class InputHealth:
         self._last_image_s: float | None = None
         self._period_began_s = time.monotonic()
         self.several = ""  # the camera that has several publishers, in words; empty: none
+        self.grey = ""  # the cameras whose images are grey, in words; empty: none
+        self.sources = ""  # the topics of images and their publishers, in words; empty: not looked up yet
 
     def add_image(self, transport: str) -> None:
         """Counts an arriving image, valid or not. With several cameras `transport` begins with the camera's name."""
@@ -150,7 +153,9 @@ class InputHealth:
         self._last_image_s = time.monotonic()
 
     def add_frame(self, stamp_ns: int, age_s: float) -> None:
-        """Records the stamp of a decoded image, and its age at receipt."""
+        """Records the stamp of a decoded image, and its age at receipt. Of those before a pause none is lost."""
+        if self._stamps_ns and stamp_ns - self._stamps_ns[-1] > _PAUSE_NS:
+            self._stamps_ns.clear()
         self._stamps_ns.append(stamp_ns)
         self._age_s = age_s
 
@@ -178,11 +183,12 @@ class InputHealth:
             lost_all = sum(drops.counts[reason] for reason in _INPUT_FAULTS) >= arrived
             return make_status(DiagnosticStatus.ERROR if lost_all else DiagnosticStatus.WARN, worst, values)
         if arrived:
-            lost = images_lost(self._stamps_ns)
-            return make_status(DiagnosticStatus.WARN if lost else DiagnosticStatus.OK, lost or "images arrive", values)
-        what = "no image since activation: check the topic's name and the camera"
-        if self._last_image_s is not None:
-            what = f"no image for {now_s - self._last_image_s:.1f} s: check the camera"
+            worse = images_lost(self._stamps_ns) or self.grey
+            level = DiagnosticStatus.WARN if worse else DiagnosticStatus.OK
+            return make_status(level, worse or "images arrive", values)
+        since = "since activation" if self._last_image_s is None else f"for {now_s - self._last_image_s:.1f} s"
+        topics = f"; topics: {self.sources}" if self.sources else ""
+        what = f"no image {since}: check the topic's name and the camera{topics}"
         return make_status(DiagnosticStatus.STALE, what, values)
 
 

@@ -48,6 +48,7 @@ _TRANSPORTS: dict[str, tuple[type, str, Callable[[Any], np.ndarray]]] = {
     "compressed": (CompressedImage, "/compressed", rgb_from_compressed),
 }
 
+_GREY = "grey, but policies are trained on colour: check the topic"
 # One transport may run ahead of the other by some frames.
 _REMEMBERED = 8
 
@@ -98,7 +99,7 @@ class ImageInput:
         self._on_frame = on_frame
         self._on_bad = on_bad
         self._reliability = reliability
-        self._warned_grey = False
+        self.grey = self._warned_grey = False  # the last image; any
         transports = tuple(_TRANSPORTS) if transport == "auto" else (transport,)
         self._taken: dict[str, deque[Time]] = {name: deque(maxlen=_REMEMBERED) for name in transports}
         self._subscriptions: dict[str, Subscription] = {}
@@ -124,8 +125,11 @@ class ImageInput:
     @property
     def publishers(self) -> list[str]:
         """The nodes that publish this camera's images, one per publisher; the transport that has the most of them."""
-        found = (qos.publishers(self._node, each.topic_name) for each in self._subscriptions.values())
-        return max(found, key=len, default=[])
+        return max(self.publishers_by_topic().values(), key=len, default=[])
+
+    def publishers_by_topic(self) -> dict[str, list[str]]:
+        topics = (each.topic_name for each in self._subscriptions.values())
+        return {topic: qos.publishers(self._node, topic) for topic in topics}
 
     def _wanted(self, transport: str, current: ReliabilityPolicy) -> ReliabilityPolicy:
         if self._reliability != "auto":
@@ -167,9 +171,10 @@ class ImageInput:
             known = isinstance(error, UserError)
             self._on_bad(DropReason.BAD_IMAGE, str(error) if known else f"{type(error).__name__}: {error}")
             return
-        if not self._warned_grey and is_grey(message):
+        self.grey = is_grey(message)
+        if self.grey and not self._warned_grey:
             self._warned_grey = True
-            self._node.get_logger().warning("the images are grey, but policies are trained on colour: check the topic")
+            self._node.get_logger().warning(f"the images are {_GREY}")
         try:
             stamp = stamp_ns(message.header)
         except UserError as error:
@@ -268,6 +273,18 @@ class ObservationInput:
                     f"{', '.join(sorted(nodes))}; keep one, or remap the others"
                 )
         return "; ".join(problems)
+
+    @property
+    def sources(self) -> str:
+        """Each subscribed topic of images with the number of its publishers, in words."""
+        found = [each for camera in self._cameras.values() for each in camera.publishers_by_topic().items()]
+        return ", ".join(f"{topic} ({len(nodes) or 'no'} publisher{'s' * (len(nodes) > 1)})" for topic, nodes in found)
+
+    @property
+    def grey(self) -> str:
+        """The cameras whose last image was grey, in words; empty: none."""
+        grey = [name for name, camera in self._cameras.items() if camera.grey]
+        return f"the images of {', '.join(grey)} are {_GREY}" if grey else ""
 
     def _count(self, on_message: Callable[[str], None], camera: str, transport: str) -> None:
         on_message(transport if len(self._camera_names) == 1 else f"{camera}_{transport}")

@@ -326,10 +326,10 @@ class RobotPart:
 
     def _follow_publishers(self) -> None:
         if self._inputs is not None:
-            several = self._inputs.follow_publishers()
-            if several and several != self._input_health.several:
+            health, several = self._input_health, self._inputs.follow_publishers()
+            if several and several != health.several:
                 self._node.get_logger().warning(several)
-            self._input_health.several = several
+            health.several, health.grey, health.sources = several, self._inputs.grey, self._inputs.sources
 
     # Called from the inference thread
 

@@ -12,7 +12,9 @@ from rclpy.qos import QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import Image
 from support.ros import Robot, rgb_image, robot
 
-from specvla_ros.ros.policy.diagnostics import images_lost
+from specvla_ros.engine.outcome import DropCounter
+from specvla_ros.ros.policy.diagnostics import InputHealth, RecentDrops, images_lost
+from specvla_ros.ros.policy.inputs import Instruction
 
 INSTRUCTION = "put carrot on plate"
 
@@ -93,12 +95,36 @@ def test_an_override_that_is_none_refuses_the_transition(checkpoint: Path, capfd
 
 
 def test_a_grey_picture_is_answered_and_warned_of_once(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with robot(checkpoint, instruction=INSTRUCTION) as r:
+    with robot(checkpoint, instruction=INSTRUCTION, diagnostics_period_s=0.1) as r:
         r.start()
-        for seed in range(3):
-            grey = np.random.default_rng(seed).integers(0, 256, 48 * 64, dtype=np.uint8).tobytes()
+        grey = np.random.default_rng(0).integers(0, 256, 48 * 64, dtype=np.uint8).tobytes()
+        for _ in range(3):
             r.act(rgb_image(r.now_ns(), encoding="mono8", step=64, data=grey))
+
+        def told(words: str, level: bytes, **changes: Any) -> bool:
+            r.images.publish(rgb_image(r.now_ns(), **changes))
+            found = r.diagnosis("inputs") if r.diagnostics else None
+            return found is not None and words in found.message and found.level == level
+
+        r.until(lambda: told("the images of image are grey", b"\x01", encoding="mono8", step=64, data=grey))
+        r.until(lambda: told("images arrive", b"\x00"))
     assert capfd.readouterr().err.count("the images are grey") == 1
+
+
+def test_where_no_image_comes_from_is_told_with_the_topics(checkpoint: Path) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION, diagnostics_period_s=0.1) as r:
+        r.start()
+        topics = "topics: /image (1 publisher), /image/compressed (no publisher)"
+        r.until(lambda: r.diagnostics and topics in r.diagnosis("inputs").message)
+
+
+def test_images_before_a_pause_are_not_taken_for_lost_ones() -> None:
+    health, nobody = InputHealth(), RecentDrops(DropCounter().counts, {})
+    for begun_s in (0, 7, 14):
+        for index in range(6):
+            health.add_image("raw")
+            health.add_frame(round((1 + begun_s + 0.1 * index) * 1e9), 0.0)
+    assert health.status(True, Instruction("lift"), nobody).message == "images arrive"
 
 
 def test_whatever_a_decoder_raises_costs_one_image(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
