@@ -22,7 +22,7 @@ from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError
 from specvla_ros.messages.image_file import as_pixels
 from specvla_ros.models.checkpoint import leave_a_core, load_target
-from specvla_ros.models.observation import Observation
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress, no_progress
@@ -109,8 +109,8 @@ class Policy:
         Raises UserError if the image or the instruction is invalid, NoActionError if the policy gave no valid action.
 
         Args:
-            image: uint8 [height, width, 3], RGB, of the only camera; or a dict of these by camera name. A tensor, a
-                Pillow image or a file's path is converted.
+            image: uint8 [height, width, 3], RGB, of the only camera; or a dict of these by camera name, of which the
+                only one may be `image`. A tensor, a Pillow image or a file's path is converted.
             state: float [dims] or a list of numbers, the robot's state, for policies that read it.
             stamp_ns: nanoseconds, greater than all earlier stamps; None: the time of the call.
         """
@@ -151,6 +151,8 @@ class Policy:
             raise UserError("the policy does not read the robot's state: omit state")
         numbers = _numbers(state) if isinstance(state, list | tuple) else state
         observation = Observation(images, instruction, stamp_ns, received_ns=received_ns, state=numbers)
+        if several and {*images} != {ONLY_CAMERA}:
+            observation.of_cameras(self.engine.target.cameras, by_name=True)
         self._stamp_ns = stamp_ns
         return observation
 

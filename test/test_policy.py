@@ -143,6 +143,16 @@ def test_bad_input_is_told_before_anything_is_decoded(directory: Path) -> None:
         policy.act(pictures(1)[0], " ")
     with pytest.raises(UserError, match="uint8 RGB image"):
         policy.act(np.zeros((8, 8), np.uint8), ASKED)
+    for wrong, remedy in (
+        (np.zeros((8, 8, 3)), r"float64 \[8, 8, 3\]; multiply it by 255 if its values are from 0 to 1, and convert it"),
+        (np.zeros((3, 8, 8), np.uint8), r"\[3, 8, 8\]; move its channels to the end, as image.transpose\(1, 2, 0\)"),
+        (np.zeros((8, 8, 4), np.uint8), r"\[8, 8, 4\]; drop its fourth channel, as image\[:, :, :3\] does"),
+    ):
+        with pytest.raises(UserError, match=remedy):
+            policy.act(wrong, ASKED)
+    with pytest.raises(UserError, match="needs images of the cameras image, but got wrist"):
+        policy.act({"wrist": pictures(1)[0]}, ASKED)
+    assert policy.act({"image": pictures(1)[0]}, ASKED).tokens == policy.act(pictures(1)[0], ASKED).tokens
     with pytest.raises(UserError, match="needs images of the cameras image, but got left, right"):
         policy.engine.target.prompt_layout(
             frame(1, 0).__class__({"left": pictures(1)[0], "right": pictures(1)[0]}, ASKED, 1)

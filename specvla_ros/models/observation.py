@@ -56,6 +56,7 @@ class Observation:
             if image.dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or 0 in shape:
                 raise UserError(
                     f"an observation needs a uint8 RGB image [height, width, 3], got {image.dtype} {list(shape)}"
+                    f"{image_remedy(image)}"
                 )
         if not isinstance(self.stamp_ns, int) or self.stamp_ns <= 0:
             raise UserError(
@@ -69,13 +70,13 @@ class Observation:
         assert isinstance(self.images, Mapping)
         return self.images
 
-    def of_cameras(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+    def of_cameras(self, names: Sequence[str], *, by_name: bool = False) -> dict[str, np.ndarray]:
         """The images of these cameras, in this order. If one camera is requested, a single image may have any name.
 
-        Raises UserError if cameras are missing or extra.
+        Raises UserError if cameras are missing or extra. `by_name`: a single image must have the camera's name too.
         """
         given = self.cameras
-        if len(given) == len(names) == 1:
+        if len(given) == len(names) == 1 and not by_name:
             return {**given}
         if {*given} != {*names}:
             wanted = ", ".join(names)
@@ -102,6 +103,18 @@ class Observation:
                 f"the policy reads the robot's state, {dims} finite numbers in the units of its training data; {given}"
             )
         return state
+
+
+def image_remedy(image: np.ndarray) -> str:
+    """The conversions to uint8 [height, width, 3] that an array seems to need, after "; "; empty: unknown."""
+    shape, steps = image.shape, []
+    if image.dtype.kind == "f":
+        steps.append("multiply it by 255 if its values are from 0 to 1, and convert it to uint8")
+    if len(shape) == 3 and shape[0] == 3 != shape[2]:
+        steps.append("move its channels to the end, as image.transpose(1, 2, 0) does")
+    elif len(shape) == 3 and shape[2] == 4:
+        steps.append("drop its fourth channel, as image[:, :, :3] does")
+    return "".join(f"; {step}" for step in steps)
 
 
 def normalise_instruction(instruction: str) -> str:

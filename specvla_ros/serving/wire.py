@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from specvla_ros.errors import UserError, shortened
+from specvla_ros.models.observation import image_remedy
 from specvla_ros.models.target import Target
 
 _PREFIXES = ("observation/", "observation.", "images/", "images.", "image/")
@@ -207,7 +208,9 @@ def _picture(value: Any, camera: str) -> np.ndarray:
     if isinstance(value, EncodedPicture):
         value = value.decode()
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3:
-        has = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        has = f"{type(value).__name__}; send it as an array, as JSON does after json_numpy.patch()"
+        if isinstance(value, np.ndarray):
+            has = f"{value.dtype} {list(value.shape)}{image_remedy(value)}"
         raise UserError(f"the image of '{camera}' must be uint8 RGB [height, width, 3], got {has}")
     return value
 
