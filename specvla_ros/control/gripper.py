@@ -44,8 +44,8 @@ class GripperLimits:
             raise UserError("gripper.output: trajectory needs gripper.joint: the name of the gripper's joint")
         if self.output != GripperOutput.NONE.value and self.open_value == self.closed_value:
             raise UserError(
-                f"gripper.output: {self.output} needs gripper.open_value and gripper.closed_value: the ends of the "
-                "gripper's range, in metres or radians"
+                f"gripper.output: {self.output} needs gripper.open_value and gripper.closed_value, which are both "
+                f"{self.open_value:g}: set them to the ends of the gripper's range, in metres or radians"
             )
 
 

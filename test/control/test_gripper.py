@@ -48,7 +48,7 @@ def test_a_band_that_leaves_no_way_to_open_or_to_close_is_refused(threshold: flo
     ("changes", "words"),
     [
         ({"output": "trajectory", "open_value": 0.04}, r"gripper\.joint"),
-        ({"output": "array"}, r"gripper\.open_value and gripper\.closed_value"),
+        ({"output": "array"}, r"gripper\.open_value and gripper\.closed_value, which are both 0: set them to"),
         ({"output": "trajectory", "joint": "finger"}, r"gripper\.open_value and gripper\.closed_value"),
     ],
 )
