@@ -66,7 +66,7 @@ def _declare(node: Node, declared: Declared, default: Any, lifecycle: bool) -> N
         value = node.declare_parameter(declared.name, default, _descriptor(declared, lifecycle)).value
     except ParameterException as error:
         given = _overrides(node).get(declared.name)
-        raise UserError(declared.problem(given.value) if given else str(error)) from None
+        raise UserError(declared.problem(_hashable(given.value)) if given else str(error)) from None
     if problem := declared.problem(_hashable(value)):
         raise UserError(problem)
 

@@ -88,7 +88,10 @@ class Declared:
         """The error message for a user's value; empty if the value is valid."""
         if self._wrong(value, exact=True) is None:
             return ""
-        return f"parameter '{self.name}' is {shown(value)}, but it must be {self._words} (default: {self.value!r})"
+        floats = _converted(value, self, is_list=isinstance(value, tuple))
+        remedy = f"; write {_listed(floats)}" if self._wrong(floats, exact=True) is None else ""
+        must_be = f"it must be {self._words} (default: {self.value!r})"
+        return f"parameter '{self.name}' is {_listed(value)}, but {must_be}{remedy}"
 
     def check(self) -> None:
         """UserError if the value is out of range."""
@@ -249,6 +252,11 @@ def hint(name: str, known: Mapping[str, object]) -> str:
     """Suggests the likely name for an unknown one."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
+
+
+def _listed(value: object) -> str:
+    """Formats a value as in a parameter file."""
+    return shown(list(value) if isinstance(value, tuple) else value)
 
 
 def _converted(value: Any, declared: Declared, *, is_list: bool) -> Any:

@@ -162,6 +162,8 @@ def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     [
         ({"limits.linear_sped": 0.1}, "did you mean 'limits.linear_speed'?"),
         ({"limits.linear_speed": 1}, "'limits.linear_speed' is 1, but it must be a float"),
+        ({"limits.workspace_max": [1, 1, 1]}, "'limits.workspace_max' is [1, 1, 1], but it must be a list of floats"),
+        ({"limits.workspace_max": [1, 1, 1]}, "; write [1.0, 1.0, 1.0]"),
         ({"limits.linear_jerk": 0.0}, "set limits.linear_jerk"),
         ({"limits.linear_speed": 2.0}, "but stop_time_s promises 0.2 s"),
         ({"limits.workspace_min": [0.6, -0.2, 0.2]}, "must be smaller than limits.workspace_max"),

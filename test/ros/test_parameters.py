@@ -140,7 +140,8 @@ def test_what_is_given_is_read_into_the_tree(context: Context) -> None:
         (dict(draft__nodes=65), "parameter 'draft.nodes' is 65, but it must be a whole number from 1 to 64"),
         (dict(acceptance__bins=[1, 300]), "a list of whole numbers from 0 to 254"),
         (dict(acceptance__rule="kind"), "one of: strict"),
-        ({"action.dt": 1}, "a float from 0 to 10"),
+        ({"action.dt": 1}, r"'action.dt' is 1, but it must be a float from 0 to 10 \(default: .*; write 1\.0$"),
+        ({"action.dt": 99}, r"from 0 to 10 \(default: [0-9.]+\)$"),
     ],
 )
 def test_a_wrong_value_stops_the_node(context: Context, given: dict, message: str) -> None:
