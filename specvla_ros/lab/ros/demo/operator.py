@@ -19,7 +19,7 @@ from std_msgs.msg import Bool, Empty, String
 from std_srvs.srv import Trigger
 
 from specvla_ros.lab.ros.demo.record import DemoRecord, Motion, first_values
-from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC
+from specvla_ros.lab.ros.sim_robot.outputs import EPISODE, IMAGE_TOPIC
 from specvla_ros.lab.simulation.tasks import Task
 from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
@@ -56,7 +56,7 @@ class Operator(Node):
         self.create_subscription(VlaAction, "/policy/action", record.on_action, ACTION)
         self.create_subscription(DecodeStats, "/policy/decode_stats", record.on_stats, ACTION)
         self.create_subscription(Reasoning, "/policy/reasoning", record.on_reasoning, ACTION)
-        self.create_subscription(SimEpisode, "/sim_robot/episode", self._on_episode, LATCHED_INSTRUCTION)
+        self.create_subscription(SimEpisode, "/sim_robot/episode", self._on_episode, EPISODE)
         self.create_subscription(Image, IMAGE_TOPIC, lambda image: record.on_image(rgb_from_image(image)), NEWEST_IMAGE)
         if not commanded:
             return

@@ -14,10 +14,12 @@ from diagnostic_msgs.msg import DiagnosticStatus
 from specvla_ros.control.action_space import RefusalReason
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.engine.outcome import DecodeRecord
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, head
 from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
 from specvla_ros.lab.simulation.rollout import EpisodeResult, mean_picture_age_s, roughness
+from specvla_ros.lab.tally import DecodeTally
 from specvla_ros.models.codecs.statistics import select_statistics
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
@@ -36,6 +38,13 @@ def thinking_s(action: VlaAction) -> float:
 
 def _stamp_s(message: VlaAction | SimEpisode) -> float:
     return float(message.header.stamp.sec + message.header.stamp.nanosec * 1e-9)
+
+
+def decode_record(stats: DecodeStats) -> DecodeRecord:
+    """The engine's record of an answer, as far as the message holds it."""
+    names = ("tokens_per_forward", "accept_lengths", "tree_nodes", "bins_off", "why", "tick_s")
+    lists = {name: tuple(getattr(stats, name)) for name in names}
+    return DecodeRecord(stats.mode, stats.acceptance, in_flight=stats.in_flight, **lists)
 
 
 def first_values(action: VlaAction) -> list[float]:
@@ -64,7 +73,11 @@ class DemoRecord:
         self.stats: DecodeStats | None = None
         self.text = ""
         self.recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self.unseen = 0  # episodes that the robot finished but whose end never arrived
+        self._finished = 0  # episodes by the robot's own count
         self._actions: list[VlaAction] = []
+        self._tally = DecodeTally()  # of the episode
+        self._dropped, self._dropped_before = Counter[str](), Counter[str]()  # since activation; at the episode's start
         self._film: Film | None = None
         self._filmed: set[str] = set()
 
@@ -79,6 +92,8 @@ class DemoRecord:
 
     def on_stats(self, stats: DecodeStats) -> None:
         self.stats = stats
+        self._tally.add(decode_record(stats))
+        self._dropped = Counter(dict(zip(stats.drop_reasons, stats.drop_counts, strict=True)))
 
     def on_reasoning(self, reasoning: Reasoning) -> None:
         self.text = reasoning.text
@@ -96,10 +111,13 @@ class DemoRecord:
 
     def on_episode(self, episode: SimEpisode) -> None:
         before, self.episode = self.episode, episode
+        self.unseen += max(0, episode.finished_so_far - self._finished - (episode.state != SimEpisode.RUNNING))
+        self._finished = episode.finished_so_far
         if before is not None and (before.episode, before.state) == (episode.episode, episode.state):
             return
         if episode.state == SimEpisode.RUNNING:
             self._actions.clear()
+            self._tally, self._dropped_before = DecodeTally(), self._dropped
             return
         self._end_film()
         normalise = self._statistics.normalise
@@ -120,6 +138,8 @@ class DemoRecord:
                 roughness=roughness([normalise(np.array(first_values(action))) for action in self._actions]),
                 acted_on=episode.acted_on or None,
                 failure=episode.detail,
+                drops=dict(self._dropped - self._dropped_before),
+                decode=self._tally.as_json(),
             )
         )
 

@@ -181,6 +181,8 @@ def run_demo(
     busy = {"busy": busy_machine(before, CpuTimes.now()) or None}
     summary = record.finish(_context(robot, parameters, operator, shown) | busy)
     _print_results(console, summary, operator, out, shown)
+    if record.unseen:
+        console.print(f"[red]{record.unseen} episodes were not seen: this machine is too busy[/red]")
     return 0 if finished and summary.success.successes else 1
 
 

@@ -53,7 +53,7 @@ JOINTS_TOPIC = "/joint_states"
 # Reliable, to match reliable and best-effort subscribers.
 _STREAM = QoSProfile(depth=5, reliability=ReliabilityPolicy.RELIABLE)
 # Latched for late subscribers, and deep enough that the next start does not overwrite an end.
-_EPISODE = QoSProfile(depth=10, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
+EPISODE = QoSProfile(depth=10, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 _FRAME_IDS = ("camera", "wrist")  # frame_id of each camera's images
 _JPEG_QUALITY = 90
 
@@ -70,7 +70,7 @@ class SimOutputs:
         self._tool = node.create_publisher(PoseStamped, "~/tool_pose", _STREAM)
         self._joints = node.create_publisher(JointState, JOINTS_TOPIC, _STREAM)
         self._clock = node.create_publisher(Clock, "/clock", CLOCK)
-        self._episodes = node.create_publisher(SimEpisode, "~/episode", _EPISODE)
+        self._episodes = node.create_publisher(SimEpisode, "~/episode", EPISODE)
 
     @property
     def image_topics(self) -> tuple[str, str]:

@@ -62,6 +62,27 @@ def test_an_episode_says_when_each_action_came_and_how_old_its_image_was(tmp_pat
     assert "age of the image acted on [ms]" in (tmp_path / "demo" / "report.html").read_text()
 
 
+def test_an_episode_counts_what_was_decoded_and_dropped_in_it_and_those_that_were_missed(tmp_path: Path) -> None:
+    record = DemoRecord(tmp_path / "demo", nano_policy(), commanded=False)
+
+    def answer(dropped: int) -> None:
+        drops = {"drop_reasons": ["stale", "paused"], "drop_counts": [dropped, 0]}
+        record.on_stats(DecodeStats(tokens_per_forward=[3, 4], accept_lengths=[3], **drops))
+
+    answer(5)
+    record.on_episode(SimEpisode(state=SimEpisode.RUNNING, task="lift_red"))
+    answer(6)
+    answer(8)
+    record.on_episode(SimEpisode(state=SimEpisode.SUCCEEDED, task="lift_red", time_s=4.0, finished_so_far=1))
+    assert record.episodes[0].drops == {"stale": 3} and record.unseen == 0
+    summary = record.finish({"settings": {"engine": {"mode": "spec"}, "clock": "ros"}})
+    assert (summary.decode.actions, summary.decode.forwards, summary.decode.tau) == (2, 4, 4.0)
+    record.on_episode(SimEpisode(state=SimEpisode.RUNNING, task="lift_red", episode=2, finished_so_far=2))
+    assert record.unseen == 1
+    record.on_episode(SimEpisode(state=SimEpisode.FAILED, task="lift_red", episode=4, finished_so_far=5))
+    assert record.unseen == 3
+
+
 def test_nothing_is_said_of_what_has_not_come(tmp_path: Path) -> None:
     said = shown(DemoRecord(tmp_path / "demo", nano_policy(), commanded=False))
     assert "forwards" not in said and "text" not in said

@@ -14,8 +14,9 @@ from support.patience import wait_until
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.ros.demo.operator import Operator
 from specvla_ros.lab.ros.demo.record import DemoRecord
+from specvla_ros.lab.ros.sim_robot.outputs import EPISODE
 from specvla_ros.msg import SimEpisode
-from specvla_ros.ros.qos import DIAGNOSTICS, HEARTBEAT, LATCHED_INSTRUCTION
+from specvla_ros.ros.qos import DIAGNOSTICS, HEARTBEAT
 
 
 def _longer(what, than):
@@ -30,7 +31,7 @@ class Guard:
         self.state, self.persists, self.asked = "passing", 0, 0
         self._diagnostics = self.node.create_publisher(DiagnosticArray, "/diagnostics", DIAGNOSTICS)
         self.node.create_service(Trigger, "/guard/clear_stop", self._on_clear)
-        self._episodes = self.node.create_publisher(SimEpisode, "/sim_robot/episode", LATCHED_INSTRUCTION)
+        self._episodes = self.node.create_publisher(SimEpisode, "/sim_robot/episode", EPISODE)
         self.held: list[bool] = []
         self.node.create_subscription(Bool, "/guard/enable", lambda m: self.held.append(m.data), HEARTBEAT)
 
@@ -145,3 +146,12 @@ def test_the_switch_is_held_in_episodes_and_let_go_between_them(scene):
         for _ in range(20):
             spin()
         assert True not in guard.held[released:]
+
+
+def test_an_episodes_end_is_seen_although_the_next_start_follows_before_the_terminal_is_drawn(scene):
+    guard, operator, spin = scene
+    wait_until(lambda: guard._episodes.get_subscription_count(), meanwhile=spin)
+    for number in range(3):
+        guard.episode(number, SimEpisode.RUNNING)
+        guard.episode(number, SimEpisode.SUCCEEDED)
+    wait_until(lambda: len(operator._record.episodes) == 3, meanwhile=spin)
