@@ -182,9 +182,10 @@ def picture(
     episode = record.episode
     if episode is not None:
         states = {SimEpisode.RUNNING: "", SimEpisode.SUCCEEDED: "[green]done[/green]"}
-        now.add_row("instruction", f"[bold]{episode.instruction}[/bold]  {states.get(episode.state, '[red]not done')}")
+        now.add_row("instruction", Text(episode.instruction, style="bold"))
         taken = f"{episode.actions} {'actions' if motion is None else 'commands'}"
-        now.add_row("episode", f"{episode.episode + 1}, {episode.time_s:.1f} s, {taken}")
+        state = states.get(episode.state, "[red]not done")
+        now.add_row("episode", f"{episode.episode + 1}, {episode.task}, {episode.time_s:.1f} s, {taken}  {state}")
     if record.action is not None:
         p50 = float(np.median([latency for _, latency in record.recent])) * 1e3
         now.add_row("policy", f"{record.action_rate_hz:.1f} actions/s, {p50:.0f} ms from image to action")

@@ -4,7 +4,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC, JOINTS_TOPIC, WRI
 from specvla_ros.lab.simulation import require_gl
 from specvla_ros.lab.simulation.arm import Arm
 from specvla_ros.lab.simulation.driven_robot import simulation_limits, touching
-from specvla_ros.lab.simulation.tasks import choose_tasks
+from specvla_ros.lab.simulation.rollout import EpisodeResult
+from specvla_ros.lab.simulation.tasks import Task, choose_tasks
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
 from specvla_ros.models.observation import normalise_instruction
 from specvla_ros.msg import SimEpisode
@@ -290,9 +291,7 @@ def _show(
                     console.print(f"new episode: the operator clears the stop ({stopped})", markup=False)
             if not console.is_terminal:  # a log has no live view
                 if len(record.episodes) > finished:
-                    last = record.episodes[-1]
-                    how = "done" if last.succeeded else "not done"
-                    console.print(f"{last.instruction}: {how} after {last.time_s:.1f} s")
+                    console.print(_verdict(record.episodes[-1], robot.arm.tasks))
                 if motion is not None and motion.guard.partition(":")[0] != state:
                     state = motion.guard.partition(":")[0]
                     console.print(f"guard: {motion.guard}", markup=False)
@@ -306,6 +305,12 @@ def _show(
         why = f"the {ended} exited" if (ended := nodes.ended(others)) else f"nothing happened for {_SILENCE_S:g} s"
         console.print(f"[red]{why}; the results so far are kept[/red]")
     return code == 0
+
+
+def _verdict(episode: EpisodeResult, tasks: Sequence[Task]) -> str:
+    """An episode's end in words; the judged task may be another than the newest instruction asks for."""
+    judged = next((task.instruction for task in tasks if task.name == episode.task), episode.task)
+    return f"{judged}: {'done' if episode.succeeded else 'not done'} after {episode.time_s:.1f} s"
 
 
 def _begins(episode: SimEpisode | None, before: SimEpisode | None) -> bool:

@@ -9,6 +9,7 @@ from rich.console import Console
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.ros.demo.operator import TypedLine, picture
 from specvla_ros.lab.ros.demo.record import DemoRecord
+from specvla_ros.lab.ros.demo.run import _verdict
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 
@@ -81,6 +82,13 @@ def test_an_episode_counts_what_was_decoded_and_dropped_in_it_and_those_that_wer
     assert record.unseen == 1
     record.on_episode(SimEpisode(state=SimEpisode.FAILED, task="lift_red", episode=4, finished_so_far=5))
     assert record.unseen == 3
+
+
+def test_a_verdict_is_of_the_judged_task_whatever_was_asked_last(tmp_path: Path) -> None:
+    record = DemoRecord(tmp_path / "demo", nano_policy(), commanded=False)
+    record.on_episode(SimEpisode(state=SimEpisode.SUCCEEDED, task="lift_red", time_s=2.3, instruction="make coffee"))
+    assert _verdict(record.episodes[0], TASKS) == "lift the red cube: done after 2.3 s"
+    assert "1, lift_red, 2.3 s, 0 actions  done" in shown(record)
 
 
 def test_nothing_is_said_of_what_has_not_come(tmp_path: Path) -> None:
