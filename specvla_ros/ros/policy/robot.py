@@ -291,12 +291,13 @@ class RobotPart:
         if policy is None:
             return
         epoch = self._begin_epoch()
-        policy.thread.check_instruction(text, partial(self._on_instruction_checked, text))
-        self._node.get_logger().info(f"instruction of epoch {epoch}: '{shortened(text)}'")
+        policy.thread.check_instruction(text, partial(self._on_instruction_checked, text, epoch))
 
-    def _on_instruction_checked(self, text: str, problem: str) -> None:
+    def _on_instruction_checked(self, text: str, epoch: int, problem: str) -> None:
         instruction = self._instruction
-        if problem and instruction is not None and instruction.refuse(text, problem):
+        if not problem:
+            self._node.get_logger().info(f"instruction of epoch {epoch}: '{shortened(text)}'")
+        elif instruction is not None and instruction.refuse(text, problem):
             self._node.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
 
     def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:

@@ -84,7 +84,9 @@ def test_without_an_instruction_there_is_no_action(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["   ", "x" * 10_240])
-def test_a_bad_instruction_stops_the_policy_until_a_good_one_comes(checkpoint: Path, bad: str) -> None:
+def test_a_bad_instruction_stops_the_policy_until_a_good_one_comes(
+    checkpoint: Path, bad: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with robot(checkpoint, instruction=INSTRUCTION) as r:
         r.start()
         r.act(rgb_image(r.now_ns()))
@@ -95,6 +97,8 @@ def test_a_bad_instruction_stops_the_policy_until_a_good_one_comes(checkpoint: P
         assert len(r.actions) == 1
         r.instruct("flip pot")
         assert r.act(rgb_image(r.now_ns())).instruction == "flip pot"
+        said = capfd.readouterr().err
+        assert said.count("instruction of epoch") == 2 and said.count("refused, nothing is published") == 1
 
 
 def test_a_fault_in_a_tick_drops_its_frame_and_the_node_lives_on(
