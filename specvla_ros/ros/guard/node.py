@@ -367,7 +367,7 @@ class GuardNode(Node):
                 self.get_logger().warning(f"refused, {refusal.cause.value}: {refusal.detail}")
         if state is not self._seen:
             self._seen = state
-            self.get_logger().info(f"{state.value}: {reason}" if reason else state.value)
+            self.get_logger().info(self._words(state, reason))
 
     def _statuses(self) -> dict[str, DiagnosticStatus]:
         with self._lock:
@@ -382,8 +382,12 @@ class GuardNode(Node):
         unheard = [topic for topic in self._outputs if not self.count_subscribers(topic)]
         if reason and unheard:
             reason = f"{reason}; nothing subscribes to {', '.join(unheard)}"
-        gate = make_status(_LEVELS[state], f"{state.value}: {reason}" if reason else state.value, values)
+        gate = make_status(_LEVELS[state], self._words(state, reason), values)
         return {"gate": gate, "loop": self._loop_status(stalls), **self._black_box_status()}
+
+    def _words(self, state: State, reason: str) -> str:
+        remedy = f"; once the cause is gone, call {self.resolve_service_name('~/clear_stop')}"
+        return (f"{state.value}: {reason}" if reason else state.value) + (remedy if state is State.STOPPED else "")
 
     def _loop_status(self, stalls: int) -> DiagnosticStatus:
         fault, self._fault = self._fault, ""

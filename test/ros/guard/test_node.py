@@ -157,12 +157,15 @@ def test_bytes_that_are_no_message_are_refused() -> None:
         each.until_stopped("bad_form")
 
 
-def test_stop_by_topic_and_by_service_is_latched_until_cleared() -> None:
-    with scene("twist") as each:
+def test_stop_by_topic_and_by_service_is_latched_until_cleared(capfd: pytest.CaptureFixture[str]) -> None:
+    with scene("twist", diagnostics_period_s=0.1) as each:
         each.start()
         each.stops.publish(Empty())
         each.until_stopped("stop was pressed (topic)")
         assert each.state is State.STOPPED
+        remedy = "once the cause is gone, call /guard/clear_stop"
+        each.until(lambda: each.guard._seen is State.STOPPED and each.status("gate").message.endswith(remedy))
+        assert f"stopped: stop: stop was pressed (topic); {remedy}" in capfd.readouterr().err
         each.until(lambda: each.call("clear_stop").success)
         each.start()
         assert each.call("stop").success
