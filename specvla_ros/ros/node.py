@@ -37,6 +37,9 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 STEADY = Clock(clock_type=ClockType.STEADY_TIME)
 _SPIN_S = 0.5
 _STOP_TIMEOUT_S = 2.0
+_USAGE = """usage: {name} [--ros-args [-p NAME:=VALUE] [--params-file FILE] [-r FROM:=TO] ...]
+
+Runs the ROS 2 node {name} until Ctrl-C. `ros2 param list /{name}` lists the parameters of the running node."""
 
 
 def run_node(
@@ -52,7 +55,7 @@ def run_node(
     """Makes a node and spins it on one thread until SIGINT, SIGTERM or the end of its work.
 
     Args:
-        name: first word of the messages on stderr.
+        name: the node, first word of the messages on stderr.
         close: stops what the node runs outside the executor; returns False if something does not stop.
         finished: returns True once the node has done its work; checked twice a second and after each callback.
         failure: returns what went wrong in the node's work, once it is closed; empty: nothing.
@@ -62,6 +65,9 @@ def run_node(
     Returns:
         The exit code: 0, or 2 for errors that a user can fix. If something does not stop, the process ends here with 1.
     """
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(_USAGE.format(name=name))
+        return 0
     told = threading.Event()
     if last_words:
         for each in (signal.SIGINT, signal.SIGTERM):
@@ -86,6 +92,9 @@ def run_node(
         if rclpy.ok():
             raise
         return 0  # a signal ended the context meanwhile
+    if isinstance(node, ManagedNode):
+        example = f"`ros2 lifecycle set {node.get_fully_qualified_name()} configure`"
+        node.get_logger().info(f"unconfigured: waiting for configure, for example {example}")
     executor = SingleThreadedExecutor()
     executor.add_node(node)
     for other in others(node):

@@ -141,6 +141,12 @@ def test_a_bad_parameter_ends_the_policy_with_one_clear_message(parameters: dict
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("asked", ["-h", "--help"])
+def test_a_node_tells_how_it_is_run(asked: str) -> None:
+    done = subprocess.run([*command("policy")[:3], asked], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0 and done.stdout.startswith("usage: policy [--ros-args ") and not done.stderr
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_policy_cleanly(sent: signal.Signals, checkpoint: Path) -> None:
     process = subprocess.Popen(
@@ -155,6 +161,7 @@ def test_a_signal_ends_the_policy_cleanly(sent: signal.Signals, checkpoint: Path
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert "terminate called" not in errors
+    assert "unconfigured: waiting for configure, for example `ros2 lifecycle set /policy configure`" in errors
 
 
 def test_the_process_ends_after_shutdown(checkpoint: Path) -> None:
