@@ -75,7 +75,7 @@ class Arm:
         node.create_subscription(DiagnosticArray, "/diagnostics", self.diagnostics.append, DIAGNOSTICS)
         self.actions = node.create_publisher(VlaAction, "action", ACTION)
         self._tool_pose = node.create_publisher(PoseStamped, "tool_pose", 10)
-        self._joint_states = node.create_publisher(JointState, "joint_states", 10)
+        self._joint_states: Any = node.create_publisher(JointState, "joint_states", 10)
         node.create_timer(0.01, self._publish_state)
 
     @property
