@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from specvla_ros.errors import UserError
 
 TOLERANCE_S = 0.05  # default maximum difference between the stamps of parts
-UNSTAMPED = "header.stamp is 0: its publisher must fill in the time of the measurement"
+STAMPED_BY = "its publisher must fill in the time of the measurement"
+UNSTAMPED = f"header.stamp is 0: {STAMPED_BY}"
 _MOST_HEARD = 64  # names listed when one is missing
 
 

@@ -256,14 +256,14 @@ def is_grey(message: Any) -> bool:
         return False
 
 
-def stamp_ns(header: Any) -> int:
-    """The stamp of a std_msgs/Header in nanoseconds, greater than 0."""
+def stamp_ns(header: Any, remedy: str = "the camera driver must fill in the time the image was taken") -> int:
+    """The stamp of a std_msgs/Header in nanoseconds, greater than 0; `remedy` ends the error if there is none."""
     try:
         seconds, nanoseconds = operator.index(header.stamp.sec), operator.index(header.stamp.nanosec)
     except TypeError as error:
         raise UserError(
-            f"header.stamp must be whole numbers, got sec {header.stamp.sec!r}, nanosec {header.stamp.nanosec!r}; the "
-            "camera driver must fill in the time the image was taken"
+            f"header.stamp must be whole numbers, got sec {header.stamp.sec!r}, nanosec {header.stamp.nanosec!r}; "
+            f"{remedy}"
         ) from error
     if seconds < 0 or not 0 <= nanoseconds < NANOSECONDS:
         raise UserError(
@@ -271,5 +271,5 @@ def stamp_ns(header: Any) -> int:
             f"between 0 and {NANOSECONDS - 1}"
         )
     if seconds == nanoseconds == 0:
-        raise UserError("header.stamp is 0; the camera driver must fill in the time the image was taken")
+        raise UserError(f"header.stamp is 0; {remedy}")
     return seconds * NANOSECONDS + nanoseconds

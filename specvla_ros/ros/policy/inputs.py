@@ -19,6 +19,7 @@ from rclpy.subscription import Subscription
 from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
 
+from specvla_ros.control.joint_parts import STAMPED_BY
 from specvla_ros.control.state_units import StateConvention
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
@@ -297,7 +298,7 @@ class ObservationInput:
 
     def _add_state(self, message: JointState) -> None:
         try:
-            stamp = stamp_ns(message.header)
+            stamp = stamp_ns(message.header, STAMPED_BY)
             state = self._states.read(message, stamp)
         except UserError as error:
             self._node.get_logger().warning(f"a state was refused: {error}", throttle_duration_sec=_LOG_PERIOD_S)

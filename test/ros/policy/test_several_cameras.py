@@ -133,3 +133,16 @@ def test_a_state_of_another_length_or_not_finite_is_no_state(
     made.until(lambda: made.drops().get("incomplete") == 1)
     assert not made.actions
     assert message in capfd.readouterr().err
+
+
+def test_a_state_without_a_stamp_is_told_as_such(running: tuple[Robot, Any, Any], capfd: Any) -> None:
+    made, _, state = running
+    state.publish(state_message(0, [0.0] * 8))
+    words = "a state was refused: header.stamp is 0; its publisher must fill in the time of the measurement"
+    said: list[str] = []
+
+    def told() -> bool:
+        said.append(capfd.readouterr().err)
+        return words in "".join(said)
+
+    made.until(told)
