@@ -24,7 +24,9 @@ def _followers(rows: list[Result]) -> Result:
 
 
 def _live_driving(result: Result) -> Result:
-    return {"rows": [{**row, "refused_by_guard": sum(row["refused"]["guard"].values())} for row in result["rows"]]}
+    return {
+        "rows": [{**row, "refused_by_guard": sum(row["refused"].get("guard", {}).values())} for row in result["rows"]]
+    }
 
 
 def _joint_actions(result: Result) -> Result:
