@@ -127,6 +127,55 @@ def test_replay_writes_its_results_and_keeps_limits(checkpoint: Path, tmp_path: 
     refused(specvla(*base, "--out", tmp_path / "x", "--image-topic", "/nope"), "/nope")
 
 
+FILES = {"plan": "--json", "bench": "--out", "robot-model": "--out"}  # whose result is one file
+LATER = ("certify", "collect-answers")  # which need it only with other options, and check it before they load
+
+
+@pytest.mark.parametrize("words", [[name] for name in (*COMMANDS, "fleet-draft --promote")] + [["robot", "stops"]])
+def test_no_result_can_be_lost_to_its_path(words: list[str], tmp_path: Path) -> None:
+    """At once, since hours may pass before the results are written."""
+    name, _, option = words[0].partition(" ")
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    file.touch()
+    option = option or FILES.get(name, "--out")
+    command = COMMANDS[name].commands[words[1]] if words[1:] else COMMANDS[name]
+    if name in LATER or option not in {flag for each in command.params for flag in each.opts}:
+        return
+    wrong = {folder: "is a directory", tmp_path / "none" / "x": "create it first"} if name in FILES else {}
+    for path, text in (wrong or {file: "is a file; give a directory", file / "x": "is a file"}).items():
+        with pytest.raises(UserError, match=f"{option} .*{text}"):
+            CliRunner().invoke(app, [name, *words[1:], option, str(path)], catch_exceptions=False)
+
+
+def test_a_file_of_results_is_checked_before_the_policy_is_loaded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specvla_ros.models.checkpoint.load_target", pytest.fail)
+    bag = write_bag(tmp_path / "bag", episode())
+    base = ["--policy", str(checkpoint), "--data", str(bag)]
+    (tmp_path / "x.html").mkdir()
+    for words, text in (
+        (["certify", "--mode", "spec", "--out", bag], f"--out {bag} is a directory"),
+        (["certify", "--mode", "spec", "--out", tmp_path / "x.json"], "x.html is a directory"),
+        (["certify", "--mode", "spec", "--out", tmp_path / "y.html"], "the name of the certificate's page"),
+        (["collect-answers", "--out", bag], f"--out {bag} is a directory"),
+    ):
+        with pytest.raises(UserError, match=text):
+            CliRunner().invoke(app, [*map(str, words), *base], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("name", ["calibrate", "fleet-draft"])
+def test_results_of_another_command_are_seen_before_the_policy_is_loaded(
+    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specvla_ros.models.checkpoint.load_target", pytest.fail)
+    (tmp_path / "settings.json").write_text('{"command": "replay"}')
+    base = [name, "--policy", str(checkpoint), "--data", str(tmp_path), "--out", str(tmp_path)]
+    with pytest.raises(UserError, match="holds results of `specvla replay`"):
+        CliRunner().invoke(app, base, catch_exceptions=False)
+
+
 @needs(ORACLES)
 def test_all_that_a_replay_lacks_is_said_at_once(image: Path, tmp_path: Path) -> None:
     """A checkpoint of two datasets that are not known here, without a tokenizer."""

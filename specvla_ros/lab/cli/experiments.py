@@ -54,7 +54,10 @@ def demo(
     chosen: PolicyOptions,
     moving: Moving,
     plan: Annotated[SimulatePlan, Taken(fixed=_WATCHED, defaults={"episodes": 3})],
-    out: Annotated[Path, typer.Option(help="Directory for films and report; overwritten each time.")] = Path("demo"),
+    out: Annotated[
+        Path,
+        typer.Option(help="Directory for films and report; overwritten each time.", callback=options.output_folder),
+    ] = Path("demo"),
     robot: options.Robot = "table",
     rerun: options.Rerun = False,
     viewer: options.Viewer = "",
@@ -249,7 +252,10 @@ def _compare_replays(names: Sequence[Path], frames: Sequence[Mapping[Any, "Frame
 
 
 @app.command("robot-model")
-def robot_model(robot: options.Robot, out: Annotated[Path, typer.Option(help="The MJCF file to write.")]) -> None:
+def robot_model(
+    robot: options.Robot,
+    out: Annotated[Path, typer.Option(help="The MJCF file to write.", callback=options.output_file)],
+) -> None:
     """Write the kinematics of an arm at the table, for the driver's `joints.model`."""
     from specvla_ros.lab.simulation.arms import choose_arm
 
@@ -290,7 +296,10 @@ def sweep(
 @takes_policy(mode="spec")
 def calibrate(
     chosen: PolicyOptions,
-    out: Annotated[Path, typer.Option(help="Directory for profile.yaml, the report and the episodes.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Directory for profile.yaml, the report and the episodes.", callback=options.output_folder),
+    ],
     acting: Annotated[SimulatePlan, Taken(fixed=_ACTING_ALONE, defaults={"episodes": 60})],
     limits: Limits,
     of_bags: options.Images,
@@ -319,9 +328,11 @@ def calibrate(
     """Choose tolerance and draft tree by measurement, and write them as a ROS 2 parameter file."""
     from specvla_ros.lab.evaluation import calibrate as calibration
     from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
+    from specvla_ros.lab.evaluation.run_directory import RunDirectory
     from specvla_ros.lab.evaluation.simulate import TABLE, policy_of
     from specvla_ros.speculation.settings import Tolerance
 
+    RunDirectory(out, calibration.COMMAND).check()
     options.tell_of_cpu(chosen, emulate)
     simulated = world != "none"
     plan = CalibratePlan(

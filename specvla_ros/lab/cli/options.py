@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options shared by several commands."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,43 @@ if TYPE_CHECKING:
     from specvla_ros.lab.cli.parameter_options import PolicyOptions
     from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
+
+
+def output_folder(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Checks a directory of results when its option is read, before hours of work; expands `~`."""
+    if path is None:
+        return None
+    path = path.expanduser()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{option.opts[0]} {path} is a file; give a directory")
+    _check_writable(option.opts[0], path)
+    return path
+
+
+def output_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Checks a file of results like `output_folder`."""
+    if path is None:
+        return None
+    path = path.expanduser()
+    check_output_file(option.opts[0], path)
+    if not path.parent.is_dir():
+        raise UserError(f"{option.opts[0]} {path}: the directory {path.parent} does not exist; create it first")
+    return path
+
+
+def check_output_file(option: str, path: Path) -> None:
+    """Raises UserError if no file can be written at `path`; its directory need not exist."""
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a directory; give the name of a file")
+    _check_writable(option, path.parent)
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise UserError(f"{option} {folder}: {there} {why}; give another path, or change its permissions")
+
 
 ON_A_CPU = (
     "on a CPU a drafted token costs about as much as a decoded one: with short answers such as OpenVLA's 7 tokens, "
@@ -46,7 +84,10 @@ BagsOrSim = Annotated[
 ]
 MaxGb = Annotated[float, typer.Option(help="Disk space for features, in GB; they are removed at the end.")]
 Bags = Annotated[list[Path], typer.Option("--data", help="Bags, directories of bags, or LeRobot datasets; repeatable.")]
-Results = Annotated[Path, typer.Option("--out", help="Directory of the results; an interrupted run resumes.")]
+Results = Annotated[
+    Path,
+    typer.Option("--out", help="Directory of the results; an interrupted run resumes.", callback=output_folder),
+]
 
 
 @dataclass(frozen=True)

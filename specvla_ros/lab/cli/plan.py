@@ -40,7 +40,13 @@ def plan(
         typer.Option(help="Tokens per answer; 0: the number in the checkpoint.", min=0, max=1024),
     ] = 0,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="JSON file with all shown figures and more.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--json",
+            help="JSON file with all shown figures and more.",
+            show_default=False,
+            callback=options.output_file,
+        ),
     ] = None,
 ) -> None:
     """Compute what a policy could reach on a device, and with which parameters, before it runs there.
@@ -68,9 +74,10 @@ def plan(
 @app.command()
 def bench(
     measure: Annotated[bool, typer.Option("--measure", help="Measure bandwidth and matrix rates.")] = False,
-    out: Annotated[Path, typer.Option(help="JSON file of the device, for `specvla plan --device`.")] = Path(
-        "device.json"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="JSON file of the device, for `specvla plan --device`.", callback=options.output_file),
+    ] = Path("device.json"),
     model: Model = None,
 ) -> None:
     """Measure this device for `specvla plan`, which otherwise assumes its figures.
@@ -87,8 +94,6 @@ def bench(
     from specvla_ros.lab.planning.measure import CpuTimes, busy_machine, measure_device
     from specvla_ros.models.families.openvla.config import read_config
 
-    if not out.parent.is_dir():
-        raise UserError(f"{out.parent} does not exist; create it first")
     config = OPENVLA_7B if model is None else read_config(model)
     console, before = Console(stderr=True), CpuTimes.now()
     with console.status("measuring") as status:

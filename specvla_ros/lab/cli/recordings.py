@@ -10,7 +10,18 @@ import typer
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
-from specvla_ros.lab.cli.options import BagOptions, Bags, Images, Rerun, Viewer, shown_in, tell_of_cpu, topics_of
+from specvla_ros.lab.cli.options import (
+    BagOptions,
+    Bags,
+    Images,
+    Rerun,
+    Viewer,
+    check_output_file,
+    output_folder,
+    shown_in,
+    tell_of_cpu,
+    topics_of,
+)
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, takes_plans, takes_policy
 from specvla_ros.lab.plans import THIS_PROCESS, EngineSpread, Thresholds
 from specvla_ros.lab.terminal import print_table, progress, progress_bar
@@ -42,7 +53,8 @@ def replay(
         Path | None,
         typer.Option(
             help="Directory of the results; an interrupted run resumes. Default: replay-NAME of the bag or folder; "
-            "required for several."
+            "required for several.",
+            callback=output_folder,
         ),
     ] = None,
     rerun: Rerun = False,
@@ -146,7 +158,7 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
 @takes_plans
 def export(
     bag: Annotated[list[Path], typer.Argument(help="Bags, or folders of bags.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Directory of the new dataset.")],
+    out: Annotated[Path, typer.Option(help="Directory of the new dataset.", callback=output_folder)],
     of_bags: BagOptions,
     plan: ExportPlan,
     answers: Annotated[
@@ -204,6 +216,10 @@ def certify(
     given = certificate.read_certificate(verify) if verify is not None else None
     if given is None and chosen.engine.mode == "ar" and chosen.engine.lossless:
         raise UserError("no setting to compare with plain decoding: give one, such as --mode spec")
+    page = certificate.page_of(out)
+    if given is None:
+        for path in (out, page):
+            check_output_file("--out", path)
     bags, topics = bags_in(data), topics_of(chosen, of_bags)
     if given is not None:
         if of_bags.instruction:

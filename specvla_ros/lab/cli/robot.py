@@ -15,6 +15,7 @@ import typer
 import yaml
 
 from specvla_ros.errors import UserError, together
+from specvla_ros.lab.cli.options import output_folder
 from specvla_ros.lab.terminal import print_table
 from specvla_ros.settings.parameter import hint, walk, with_values
 from specvla_ros.settings.profiles import Value, merge_parameters
@@ -70,7 +71,10 @@ def stops(
             "--robot", help="The robot's parameter file: speeds are shares of its limit, else of the highest seen."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for stops.json and report.html. Default: none.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for stops.json and report.html. Default: none.", callback=output_folder),
+    ] = None,
 ) -> None:
     """Tabulate your robot's stopping times and distances by cause, speed and reach, from the guard's black box.
 

@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import BagOptions, Bags, BagsOrSim, Images, MaxGb, check_accelerate, topics_of
+from specvla_ros.lab.cli.options import (
+    BagOptions,
+    Bags,
+    BagsOrSim,
+    Images,
+    MaxGb,
+    check_accelerate,
+    check_output_file,
+    output_folder,
+    topics_of,
+)
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.lab.plans import CalibratePlan, CollectPlan, DraftTraining, FleetPlan, PolicyTraining, Spread
 from specvla_ros.lab.terminal import print_table, progress, progress_bar
@@ -22,7 +32,8 @@ _SHOWN_POSITIONS = 16  # positions of an answer that are shown; the file has all
 @app.command()
 @takes_plans
 def collect(
-    out: Annotated[Path, typer.Option(help="Directory of the bags; existing ones are kept.")], plan: CollectPlan
+    out: Annotated[Path, typer.Option(help="Directory of the bags; existing ones are kept.", callback=output_folder)],
+    plan: CollectPlan,
 ) -> None:
     """Record demonstrations of the scripted experts as ROS 2 bags."""
     from specvla_ros.lab.bundled.policies import find_policy
@@ -42,7 +53,10 @@ def collect(
 @takes_plans
 def train_policy(
     data: Bags,
-    out: Annotated[Path, typer.Option(help="The checkpoint's directory; an interrupted training resumes.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="The checkpoint's directory; an interrupted training resumes.", callback=output_folder),
+    ],
     settings: PolicyTraining,
     of_bags: BagOptions,
 ) -> None:
@@ -86,7 +100,10 @@ def train_policy(
 def train_draft(
     chosen: PolicyOptions,
     data: BagsOrSim,
-    out: Annotated[Path, typer.Option(help="The draft head's directory; an interrupted training resumes.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="The draft head's directory; an interrupted training resumes.", callback=output_folder),
+    ],
     settings: DraftTraining,
     of_bags: Images,
     spread: Spread,
@@ -152,7 +169,12 @@ def train_draft(
 def fleet_draft(
     chosen: PolicyOptions,
     data: Bags,
-    out: Annotated[Path, typer.Option(help="Directory of head, verdict and report; an interrupted training resumes.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Directory of head, verdict and report; an interrupted training resumes.", callback=output_folder
+        ),
+    ],
     plan: FleetPlan,
     training: Annotated[DraftTraining, Taken(fixed={"parallel_depth": 1})],
     of_bags: Images,
@@ -161,7 +183,8 @@ def fleet_draft(
         Path | None,
         typer.Option(
             help="Directory that an accepted head is copied to, such as the checkpoint's folder draft; the previous "
-            "head is kept next to it. Default: it stays in --out."
+            "head is kept next to it. Default: it stays in --out.",
+            callback=output_folder,
         ),
     ] = None,
     tolerance: Annotated[
@@ -183,6 +206,7 @@ def fleet_draft(
     from specvla_ros.models.families.openvla.target import require_openvla
     from specvla_ros.speculation.settings import Tolerance
 
+    fleet.open_output(out)
     tolerances = tuple(map(Tolerance.parse, tolerance or ()))
     plan = replace(
         plan,
@@ -242,12 +266,13 @@ def collect_answers(
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE
 
+    path = (out or chosen.checkpoint / ANSWERS_FILE).expanduser()
+    check_output_file("--out", path)
     bags = bags_or_simulation(data)
     policy = load_target(chosen.checkpoint, **vars(chosen.model))
     source = frame_source(policy, bags, seed, topics_of(chosen, of_bags))
     with progress("running the policy") as advance:
         found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))
-    path = out or policy.directory / ANSWERS_FILE
     save_answers(path, [*found.answers])
     left_out = "".join(f"; {count} without an action: {reason}" for reason, count in found.dropped.items())
     typer.echo(f"wrote {len(found.answers)} different answers to {found.frames} images to {path}{left_out}")

@@ -27,6 +27,7 @@ from specvla_ros.settings.parameter import values_of
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings, Tolerance
 
+COMMAND = "calibrate"
 CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
 CALIBRATION_HEAD = ("setting", "ms", "speed-up", "forwards", "τ", "mm p95", "deg p95", "gripper", "success", "verdict")
 _PLAIN = "ar"
@@ -146,7 +147,7 @@ def calibrate(
 
     A repeated call with the same `out` simulates only missing episodes. `base` holds the remaining engine settings.
     """
-    directory = RunDirectory(out, "calibrate")
+    directory = RunDirectory(out, COMMAND)
     directory.check()
     if not base.engine.gives_no_prefix:
         raise UserError(

@@ -104,8 +104,18 @@ class Certificate:
 
     def write(self, path: Path) -> None:
         """Writes the file atomically, and a page of the same name next to it."""
+        page = page_of(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(self.content, indent=1) + "\n")
-        _write_page(path.with_suffix(".html"), self.content, self.failures)
+        _write_page(page, self.content, self.failures)
+
+
+def page_of(path: Path) -> Path:
+    """The page next to a certificate; raises UserError if it would replace the certificate."""
+    page = path.with_suffix(".html")
+    if page == path:
+        raise UserError(f"{path} is the name of the certificate's page; give a name that ends in .json")
+    return page
 
 
 def read_certificate(path: Path) -> Certificate:

@@ -96,11 +96,9 @@ def fleet_draft(
     """
     taught, judged = _split(find_bags(data).bags, plan)
     check_frames(taught, plan.frames, topics)
-    directory = RunDirectory(out, "fleet-draft")
+    directory = open_output(out)
     bags = {"trained on": _hashes(taught), "judged by": _hashes(judged)}
     directory.begin({"plan": _plan_json(plan), "bags": bags} | checkpoint_hashes(policy.directory, engine))
-    if directory.read_json(FLEET_FILE) is not None:
-        raise UserError(f"{out} holds the verdict of an earlier run; give another directory with --out")
     new = directory.path / HEAD
     if not (new / "training.json").exists():
         shards = collect_features(
@@ -139,6 +137,15 @@ def fleet_draft(
         directory.write_json(FLEET_FILE, found.as_json())
         _write_report(directory.path / REPORT_FILE, found)
     return found
+
+
+def open_output(out: Path) -> RunDirectory:
+    """The directory of the results; raises UserError if it holds those of an earlier run or of another command."""
+    directory = RunDirectory(out, "fleet-draft")
+    directory.check()
+    if directory.read_json(FLEET_FILE) is not None:
+        raise UserError(f"{out} holds the verdict of an earlier run; give another directory with --out")
+    return directory
 
 
 def _split(bags: Sequence[Path], plan: FleetPlan) -> tuple[tuple[Path, ...], tuple[Path, ...]]:

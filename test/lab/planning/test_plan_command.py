@@ -129,7 +129,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     assert "config.json is missing" in refusal("plan", "--device", "orin", "--model", tmp_path)
     assert "does not exist" in refusal("plan", "--device", "orin", "--model", tmp_path / "none")
     assert "no fp8 rate" in refusal("plan", "--device", "orin", "--weights", "fp8")
-    assert "cannot be written" in refusal("plan", "--device", "orin", "--json", tmp_path / "none" / "plan.json")
+    assert "create it first" in refusal("plan", "--device", "orin", "--json", tmp_path / "none" / "plan.json")
     raw = read_device("orin").as_json()
     del raw["memory_gb"]
     (tmp_path / "device.json").write_text(json.dumps(raw))
