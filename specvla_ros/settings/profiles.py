@@ -89,8 +89,8 @@ def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
     return values
 
 
-def _sections(file: Path, node: str, namespace: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Parameters in a file's sections for a node; those for all nodes (`**`) come first, as ROS ranks them."""
+def read_parameter_file(file: Path) -> dict[Any, Any]:
+    """The sections of a ROS 2 parameter file by name, unchecked; raises UserError if it is not a mapping."""
     try:
         with file.open("rb") as stream:
             text = stream.read(_MAX_BYTES + 1)
@@ -103,6 +103,12 @@ def _sections(file: Path, node: str, namespace: str) -> list[tuple[str, Mapping[
         raise UserError(f"parameter file {file} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"parameter file {file} is empty or not a mapping; begin with '/**:' and 'ros__parameters:'")
+    return content
+
+
+def _sections(file: Path, node: str, namespace: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Parameters in a file's sections for a node; those for all nodes (`**`) come first, as ROS ranks them."""
+    content = read_parameter_file(file)
     full_name = f"{namespace}/{node}" if namespace else node
     sections = [key for key in content if str(key).strip("/") in ("**", f"**/{node}", node, full_name)]
     if not sections:

@@ -198,6 +198,71 @@ def test_a_model_that_does_not_fit_is_told(tmp_path: Path, changes: dict[str, An
     assert any(words in line for line in wrong(output)), output
 
 
+def test_ranges_wider_than_the_models_are_refused(tmp_path: Path) -> None:
+    """Degrees replace the model's radians: the guard would let each joint turn without end."""
+    values = joint_output(tmp_path, PANDA)
+    count = len(values["joints.names"])
+    degrees = {"joints.position_min": [-180.0] * count, "joints.position_max": [180.0] * count}
+    code, output = check(tmp_path, values | degrees)
+    assert code == 1 and "are -180 to 180 for panda_joint1, but joints.model allows -2.897 to 2.897" in output, output
+    arm = moved(PANDA)
+    narrow = {
+        "joints.position_min": [each.low for each in arm if each.low is not None],
+        "joints.position_max": [each.high - 0.01 for each in arm if each.high is not None],
+    }
+    assert "joints.model allows" not in check(tmp_path, values | narrow)[1]
+    endless = [replace(PANDA[0], kind="continuous", low=None), *PANDA[1:]]
+    code, output = check(tmp_path, joint_output(tmp_path, endless) | degrees)
+    assert code == 1 and "for panda_joint1, more than a turn to one side: give them in radians" in output
+
+
+def test_a_gripper_that_would_move_the_arm_is_refused(tmp_path: Path) -> None:
+    gripper = {"gripper.output": "trajectory", "gripper.joint": "joint6", "gripper.closed_value": 0.01}
+    code, output = check(tmp_path, joint_output(tmp_path, Z1) | gripper)
+    assert code == 1 and "gripper.joint is joint6, one of the arm's joints" in output, output
+
+
+def test_values_that_no_node_reads_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "robot.yaml"
+    write_parameters(file, GOOD)
+    shared = file.read_text(encoding="utf-8")
+    file.write_text(f"{shared}/left/gaurd:\n  ros__parameters:\n    stop_time_s: 1.0\n")
+    code, output = run(file)
+    assert code == 1 and "section /left/gaurd belongs to no node of this package" in wrong(output)[0]
+    assert "did you mean /guard?" in output
+    file.write_text(f"{shared}/controller_manager:\n  ros__parameters:\n    update_rate: 100\n")
+    code, output = run(file)
+    assert code == 0 and "note  file       section /controller_manager belongs to no node" in output
+    file.write_text(f"{shared}  gripper:\n    output: array\n")
+    code, output = run(file)
+    assert code == 1 and "/** has 'gripper' beside ros__parameters" in wrong(output)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"joints.max_acceleration": [573.0]},
+            "joints.max_acceleration is 573 rad/s² or m/s², but a Panda has",
+        ),
+        (
+            {"limits.linear_speed": 9.0, "limits.linear_acceleration": 90.0},
+            "limits.linear_speed is 9 m/s, but a Panda has",
+        ),
+        ({"gripper.open_value": 40.0}, "gripper.open_value is 40: a gripper's position is in metres or radians"),
+    ],
+)
+def test_degrees_and_millimetres_are_suspected(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    values = {**joint_output(tmp_path, Z1), "gripper.output": "array", "gripper.open_value": 0.04}
+    assert "a Panda has" not in check(tmp_path, values)[1] and "is this in" not in check(tmp_path, values)[1]
+    assert f"note  driver     {words}" in check(tmp_path, values | changes)[1]
+
+
+def test_a_wrong_state_rule_does_not_end_the_check(tmp_path: Path) -> None:
+    code, output = check(tmp_path, GOOD | {"robot_states": ["/state"]})
+    assert code == 1 and output.count("invalid robot_states rule") == 1 and "timeouts" in output
+
+
 def test_a_tool_that_is_to_turn_with_more_acceleration_than_a_joint_has_is_told(tmp_path: Path) -> None:
     values = {**joint_output(tmp_path, Z1), "joints.max_acceleration": [20.0, 20.0, 20.0, 20.0, 17.0, 20.0]}
     told = "is 18 rad/s², but joint5 has 17"

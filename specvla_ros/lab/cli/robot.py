@@ -3,7 +3,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -15,6 +15,7 @@ import typer
 import yaml
 
 from specvla_ros.errors import UserError, together
+from specvla_ros.lab.cli import robot_mistakes
 from specvla_ros.lab.cli.options import output_folder
 from specvla_ros.lab.terminal import print_table
 from specvla_ros.settings.parameter import hint, walk, with_values
@@ -56,7 +57,7 @@ def check(
         _check_timeouts(report, driver, guard, profile)
     if driver is not None and not driver.limits.missing:
         _print_first_motions(driver.limits, file, 1.0 if guard is None else guard.guard.speed_scale)
-    raise typer.Exit(int(report.wrong))
+    raise typer.Exit(int(report.failed))
 
 
 @robot.command()
@@ -104,11 +105,16 @@ class Report:
     """Prints one line per check."""
 
     def __init__(self) -> None:
-        self.wrong = False
+        self.failed = False
 
     def note(self, name: str, text: str) -> None:
         """Prints a remark that is not an error."""
         self._print("note", name, text)
+
+    def wrong(self, name: str, text: str) -> None:
+        """Prints an error."""
+        self.failed = True
+        self._print("wrong", name, text)
 
     @contextmanager
     def part(self, name: str) -> Iterator[Callable[[str], None]]:
@@ -116,8 +122,7 @@ class Report:
         try:
             yield lambda text: self._print("ok", name, text)
         except UserError as error:
-            self.wrong = True
-            self._print("wrong", name, str(error))
+            self.wrong(name, str(error))
 
     def _print(self, state: str, name: str, text: str) -> None:
         colour = {"wrong": typer.colors.RED, "ok": typer.colors.GREEN}.get(state, typer.colors.YELLOW)
@@ -138,13 +143,25 @@ def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParamet
     if not given:
         return None, None
     for name in sorted({*given["driver"], *given["guard"]} - known - {"use_sim_time"}):
-        with report.part("file"):
-            raise UserError(f"no node has a parameter '{name}'; {_likely(name, known)}")
+        report.wrong("file", f"no node has a parameter '{name}'; {_likely(name, known)}")
+    stray, notes = robot_mistakes.stray_sections(file)
+    for text in stray:
+        report.wrong("file", text)
+    for text in notes:
+        report.note("file", text)
     driver, guard = None, None
     with report.part("driver") as well:
         driver = _settings(DriverParameters(), given["driver"], urdf)
         together(driver.check_complete, driver.gripper.require)
-        well(f"output {driver.output} in {driver.base_frame}, gripper {driver.gripper.output}")
+        joints, gripper = driver.joints, driver.gripper
+        if gripper.joint in {*joints.names, *joints.model_names} - {""}:
+            raise UserError(
+                f"gripper.joint is {gripper.joint}, one of the arm's joints: the gripper's commands would move the "
+                "arm; give the gripper's own joint, and leave it out of joints.names"
+            )
+        well(f"output {driver.output} in {driver.base_frame}, gripper {gripper.output}")
+    for text in robot_mistakes.too_large(driver) if driver is not None else ():
+        report.note("driver", text)
     if driver is not None and driver.output == DRY_RUN:
         report.note("guard", "output: none is a dry run: nothing is sent, and no guard is started")
         return driver, None
@@ -196,6 +213,8 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
         well(f"{joints.model} has {', '.join(model.in_model)} and the {model.tool_kind} {model.tool}")
     if model is None:
         return
+    for text in robot_mistakes.wider_than_model(joints):
+        report.wrong("model", text)
     if endless := [name for name in model.in_model if not model.model.joint(name).limited[0]]:
         report.note(
             "model",
@@ -205,17 +224,17 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
     if not Path(joints.model).is_absolute():
         report.note("model", "driver and guard look for it in the folder where each is started: give its absolute path")
     if idle := [name for name in model.in_model if name not in _on_the_way(model)]:
-        with report.part("model"):
-            raise UserError(
-                f"{', '.join(idle)} does not move {model.tool}: joints.names are the arm's joints, without the "
-                "gripper's, and joints.tool comes after them"
-            )
+        report.wrong(
+            "model",
+            f"{', '.join(idle)} does not move {model.tool}: joints.names are the arm's joints, without the "
+            "gripper's, and joints.tool comes after them",
+        )
     if others := [name for name in _on_the_way(model) if name not in model.in_model]:
-        with report.part("model"):
-            raise UserError(
-                f"joints.names lacks {', '.join(others)}, which the model has before {model.tool}: the tool pose "
-                "would be right only at position 0; add the name, or give a model in which that joint is fixed"
-            )
+        report.wrong(
+            "model",
+            f"joints.names lacks {', '.join(others)}, which the model has before {model.tool}: the tool pose "
+            "would be right only at position 0; add the name, or give a model in which that joint is fixed",
+        )
     if driver.action_space != JOINTS:
         _note_weak_joint(report, driver.limits.angular_acceleration, model)
     if driver.output == Output.JOINT_TRAJECTORY_CHUNK:
@@ -318,7 +337,9 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
     needed = [("tool_pose", "tf", "tf2_ros")] if driver.tool.pose_source == "tf" else []
     if guard.guard.gripper.output == "action":
         needed.append(("gripper", "gripper.output: action", "control_msgs"))
-    types = {rule.message_type for rule in guard.guard.state_rules}
+    types: set[str] = set()
+    with suppress(UserError):  # reported as the guard's
+        types = {rule.message_type for rule in guard.guard.state_rules}
     needed += [("robot", f"robot_states: {name}", name.partition("/")[0]) for name in sorted(types)]
     for name, what, package in needed:
         if importlib.util.find_spec(package) is None:
