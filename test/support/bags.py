@@ -11,6 +11,7 @@ from mcap.writer import CompressionType
 from mcap.writer import Writer as McapWriter
 from PIL import Image
 from rosbags.interfaces import (
+    Nodetype,
     Qos,
     QosDurability,
     QosHistory,
@@ -20,12 +21,15 @@ from rosbags.interfaces import (
 )
 from rosbags.rosbag2 import StoragePlugin, Writer
 from rosbags.rosbag2.enums import CompressionFormat, CompressionMode
-from rosbags.typesys import Stores, get_typestore
+from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
 STORE = get_typestore(Stores.ROS2_JAZZY)
 TYPES = STORE.types
 IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
 TEXT, NUMBERS = "std_msgs/msg/String", "std_msgs/msg/Float32MultiArray"
+ANSWER = "specvla_ros/msg/VlaAction"
+_MESSAGES = Path(__file__).resolve().parents[2] / "msg"
+STORE.register(get_types_from_msg((_MESSAGES / "VlaAction.msg").read_text(encoding="utf-8"), ANSWER))
 START_NS = 1_700_000_000_000_000_000
 PERIOD_NS = 200_000_000
 
@@ -75,6 +79,15 @@ def text(words: str) -> Any:
 def numbers(values: Sequence[float]) -> Any:
     layout = TYPES["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
     return TYPES[NUMBERS](layout=layout, data=np.asarray(values, np.float32))
+
+
+def answer(stamp_ns: int, values: Sequence[float], names: Sequence[str]) -> Any:
+    """A policy's answer to the image of that stamp: `values` row by row."""
+    empty = {"string": "", "float64": 0.0, "bool": False}
+    declared: list[Any] = [*STORE.fielddefs[ANSWER][1]]
+    fields = {name: empty.get(of[0], 0) for name, (kind, of) in declared if kind is Nodetype.BASE}
+    given = {"header": header(stamp_ns), "names": [*names], "values": np.array(values), "tokens": np.empty(0, np.int32)}
+    return TYPES[ANSWER](**fields | given)
 
 
 def episode(frames: int = 5, *, instruction: str = "put carrot on plate", actions: bool = True) -> list[Entry]:

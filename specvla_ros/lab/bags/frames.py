@@ -28,6 +28,7 @@ COMPRESSED_IMAGE = "sensor_msgs/msg/CompressedImage"
 JOINT_STATE = "sensor_msgs/msg/JointState"
 TEXT = "std_msgs/msg/String"
 NUMBERS = ("std_msgs/msg/Float32MultiArray", "std_msgs/msg/Float64MultiArray")
+ANSWERS = ("specvla_ros/msg/VlaAction", "specvla_msgs/msg/VlaAction")  # today's type and that of old bags
 
 STATE = "state"
 
@@ -93,6 +94,11 @@ class ReplayTopics:
     sync_tolerance_s: float = TOLERANCE_S
 
     @property
+    def answered(self) -> bool:
+        """True if the action is a policy's answer, which arrives late and is matched with its image by stamp."""
+        return self.action is not None and self.action.msgtype in ANSWERS
+
+    @property
     def names(self) -> tuple[str, ...]:
         topics = (self.image, self.instruction, self.action, *self.sensors.values())
         return tuple(topic.name for topic in topics if topic is not None)
@@ -115,7 +121,7 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
     numbers = (topic for topic in bag.topics if topic.msgtype in NUMBERS)
     action = next((topic for topic in numbers if topic.name == _DEFAULT_ACTION), None)
     if choice.action_topic:
-        action = _typed(bag, choice.action_topic, NUMBERS)
+        action = _typed(bag, choice.action_topic, (*NUMBERS, *ANSWERS))
     note = ""
     if choice.image_topic and image.name != choice.image_topic:
         note = f"bag {bag.path} holds {choice.image_topic} only compressed: reading {image.name}"
@@ -130,7 +136,8 @@ class BagFrame:
     image: BagMessage
     instruction: str  # the instruction when the image was recorded; empty if there was none yet
     epoch: int  # 0 before the first instruction, incremented on each new one, as in the node
-    recorded: tuple[float, ...] | None = None  # the first action recorded between this image and the next
+    # The first action recorded between this image and the next; of a policy's answers the first action to this image.
+    recorded: tuple[float, ...] | None = None
     others: Mapping[str, BagMessage] = field(default_factory=dict)  # other cameras; the nearest by stamp
     state: np.ndarray | None = None  # float64 [dims], the nearest by stamp; None: not read, or see `missing`
     missing: str = ""  # the missing input, due to which the image cannot be answered; empty if all inputs exist
@@ -145,12 +152,14 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
     before = ""  # the same of an earlier one, which the newest image may lack
     together = Synchronizer(topics.image.name, [*topics.sensors], topics.sync_tolerance_s)
     sensors = {topic.name: name for name, topic in topics.sensors.items()}
+    answers = _first_actions(bag, topics.action) if topics.answered and topics.action is not None else {}
     for message in _in_causal_order(bag, topics):
         if message.topic == topics.image.name:
             if newest is not None:
                 yield _ended(newest, together.give_up(), refused or before)
-            newest, before = BagFrame(index, message, text, epoch), ""
-            stamp = recorded_ns(message) if sensors else 0  # only when needed: it deserialises the whole message
+            # only when needed: it deserialises the whole message
+            stamp = recorded_ns(message) if sensors or topics.answered else 0
+            newest, before = BagFrame(index, message, text, epoch, answers.get(stamp)), ""
             newest = _ended(newest, together.add(message.topic, stamp, message), refused)
             index += 1
         elif message.topic in sensors:
@@ -195,21 +204,32 @@ def recorded_ns(message: BagMessage) -> int:
         return message.time_ns
 
 
+def _first_actions(bag: Bag, topic: Topic) -> dict[int, tuple[float, ...]]:
+    """The first action of each answer, by its image's stamp in nanoseconds; of several to one image the first."""
+    found: dict[int, tuple[float, ...]] = {}
+    for each in bag.messages([topic.name]):
+        answer = each.message()
+        values = tuple(float(value) for value in answer.values[: len(answer.names)])
+        found.setdefault(recorded_ns(each), values)
+    return found
+
+
 def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
     """Yields messages in bag time; at equal times the instruction, the other sensors, the image, then its action.
 
     The image comes after the other sensors, since it is matched with the nearest available samples.
     """
-    names = (topics.instruction, *topics.sensors.values(), topics.image, topics.action)
-    rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}
-    for _, simultaneous in groupby(bag.messages(topics.names), key=lambda message: message.time_ns):
+    wanted = (topics.instruction, *topics.sensors.values(), topics.image, None if topics.answered else topics.action)
+    rank = {topic.name: order for order, topic in enumerate(wanted) if topic is not None}
+    for _, simultaneous in groupby(bag.messages([*rank]), key=lambda message: message.time_ns):
         yield from sorted(simultaneous, key=lambda message: rank[message.topic])
 
 
 def _typed(bag: Bag, name: str, types: tuple[str, ...]) -> Topic:
     topic = bag.topic(name)
     if topic.msgtype not in types:
-        raise UserError(f"bag {bag.path}: topic {name} is of type {topic.msgtype}, but {' or '.join(types)} is needed")
+        needed = " or ".join(filter(None, (", ".join(types[:-1]), types[-1])))
+        raise UserError(f"bag {bag.path}: topic {name} is of type {topic.msgtype}, but {needed} is needed")
     return topic
 
 

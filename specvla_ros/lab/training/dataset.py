@@ -27,8 +27,8 @@ from specvla_ros.lab.bags.demonstrations import (
     HINDSIGHT_ACTION_TOPIC,
     HINDSIGHT_INSTRUCTION_TOPIC,
 )
-from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics, rgb_from_message
-from specvla_ros.lab.bags.reader import Bag, bag_files, open_bag
+from specvla_ros.lab.bags.frames import ANSWERS, TopicChoice, bag_frames, choose_topics, rgb_from_message
+from specvla_ros.lab.bags.reader import Bag, Topic, bag_files, open_bag
 from specvla_ros.lab.files import write_json
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
@@ -223,7 +223,7 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
         chosen = choose_topics(reader, topics)
         if chosen.action is None:
             raise UserError(f"bag {bag} has no actions on {ACTION_TOPIC}; name their topic with --action-topic")
-        hindsight, action_names = _hindsight(reader), _action_names(reader, chosen.action.name)
+        hindsight, action_names = _hindsight(reader), _action_names(reader, chosen.action)
         for frame in bag_frames(reader, chosen, topics.instruction):
             if frame.missing:
                 missing.append(frame.missing)
@@ -250,9 +250,12 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
     return _Steps(*arrays, tuple(texts), tuple(times), names, action_names, left_out)
 
 
-def _action_names(reader: Bag, topic: str) -> tuple[str, ...]:
-    """Names of the actions' values from their dimension's label; empty if it has none."""
-    first = next(iter(reader.messages((topic,))), None)
+def _action_names(reader: Bag, topic: Topic) -> tuple[str, ...]:
+    """Names of the actions' values from their dimension's label; empty if it has none, or if they are of a tool."""
+    first = next(iter(reader.messages((topic.name,))), None)
+    if first is not None and topic.msgtype in ANSWERS:
+        names = tuple(first.message().names)
+        return () if names == ACTION_NAMES else names
     named = [each.label for each in first.message().layout.dim if each.label] if first is not None else []
     return tuple(named[0].split(ACTION_LABELS)) if named else ()
 

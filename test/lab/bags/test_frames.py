@@ -8,7 +8,7 @@ import pytest
 from support import bags
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.frames import ReplayTopics, TopicChoice, choose_topics
+from specvla_ros.lab.bags.frames import ReplayTopics, TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 
 
@@ -83,7 +83,7 @@ def test_a_missing_instruction_must_be_given(tmp_path: Path) -> None:
     ("argument", "needed"),
     [
         ("image_topic", "sensor_msgs/msg/Image or sensor_msgs/msg/CompressedImage"),
-        ("action_topic", "Float32MultiArray or std_msgs/msg/Float64MultiArray"),
+        ("action_topic", "Float32MultiArray, std_msgs/msg/Float64MultiArray, specvla_ros/msg/VlaAction or .*"),
     ],
 )
 def test_a_topic_of_the_wrong_type_is_refused(tmp_path: Path, argument: str, needed: str) -> None:
@@ -106,3 +106,21 @@ def test_depth_is_no_camera_to_choose_among(tmp_path: Path) -> None:
     packed = picture("/head/color/compressed", bags.COMPRESSED)
     topics = choose(tmp_path, [words("/instruction"), *depth, picture("/head/color"), packed])
     assert topics.image.name == "/head/color"
+
+
+def test_a_policys_answers_are_matched_with_the_images_of_their_stamps(tmp_path: Path) -> None:
+    """They arrive after further images; of a chunk the first action counts, and of a partial answer the first."""
+    answers = [
+        ("/policy/action", bags.ANSWER, bags.START_NS + late, bags.answer(bags.START_NS + stamp, values, ("x", "y")))
+        for stamp, late, values in (
+            (0, int(2.5 * bags.PERIOD_NS), [1.0, 2.0]),
+            (0, int(2.6 * bags.PERIOD_NS), [1.0, 2.0, 5.0, 6.0]),
+            (2 * bags.PERIOD_NS, 9 * bags.PERIOD_NS, [3.0, 4.0, 7.0, 8.0]),
+        )
+    ]
+    path = bags.write_bag(tmp_path / "bag", sorted(bags.episode(4) + answers, key=lambda entry: entry[2]))
+    with open_bag(path) as bag:
+        topics = choose_topics(bag, TopicChoice(action_topic="/policy/action"))
+        frames = [*bag_frames(bag, topics)]
+    assert [frame.recorded for frame in frames] == [(1.0, 2.0), None, (3.0, 4.0), None]
+    assert all(frame.instruction for frame in frames)

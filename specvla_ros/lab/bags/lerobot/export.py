@@ -17,6 +17,7 @@ import numpy as np
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import STATE_TOPIC
 from specvla_ros.lab.bags.frames import (
+    ANSWERS,
     COMPRESSED_IMAGE,
     JOINT_STATE,
     RAW_IMAGE,
@@ -30,7 +31,6 @@ from specvla_ros.lab.bags.frames import (
 from specvla_ros.lab.bags.lerobot.episode import STAMP_KEY
 from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
 from specvla_ros.lab.bags.lerobot.writer import Frame, Layout, LeRobotWriter, Numbers
-from specvla_ros.lab.bags.message_types import VLA_ACTION
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.messages.image_message import stamp_ns
 
@@ -39,7 +39,6 @@ POLICY_ACTION, POLICY_LATENCY = "policy.action", "policy.latency_s"  # LeRobot t
 _GENERIC = ("image_raw", "image_rect", "image", "compressed", "color", "rgb")  # parts of a topic that name no camera
 _UNEVEN = 0.5  # of a period: maximum difference between two images' distance and 1 / fps
 _SHOWN_BAGS = 5
-_ANSWERS = (VLA_ACTION, VLA_ACTION.replace("specvla_ros/", "specvla_msgs/"))  # types, today's and that of old bags
 
 
 @dataclass
@@ -175,7 +174,7 @@ def _answers_in(bag: Bag) -> Mapping[int, _Answer]:
 
     Raises UserError if several topics hold answers, or an answer has another number of values than names.
     """
-    topics = [topic.name for topic in bag.topics if topic.msgtype in _ANSWERS]
+    topics = [topic.name for topic in bag.topics if topic.msgtype in ANSWERS]
     if len(topics) > 1:
         raise UserError(f"bag {bag.path} holds answers on several topics, {', '.join(topics)}: record one policy's")
     found = {}
