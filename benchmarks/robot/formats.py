@@ -20,7 +20,7 @@ from benchmarks.random_policy import VISION
 from benchmarks.results_page import RESULTS
 from specvla_ros import Action, Engine, EngineSettings, Observation
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.lab.evaluation.compare import deviation
+from specvla_ros.lab.evaluation.deviation import deviation
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes, summarise_episodes

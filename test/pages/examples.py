@@ -13,7 +13,8 @@ from benchmarks.gpu.page import page as gpu_page
 from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.evaluation import calibrate, certificate, compare, qualify, stops_page
-from specvla_ros.lab.evaluation.compare import Deviation, FrameRun, Setting, SweepRow
+from specvla_ros.lab.evaluation.compare import FrameRun, Setting, SweepRow
+from specvla_ros.lab.evaluation.deviation import Deviation
 from specvla_ros.lab.evaluation.paired import PairedComparison
 from specvla_ros.lab.evaluation.replay_page import Pictures, write_bags_report, write_replay_report
 from specvla_ros.lab.evaluation.replay_summary import (

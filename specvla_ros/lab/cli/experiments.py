@@ -241,6 +241,9 @@ def _compare_replays(names: Sequence[Path], frames: Sequence[Mapping[Any, "Frame
         typer.echo(json.dumps(asdict(found)))
         return
     typer.echo(f"{found.frames} pairs of the same frame; {found.differing} have different tokens")
+    if found.differing and found.deviation is not None and found.median is not None:
+        mm, degrees = found.median
+        typer.echo(f"difference: {mm:.2f} mm and {degrees:.2f} degrees (median), {found.deviation.words}")
     if any(found.unpaired):
         left_out = " and ".join(f"{n} of {name}" for n, name in zip(found.unpaired, names, strict=True) if n)
         typer.echo(f"left out, since only one of the two holds the frame: {left_out}")

@@ -210,6 +210,7 @@ def certify(
     """
     from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.evaluation import certificate
+    from specvla_ros.lab.evaluation.deviation import Deviation
     from specvla_ros.lab.evaluation.frame_sources import count_frames
     from specvla_ros.lab.evaluation.replay import check_senses
 
@@ -244,9 +245,9 @@ def certify(
             typer.echo(f"no action by {what} for {number} images: {reason}{f' ({detail})' if detail else ''}")
     far = result["deviation"]
     if result["differing"] and far is not None:
-        apart = f"{far['p95_mm']:.2f} mm and {far['p95_deg']:.2f} degrees (95th percentile)"
-        most = f"at most {far['largest_mm']:.2f} mm and {far['largest_deg']:.2f} degrees"
-        typer.echo(f"difference: {apart}, {most}; {far['gripper_share']:.1%} have another gripper command")
+        typer.echo(f"difference: {Deviation(**far).words}")
+        if not found.content["strict"]:
+            typer.echo(certificate.MAY_DIFFER_BY_MORE)
     if result["closest"] is not None:
         ties = f"{result['near_ties']} tokens are near ties (below {found.content['tie']:g})"
         typer.echo(f"{ties}; smallest top-two logit margin: {result['closest']:.3g}")

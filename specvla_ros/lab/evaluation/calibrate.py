@@ -13,7 +13,8 @@ import plotly.graph_objects as go
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation import page
-from specvla_ros.lab.evaluation.compare import Deviation, deviation, time_settings
+from specvla_ros.lab.evaluation.compare import time_settings
+from specvla_ros.lab.evaluation.deviation import Deviation, deviation
 from specvla_ros.lab.evaluation.paired import PairedComparison
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, head
 from specvla_ros.lab.evaluation.simulate import SimulateSettings, read_episodes, simulate

@@ -27,7 +27,8 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.lerobot.dataset import as_episode, name_of, origin
 from specvla_ros.lab.evaluation import page
-from specvla_ros.lab.evaluation.compare import compare, deviation
+from specvla_ros.lab.evaluation.compare import compare
+from specvla_ros.lab.evaluation.deviation import deviation
 from specvla_ros.lab.evaluation.frame_sources import frames_in
 from specvla_ros.lab.evaluation.run_directory import bag_hashes, checkpoint_hashes, head
 from specvla_ros.lab.files import replace_file
@@ -311,6 +312,10 @@ def _code_hash() -> str:
     return digest.hexdigest()
 
 
+MAY_DIFFER_BY_MORE = (
+    "A tolerance bounds each drafted token, axis by axis, against the policy's own choice at that point. Later tokens "
+    "follow from the accepted ones, so a whole action may differ by more"
+)
 _HEAD = (
     "bag",
     "images",
@@ -341,13 +346,15 @@ def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str])
             parts += [f"<h2>No action by {title}</h2>", page.table(("reason", "images"), page.context_rows(counts))]
     if result["deviation"]:
         values = {name.replace("_", " "): f"{value:.4g}" for name, value in result["deviation"].items()}
-        parts += ["<h2>Deviation of the actions</h2>", page.table(("", ""), page.context_rows(values))]
+        note = "" if content["strict"] else f"<p class=note>{MAY_DIFFER_BY_MORE}.</p>"
+        parts += ["<h2>Deviation of the actions</h2>", note, page.table(("", ""), page.context_rows(values))]
     if result["differences"]:
         found = [
             [f"{value:.3g}" if isinstance(value, float) else str(value) for value in each.values()]
             for each in result["differences"]
         ]
-        parts += ["<h2>First different answers</h2>", page.table(tuple(result["differences"][0]), found)]
+        title = f"The first {len(found)} of {result['differing']} different answers"
+        parts += [f"<h2>{title}</h2>", page.table(tuple(result["differences"][0]), found)]
     parts += ["<h2>Setting</h2>", page.table(("", ""), page.context_rows(content["settings"]))]
     parts.append(page.provenance({name: value for name, value in content.items() if name not in _FOUND}))
     page.write_page(path, f"Certificate of {content['policy']['checkpoint']}", parts)

@@ -25,15 +25,13 @@ from specvla_ros.lab.evaluation.simulate import SimulateSettings, policy_of, rea
 from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary, compare_episodes
 from specvla_ros.lab.plans import SimulatePlan
 from specvla_ros.lab.simulation.rollout import EpisodeResult, TickTime, tick_time
-from specvla_ros.lab.tally import DecodeTally, percentiles
+from specvla_ros.lab.tally import DecodeTally
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 
 SWEEP_FILE = "sweep.json"
 SWEEP_HEAD = ("setting", "success", "difference", "forwards per action", "τ", "ms", "speed-up")
 _TIMED_FRAMES = 64
-_ACTION_DIM = 7
-_OPEN = 0.5  # threshold between the two gripper commands
 
 
 class _Side:
@@ -164,43 +162,6 @@ def time_settings(
                     runs[name].keep(answer.outcome, policy.codec.max_tokens)
             on_frame()
     return runs
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """The deviation of one setting's actions from another's, over frames."""
-
-    p95_mm: float = 0.0  # distance between the two displacements
-    largest_mm: float = 0.0
-    p95_deg: float = 0.0  # length of the difference of roll, pitch, yaw
-    largest_deg: float = 0.0
-    gripper_share: float = 0.0  # share of frames with a different gripper command
-    lost_share: float = 0.0  # share of frames for which either had no action
-
-
-def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Deviation:
-    """Compares actions frame by frame: float64 [7] in metres, radians, gripper in [0, 1]; NaN without an action."""
-    first, second = np.array(plain), np.array(other)
-    if first.shape[1] != _ACTION_DIM:
-        raise UserError(
-            f"the policy's actions have {first.shape[1]} values: their deviation in mm and degrees is not known, only "
-            "that of x y z roll pitch yaw gripper"
-        )
-    both = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
-    if not both.any():
-        return Deviation(lost_share=1.0)
-    difference = (second - first)[both]
-    mm = 1e3 * np.linalg.norm(difference[:, :3], axis=1)
-    degrees = np.degrees(np.linalg.norm(difference[:, 3:6], axis=1))
-    flipped = (first[both, 6] > _OPEN) != (second[both, 6] > _OPEN)
-    return Deviation(
-        p95_mm=percentiles(mm)["p95"],
-        largest_mm=float(mm.max()),
-        p95_deg=percentiles(degrees)["p95"],
-        largest_deg=float(degrees.max()),
-        gripper_share=float(flipped.mean()),
-        lost_share=float(1 - both.mean()),
-    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropCounter, DropReason
+from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import BagFrame
+from specvla_ros.lab.evaluation.deviation import Deviation, deviation, distances
 from specvla_ros.lab.plans import Thresholds
 from specvla_ros.lab.tally import DecodeTally, percentiles
 from specvla_ros.models.codecs.bins import BinsCodec
@@ -317,6 +319,9 @@ class ReplayComparison:
     forwards_per_action: tuple[float, float]
     speed_up: float  # the first's mean latency over the second's; 0 if both answered no frame
     unpaired: tuple[int, int]  # frames of each that the other does not hold
+    # of the second's actions from the first's, and its medians in mm and degrees; None: not of a tool, or no action
+    deviation: Deviation | None = None
+    median: tuple[float, float] | None = None
 
 
 def compare_frames(first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameRecord]) -> ReplayComparison:
@@ -339,4 +344,20 @@ def compare_frames(first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameR
         forwards_per_action=(tallies[0].forwards_per_action, tallies[1].forwards_per_action),
         speed_up=float(means[0] / means[1]) if means[1] else 0.0,
         unpaired=(len(first) - len(pairs), len(second) - len(pairs)),
+        **_deviation([each for each in both if all(record.values for record in each)]),
     )
+
+
+def _deviation(pairs: Sequence[tuple[FrameRecord, FrameRecord]]) -> dict[str, Any]:
+    """The deviation of actions with a tool's units; empty for others."""
+    first, second = ([np.array(pair[side].values, np.float64) for pair in pairs] for side in (0, 1))
+    try:
+        found = distances(first, second) if pairs else None
+    except UserError:
+        return {}
+    if found is None:
+        return {}
+    return {
+        "deviation": deviation(first, second),
+        "median": (float(np.median(found.mm)), float(np.median(found.degrees))),
+    }

@@ -26,7 +26,7 @@ from specvla_ros.lab.evaluation.calibrate import (
     calibrate,
     write_profile,
 )
-from specvla_ros.lab.evaluation.compare import Deviation, deviation
+from specvla_ros.lab.evaluation.deviation import Deviation, deviation
 from specvla_ros.lab.evaluation.frame_sources import frame_source
 from specvla_ros.lab.evaluation.paired import PairedComparison, Rate, paired_difference
 from specvla_ros.lab.evaluation.simulate import SimulateSettings

@@ -226,6 +226,21 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     assert "give one, such as --mode spec" in str(plainly.exception)
 
 
+def test_a_relaxed_certificate_says_why_actions_differ_by_more(
+    checkpoint: Path, recorded: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate, "_SHOWN", 2)
+    out = tmp_path / "certificate.json"
+    given = ["certify", "--policy", str(checkpoint), "--device", "cpu", "--data", str(recorded[0]), "--out", str(out)]
+    relaxed = ["--mode", "spec", "--tolerance", "254bins", "-p", "draft.temporal:=true"]
+    made = CliRunner().invoke(app, [*given, *relaxed], catch_exceptions=False)
+    assert "so a whole action may differ by more" in made.output, made.output
+    page = out.with_suffix(".html").read_text()
+    differing = json.loads(out.read_text())["result"]["differing"]
+    assert differing > 2 and f"The first 2 of {differing} different answers" in page
+    assert "so a whole action may differ by more" in page
+
+
 def test_thinking_less_often_is_certified_as_a_setting_that_changes_answers(
     recorded: list[Path], tmp_path: Path
 ) -> None:

@@ -278,10 +278,12 @@ def test_too_few_pairs_are_not_said_to_be_alike(tmp_path, pairs, words):
     assert words in done.output and "alike" not in done.output
 
 
-def frame(index: int, seconds: float, forwards: int, tokens: list[int] | None) -> str:
+def frame(
+    index: int, seconds: float, forwards: int, tokens: list[int] | None, values: list[float] | None = None
+) -> str:
     drop = None if tokens else {"reason": "stale", "detail": ""}
     record = {**asdict(DecodeRecord("spec", tokens_per_forward=(1,) * forwards)), "forwards": forwards}
-    answer = {"tokens": tokens, "decode": record} if tokens else {}
+    answer = {"tokens": tokens, "decode": record, "values": values} if tokens else {}
     usual = {"stamp_ns": 0, "seq": None, "epoch": 1, "instruction": "", "recorded": None, "drop": drop}
     return json.dumps({"frame": index, "time_ns": index, "total_s": seconds, **usual, **answer}) + "\n"
 
@@ -302,6 +304,22 @@ def test_replays_are_compared_frame_by_frame(tmp_path):
     assert "second: p50 100.0 ms, 3.00 forwards per action; 1 frames that only this run answered" in shown
     assert "is 2.00 times as fast as" in shown
     assert "is a replay: compare two replays" in str(compare("first", "empty").exception)
+
+
+def test_replays_are_compared_by_their_distance_on_the_robot(tmp_path):
+    """Millimetres and degrees decide about a tolerance, not the number of different tokens."""
+    for name, far in (("first", 0.0), ("second", 1.0)):
+        (tmp_path / name / "bag").mkdir(parents=True)
+        moves = [[far * mm / 1000, 0, 0, 0, 0, far * np.radians(2), far] for mm in (0, 1, 9)]
+        (tmp_path / name / "bag" / "frames.jsonl").write_text(
+            "".join(frame(i, 0.1, 3, [i, int(far)], values) for i, values in enumerate(moves))
+        )
+    names = [str(tmp_path / name) for name in ("first", "second")]
+    shown = CliRunner().invoke(app, ["compare", *names]).output
+    assert "difference: 1.00 mm and 2.00 degrees (median), 8.20 mm and 2.00 degrees (95th percentile)" in shown
+    assert "at most 9.00 mm and 2.00 degrees; 100.0% have another gripper command" in shown
+    as_json = json.loads(CliRunner().invoke(app, ["compare", "--json", *names]).output)
+    assert as_json["median"][0] == pytest.approx(1.0) and as_json["deviation"]["largest_mm"] == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize(

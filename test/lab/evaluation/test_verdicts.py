@@ -18,13 +18,12 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation import certificate
 from specvla_ros.lab.evaluation.certificate import Certificate, Comparison, Finding, differences, read_certificate
 from specvla_ros.lab.evaluation.compare import (
-    Deviation,
     FrameRun,
     compare,
-    deviation,
     relaxation_settings,
     time_settings,
 )
+from specvla_ros.lab.evaluation.deviation import Deviation, deviation
 from specvla_ros.models.generation import NO_RULES
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.settings import DraftSettings, adjusted
