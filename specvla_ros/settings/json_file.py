@@ -41,7 +41,8 @@ def load_json(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy the file again") from None
+        remedy = "copy the file again" if path.suffix == ".json" else "give a JSON file; its name ends in .json"
+        raise UserError(f"{path} cannot be read as JSON ({error}); {remedy}") from None
     except RecursionError:
         deep = f"{path} nests its values more than {MAX_DEPTH} levels deep"
         raise UserError(f"{deep}; it may be damaged, copy the file again") from None

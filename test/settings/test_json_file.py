@@ -117,3 +117,9 @@ def test_files_that_are_missing_or_directories(tmp_path: Path) -> None:
         read_fields(tmp_path, missing="")
     with pytest.raises(UserError, match="holds a JSON list, but an object is expected"):
         read_fields(write(tmp_path / "list.json", "[]"), missing="")
+
+
+def test_a_file_of_another_kind_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / "my_robot.yaml").write_text("/**:\n")
+    with pytest.raises(UserError, match=r"my_robot\.yaml cannot be read as JSON .*; give a JSON file"):
+        load_json(tmp_path / "my_robot.yaml")
