@@ -3,7 +3,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import wraps
 from pathlib import Path
@@ -38,6 +38,7 @@ class PolicyOptions:
     action: ConventionSettings
     in_file: Mapping[str, Any] = field(default_factory=dict)  # all values of its parameter file by name
     decoding: frozenset[str] = frozenset()  # names of the parameters of `engine` that the user gave
+    typed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the command line's options as words, by name
 
     def load(self, progress: Callable[[str, float], None] = lambda *_: None) -> "Target":
         """Loads the checkpoint; leaves a core to other processes."""
@@ -83,7 +84,8 @@ def takes_policy(
             asked = {name: value for name, value in settings.items() if name not in usual}
             shared = {option.name: given.pop(option.name) for option in options if option.name in given}
             shared = {"mode": mode, "robot": given.get("robot", ""), **shared}
-            command(chosen=_policy_options(asked, shared, publishes=publishes), **given)
+            chosen = _policy_options(asked, shared, publishes=publishes)
+            command(chosen=replace(chosen, typed=_typed(context)), **given)
 
         run.__signature__ = inspect.Signature([*own, *options, context_argument])  # type: ignore[attr-defined]
         return run
@@ -160,6 +162,23 @@ def _plan_option(name: str, kind: Any, declared: Parameter, default: Any, panel:
     given: dict[str, Any] = {each: limit for each, limit in limits.items() if limit is not None}
     given |= {"help": declared.text, "hidden": panel == _MODEL and not declared.basic}
     return _option(option, kind, default, panel, f"--{option.replace('_', '-')}", **given)
+
+
+def _typed(context: typer.Context) -> dict[str, tuple[str, ...]]:
+    """The options that the user typed, each with its values, by their names in the command."""
+    words: dict[str, tuple[str, ...]] = {}
+    for each in context.command.params:
+        name, value = str(each.name), context.params.get(str(each.name))
+        source = context.get_parameter_source(name)
+        if each.param_type_name == "option" and source is not None and source.name == "COMMANDLINE":
+            values = value if isinstance(value, (list, tuple)) else [value]
+            flag = max(each.opts, key=len)
+            words[name] = (
+                ((flag if value else each.secondary_opts[0]),)
+                if isinstance(value, bool)
+                else tuple(word for one in values for word in (flag, str(_plain(one))))
+            )
+    return words
 
 
 def _plain(value: Any) -> Any:

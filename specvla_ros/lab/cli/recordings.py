@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands that answer recorded images, `replay` and `certify`, and `export` of recordings to a dataset."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from specvla_ros.lab.evaluation.replay_summary import ReplaySummary
 
 app = typer.Typer()
+
+_OF_ONE_RUN = ("out", "instruction")  # options of certify that --verify takes from the certificate
 
 
 @app.command()
@@ -254,8 +257,9 @@ def certify(
     failures = found.failures
     if given is None:
         found.write(out)
-        check = f"specvla certify --verify {out} with the same policy and bags"
-        typer.echo(f"wrote the certificate to {out} and a page next to it; verify it with: {check}")
+        again = [word for name, words in chosen.typed.items() if name not in _OF_ONE_RUN for word in words]
+        check = shlex.join(["specvla", "certify", *again, "--verify", str(out)])
+        typer.echo(f"wrote the certificate to {out} and its page to {page}; verify it with: {check}")
     else:
         failures += certificate.differences(given, found)
         if not failures:

@@ -8,7 +8,7 @@ settings must give identical tokens; for relaxed ones the file states how far th
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ _COMPARED = {
     "draft_files": "the draft head's files",
     "bags": "the bags or their results",
     "result": "the result",
+}
+_FIELDS = {
+    *("certificate", "date", "software", "hardware", "code", "policy", "strict", "instruction", "settings"),
+    *("policy_files", "draft_files", "tie", "ties_looked_at", "bags", "datasets", "details", "result"),
 }
 # The fields whose differences are named, but which another run need not reproduce.
 _NAMED = {"code": "the package's sources", "software": "the software", "hardware": "the hardware"}
@@ -127,6 +131,10 @@ def read_certificate(path: Path) -> Certificate:
         raise UserError(f"{path} does not exist; give a file written by `specvla certify`") from None
     if not isinstance(content, dict) or content.get("certificate") != VERSION or not {*_COMPARED} <= content.keys():
         raise UserError(f"{path} is not a certificate of this version ({VERSION}); run `specvla certify` again")
+    if unknown := sorted(content.keys() - _FIELDS):
+        raise UserError(
+            f"{path} has '{unknown[0]}', which `specvla certify` does not write: it was changed; run it again"
+        )
     return Certificate(content)
 
 
@@ -207,8 +215,27 @@ def certify(
 
 def differences(given: Certificate, again: Certificate) -> tuple[str, ...]:
     """The differences found by another run with the same settings, in sentences."""
-    found = (what for name, what in _COMPARED.items() if _exact(given.content[name]) != _exact(again.content[name]))
-    return tuple(f"{what}: not as in the certificate" for what in found)
+    found = []
+    for name, what in _COMPARED.items():
+        before, now = _exact(given.content[name]), _exact(again.content[name])
+        if before != now:
+            which = ", ".join(_differing(before, now)) or f"{now}, not {before}"
+            found.append(f"{what}: not as in the certificate: {which}")
+    return tuple(found)
+
+
+def _differing(before: Any, now: Any) -> Iterator[str]:
+    """The entries that differ between two objects; of an entry that is an object itself, with its own."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return
+    for name in {**before, **now}:
+        if name not in now:
+            yield f"{name} is missing"
+        elif name not in before:
+            yield f"{name} is new"
+        elif before[name] != now[name]:
+            inner = ", ".join(_differing(before[name], now[name]))
+            yield f"{name} ({inner})" if inner else name
 
 
 def other_conditions(given: Certificate, again: Certificate) -> tuple[str, ...]:

@@ -187,6 +187,9 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     given = ["certify", "--policy", str(checkpoint), "--device", "cpu", "--data", str(recorded[0].parent)]
     made = CliRunner().invoke(app, [*given, "--mode", "spec", "--out", str(out)], catch_exceptions=False)
     assert made.exit_code == 0 and "0 answers differ from plain decoding's" in made.output
+    printed = made.output.replace("\n", " ").partition("verify it with: ")[2].split()
+    assert f"its page to {out.with_suffix('.html')}" in made.output.replace("\n", " ")
+    assert "--out" not in printed and CliRunner().invoke(app, printed[1:], catch_exceptions=False).exit_code == 0
     held = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)
     assert held.exit_code == 0 and f"{out} holds" in " ".join(held.output.split()).replace(" /", "/")
     page = out.with_suffix(".html").read_text()
@@ -201,6 +204,10 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     assert moved.exit_code == 0 and "the package's sources: not as in the certificate: other files" in named
     assert f"the software: not as in the certificate: torch {torch.__version__}, not 1.0" in named
     assert "the hardware: not as in the certificate: cpu " in named
+    assert content.keys() == certificate._FIELDS
+    out.write_text(json.dumps(content | {"foo": 1}))
+    with pytest.raises(UserError, match="has 'foo', which `specvla certify` does not write"):
+        CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)
     content["result"]["digest"] = "0" * 64
     out.write_text(json.dumps(content))
     broken = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)

@@ -151,15 +151,16 @@ def test_another_run_must_find_all_but_the_last_places_of_the_logits() -> None:
     rounded = content(closest=0.4, ties=1, near_ties=3) | {"bags": {"b": {"closest": 1.0, "near_ties": 2}}}
     assert differences(given, Certificate(rounded)) == ()
     for name, other, said in (
-        ("strict", False, "the acceptance rule"),
-        ("instruction", "lift", "the instruction"),
-        ("settings", {}, "the settings"),
-        ("policy_files", {}, "the policy's files"),
-        ("draft_files", {"h": "1"}, "the draft head's files"),
-        ("bags", {"c": {}}, "the bags or their results"),
-        ("result", content(digest="cd")["result"], "the result"),
+        ("strict", False, "the acceptance rule: not as in the certificate: False, not True"),
+        ("instruction", "lift", "the instruction: not as in the certificate: lift, not "),
+        ("settings", {}, "the settings: not as in the certificate: mode is missing"),
+        ("policy_files", {}, "the policy's files: not as in the certificate: a is missing"),
+        ("draft_files", {"h": "1"}, "the draft head's files: not as in the certificate: h is new"),
+        ("bags", {"c": {}}, "the bags or their results: not as in the certificate: b is missing, c is new"),
+        ("bags", {"b": {"actions": 1}}, "the bags or their results: not as in the certificate: b (actions is new)"),
+        ("result", content(digest="cd")["result"], "the result: not as in the certificate: digest"),
     ):
-        assert differences(given, Certificate(content() | {name: other})) == (f"{said}: not as in the certificate",)
+        assert differences(given, Certificate(content() | {name: other})) == (said,)
     listed = content() | {"bags": [{"margin": 1.0, "place": 1}]}
     for margin, place, same in ((2.0, 1, True), (1.0, 2, False)):
         again = content() | {"bags": [{"margin": margin, "place": place}]}
