@@ -220,12 +220,17 @@ def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
         raise UserError(f"--learning-rate must be between 0 and 1, got {settings.learning_rate}")
 
 
+MIN_DRAFT_FRAMES = 257  # one shard of 256 to train a head on and a frame to validate it with
+
+
 @dataclass(frozen=True)
 class FleetPlan:
     """Training of a new draft head, and the criteria for accepting it."""
 
     training: DraftTraining = field(default_factory=DraftTraining)
-    frames: int = parameter(20000, "Maximum number of images that the target answers for training.", minimum=1)
+    frames: int = parameter(
+        20000, "Maximum number of images that the target answers for training.", minimum=MIN_DRAFT_FRAMES
+    )
     max_bytes: float = 20e9  # disk space for the features while the head is trained
     held_out: float = parameter(0.2, "Share of the bags held out to judge heads.")  # at least one
     # Losslessness is judged on all held-out frames, forwards and calibration on at most so many.

@@ -21,7 +21,15 @@ from specvla_ros.lab.cli.options import (
     topics_of,
 )
 from specvla_ros.lab.cli.parameter_options import PolicyOptions, Taken, takes_plans, takes_policy
-from specvla_ros.lab.plans import CalibratePlan, CollectPlan, DraftTraining, FleetPlan, PolicyTraining, Spread
+from specvla_ros.lab.plans import (
+    MIN_DRAFT_FRAMES,
+    CalibratePlan,
+    CollectPlan,
+    DraftTraining,
+    FleetPlan,
+    PolicyTraining,
+    Spread,
+)
 from specvla_ros.lab.terminal import print_table, progress, progress_bar
 
 app = typer.Typer()
@@ -40,6 +48,9 @@ def collect(
     from specvla_ros.lab.simulation.collect import collect as run
 
     if plan.policy is not None:
+        from specvla_ros.models.checkpoint import leave_a_core
+
+        leave_a_core()
         plan = replace(plan, policy=find_policy(plan.policy)[0])
     with progress("demonstrations") as advance:
         result = run(out, plan, lambda done, wanted: advance(done, wanted, "demonstrations"))
@@ -65,7 +76,9 @@ def train_policy(
     from specvla_ros.lab.bags.finder import bags_in
     from specvla_ros.lab.bundled.policies import find_policy
     from specvla_ros.lab.training import train_policy as training
+    from specvla_ros.models.checkpoint import leave_a_core
 
+    leave_a_core()
     settings, bags = replace(settings, topics=of_bags.topics), bags_in(data)
     with progress_bar() as bar:
         reading = bar.add_task("reading bags", total=None)
@@ -107,7 +120,9 @@ def train_draft(
     settings: DraftTraining,
     of_bags: Images,
     spread: Spread,
-    frames: Annotated[int, typer.Option(help="Maximum number of images that the target answers.", min=1)] = 20000,
+    frames: Annotated[
+        int, typer.Option(help="Maximum number of images that the target answers.", min=MIN_DRAFT_FRAMES)
+    ] = 20000,
     max_reasoning_tokens: Annotated[
         int, typer.Option(help="Maximum length of the target's text before an action, in tokens.", min=0)
     ] = 0,
@@ -117,7 +132,7 @@ def train_draft(
     check_accelerate()
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation
     from specvla_ros.lab.training import train_draft as training
-    from specvla_ros.models.checkpoint import load_target, model_type_of
+    from specvla_ros.models.checkpoint import model_type_of
     from specvla_ros.models.config import check_directory
     from specvla_ros.models.families.openvla.config import OPENVLA_TYPES
     from specvla_ros.models.families.openvla.target import require_openvla
@@ -127,7 +142,7 @@ def train_draft(
         raise UserError(f"{chosen.checkpoint} is not an OpenVLA checkpoint; draft heads are only trained for OpenVLA")
     bags = bags_or_simulation(data)
     training.check_frames(bags, frames, topics_of(chosen, of_bags))
-    policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))
+    policy = require_openvla(chosen.load())
     with progress_bar() as bar:
         asking = bar.add_task("running the target", total=frames)
         shards = training.collect_features(
@@ -263,13 +278,12 @@ def collect_answers(
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation, frame_source
     from specvla_ros.lab.evaluation.frame_sources import collect_answers as collect
     from specvla_ros.lab.training.artifacts import save_answers
-    from specvla_ros.models.checkpoint import load_target
     from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE
 
     path = (out or chosen.checkpoint / ANSWERS_FILE).expanduser()
     check_output_file("--out", path)
     bags = bags_or_simulation(data)
-    policy = load_target(chosen.checkpoint, **vars(chosen.model))
+    policy = chosen.load()
     source = frame_source(policy, bags, seed, topics_of(chosen, of_bags))
     with progress("running the policy") as advance:
         found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))

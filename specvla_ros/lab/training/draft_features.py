@@ -22,7 +22,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import DEFAULT_TOPICS, TopicChoice
 from specvla_ros.lab.evaluation.frame_sources import count_frames, frames_in
 from specvla_ros.lab.jobs.run import run_jobs
-from specvla_ros.lab.plans import Spread
+from specvla_ros.lab.plans import MIN_DRAFT_FRAMES, Spread
 from specvla_ros.lab.training.artifacts import save_weights
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
@@ -30,8 +30,8 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 
-SHARD_SAMPLES = 256
-MIN_FRAMES = SHARD_SAMPLES + 1  # one shard to train on and one to validate with
+MIN_FRAMES = MIN_DRAFT_FRAMES
+SHARD_SAMPLES = MIN_FRAMES - 1
 _BATCH = 16  # requests per packed forward
 _FORMAT = 2
 _SHARDS_AT_ONCE = 8  # shards in memory

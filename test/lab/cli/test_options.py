@@ -39,3 +39,37 @@ def test_replays_of_different_recordings_get_different_folders(tmp_path: Path, m
         CliRunner().invoke(app, ["replay", str(path)], catch_exceptions=False)
     assert folders[:2] == ["replay-run.1", "replay-run.2"]
     assert folders[2:] == ["replay-v21_episode_000001", "replay-v30_episode_000001", "replay-run.1"]
+
+
+class Left(Exception):
+    """A core was left to others."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train-draft", "--policy", "nano", "--data", "sim"],
+        ["collect-answers", "--policy", "nano", "--data", "sim"],
+        ["train-policy", "--data", "bags"],
+        ["collect", "--policy", "nano"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_command_that_computes_leaves_a_core(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+
+    def leave() -> None:
+        raise Left
+
+    monkeypatch.setattr("specvla_ros.models.checkpoint.leave_a_core", leave)
+    with pytest.raises(Left):
+        CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("command", ["train-draft", "fleet-draft"])
+def test_too_few_images_for_a_head_are_refused_by_the_option(command: str, tmp_path: Path) -> None:
+    given = ["--policy", "nano", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--frames", "256"]
+    done = CliRunner().invoke(app, [command, *given])
+    assert done.exit_code == 2 and "--frames" in done.output and "257" in done.output
