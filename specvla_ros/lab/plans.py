@@ -2,13 +2,13 @@
 """Plans of the laboratory's commands; their parameters are the commands' options. Needs no torch."""
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import TopicChoice
-from specvla_ros.settings.parameter import parameter
+from specvla_ros.settings.parameter import parameter, parameter_of
 from specvla_ros.speculation.settings import Tolerance
 
 CODEC_CHOICES = ("bins", "digits", "fast")
@@ -82,6 +82,12 @@ class Criterion:
                 raise UserError(f"--{name} must be between 0 and 1, got {value:g}")
 
 
+def _option(declared: "Field[Any]") -> str:
+    """The option that sets a field."""
+    parameter = parameter_of(declared)
+    return f"--{(parameter and parameter.name) or declared.name}".replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Limits:
     """The losses against plain decoding that a calibrated setting may have."""
@@ -93,9 +99,9 @@ class Limits:
     gripper_share: float = 0.01  # share of actions with another gripper command
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value >= 0:
-                raise UserError(f"the limit {name} must be non-negative, got {value}")
+        for each in fields(self):
+            if not getattr(self, each.name) >= 0:
+                raise UserError(f"{_option(each)} must be non-negative, got {getattr(self, each.name):g}")
 
 
 @dataclass(frozen=True)
@@ -125,9 +131,9 @@ class Thresholds:
         for each in fields(self):
             limit = getattr(self, each.name)
             if limit is not None and not (math.isfinite(limit) and limit >= 0):
-                raise UserError(f"the limit {each.name} must be non-negative, got {limit}")
+                raise UserError(f"{_option(each)} must be non-negative, got {limit:g}")
         if self.max_drop_fraction is not None and self.max_drop_fraction > 1:
-            raise UserError(f"the limit max_drop_fraction must be between 0 and 1, got {self.max_drop_fraction}")
+            raise UserError(f"--max-drop-fraction must be between 0 and 1, got {self.max_drop_fraction:g}")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from specvla_ros import __version__
 from specvla_ros.engine.settings import MAX_STREAMS
@@ -52,7 +53,20 @@ _PANELS = {  # of the help, by module of commands
     training: "Training",
 }
 
+
+class _Commands(TyperGroup):
+    """The commands; a wrong option is refused without the words of the library that found it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     help=f"{_SUMMARY}\n\n{_FIRST_STEPS}",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

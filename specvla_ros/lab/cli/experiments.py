@@ -320,7 +320,8 @@ def calibrate(
         list[int] | None, typer.Option(help="Tree size to try; repeatable. Default: 8, 16, 32, 50.")
     ] = None,
     max_gripper: Annotated[
-        float, typer.Option(help="Maximum share of actions with another gripper command, in percent.")
+        float,
+        typer.Option(help="Maximum share of actions with another gripper command, in percent.", min=0.0, max=100.0),
     ] = 1.0,
     world: Annotated[
         str, typer.Option(help="World of the success test: table, a LIBERO suite, or none: deviation alone decides.")

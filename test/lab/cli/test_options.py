@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that a parameter file or the input also determines."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from specvla_ros.control.convention import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
 from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.cli.options import BagOptions, topics_of
 from specvla_ros.lab.cli.parameter_options import PolicyOptions
@@ -73,3 +75,24 @@ def test_too_few_images_for_a_head_are_refused_by_the_option(command: str, tmp_p
     given = ["--policy", "nano", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--frames", "256"]
     done = CliRunner().invoke(app, [command, *given])
     assert done.exit_code == 2 and "--frames" in done.output and "257" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["calibrate", "--max-mm", "-1"], "--max-mm must be non-negative, got -1"),
+        (["calibrate", "--max-loss", "nan"], "--max-loss must be non-negative, got nan"),
+        (["replay", "bag", "--max-drop-fraction", "5"], "--max-drop-fraction must be between 0 and 1, got 5"),
+        (["replay", "bag", "--min-action-rate-hz", "-1"], "--min-action-rate-hz must be non-negative"),
+    ],
+)
+def test_a_wrong_limit_is_told_by_its_option(words: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        given = [*words, "--out", str(tmp_path / "out"), "--policy", "nano"]
+        CliRunner().invoke(app, given, catch_exceptions=False)
+
+
+def test_a_wrong_choice_is_told_without_words_of_a_library() -> None:
+    done = CliRunner().invoke(app, ["replay", "bag", "--mode", "specc"])
+    assert done.exit_code == 2 and "--mode" in done.output and "specc" in done.output
+    assert "Value error" not in done.output

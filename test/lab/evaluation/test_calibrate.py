@@ -106,7 +106,7 @@ def test_each_limit_refuses_with_its_figures():
     few, many = (PairedComparison(Rate(n, n), Rate(n, n), 0, 0, 1.0) for n in (20, 300))
     assert candidate().with_success(many, limits).refusals == ()
     assert "points of success" in candidate().with_success(few, limits).refusals[0]
-    with pytest.raises(UserError, match="p95_mm"):
+    with pytest.raises(UserError, match="--max-mm"):
         Limits(p95_mm=-1)
 
 

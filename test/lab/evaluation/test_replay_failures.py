@@ -225,7 +225,7 @@ def test_a_limit_on_the_distance_needs_recorded_actions(run: Run) -> None:
 
 @pytest.mark.parametrize("limit", [{"max_drop_fraction": 1.5}, {"max_p95_latency_s": -1}, {"max_bin_distance": np.nan}])
 def test_limits_without_sense_are_refused(limit: dict[str, float]) -> None:
-    with pytest.raises(UserError, match=f"the limit {next(iter(limit))}"):
+    with pytest.raises(UserError, match=f"--{next(iter(limit))} must".replace("_", "-")):
         Thresholds(**limit)
 
 
