@@ -79,6 +79,11 @@ def rgb_from_image(message: Any) -> np.ndarray:
     return _converted(rows, message.width, layout.form)
 
 
+_ANOTHER_TOPIC = (
+    "choose the camera's colour image: remap the topic `image` of the policy, or name it with --image-topic in a replay"
+)
+
+
 def is_depth(message: Any) -> bool:
     """True if a sensor_msgs/Image or CompressedImage holds depth, whose bytes could be mistaken for brightness."""
     form = getattr(message, "format", None)
@@ -100,8 +105,8 @@ def _checked(message: Any) -> tuple[_Layout, np.ndarray]:
     layout = _LAYOUTS.get(message.encoding.lower())
     if is_depth(message):
         raise UserError(
-            f"the image encoding '{message.encoding}' is a depth image's; remap the topic `image` to the camera's "
-            "colour image. For a grey image the driver must publish mono16"
+            f"the image encoding '{message.encoding}' is a depth image's; {_ANOTHER_TOPIC}. For a grey image the "
+            "driver must publish mono16"
         )
     if layout is None:
         raise UserError(
@@ -203,8 +208,7 @@ def rgb_from_compressed(message: Any) -> np.ndarray:
     encoding = _encoding_of(message.format)
     if is_depth(message):
         raise UserError(
-            f"the compressed image has format '{shortened(message.format)}', a depth format; remap the topic "
-            "image/compressed to a colour camera"
+            f"the compressed image has format '{shortened(message.format)}', a depth format; {_ANOTHER_TOPIC}"
         )
     data = bytes(message.data)
     if not data:

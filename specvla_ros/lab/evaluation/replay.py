@@ -47,7 +47,7 @@ from specvla_ros.lab.planning.measure import CpuTimes, busy_machine
 from specvla_ros.lab.plans import Thresholds
 from specvla_ros.lab.terminal import progress_bar
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
-from specvla_ros.messages.image_message import stamp_ns
+from specvla_ros.messages.image_message import is_grey, stamp_ns
 from specvla_ros.messages.state_message import StateReader
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PolicyFacts
@@ -252,6 +252,7 @@ def replay(
         chosen = choose_topics(bag, topics)
         if chosen.note:
             tell(chosen.note)
+        _tell_of_grey(bag, chosen.image.name)
         instruction = topics.instruction
         convention = action.convention(policy.unnorm_key, policy.codec.dt_s, policy.codec.names)
         if instruction is not None:
@@ -316,6 +317,17 @@ def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: s
 def tell(text: str) -> None:
     """Prints a note on stderr."""
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell_of_grey(bag: Bag, topic: str) -> None:
+    """Notes grey images, which the policy answers without an error."""
+    first = next(iter(bag.messages([topic])), None)
+    with suppress(UserError):  # reported for each frame
+        if first is not None and is_grey(first.message()):
+            tell(
+                f"bag {bag.path}: the images of {topic} are grey, but policies are trained on colour: is it the right "
+                "--image-topic?"
+            )
 
 
 @contextmanager

@@ -238,6 +238,15 @@ def test_a_camera_named_by_its_raw_topic_is_read_compressed_and_the_user_told(
     assert "holds /camera/image_raw only compressed: reading /camera/image_raw/compressed" in capsys.readouterr().err
 
 
+def test_grey_images_are_answered_with_a_note(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run(bags.episode(1))
+    assert "grey" not in capsys.readouterr().err
+    grey = bags.image(bags.START_NS, encoding="mono8", step=64, data=bags.pixels(0)[..., 0].reshape(-1))
+    summary, _, _ = run([*bags.episode(1)[:1], ("/camera/image_raw", bags.IMAGE, bags.START_NS, grey)])
+    assert summary.actions == 1
+    assert "the images of /camera/image_raw are grey" in capsys.readouterr().err
+
+
 def test_bad_frames_are_dropped_with_their_reason_and_the_others_answered(run: Run) -> None:
     start, period = bags.START_NS, bags.PERIOD_NS
     good = bags.image(start)
