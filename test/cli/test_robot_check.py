@@ -320,6 +320,8 @@ def test_a_policy_that_answers_pictures_which_nobody_follows_is_told(tmp_path: P
     profile = tmp_path / "own.yaml"
     write_parameters(profile, {"max_image_age_s": 0.5})
     assert check(tmp_path, GOOD, "--profile", profile)[0] == 0
+    code, output = check(tmp_path, GOOD, "--profile", "laptop")
+    assert code == 1 and "there is no profile 'laptop': give cpu, desktop, orin, or a parameter file" in output
 
 
 def test_driver_and_guard_that_are_told_different_things_are_told(tmp_path: Path) -> None:

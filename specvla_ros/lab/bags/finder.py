@@ -35,14 +35,15 @@ def find_bags(given: Sequence[Path]) -> FoundBags:
     for path in (each.expanduser() for each in given):
         episode = as_episode(path) is not None
         if not episode and not path.exists():
-            raise UserError(f"bag {path} does not exist; give bags or folders of bags (`specvla collect --out`)")
+            raise UserError(f"bag {path} does not exist; give bags or folders of bags")
         found = [path] if episode or path.is_file() else list(_bags_in(path, left_out))
         if not found:
             hidden = [file.name for file in sorted(path.glob(".*")) if file.suffix in BAG_SUFFIXES]
             skipped = f" that are not hidden, as {hidden[0]} is" if hidden else ""
             raise UserError(
                 f"no bags in {path}: neither it nor a directory in it holds .mcap or .db3 files{skipped}; "
-                f"`specvla collect --out {path}` records some"
+                "docs/tutorial/replay-a-bag.md shows how to record your robot, and `specvla collect` records simulated "
+                "experts"
             )
         for bag in found:
             bags.setdefault(bag.resolve(), bag)

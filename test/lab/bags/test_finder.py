@@ -84,10 +84,12 @@ def test_what_is_not_there_or_holds_no_bag_is_refused(day: Path, tmp_path: Path)
     with pytest.raises(UserError, match="nowhere does not exist"):
         find_bags([day, tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no bags in .*empty: .*`specvla collect --out .*empty` records some"):
+    with pytest.raises(
+        UserError, match=r"no bags in .*empty: .*replay-a-bag.*`specvla collect` records simulated experts"
+    ):
         find_bags([day, tmp_path / "empty"])
     (tmp_path / "empty" / "._x.mcap").touch()
-    with pytest.raises(UserError, match=r"holds .mcap or .db3 files that are not hidden, as \._x.mcap is; `specvla"):
+    with pytest.raises(UserError, match=r"holds .mcap or .db3 files that are not hidden, as \._x.mcap is; .*`specvla"):
         find_bags([tmp_path / "empty"])
     next((day / "a").glob("*.mcap")).unlink()
     assert names(day) == ["a", "b"], "opening it says what it lacks"
