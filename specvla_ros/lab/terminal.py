@@ -5,9 +5,11 @@ import errno
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 from rich import box
@@ -19,12 +21,39 @@ from specvla_ros import __version__
 from specvla_ros.errors import UserError, missing_package
 
 USER_ERROR, BUG = 2, 3  # exit codes; 1 means that a result breaks a limit
+PERIOD_S = 10.0  # between two lines of progress without a terminal
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class _Progress(columns.Progress):
+    """A bar that is drawn only at its end without a terminal, and therefore writes lines until then."""
+
+    _told_s = time.monotonic()
+
+    def start(self) -> None:
+        self._told_s = time.monotonic()
+        super().start()
+
+    def advance(self, task_id: columns.TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def update(self, task_id: columns.TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self._tell(task_id)
+
+    def _tell(self, task_id: columns.TaskID) -> None:
+        if self.disable or self.console.is_terminal or time.monotonic() - self._told_s < PERIOD_S:
+            return
+        self._told_s = time.monotonic()
+        task = next(each for each in self.tasks if each.id == task_id)
+        total = f" of {task.total:g}" if task.total is not None else ""
+        self.console.print(f"{task.completed:g}{total} {task.description}", markup=False, soft_wrap=True)
+
+
 def progress_bar(*, shown: bool = True) -> columns.Progress:
-    """A progress bar on stderr with count, elapsed time and time left."""
-    return columns.Progress(
+    """A progress bar on stderr with count, elapsed time and time left; without a terminal a line now and then."""
+    return _Progress(
         columns.SpinnerColumn(),
         columns.BarColumn(),
         columns.MofNCompleteColumn(),

@@ -3,6 +3,7 @@
 
 import pytest
 
+from specvla_ros.lab import terminal
 from specvla_ros.lab.terminal import print_table
 
 
@@ -13,3 +14,19 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch: pytest.MonkeyPatch, capsy
     lines = [line for line in capsys.readouterr().out.splitlines() if "strict" in line]
     assert len(lines) == 2
     assert all(cell in lines[0] for cell in row)
+
+
+def test_progress_into_a_file_is_written_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "PERIOD_S", 0.0)
+    with terminal.progress_bar() as bar:
+        line = bar.add_task("reading", total=3)
+        bar.advance(line)
+        bar.update(line, completed=2, description="still reading")
+    told = capsys.readouterr().err.splitlines()
+    assert told[:2] == ["1 of 3 reading", "2 of 3 still reading"]
+    monkeypatch.setattr(terminal, "PERIOD_S", 60.0)
+    with terminal.progress_bar() as bar:
+        bar.advance(bar.add_task("reading", total=3))
+    assert "1 of 3" not in capsys.readouterr().err
