@@ -105,7 +105,7 @@ def replay(
         shown=shown_in(out, rerun, viewer),
         progress=progress,
     )
-    _end(out, summary, summary.failures)
+    _end(out, summary, summary.failures, chosen.engine.mode)
 
 
 def _replay_bags(
@@ -136,16 +136,16 @@ def _replay_bags(
             on_bag=lambda name, done, wanted: shown.update(line, completed=done, total=wanted, description=name),
         )
     print_table(BAGS_HEAD, [bag_cells(row) for row in summary.rows])
-    _end(out, summary.total, summary.failures, f" of {len(bags)} bags")
+    _end(out, summary.total, summary.failures, settings.engine.mode, f" of {len(bags)} bags")
 
 
-def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: str = "") -> None:
+def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], mode: str, whose: str = "") -> None:
     total = summary.latency_s.get("total", {})
     latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
     frames = max(summary.frames, summary.frames_in_bag)
     results = next(path for path in (out / "report.html", out / "summary.json") if path.exists())
     decoding = f", {summary.decode.words}" if summary.decode.words else ""
-    typer.echo(f"{summary.actions} of {frames} frames{whose} answered{latency}{decoding}; see {results}")
+    typer.echo(f"{summary.actions} of {frames} frames{whose} answered in mode {mode}{latency}{decoding}; see {results}")
     if summary.drops_in_words and not failures:
         typer.echo(f"no action for {summary.drops_in_words}")
     for name in ("refused_states", "busy"):
