@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[s
     """Writes a parameter file for all nodes from values by dotted name, with comments at the top."""
     head = "".join(f"# {line}\n" for line in comments)
     replace_file(path, head + format_parameters(values))
+
+
+def format_value(value: Any) -> str:
+    """Writes a value on one line as a parameter file has it."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def format_parameters(values: Mapping[str, Any]) -> str:

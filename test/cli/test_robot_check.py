@@ -332,6 +332,9 @@ def test_driver_and_guard_that_are_told_different_things_are_told(tmp_path: Path
     code, output = run(file)
     assert code == 1 and "base_frame differs: driver base_link, guard world" in output
     assert "the driver follows actions up to 3 s old" in output
+    corner = "    limits:\n      workspace_max: [0.4, 0.2, 0.5]\n"
+    file.write_text(f"{shared}guard:\n  ros__parameters:\n{corner}")
+    assert "limits.workspace_max differs: driver [0.5, 0.2, 0.5], guard [0.4, 0.2, 0.5]" in run(file)[1]
 
 
 def test_a_dry_run_needs_no_guard_and_a_file_that_is_none_is_told(tmp_path: Path) -> None:

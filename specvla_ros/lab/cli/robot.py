@@ -17,6 +17,7 @@ import yaml
 from specvla_ros.errors import UserError, together
 from specvla_ros.lab.cli import robot_mistakes
 from specvla_ros.lab.cli.options import output_folder
+from specvla_ros.lab.files import format_value
 from specvla_ros.lab.terminal import print_table
 from specvla_ros.settings.parameter import hint, walk, with_values
 from specvla_ros.settings.profiles import Value, merge_parameters
@@ -310,7 +311,10 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
     pairs = {
         "output": (driver.output, settings.output),
         "base_frame": (driver.base_frame, settings.base_frame),
-        "limits": (driver.limits, settings.limits),
+        **{
+            one.name: (one.value, other.value)
+            for one, other in zip(walk(driver.limits), walk(settings.limits), strict=True)
+        },
         "joints.names": (driver.joints.names, settings.joints.names),
         **{
             f"gripper.{name}": (getattr(driver.gripper, name), getattr(settings.gripper, name))
@@ -321,7 +325,8 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
     with report.part("both") as well:
         for name, (one, other) in pairs.items():
             if one != other:
-                raise UserError(f"{name} differs: driver {one}, guard {other}; write it once, under /**")
+                values = f"driver {format_value(one)}, guard {format_value(other)}"
+                raise UserError(f"{name} differs: {values}; write it once, under /**")
         well("driver and guard have the same values")
     if driver.output == "position_array" and not driver.joints.controller:
         report.note(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specvla_ros.lab.evaluation.paired import Rate
-from specvla_ros.lab.files import replace_file
+from specvla_ros.lab.files import format_value, replace_file
 from specvla_ros.lab.tally import DecodeTally
 
 if TYPE_CHECKING:  # a robot has no Plotly, which only plots need
@@ -261,5 +261,5 @@ def context_rows(context: Mapping[str, Any]) -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             rows += [(f"{name}.{key}", text) for key, text in context_rows(value)]
         elif value is not None:
-            rows.append((name, str(value)))
+            rows.append((name, format_value(value)))
     return rows

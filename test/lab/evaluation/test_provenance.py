@@ -9,7 +9,9 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_starvla, write_qwen_vl
 
 import specvla_ros
 from specvla_ros import EngineSettings
+from specvla_ros.control.convention import Reference
 from specvla_ros.lab.bundled.policies import bundled_policy
+from specvla_ros.lab.evaluation.page import context_rows
 from specvla_ros.lab.evaluation.run_directory import checkpoint_hashes, head
 from specvla_ros.models.checkpoint import load_target
 
@@ -59,3 +61,13 @@ def test_the_commit_of_a_package_that_is_linked_into_an_environment(
     for file in (source, linked):
         monkeypatch.setattr(specvla_ros, "__file__", str(file))
         assert head()["software"]["git_revision"] == made
+
+
+def test_settings_are_shown_as_parameter_files_have_them() -> None:
+    settings = {"action": {"reference": Reference.DELTA}, "bins": (0,), "dims": [True, 1.5], "temporal": False}
+    assert context_rows(settings) == [
+        ("action.reference", "delta"),
+        ("bins", "[0]"),
+        ("dims", "[true, 1.5]"),
+        ("temporal", "false"),
+    ]
