@@ -106,6 +106,9 @@ DECODERS: dict[str, DecoderShape] = {
 _ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu")}  # Gemma's "gelu" is the tanh one
 
 
+_BUNDLED = Path(__file__).parents[1] / "lab" / "bundled"  # a robot may lack it
+
+
 def check_directory(directory: Path) -> None:
     """Refuses a missing directory, a hub id, an adapter without its base model, and git-lfs pointers."""
     if not directory.is_dir():
@@ -115,7 +118,12 @@ def check_directory(directory: Path) -> None:
                 f"hf download {directory} --local-dir {directory.name}"
             )
         wrong = "is a file" if directory.exists() else "does not exist"
-        raise UserError(f"checkpoint directory {directory} {wrong}; give the folder that holds config.json")
+        bundled = _BUNDLED / directory.name
+        known = len(directory.parts) == 1 and (bundled / "config.json").exists()
+        of_that_name = f": of the bundled policy of that name it is {bundled}" if known else ""
+        raise UserError(
+            f"checkpoint directory {directory} {wrong}; give the folder that holds config.json{of_that_name}"
+        )
     if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
         raise UserError(
             f"{directory} contains an adapter ({ADAPTER_CONFIG}) without its base model: copy or link the base "

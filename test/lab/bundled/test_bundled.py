@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policies that come with the package, and how they are named."""
 
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from specvla_ros.lab.bundled import policies as bundled
 from specvla_ros.lab.bundled.policies import DECODING_FILE, bundled_names, bundled_policy, find_policy, nano_policy
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.policy import Policy
 
 
 @pytest.fixture
@@ -70,3 +72,11 @@ def test_a_bundled_policy_is_decoded_as_it_says_and_loses_nothing(name: str) -> 
         forwards.append(ours.record.forwards / theirs.record.forwards)
     # Without a head, the previous action is a poor draft while the joints speed up.
     assert sum(forwards) / len(forwards) < (1.0 if name in ("joints", "so101") else 0.7)
+
+
+def test_a_bundled_name_given_as_a_folder_is_answered_with_its_folder() -> None:
+    """Only commands know the names: a robot needs no laboratory."""
+    with pytest.raises(UserError, match=f"nano does not exist; .*of that name it is {re.escape(str(nano_policy()))}$"):
+        Policy.load("nano")
+    with pytest.raises(UserError, match=r"holds config.json$"):
+        Policy.load("nanos")
