@@ -226,9 +226,9 @@ def test_values_that_no_node_reads_are_named(tmp_path: Path) -> None:
     file = tmp_path / "robot.yaml"
     write_parameters(file, GOOD)
     shared = file.read_text(encoding="utf-8")
-    file.write_text(f"{shared}/left/gaurd:\n  ros__parameters:\n    stop_time_s: 1.0\n")
+    file.write_text(f"{shared}/left/guardd:\n  ros__parameters:\n    stop_time_s: 1.0\n")
     code, output = run(file)
-    assert code == 1 and "section /left/gaurd belongs to no node of this package" in wrong(output)[0]
+    assert code == 1 and "section /left/guardd belongs to no node of this package" in wrong(output)[0]
     assert "did you mean /guard?" in output
     file.write_text(f"{shared}/controller_manager:\n  ros__parameters:\n    update_rate: 100\n")
     code, output = run(file)
