@@ -121,6 +121,7 @@ build: $(RUNTIME)
 	@$(RUN) cmake -S . -B build/$(ROS) -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
 	    -DPython3_EXECUTABLE="$(PREFIX)/bin/python" -DAMENT_CMAKE_SYMLINK_INSTALL=ON > build.log 2>&1 \
 	    && $(RUN) cmake --build build/$(ROS) --target install >> build.log 2>&1 \
+	    && find $(VENV)/lib/python3*/site-packages/specvla_* $(VENV)/share/specvla_ros -xtype l -delete \
 	    || { tail -n 30 build.log; echo "make: the build failed; the full log is in build.log" >&2; exit 1; }
 
 $(VENV)/bin/python:

@@ -272,7 +272,8 @@ def _key(layer: nn.Module) -> str:
 
 def _sources(layer_class: type) -> str:
     files = [*Path(specvla_kernels.__path__[0]).glob("*.py"), Path(inspect.getfile(layer_class)), Path(__file__)]
-    return _digest(*(file.read_text() for file in sorted(files)))
+    # Builds with symbolic links leave those of removed files.
+    return _digest(*(file.read_text() for file in sorted(files) if file.is_file()))
 
 
 def _processor() -> str:

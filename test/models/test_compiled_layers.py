@@ -222,6 +222,17 @@ def test_other_threads_shapes_or_numbers_are_other_layers(policy: OpenVLATarget)
     assert len({key(first), *keys}) == 7
 
 
+def test_a_link_to_a_removed_source_does_not_matter(
+    policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build with symbolic links leaves it behind after an update."""
+    (tmp_path / "kernel.py").write_text("")
+    monkeypatch.setattr(compiled_layers.specvla_kernels, "__path__", [str(tmp_path)])
+    before = compiled_layers._key(policy.decoder.layers[0])
+    (tmp_path / "removed.py").symlink_to(tmp_path / "nowhere.py")
+    assert compiled_layers._key(policy.decoder.layers[0]) == before
+
+
 def test_a_cache_that_cannot_be_written_is_told(
     policy: OpenVLATarget,
     alone: Path,

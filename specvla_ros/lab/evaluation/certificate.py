@@ -334,7 +334,7 @@ def _code_hash() -> str:
     digest = hashlib.sha256()
     for package in (specvla_ros, specvla_kernels):
         root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
+        for path in filter(Path.is_file, sorted(root.rglob("*.py"))):  # not links to removed files
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
