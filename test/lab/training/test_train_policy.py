@@ -257,7 +257,7 @@ def test_new_instructions_bring_their_words_and_leave_the_rest_of_the_policy(tmp
 
 
 def test_data_that_is_not_there_or_not_enough_is_named(bags, tmp_path):
-    with pytest.raises(UserError, match="specvla collect --out"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         find_bags([tmp_path / "nowhere"])
     with pytest.raises(UserError, match="no bags in"):
         find_bags([tmp_path])
