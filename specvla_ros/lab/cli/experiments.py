@@ -232,9 +232,10 @@ def compare(
 
 
 def _compare_replays(names: Sequence[Path], frames: Sequence[Mapping[Any, "FrameRecord"]], as_json: bool) -> None:
+    from specvla_ros.lab.evaluation.replay_bags import action_names
     from specvla_ros.lab.evaluation.replay_summary import compare_frames
 
-    found = compare_frames(*frames)
+    found = compare_frames(frames[0], frames[1], action_names(names[0]))
     if not found.frames:
         raise UserError(f"{names[0]} and {names[1]} share no frame of the same bag: replay the same bags with both")
     if as_json:

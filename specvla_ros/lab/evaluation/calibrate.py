@@ -248,7 +248,7 @@ def _try_on_frames(
         exact = runs[_PLAIN]
         for trial in group if candidates else (plain, *group):
             run = runs[trial.name]
-            speed_up, off = exact.action_s / run.action_s, deviation(exact.values, run.values)
+            speed_up, off = exact.action_s / run.action_s, deviation(exact.values, run.values, policy.codec.names)
             tau, forwards = run.tally.tau, run.tally.forwards_per_action
             candidates.append(Candidate(trial, run.action_s, speed_up, tau, forwards, off))
     return candidates

@@ -275,7 +275,7 @@ class Comparison:
     def deviation(self) -> dict[str, float] | None:
         """Deviation in millimetres, degrees and gripper; None if the policy's actions lack such units."""
         try:
-            return asdict(deviation(self._plain, self._own)) if self._plain else None
+            return asdict(deviation(self._plain, self._own, self._policy.codec.names)) if self._plain else None
         except UserError:
             return None
 

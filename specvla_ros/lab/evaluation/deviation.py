@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.errors import UserError
 from specvla_ros.lab.tally import percentiles
 
-_ACTION_DIM = 7
 _OPEN = 0.5  # threshold between the two gripper commands
 
 
@@ -23,13 +23,19 @@ class Distances:
     lost_share: float  # share of frames for which either had no action
 
 
-def distances(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Distances:
-    """Compares actions frame by frame: float64 [7] in metres, radians, gripper in [0, 1]; NaN without an action."""
+def distances(
+    plain: Sequence[np.ndarray], other: Sequence[np.ndarray], names: Sequence[str] = ACTION_NAMES
+) -> Distances:
+    """Compares actions frame by frame: float64 [7] in metres, radians, gripper in [0, 1]; NaN without an action.
+
+    Raises UserError if `names`, those of the values, are not a tool's: seven may also be joints.
+    """
     first, second = np.array(plain), np.array(other)
-    if first.shape[1] != _ACTION_DIM:
+    if tuple(names) != ACTION_NAMES or first.shape[1] != len(names):
+        what = f"{first.shape[1]} values" if tuple(names) == ACTION_NAMES else f"the values {' '.join(names)}"
         raise UserError(
-            f"the policy's actions have {first.shape[1]} values: their deviation in mm and degrees is not known, only "
-            "that of x y z roll pitch yaw gripper"
+            f"the policy's actions have {what}: their deviation in mm and degrees is not known, only that of "
+            f"{' '.join(ACTION_NAMES)}"
         )
     both = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
     difference = (second - first)[both]
@@ -61,9 +67,11 @@ class Deviation:
         )
 
 
-def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Deviation:
+def deviation(
+    plain: Sequence[np.ndarray], other: Sequence[np.ndarray], names: Sequence[str] = ACTION_NAMES
+) -> Deviation:
     """Compares actions as `distances` does."""
-    found = distances(plain, other)
+    found = distances(plain, other, names)
     if not len(found.mm):
         return Deviation(lost_share=1.0)
     return Deviation(

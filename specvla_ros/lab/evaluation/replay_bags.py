@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from specvla_ros.control.convention import ConventionSettings
+from specvla_ros.control.convention import ACTION_NAMES, ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
@@ -266,6 +266,14 @@ def read_frames(out: Path) -> dict[tuple[str, int, int], FrameRecord]:
         for record in read_lines(path, lambda line: FrameRecord(**line)):
             found[bag, record.frame, record.time_ns] = record
     return found
+
+
+def action_names(out: Path) -> tuple[str, ...]:
+    """The names of an action's values in a replay's summary; those of a tool's action if it has none."""
+    for folder in (out, *sorted(path.parent for path in out.glob(f"*/{SUMMARY_FILE}"))):
+        if names := (RunDirectory(folder, _COMMAND).read_json(SUMMARY_FILE) or {}).get("names"):
+            return tuple(names)
+    return ACTION_NAMES
 
 
 def answer_bags(out: Path, bags: Sequence[Path]) -> dict[Path, Path]:

@@ -324,8 +324,10 @@ class ReplayComparison:
     median: tuple[float, float] | None = None
 
 
-def compare_frames(first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameRecord]) -> ReplayComparison:
-    """Compares the frames present in both, matched by key."""
+def compare_frames(
+    first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameRecord], names: Sequence[str]
+) -> ReplayComparison:
+    """Compares the frames present in both, matched by key. `names`: of an action's values."""
     pairs = [(first[key], second[key]) for key in first if key in second]
     both = [pair for pair in pairs if all(each.tokens is not None for each in pair)]
     seconds = np.array([[each.total_s for each in pair] for pair in both]).reshape(-1, 2)
@@ -344,15 +346,15 @@ def compare_frames(first: Mapping[Any, FrameRecord], second: Mapping[Any, FrameR
         forwards_per_action=(tallies[0].forwards_per_action, tallies[1].forwards_per_action),
         speed_up=float(means[0] / means[1]) if means[1] else 0.0,
         unpaired=(len(first) - len(pairs), len(second) - len(pairs)),
-        **_deviation([each for each in both if all(record.values for record in each)]),
+        **_deviation([each for each in both if all(record.values for record in each)], names),
     )
 
 
-def _deviation(pairs: Sequence[tuple[FrameRecord, FrameRecord]]) -> dict[str, Any]:
+def _deviation(pairs: Sequence[tuple[FrameRecord, FrameRecord]], names: Sequence[str]) -> dict[str, Any]:
     """The deviation of actions with a tool's units; empty for others."""
     first, second = ([np.array(pair[side].values, np.float64) for pair in pairs] for side in (0, 1))
     try:
-        found = distances(first, second) if pairs else None
+        found = distances(first, second, names) if pairs else None
     except UserError:
         return {}
     if found is None:

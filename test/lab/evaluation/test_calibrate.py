@@ -69,8 +69,11 @@ def test_deviation_is_that_of_displacement_rotation_and_gripper():
     other[:50] = np.nan
     assert deviation(list(plain), list(other)).lost_share == 0.5
     assert deviation(list(plain), [np.full(7, np.nan)] * 100).lost_share == 1
-    with pytest.raises(UserError, match="not known"):
+    with pytest.raises(UserError, match=r"have 3 values: .* not known"):
         deviation([np.zeros(3)], [np.zeros(3)])
+    joints = (*(f"joint{i}" for i in range(1, 7)), "gripper")
+    with pytest.raises(UserError, match=r"the values joint1 joint2 .* not known, only that of x y z"):
+        deviation(list(plain), list(other), joints)
 
 
 def test_pairs_that_never_differ_are_no_certainty():

@@ -320,6 +320,9 @@ def test_replays_are_compared_by_their_distance_on_the_robot(tmp_path):
     assert "at most 9.00 mm and 2.00 degrees; 100.0% have another gripper command" in shown
     as_json = json.loads(CliRunner().invoke(app, ["compare", "--json", *names]).output)
     assert as_json["median"][0] == pytest.approx(1.0) and as_json["deviation"]["largest_mm"] == pytest.approx(9.0)
+    joints = {"names": [*(f"joint{i}" for i in range(1, 7)), "gripper"]}
+    (tmp_path / "first" / "bag" / "summary.json").write_text(json.dumps(joints))
+    assert " mm and " not in CliRunner().invoke(app, ["compare", *names]).output, "seven values of joints are no pose"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.engine.outcome import Action, DecodeRecord, Drop, DropReason, StageTimings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
@@ -47,7 +48,8 @@ def drop(reason: DropReason = DropReason.NOT_AN_ACTION) -> Drop:
 
 
 def compared(*pairs: tuple[Any, Any], margins: Any = None, **policy: Any) -> tuple[Finding, Comparison]:
-    given = dict(causal_prompt=margins is not None, generation=NO_RULES, head=None) | policy
+    codec = SimpleNamespace(names=ACTION_NAMES)
+    given = dict(causal_prompt=margins is not None, generation=NO_RULES, head=None, codec=codec) | policy
     made = Comparison(SimpleNamespace(decoder=SimpleNamespace(dtype=torch.float32), **given))  # type: ignore[arg-type]
     found = Finding()
     for plain, own in pairs:
