@@ -31,10 +31,9 @@ from lifecycle_msgs.msg import Transition
 from specvla_ros.policy_parameters import PolicyParameters
 from specvla_ros.ros.wiring import Autostart, Step, image_remappings, sensor_remappings
 from specvla_ros.settings.parameter import walk
-from specvla_ros.settings.profiles import Value, as_bool, as_number, merge_parameters
+from specvla_ros.settings.profiles import PROFILES, Value, as_bool, as_number, merge_parameters
 
 _AGAIN_S = 5.0  # longer than a process takes to start on most machines
-PROFILES = ["cpu", "desktop", "orin"]
 # Launch arguments that set parameters. An empty argument keeps the value of the parameter files.
 PARAMETERS = {
     declared.name: declared.description
@@ -47,7 +46,7 @@ def policy_launch(profile: str = "") -> LaunchDescription:
     """Starts, configures and activates the policy node with a profile; if it is empty, an argument chooses it."""
     return LaunchDescription(
         [
-            *([choice("profile", "desktop", PROFILES, "Parameters to use.")] if not profile else []),
+            *([choice("profile", "desktop", [*PROFILES], "Parameters to use.")] if not profile else []),
             text("params_file", "", "Parameter file; overrides the profile."),
             *(text(name, "", description) for name, description in PARAMETERS.items()),
             text("image_topic", "image", "Topic of the raw images; the compressed ones are below it."),
@@ -106,7 +105,7 @@ def source_launch(
         forwarded: names of `arguments` that are bringup's too.
     """
     shared = [
-        choice("profile", "cpu", PROFILES, "Parameters to use."),
+        choice("profile", "cpu", [*PROFILES], "Parameters to use."),
         switch(
             "exit_on_failure",
             "true",

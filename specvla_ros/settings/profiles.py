@@ -16,6 +16,7 @@ import yaml
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import shown
 
+PROFILES = ("cpu", "desktop", "orin")  # files of config/
 _MAX_BYTES = 1 << 20
 
 Value = str | bool | int | float | list[Any]

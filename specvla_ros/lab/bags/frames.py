@@ -94,13 +94,15 @@ class ReplayTopics:
     sync_tolerance_s: float = TOLERANCE_S
 
     @property
-    def answered(self) -> bool:
-        """True if the action is a policy's answer, which arrives late and is matched with its image by stamp."""
-        return self.action is not None and self.action.msgtype in ANSWERS
+    def answers(self) -> Topic | None:
+        """The action if it is a policy's answer, which arrives late and is matched with its image by stamp."""
+        return self.action if self.action is not None and self.action.msgtype in ANSWERS else None
 
     @property
     def names(self) -> tuple[str, ...]:
-        topics = (self.image, self.instruction, self.action, *self.sensors.values())
+        """The topics that are read in bag time; answers are read before."""
+        action = self.action if self.answers is None else None
+        topics = (self.image, self.instruction, action, *self.sensors.values())
         return tuple(topic.name for topic in topics if topic is not None)
 
     @property
@@ -152,13 +154,13 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
     before = ""  # the same of an earlier one, which the newest image may lack
     together = Synchronizer(topics.image.name, [*topics.sensors], topics.sync_tolerance_s)
     sensors = {topic.name: name for name, topic in topics.sensors.items()}
-    answers = _first_actions(bag, topics.action) if topics.answered and topics.action is not None else {}
+    answers = {} if topics.answers is None else _first_actions(bag, topics.answers)
     for message in _in_causal_order(bag, topics):
         if message.topic == topics.image.name:
             if newest is not None:
                 yield _ended(newest, together.give_up(), refused or before)
             # only when needed: it deserialises the whole message
-            stamp = recorded_ns(message) if sensors or topics.answered else 0
+            stamp = recorded_ns(message) if sensors or answers else 0
             newest, before = BagFrame(index, message, text, epoch, answers.get(stamp)), ""
             newest = _ended(newest, together.add(message.topic, stamp, message), refused)
             index += 1
@@ -219,9 +221,9 @@ def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
 
     The image comes after the other sensors, since it is matched with the nearest available samples.
     """
-    wanted = (topics.instruction, *topics.sensors.values(), topics.image, None if topics.answered else topics.action)
-    rank = {topic.name: order for order, topic in enumerate(wanted) if topic is not None}
-    for _, simultaneous in groupby(bag.messages([*rank]), key=lambda message: message.time_ns):
+    names = (topics.instruction, *topics.sensors.values(), topics.image, topics.action)
+    rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}
+    for _, simultaneous in groupby(bag.messages(topics.names), key=lambda message: message.time_ns):
         yield from sorted(simultaneous, key=lambda message: rank[message.topic])
 
 

@@ -20,7 +20,7 @@ from specvla_ros.lab.cli.options import output_folder
 from specvla_ros.lab.files import format_value
 from specvla_ros.lab.terminal import print_table
 from specvla_ros.settings.parameter import hint, walk, with_values
-from specvla_ros.settings.profiles import Value, merge_parameters
+from specvla_ros.settings.profiles import PROFILES, Value, merge_parameters
 
 if TYPE_CHECKING:
     from specvla_ros.control.guard.settings import GuardParameters
@@ -32,7 +32,6 @@ app = typer.Typer()
 robot = typer.Typer(help="Your own robot: its parameter file, and how it stops.", no_args_is_help=True)
 app.add_typer(robot, name="robot")
 
-_PROFILES = ("cpu", "desktop", "orin")
 _FIRST_SHARE = 0.1  # share of the speed limits for the first motions
 _STARTS, _STEPS, _NEAR_M, _DAMPING = 40, 60, 0.005, 1e-3  # parameters of the search for joints that reach a corner
 
@@ -44,7 +43,7 @@ def check(
     file: Annotated[Path, typer.Argument(help="Parameter file of driver and guard, as for `robot:=`.")],
     urdf: Annotated[Path | None, typer.Option(help="MJCF or URDF of the robot; replaces joints.model.")] = None,
     profile: Annotated[
-        str, typer.Option(help=f"Policy profile, {', '.join(_PROFILES)} or a file, to also compare its image ages.")
+        str, typer.Option(help=f"Policy profile, {', '.join(PROFILES)} or a file, to also compare its image ages.")
     ] = "",
 ) -> None:
     """Check a robot's parameter file as driver and guard read it, without motion. Exit code 1: errors were found."""
@@ -385,8 +384,8 @@ def _max_image_age_s(profile: str) -> float:
     files = [file]
     if not file.suffix:
         config = Path(get_package_share_directory("specvla_ros"), "config")
-        if profile not in _PROFILES:
-            raise UserError(f"there is no profile '{profile}': give {', '.join(_PROFILES)}, or a parameter file")
+        if profile not in PROFILES:
+            raise UserError(f"there is no profile '{profile}': give {', '.join(PROFILES)}, or a parameter file")
         files = [config / "common.yaml", config / f"{profile}.yaml"]
     from specvla_ros.policy_parameters import PolicyParameters
 
