@@ -95,11 +95,15 @@ class _Elsewhere(Exception):
         return f"\n{self.args[0]}"
 
 
-def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
-    """Has the kernel signal this process when its parent dies, for whatever reason. Linux only."""
+def end_with_parent(parent: int) -> None:
+    """Has the kernel terminate this process when its parent dies, for whatever reason. Linux only.
+
+    By SIGTERM: Python turns SIGINT into an exception, which is lost where exceptions are ignored, as in the callback
+    of a weak reference during an import.
+    """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died earlier
         sys.exit(1)
 
@@ -163,7 +167,7 @@ class Process:
 def _serve(connection: Connection, work: Callable[..., Any], workers: int, parent: int, *host: Host) -> None:
     """Main loop of a worker's process: runs jobs until the command ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
-    end_with_parent(parent, signal.SIGTERM)
+    end_with_parent(parent)
     # More threads than cores slow all workers down.
     threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers))))
     if torch := sys.modules.get("torch"):  # already imported by the worker's script, with its threads set
@@ -185,7 +189,7 @@ class HostProcess:
 
     def __init__(self, make: Callable[[], object]) -> None:
         self._manager = _Manager(ctx=_SPAWN)
-        self._manager.start(end_with_parent, (os.getpid(), signal.SIGTERM))
+        self._manager.start(end_with_parent, (os.getpid(),))
         # See `Host.call`. An empty name only creates the object.
         self.call = partial(_call, self._manager.hold(make))  # type: ignore[attr-defined]
 

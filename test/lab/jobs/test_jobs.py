@@ -146,7 +146,12 @@ def test_a_machine_of_the_cluster_that_is_another_is_named(tmp_path):
     assert not succeeded and "must share the file system" in str(error)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process of its parent's death")
+tells_of_death = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux tells a process of its parent's death"
+)
+
+
+@tells_of_death
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     code = (
         "from support.jobs import name_and_wait\n"
@@ -161,6 +166,31 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     command.kill()
     command.wait()
     wait_until(lambda: not any(Path("/proc", worker.name).exists() for worker in tmp_path.iterdir()))
+
+
+@tells_of_death
+def test_a_process_ends_with_its_parent_even_where_an_exception_would_be_ignored(tmp_path):
+    child = (
+        "import contextlib, os, sys, time\n"
+        "from pathlib import Path\n"
+        "from specvla_ros.lab.jobs.workers import end_with_parent\n"
+        "end_with_parent(int(sys.argv[1]))\n"
+        "Path(sys.argv[2], str(os.getpid())).touch()\n"
+        f"until = time.monotonic() + {2 * PATIENCE_S}\n"
+        "while time.monotonic() < until:\n"
+        "    with contextlib.suppress(BaseException):\n"
+        "        time.sleep(0.02)"
+    )
+    parent = (
+        "import os, subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid()), {str(tmp_path)!r}])"
+    )
+    command = subprocess.Popen([sys.executable, "-c", parent])
+
+    (process,) = wait_until(lambda: list(tmp_path.iterdir()))
+    command.kill()
+    command.wait()
+    wait_until(lambda: not Path("/proc", process.name).exists())
 
 
 @pytest.mark.nightly

@@ -52,7 +52,7 @@ class NodeProcesses:
         arguments += ["--log-level", "error"] if log is None else []
         # A killed demo must not leave a policy on the topics of the next one.
         end_with = f"from specvla_ros.lab.jobs.workers import end_with_parent; end_with_parent({os.getpid()})"
-        code = f"{end_with}; from specvla_ros.{module} import main; main()"
+        code = f"{end_with}; from specvla_ros.ros import start; start('specvla_ros.{module}')"
         with log.open("wb") if log is not None else nullcontext() as said:
             self._running[module.removesuffix(".node").rpartition(".")[2]] = subprocess.Popen(
                 [sys.executable, "-c", code, "--ros-args", *arguments],
