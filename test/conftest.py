@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Iterator
 
+from support.ros_domain import own_domains
+
 # Tests must neither hear nor reach robots on the network, nor each other. Read when ROS is initialised.
 os.environ["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
-os.environ["ROS_DOMAIN_ID"] = str(1 + os.getpid() % 101)  # higher ones share ports with outgoing connections
+os.environ["ROS_DOMAIN_ID"] = str(own_domains())
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models only wait for each other's threads
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # takes longer than most tests; test_compiled_layers turns it on
 

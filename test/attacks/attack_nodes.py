@@ -33,6 +33,7 @@ from lifecycle_msgs.srv import ChangeState
 from rcl_interfaces.msg import Parameter, ParameterValue
 from rcl_interfaces.srv import GetParameters, ListParameters, SetParameters
 from rich.console import Console
+from support.ros_domain import OWN_DOMAINS
 
 from benchmarks.harness import Out, finish, result_head
 
@@ -66,7 +67,7 @@ def main(
                 scratch = Path(name, str(number))
                 scratch.mkdir()
                 began_s = time.monotonic()
-                classes[label] = attack(scratch, 100 + 5 * number, limit=limit or None, seed=seed).as_json()
+                classes[label] = attack(scratch, 1 + OWN_DOMAINS * number, limit=limit or None, seed=seed).as_json()
                 shown = {key: classes[label][key] for key in ("tried", "failed", "outcomes", "failures")}
                 console.print(label, shown, f"{time.monotonic() - began_s:.0f} s")
         finally:  # what was interrupted shows what it has
@@ -211,7 +212,7 @@ def attack_signals(scratch: Path, domain: int, *, limit: int | None = None, seed
         cases = rng.sample(cases, min(limit, len(cases)))
     for number, (name, kind, when) in enumerate(cases):
         words = f"{name}, {when}: {', '.join(each.name for each in kind)}"
-        tally.judge(words, partial(_end_by, name, kind, when, scratch, domain + number % 5, rng.random()))
+        tally.judge(words, partial(_end_by, name, kind, when, scratch, domain + number % OWN_DOMAINS, rng.random()))
     return tally
 
 

@@ -20,6 +20,7 @@ from attacks.joint_arm import CHUNK_DT_S, HOME, JOINTS, STEP_RAD, JointArm, join
 from attacks.process import NodeProcess, stamp
 from attacks.tally import Silent, Tally
 from std_srvs.srv import SetBool
+from support.ros_domain import OWN_DOMAINS
 
 from specvla_ros.control.guard.settings import JOINT_OUTPUTS
 from specvla_ros.msg import VlaAction
@@ -41,7 +42,10 @@ def attack_joint_driver(
     tally, rng = Tally(slow_s=60.0), random.Random(seed)
     runs = [(output, of_joints) for output in outputs for of_joints in (True, False)]
     for number, (output, of_joints) in enumerate(runs):
-        with joint_arm_beside("driver", scratch, domain + number % 5, output, of_joints=of_joints) as (arm, process):
+        with joint_arm_beside("driver", scratch, domain + number % OWN_DOMAINS, output, of_joints=of_joints) as (
+            arm,
+            process,
+        ):
             follow(arm, process)
             tally.pid = str(process.pid)
             for name, attack in _attacks(arm, process, rng, limit):
