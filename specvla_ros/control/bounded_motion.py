@@ -12,6 +12,7 @@ acceleration differs from the vector's by up to half the square of its speed, wh
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import Generic
@@ -27,6 +28,7 @@ _TOLERANCE_M = 1e-4
 _SAMPLE_S, _MAX_SAMPLES = 0.01, 200
 _LEAST_SHARE = 0.2
 _NEAR_ZERO = 1e-9
+_LESS_JERK = 1 - 1e-6
 _TRACKING_GAIN = 6.0  # 1/s
 _REACHED = np.array([1e-3] * 3 + [1e-2] * 3)  # metres, radians
 _NO_PACE = (math.inf, math.inf)
@@ -70,7 +72,7 @@ class Axes:
         self._count, self._speed, self._order = len(speed), speed, order
         self._ruckig = Ruckig(self._count)
         self._input = InputParameter(self._count)
-        self._input.max_acceleration, self._input.max_jerk = acceleration.tolist(), jerk.tolist()
+        self._input.max_acceleration, self._jerk = acceleration.tolist(), jerk
         self.rest_at(np.zeros(self._count))
 
     def rest_at(self, position: np.ndarray) -> None:
@@ -139,12 +141,15 @@ class Axes:
         return given
 
     def _calculated(self) -> Legs:
-        trajectory = Trajectory(self._count)
-        try:
-            result = self._ruckig.calculate(self._input, trajectory)
-        except (RuckigError, ValueError):  # for rounding errors, or a motion longer than 7600 s (no code in Python)
-            return ()
-        return (trajectory,) if result in (Result.Working, Result.Finished) else ()
+        # Ruckig fails where rounding decides between two shapes of a motion, as over 2 a^3 / j^2: a little less jerk
+        # moves these distances away.
+        for share in (1.0, _LESS_JERK):
+            self._input.max_jerk = (share * self._jerk).tolist()
+            trajectory = Trajectory(self._count)
+            with suppress(RuckigError, ValueError):  # ValueError: longer than 7600 s, which has no code in Python
+                if self._ruckig.calculate(self._input, trajectory) in (Result.Working, Result.Finished):
+                    return (trajectory,)
+        return ()
 
 
 def _flushed_to_zero(values: np.ndarray) -> list[float]:

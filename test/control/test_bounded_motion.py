@@ -221,6 +221,19 @@ def test_what_is_passed_too_near_to_the_edge_is_stopped_at():
     assert furthest <= LIMITS.workspace_max[0] + 1e-4
 
 
+@pytest.mark.parametrize("ulps", range(-20, 21))
+def test_a_distance_where_the_shape_of_the_motion_changes_is_travelled_all_the_same(ulps):
+    """Over 0.025 the acceleration just reaches its limit, where rounding decides."""
+    axes = Axes(*(np.array([limit]) for limit in (2.0, 20.0, 800.0)))
+    goal = np.array([0.025 * (1 + ulps * np.finfo(float).eps)])
+    (leg,) = axes.to(goal, State(*np.zeros((3, 1))), 0.0, np.zeros(1), math.inf)
+    assert leg.duration == pytest.approx(0.1)
+    np.testing.assert_allclose(leg.at_time(leg.duration)[0], goal, rtol=1e-9)
+    accelerations = np.array([leg.at_time(at_s)[2] for at_s in np.linspace(0.0, leg.duration, 1001)])
+    assert np.abs(accelerations).max() <= 20.0 * (1 + 1e-9)
+    assert np.abs(np.diff(accelerations, axis=0)).max() <= 800.0 * leg.duration / 1000 * (1 + 1e-6)
+
+
 def test_a_way_to_nowhere_is_one_of_no_motion():
     motion = resting()
     assert motion.aim(START, 0.0, move_s=0.0, turn_s=0.0)
