@@ -224,7 +224,7 @@ def test_what_is_passed_too_near_to_the_edge_is_stopped_at():
 @pytest.mark.parametrize("ulps", range(-20, 21))
 def test_a_distance_where_the_shape_of_the_motion_changes_is_travelled_all_the_same(ulps):
     """Over 0.025 the acceleration just reaches its limit, where rounding decides."""
-    axes = Axes(*(np.array([limit]) for limit in (2.0, 20.0, 800.0)))
+    axes = Axes(np.array([2.0]), np.array([20.0]), np.array([800.0]))
     goal = np.array([0.025 * (1 + ulps * np.finfo(float).eps)])
     (leg,) = axes.to(goal, State(*np.zeros((3, 1))), 0.0, np.zeros(1), math.inf)
     assert leg.duration == pytest.approx(0.1)
