@@ -133,7 +133,7 @@ class AcceptanceSettings:
     )
     gripper_bins: int = parameter(
         0,
-        "Tolerance for dimensions not scaled by the checkpoint's statistics, i.e. the gripper.",
+        "Tolerance for the gripper, and for dimensions not scaled by the checkpoint's statistics.",
         unit="bins",
         minimum=0,
         maximum=_MAX_BINS,

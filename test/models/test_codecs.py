@@ -126,11 +126,17 @@ def test_tolerances_are_whole_bins_of_each_dimension() -> None:
         tolerance_in_bins(STATISTICS, 100, metres=0.1, radians=0.1, gripper_bins=0)
 
 
-def test_one_tolerance_is_for_all_that_the_statistics_scale() -> None:
-    mask = [True, False, True]
-    assert spread_bins([5], mask, 2) == (5, 2, 5) and spread_bins([1, 2, 3], mask, 9) == (1, 2, 3)
+def test_radians_are_not_for_a_gripper_that_the_statistics_scale() -> None:
+    scaled = replace(ARM, mask=np.ones(7, bool), high=np.array([0.1, 0.1, -0.1, 0.9, 0.9, 0.9, 9.9]))
+    found = tolerance_in_bins(scaled, 100, metres=0.005, radians=0.01, gripper_bins=4)
+    assert found == (2, 2, 0, 1, 1, 1, 4), "nor is it refused, though a bin of the gripper is larger"
+
+
+def test_one_tolerance_is_for_all_dimensions_that_move() -> None:
+    moves = [True, False, True]
+    assert spread_bins([5], moves, 2) == (5, 2, 5) and spread_bins([1, 2, 3], moves, 9) == (1, 2, 3)
     with pytest.raises(UserError, match="has 2 numbers, but the action has 3 dimensions"):
-        spread_bins([1, 2], mask, 0)
+        spread_bins([1, 2], moves, 0)
 
 
 def of(**action: Any) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class BinsCodec(Codec):
         )
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins)
+        return spread_bins(bins, self.statistics.moves, gripper_bins)
 
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         normalised = np.asarray(bins) * np.diff(self.tokenizer.edges)[0]

@@ -227,7 +227,7 @@ class WrittenChunkCodec(Codec):
         return 0
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins) * self.horizon
+        return spread_bins(bins, self.statistics.moves, gripper_bins) * self.horizon
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specvla_ros.control.convention import ACTION_NAMES, default_names
+from specvla_ros.control.convention import ACTION_NAMES, default_names, is_gripper
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import is_number, shown
 
@@ -32,6 +32,14 @@ class ActionStatistics:
     def names(self) -> tuple[str, ...]:
         """One name per dimension: the checkpoint's, or those of a tool action if there are seven, or dim_0 …."""
         return self.given_names or default_names(len(self.low))
+
+    @property
+    def moves(self) -> tuple[bool, ...]:
+        """True for each dimension with the tolerance of motion: scaled, and no gripper (some policies scale theirs).
+
+        The others take `acceptance.gripper_bins`.
+        """
+        return tuple(bool(scaled) and not is_gripper(name) for name, scaled in zip(self.names, self.mask, strict=True))
 
     @property
     def action_range(self) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +129,7 @@ def tolerance_in_bins(
     Args:
         values: bin centres per dimension (255); a bin is 2 / `values` of half the dimension's range.
         metres, radians: for x, y, z and for roll, pitch, yaw.
-        gripper_bins: for dimensions that the statistics do not scale.
+        gripper_bins: for the gripper, and dimensions that the statistics do not scale.
 
     Raises UserError: a tolerance smaller than one bin of its dimension, or statistics with unknown units.
     """
@@ -148,7 +156,7 @@ def tolerance_in_bins(
 
 
 def physical_limits(statistics: ActionStatistics, *, metres: float, radians: float) -> list[float | None]:
-    """The tolerance of each dimension in its unit; None for dimensions that are not scaled, such as a gripper.
+    """The tolerance of each dimension in its unit; None for the gripper and for dimensions that are not scaled.
 
     Raises UserError if the dimensions' units are not known.
     """
@@ -158,7 +166,7 @@ def physical_limits(statistics: ActionStatistics, *, metres: float, radians: flo
             f"checkpoint has {len(statistics.low)} dimensions without units: set acceptance.bins instead"
         )
     of_names = [metres if name in _METRES else radians for name in statistics.names]
-    return [each if scaled else None for each, scaled in zip(of_names, statistics.mask, strict=True)]
+    return [each if moves else None for each, moves in zip(of_names, statistics.moves, strict=True)]
 
 
 def _rounded_up(width: float) -> float:
@@ -167,15 +175,16 @@ def _rounded_up(width: float) -> float:
     return math.ceil(width / unit) * unit
 
 
-def spread_bins(bins: Sequence[int], mask: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:
+def spread_bins(bins: Sequence[int], moves: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:
     """Expands one tolerance to all moving dimensions, or keeps one per dimension; UserError for any other number.
 
-    `mask`: True for dimensions that the statistics scale; the others take `gripper_bins` if one number is given.
+    `moves`: see `ActionStatistics`; the other dimensions take `gripper_bins` if one number is given.
     """
     if len(bins) == 1:
-        return tuple(bins[0] if scaled else gripper_bins for scaled in mask)
-    if len(bins) != len(mask):
+        return tuple(bins[0] if each else gripper_bins for each in moves)
+    if len(bins) != len(moves):
         raise UserError(
-            f"acceptance.bins has {len(bins)} numbers, but the action has {len(mask)} dimensions: give one, or one each"
+            f"acceptance.bins has {len(bins)} numbers, but the action has {len(moves)} dimensions: give one, or one "
+            "each"
         )
     return tuple(bins)
