@@ -27,7 +27,7 @@ from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.pi0_fast.config import Normalisation, Pi0FastConfig
 from specvla_ros.models.families.pi0_fast.target import PaliGemma, Pi0FastTarget, padded_picture
-from specvla_ros.speculation.settings import DraftSettings, adjusted
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 ORACLE = ORACLES / "pi0fast_tiny_a"
 pytestmark = needs(ORACLE)
@@ -151,6 +151,14 @@ def test_a_draft_model_with_other_cameras_is_refused() -> None:
     drafts = adjusted(DraftSettings(nodes=16), model=str(target.directory))
     with pytest.raises(UserError, match=r"draft.model: .* needs images of the cameras"):
         Engine(target, EngineSettings("spec", draft=drafts))
+
+
+def test_its_tokens_may_be_accepted_by_class(targets: dict[tuple[str, ...], Pi0FastTarget]) -> None:
+    """Its tokenizer's last id, <image>, has no logit."""
+    case = next(each for each in cases() if each["answer"]["legal"])
+    engine = Engine(target_of(case, targets), EngineSettings("ar", acceptance=AcceptanceSettings("composite")))
+    action = engine.act(observation(case))
+    assert isinstance(action, Action) and [*action.text_tokens, *action.tokens] == case["generated_ids"][:-1]
 
 
 def test_its_prompt_is_never_cut(targets: dict[tuple[str, ...], Pi0FastTarget]) -> None:

@@ -123,6 +123,9 @@ def test_numbers_are_the_ids_whose_text_holds_a_digit() -> None:
     words = {"move": 0, "5": 1, "x2": 2, "\u2581to": 3, "\u06632": 4}
     assert number_tokens(Tokenizer(WordLevel(words, "move")), 6).tolist() == [False, True, True, False, True, False]
     assert not number_tokens(None, 6).any()
+    assert number_tokens(Tokenizer(WordLevel(words, "move")), 4).tolist() == [False, True, True, False], (
+        "PaliGemma's tokenizer has an id that the model has no logit for"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -57,13 +57,17 @@ class Composite:
 
 
 def number_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> Tensor:
-    """Bool [vocab_size]: ids whose text contains a digit; none without a tokenizer."""
+    """Bool [vocab_size]: ids whose text contains a digit; none without a tokenizer.
+
+    A tokenizer's ids beyond the model's, such as PaliGemma's `<image>`, have no logit and are never drafted.
+    """
     import torch
 
     numbers = torch.zeros(vocab_size, dtype=torch.bool)
     if tokenizer is not None:
         for text, token in tokenizer.get_vocab().items():
-            numbers[token] = any(character.isdigit() for character in text)
+            if token < vocab_size:
+                numbers[token] = any(character.isdigit() for character in text)
     return numbers
 
 
