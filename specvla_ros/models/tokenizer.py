@@ -62,7 +62,9 @@ def text_of(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
 
 
 def check_prompt_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises UserError if the model has no embedding for one of the prompt's ids."""
+    """Raises UserError if the prompt is empty, or the model has no embedding for one of its ids."""
+    if not ids:
+        raise UserError("the prompt has no token ids; give those of its text")
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong:
         raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {vocab_size} ids")

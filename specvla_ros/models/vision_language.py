@@ -16,6 +16,7 @@ from specvla_ros.models.lora import adapter_of
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import parameter_count
 from specvla_ros.models.target import ActionHead, ImageEmbeddings, Pixels, PromptLayout
+from specvla_ros.models.tokenizer import check_prompt_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +87,10 @@ class VisionLanguageTarget:
     def ids(self, observation: Observation) -> tuple[int, ...]:
         """Token ids of the prompt's text; UserError if the instruction or the state does not fit the policy."""
         given = observation.prompt_ids
-        return self.written(observation) if given is None else tuple(given)
+        if given is None:
+            return self.written(observation)
+        check_prompt_ids(given, self.decoder.config.vocab_size)
+        return tuple(given)
 
     def written(self, observation: Observation) -> tuple[int, ...]:
         """Token ids of the prompt's text, used if the observation gives no ids."""

@@ -4,6 +4,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.paths import ORACLES, needs
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import MODES
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import BinsCodec
@@ -215,3 +216,15 @@ def test_cameras_and_options(checkpoint: Path) -> None:
     refuse(checkpoint, "this family of policies does not support center_crop", center_crop=True)
     target = load_target(checkpoint, device="cpu")
     assert target.cameras == ("image",) and target.codec.horizon == 8
+
+
+@pytest.mark.parametrize(
+    "ids, why",
+    [((), "the prompt has no token ids"), ((5, -1), "prompt id -1 is outside"), ((1 << 20,), "prompt id 1048576 is")],
+)
+def test_a_prompt_of_ids_that_the_model_does_not_have(ids: tuple[int, ...], why: str, targets: Targets) -> None:
+    """On a GPU such an id would make the device unusable for all further frames."""
+    case = cases()[0]
+    target = target_of(case, targets)
+    outcome = Engine(target, EngineSettings("ar")).act(replace(observation(case, target), prompt_ids=ids))
+    assert isinstance(outcome, Drop) and outcome.reason is DropReason.BAD_INSTRUCTION and why in outcome.detail

@@ -443,3 +443,17 @@ def test_a_camera_is_missing(targets: dict[tuple[str, ...], Pi0FastTarget]) -> N
     fewer = {name: image for name, image in seen.cameras.items() if name != "left_wrist_0_rgb"}
     with pytest.raises(UserError, match="needs images of the cameras base_0_rgb, left_wrist_0_rgb, right_wrist_0_rgb"):
         target_of(cases()[0], targets).prompt_layout(replace(seen, images=fewer))
+
+
+@pytest.mark.parametrize(
+    "ids, why",
+    [((), "the prompt has no token ids"), ((5, -1), "prompt id -1 is outside"), ((1 << 20,), "prompt id 1048576 is")],
+)
+def test_a_prompt_of_ids_that_the_model_does_not_have(
+    ids: tuple[int, ...], why: str, targets: dict[tuple[str, ...], Pi0FastTarget]
+) -> None:
+    """On a GPU such an id would make the device unusable for all further frames."""
+    case = cases()[0]
+    target = target_of(case, targets)
+    outcome = Engine(target, EngineSettings("ar")).act(replace(observation(case), prompt_ids=ids))
+    assert isinstance(outcome, Drop) and outcome.reason is DropReason.BAD_INSTRUCTION and why in outcome.detail
