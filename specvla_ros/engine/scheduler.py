@@ -337,7 +337,7 @@ class Scheduler:
         if self.settings.tail == "whole" or not own or not own[0].released_actions:
             return None
         oldest, newer_s = own[0], own[1].spent_s if len(own) > 1 else 0.0
-        age_s = oldest.wait_s + oldest.spent_s
+        age_s = oldest.observation.receive_s + oldest.wait_s + oldest.spent_s  # an action's time counts from the stamp
         return oldest if self._first_actions.last(oldest.released_actions, age_s, newer_s=newer_s) else None
 
     def _end_early(self, request: Request, batch: Batch) -> None:

@@ -156,15 +156,17 @@ def test_a_flush_ends_an_answer_whose_first_actions_are_out() -> None:
     assert {each.observation.stamp_ns for each in found} == {2}
 
 
-def test_the_rest_of_an_answer_is_not_decoded_where_its_actions_last_until_a_newer_images() -> None:
+@pytest.mark.parametrize("delay_s", [0.0, 0.2])
+def test_the_rest_of_an_answer_is_not_decoded_where_its_actions_last_until_a_newer_images(delay_s: float) -> None:
     plain, engine = Engine(policy(), EngineSettings("ar")), engine_of(policy(), mode="spec", tail="needed")
     engine.tick_time = lambda work, seconds: 0.03  # an action is for 0.2 s
     begun: dict[int, int] = {}  # actions that were handed out, by image
     ticks: dict[int, int] = {}
     first_ticks: list[int] = []
     ended: list[Action] = []
-    for stamp in range(1, 120):
-        found = [*(engine.submit(frame(stamp)) if engine.has_room else ()), *engine.tick()]
+    for stamp in range(1, 200):
+        image = replace(frame(stamp), receive_s=delay_s)
+        found = [*(engine.submit(image) if engine.has_room else ()), *engine.tick()]
         for request in engine.scheduler.requests:
             ticks[request.observation.stamp_ns] = ticks.get(request.observation.stamp_ns, 0) + 1
         for outcome in found:
@@ -187,7 +189,7 @@ def test_the_rest_of_an_answer_is_not_decoded_where_its_actions_last_until_a_new
     for answer in early[-3:]:
         stamp, rows = answer.observation.stamp_ns, len(answer.actions)
         assert begun[stamp] == rows, "what was handed out is the answer"
-        assert rows * 0.2 >= 0.03 * (ticks[stamp] + min(first_ticks))
+        assert rows * 0.2 >= delay_s + 0.03 * (ticks[stamp] + min(first_ticks)), "counted from the stamp"
 
 
 @pytest.mark.parametrize("tail", ["whole", "needed"])
