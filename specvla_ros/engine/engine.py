@@ -261,6 +261,7 @@ class Engine:
                 chooser.ahead = False
         progress("warming up: timing ticks", 1.0)
         self.measure_ticks()
+        self.scheduler.forget_answers()
         self.warm_up_s = time.perf_counter() - started
         _log.info("warmed up in %.1f s", self.warm_up_s)
 
@@ -295,6 +296,7 @@ class Engine:
                         self.tick()
                 self.reset("")
         chooser.settle()
+        self.scheduler.forget_answers()
         self.close("")
 
     def check_instruction(self, instruction: str) -> None:

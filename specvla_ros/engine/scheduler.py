@@ -51,12 +51,16 @@ class Scheduler:
         self.settings, self.chooser = settings, chooser
         self.requests: list[Request] = []
         self._mailbox, self._slots, self._codec, self._root = mailbox, slots, codec, root
-        self._first_actions = FirstActions(settings.step_s(codec))
-        self._forwards = 0.0  # mean per finished request; 0: none yet
-        self._fewest_forwards = 0  # approximate minimum of the last finished requests
+        self.forget_answers()
         self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
         self._held: list[Action] = []
         self._drops: list[Drop] = []
+
+    def forget_answers(self) -> None:
+        """Forgets how long answers took, after a warm-up: its ticks are slow, and its images black."""
+        self._first_actions = FirstActions(self.settings.step_s(self._codec))
+        self._forwards = 0.0  # mean per finished request; 0: none yet
+        self._fewest_forwards = 0  # approximate minimum of the last finished requests
 
     @property
     def target_in_flight(self) -> int:

@@ -245,6 +245,24 @@ def test_the_age_of_the_image_counts_where_the_clock_of_its_stamp_is_known() -> 
     assert isinstance(second, Action) and second.given == 3
 
 
+@pytest.mark.parametrize("mode", ["spec", "auto"])
+def test_what_an_answer_of_the_warm_up_took_is_not_expected_of_the_first_real_ones(mode: str) -> None:
+    """The first ticks on a device take seconds; as many actions would be given to each of the first answers."""
+
+    class Warmed(OpenVLATarget):
+        def blank_observation(self) -> Observation:
+            return seen(1)  # as a policy that answers a black image with a whole chunk
+
+    own = policy()
+    target = Warmed(**{each.name: getattr(own, each.name) for each in fields(own)})  # type: ignore[arg-type]
+    engine = engine_of(target, mode=mode, tick_s=5.0)
+    engine.warm_up()
+    assert engine.scheduler.age_at_first_actions_s(frame(0.0)) == 0.0
+    engine.tick_time = lambda work, seconds: 0.0
+    answers = [engine.act(frame(stamp_s)) for stamp_s in (0.0, 0.2, 0.4)]
+    assert [isinstance(each, Action) and each.given for each in answers] == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     "target, values, message",
     [
