@@ -153,6 +153,8 @@ def test_it_is_not_cut_and_nothing_can_draft(plain: Path, caplog: pytest.LogCapt
         Engine(target, EngineSettings("pipeline", prefill_chunks=2))
     with pytest.raises(UserError, match=r"draft\.self_tokens omits image rows"):
         Engine(target, EngineSettings("spec", draft=adjusted(DraftSettings(), self_tokens=3)))
+    with pytest.raises(UserError, match=r"draft\.chunk_shift drafts tokens, .* a head: set it to false"):
+        Engine(target, EngineSettings("auto", draft=adjusted(DraftSettings(), chunk_shift=True)))
     with pytest.raises(UserError, match="come from a head, not from tokens"):
         target.codec.decode(())
 

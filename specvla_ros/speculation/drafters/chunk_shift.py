@@ -292,6 +292,11 @@ def _chunk_shift(context: DraftContext) -> Drafter | None:
     if not own.enabled:
         return None
     codec = context.target.codec
+    if context.target.head is not None:
+        raise UserError(
+            "draft.chunk_shift drafts tokens, but this policy writes none, since its actions come from a head: set it "
+            "to false"
+        )
     if codec.horizon < 2:
         raise UserError(
             "draft.chunk_shift needs a policy that answers with several actions; this one gives a single action: "
