@@ -71,7 +71,8 @@ class EngineThread:
         """Submits the newest observation of its stream and drops the one that still waited."""
         self._loaded.result()
         assert self._engine is not None, "the thread has ended"
-        self._hand_over(self._engine.submit(observation))
+        for drop in self._engine.submit(observation):
+            self._on_outcome(drop)
         with self._wake:
             self._wake.notify()
 
@@ -130,16 +131,22 @@ class EngineThread:
     def _guarded(self, call: Call, engine: Engine) -> None:
         """Runs a call and reports its exceptions; those inside a tick the engine has already turned into drops."""
         try:
-            self._hand_over(call(engine) or ())
+            outcomes = call(engine) or ()
         except Exception:
             self._on_fault(traceback.format_exc())
+        else:
+            self._hand_over(outcomes)
 
     def _tick(self, engine: Engine) -> Sequence[Outcome]:
         return engine.tick()
 
     def _hand_over(self, outcomes: Sequence[Outcome]) -> None:
+        """Delivers each outcome: one that fails, such as a robot's that cannot be published, costs no other robot."""
         for outcome in outcomes:
-            self._on_outcome(outcome)
+            try:
+                self._on_outcome(outcome)
+            except Exception:
+                self._on_fault(traceback.format_exc())
 
 
 @dataclass(frozen=True)

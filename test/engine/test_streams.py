@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import load_openvla, write_checkpoint
 from support.nightly import examples
+from support.patience import PATIENCE_S
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import MODES, EngineSettings
+from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
@@ -222,6 +224,26 @@ def test_more_robots_than_there_are_slots_for_are_told_so(policy: OpenVLATarget)
     engine.close("left")
     assert not engine.submit(frame("third", 1, 0))
     assert {each.observation.stream for each in rest(engine)} == {"right", "third"}
+
+
+def test_an_outcome_that_one_robot_cannot_take_is_reported_and_the_others_get_theirs(policy: OpenVLATarget) -> None:
+    """Such as an action whose message cannot be published."""
+    taken: list[tuple[str, int]] = []
+    faults: list[str] = []
+
+    def take(outcome: Outcome) -> None:
+        if outcome.observation.stream == "left":
+            raise ValueError("left has no publisher")
+        taken.append((outcome.observation.stream, outcome.observation.stamp_ns))
+
+    ends = [Drop(frame(robot, stamp, 0), DropReason.EPOCH_CHANGED) for stamp in (1, 2) for robot in ROBOTS]
+    thread = EngineThread(lambda: made(policy, "ar"), on_outcome=take, on_fault=faults.append)
+    try:
+        thread.call(lambda _: ends)
+    finally:
+        assert thread.end(timeout_s=PATIENCE_S)
+    assert taken == [(robot, stamp) for stamp in (1, 2) for robot in ROBOTS[1:]]
+    assert [trace.strip().splitlines()[-1] for trace in faults] == ["ValueError: left has no publisher"] * 2
 
 
 def test_what_cannot_be_computed_for_one_robot_costs_no_other(
