@@ -149,6 +149,8 @@ def test_missing_parts(checkpoint: Path, name: str) -> None:
     [
         ({"action_tokenizer": "action_tokenizer"}, "vla.action_tokenizer is 'action_tokenizer'; supported are"),
         ({"image_sequence_len": 3}, "image_sequence_len is 3"),
+        ({"image_sequence_len": 2}, "the last 2 images of one camera, which is not supported"),
+        ({"image_sequence_len": 2, "use_wrist_image": None}, "set vla.use_wrist_image to true"),
     ],
 )
 def test_configurations(checkpoint: Path, change: dict[str, Any], message: str) -> None:
@@ -216,6 +218,9 @@ def test_cameras_and_options(checkpoint: Path) -> None:
     refuse(checkpoint, "this family of policies does not support center_crop", center_crop=True)
     target = load_target(checkpoint, device="cpu")
     assert target.cameras == ("image",) and target.codec.horizon == 8
+    both = {"image_sequence_len": 2, "use_wrist_image": True}
+    edit_json(checkpoint / "config.json", lambda config: config["vla"].update(both))
+    assert load_target(checkpoint, device="cpu").cameras == ("image", "wrist")
 
 
 @pytest.mark.parametrize(

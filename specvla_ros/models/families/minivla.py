@@ -38,6 +38,7 @@ from specvla_ros.models.target import TARGETS
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
+from specvla_ros.settings.json_file import Fields
 
 _WRIST = "wrist"
 _EXTRA_TOKENS = 256  # from <|extra_0|> on; its code appends them to the tokenizer's own
@@ -80,7 +81,7 @@ def load_minivla(
     refuse_adapter(directory)
     raw = read_checkpoint_json(directory / "config.json")
     vla = raw.inner("vla")
-    shown = _cameras(directory, cameras, vla.whole("image_sequence_len", 1, minimum=1, maximum=2))
+    shown = _cameras(directory, cameras, _images(vla))
     llm = folder_beside(directory, "llm", "config.json and tokenizer of the language model, such as Qwen/Qwen2.5-0.5B")
     tokenizer = require_tokenizer(llm)
     tokens = tokenizer.get_vocab_size() + _EXTRA_TOKENS
@@ -102,6 +103,18 @@ def load_minivla(
         codec=codec,
         cameras=shown,
     )
+
+
+def _images(vla: Fields) -> int:
+    """Number of images of an observation; UserError if a second one is an earlier image of the same camera."""
+    images = vla.whole("image_sequence_len", 1, minimum=1, maximum=2)
+    if images == 2 and not vla.flag("use_wrist_image", False):
+        raise UserError(
+            f"{vla.path}: the policy reads the last 2 images of one camera, which is not supported: "
+            "vla.image_sequence_len is 2 without vla.use_wrist_image; if it was trained with a wrist camera, set "
+            "vla.use_wrist_image to true"
+        )
+    return images
 
 
 def _cameras(directory: Path, asked: tuple[str, ...], usual: int) -> tuple[str, ...]:
