@@ -343,6 +343,21 @@ def test_options_and_cameras(checkpoint: Path) -> None:
     refuse(checkpoint, "this family of policies does not support model.quantization", quantization="int4")
 
 
+def test_cameras_that_stand_for_no_image_are_none_of_the_robots(checkpoint: Path) -> None:
+    """LeRobot adds them to the inputs of a policy that was trained with more cameras than there are, and masks them."""
+    named = load_target(checkpoint, device="cpu").cameras
+
+    def pad(config: dict[str, Any]) -> None:
+        shape = {"type": "VISUAL", "shape": [3, 224, 224]}
+        empty = {f"observation.images.empty_camera_{i}": shape for i in range(2)}
+        config |= {"empty_cameras": 2, "input_features": config["input_features"] | empty}
+
+    edit_json(checkpoint / "config.json", pad)
+    assert load_target(checkpoint, device="cpu").cameras == named
+    edit_json(checkpoint / "config.json", lambda config: config.update(empty_cameras=1))
+    assert load_target(checkpoint, device="cpu").cameras == (*named, "empty_camera_1"), "a camera of that name"
+
+
 PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
 
 

@@ -40,6 +40,7 @@ _VISION: Mapping[str, Any] = {
     "patch_size": 14,
 }
 _EPS = 1e-8  # NormalizerProcessorStep's
+_MAX_CAMERAS = 64
 # Steps of the two processors; each is implemented here, or does not change answers. LeRobot follows them where
 # config.json has the same settings.
 _NEEDED = ("normalizer_processor", "tokenizer_processor", "unnormalizer_processor")
@@ -106,7 +107,10 @@ def read_config(directory: Path) -> Pi0FastConfig:
         raise UserError(f"{raw.path}: temperature above 0 asks for sampling, but decoding is always greedy")
     decoder, vision = _shapes(raw, directory)
     inputs, outputs = raw.inner("input_features"), raw.inner("output_features")
-    cameras = tuple(name.removeprefix(_CAMERA) for name in inputs.raw if name.startswith(_CAMERA))
+    # LeRobot adds inputs of these names to the file; no image is ever given for them, and their rows are masked.
+    empty = {f"empty_camera_{i}" for i in range(raw.whole("empty_cameras", 0, maximum=_MAX_CAMERAS))}
+    named = (name.removeprefix(_CAMERA) for name in inputs.raw if name.startswith(_CAMERA))
+    cameras = tuple(name for name in named if name not in empty)
     if not cameras:
         raise UserError(f"{raw.path}: input_features names no camera (observation.images.…)")
     height, width = raw.list_of("image_resolution", int, "height and width in pixels", [224, 224], length=2)
