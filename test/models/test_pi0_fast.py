@@ -409,6 +409,12 @@ def test_other_normalisations(checkpoint: Path, mode: str) -> None:
         (PRE, "relative_actions_processor", {"enabled": True}, "policy_preprocessor.json: relative actions are not"),
         (PRE, "rename_observations_processor", {"rename_map": {"a": "b"}}, "rename_map is not supported"),
         (PRE, "normalizer_processor", {"normalize_observation_keys": []}, "without normalize_observation_keys is"),
+        (
+            PRE,
+            "normalizer_processor",
+            {"norm_map": {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}},
+            r"norm_map.VISUAL is 'MEAN_STD', but it must be one of: IDENTITY",
+        ),
     ],
 )
 def test_what_a_processors_step_asks_is_done_or_refused(

@@ -116,6 +116,8 @@ def read_config(directory: Path) -> Pi0FastConfig:
     height, width = raw.list_of("image_resolution", int, "height and width in pixels", [224, 224], length=2)
     if not (1 <= height == width <= 4096):
         raise raw.wrong("image_resolution", "the same height and width, from 1 to 4096 pixels")
+    # Images are normalised as SigLIP's, by the policy; the step would normalise them by a data set's statistics before.
+    before[_NORMALISER].inner("config").inner("norm_map").text("VISUAL", "IDENTITY", choices=("IDENTITY",))
     state = _normalisation(before[_NORMALISER], "STATE", _STATE, _dims(inputs, _STATE))
     actions = _normalisation(after[_UNNORMALISER], "ACTION", _ACTION, _dims(outputs, _ACTION))
     return Pi0FastConfig(
