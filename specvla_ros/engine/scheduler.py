@@ -261,18 +261,18 @@ class Scheduler:
         ended: list[Outcome] = [*self._drops]
         held, self._held, self._drops = self._held, [], []
         for action in held:
-            seen, max_age_s = action.observation, self.settings.max_image_age_s
+            seen = action.observation
             if seen.stamp_ns >= oldest.get(seen.stream, math.inf):
                 self._held.append(action)
             else:
-                ended.append(self._mailbox.dropped_for_age(seen, max_age_s, DropReason.TOO_OLD) or action)
+                ended.append(self._too_old(seen) or action)
         return ended
 
     def partial(self) -> list[Action]:
         """The first actions of each robot's oldest answer in flight, if more are known than were published.
 
         Committed tokens are final, so the whole answer starts with the same actions. The answer to a newer image waits
-        until it is the oldest, so that no older one follows it.
+        until it is the oldest, so that no older one follows it. None of an image that is too old: `release` drops it.
         """
         if self._numbers is None:
             return []
@@ -281,12 +281,18 @@ class Scheduler:
         for request in oldest.values():
             actions = self._begun(request.tokens)
             if max(request.released_actions, request.given.actions) < len(actions) < self._codec.horizon:
+                if self._too_old(request.observation) is not None:
+                    continue
                 if not request.released_actions:
                     self._first_actions.add(request.spent_s)
                     request.first_forwards = request.verified
                 request.released_actions = len(actions)
                 found.append(self._action(request, actions, tuple(request.tokens), partial=True))
         return found
+
+    def _too_old(self, seen: Observation) -> Drop | None:
+        """The drop of an image that is older than the limit now that its actions are ready; None if it is not."""
+        return self._mailbox.dropped_for_age(seen, self.settings.max_image_age_s, DropReason.TOO_OLD)
 
     def flush(self, reason: DropReason, before_epoch: float = math.inf, stream: str | None = None) -> list[Drop]:
         """Drops everything in flight of epochs before `before_epoch`, including actions that wait for older ones.

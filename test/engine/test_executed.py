@@ -245,6 +245,23 @@ def test_the_age_of_the_image_counts_where_the_clock_of_its_stamp_is_known() -> 
     assert isinstance(second, Action) and second.given == 3
 
 
+def test_first_actions_that_are_too_old_go_out_no_more_than_whole_answers_and_are_not_continued() -> None:
+    now_ns = frame(0.0).stamp_ns
+    settings = engine_settings_from(mode="spec", draft_chunk_shift=True, commit="executed", max_image_age_s=1.0)
+    engine = Engine(policy(), settings, lambda: now_ns)
+    engine.takes_partial, engine.tick_time = True, lambda work, seconds: 0.1
+    engine.submit(frame(0.0))
+    engine.tick()
+    now_ns = frame(3.0).stamp_ns  # the process was suspended, say
+    late: list[Outcome] = []
+    while engine.busy:
+        late += engine.tick()
+    assert [each.reason for each in late if isinstance(each, Drop)] == [DropReason.TOO_OLD] and len(late) == 1
+    now_ns = frame(0.9).stamp_ns  # or its clock was set for a moment
+    second = engine.act(frame(0.2))
+    assert isinstance(second, Action) and second.given == 0
+
+
 @pytest.mark.parametrize("mode", ["spec", "auto"])
 def test_what_an_answer_of_the_warm_up_took_is_not_expected_of_the_first_real_ones(mode: str) -> None:
     """The first ticks on a device take seconds; as many actions would be given to each of the first answers."""
