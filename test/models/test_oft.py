@@ -20,7 +20,8 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.families.openvla.oft import OFTTarget
+from specvla_ros.models.codecs.statistics import ActionStatistics
+from specvla_ros.models.families.openvla.oft import OFTTarget, ProprioProjector
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ORACLE = ORACLES / "oft_tiny_a"
@@ -97,6 +98,13 @@ def test_prepared_pictures_to_chunks(case: dict[str, Any], targets: Targets, pla
     normalised = target.head_module.normalised(hidden[first : first + 56])
     np.testing.assert_allclose(normalised, case["actions_normalized"], atol=1e-4)
     np.testing.assert_allclose(target.head(hidden), case["actions"], atol=1e-4)
+
+
+def test_a_state_is_clipped_as_its_own_code_does_also_where_it_is_not_scaled() -> None:
+    """As `normalize_proprio` of openvla-oft's experiments."""
+    bounds = ActionStatistics("own", np.array([0.0, 0.0, 0.0]), np.full(3, 0.5), np.array([True, True, False]))
+    found = ProprioProjector(bounds, hidden=4).normalised(np.array([0.25, 0.9, 3.0]))
+    np.testing.assert_allclose(found, [0.0, 1.0, 1.0], atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["ar", "pipeline"])

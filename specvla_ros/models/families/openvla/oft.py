@@ -115,9 +115,8 @@ class ProprioProjector(nn.Module):
     def normalised(self, state: np.ndarray) -> np.ndarray:
         """Normalises a state, float [dims] in the robot's units, to float64 from -1 to 1."""
         low, high = self._bounds.low, self._bounds.high
-        scaled = np.clip(2 * (state - low) / (high - low + _EPS) - 1, -1.0, 1.0)
-        values: np.ndarray = np.where(self._bounds.mask, scaled, state)
-        return values
+        scaled = 2 * (state - low) / (high - low + _EPS) - 1
+        return np.clip(np.where(self._bounds.mask, scaled, state), -1.0, 1.0)  # also values that are not scaled
 
     def forward(self, state: Tensor) -> Tensor:
         """Maps a normalised state [dims] to [1, hidden]."""
