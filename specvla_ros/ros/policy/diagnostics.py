@@ -41,7 +41,7 @@ _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
 _STAMPS = 51  # number of newest images whose stamps' gaps show losses
 _FEWEST_GAPS = 10
 _PAUSE_NS = 2 * 10**9  # gap between two stamps after which a camera counts as started again
-_TRANSPORTS = {"raw": 0, "compressed": 0}
+_TRANSPORTS = ("raw", "compressed")
 _LATENCIES = 500  # number of newest actions for the percentiles
 _PERCENTILES = (50, 95, 99)
 
@@ -135,13 +135,21 @@ def images_lost(stamps_ns: Sequence[int]) -> str:
 
 
 class InputHealth:
-    """Arrival and faults of the images and the instruction."""
+    """Arrival and faults of the images and the instruction.
 
-    def __init__(self) -> None:
-        self._images = dict(_TRANSPORTS)
+    Args:
+        cameras: the names of several cameras, the first of which leads; empty: there is a single one.
+    """
+
+    def __init__(self, cameras: Sequence[str] = ()) -> None:
+        self._lead = cameras[0] if cameras else ""
+        ways = [f"{camera}_{way}" for camera in cameras for way in _TRANSPORTS] if cameras else [*_TRANSPORTS]
+        self._leading = frozenset(ways[: len(_TRANSPORTS)])
+        self._images = dict.fromkeys(ways, 0)
+        self._bad_beside = 0
         self._age_s = float("nan")
         self._stamps_ns: deque[int] = deque(maxlen=_STAMPS)
-        self._last_image_s: float | None = None
+        self._last_image_s: float | None = None  # of the leading camera
         self._period_began_s = time.monotonic()
         self.several = ""  # the camera that has several publishers, in words; empty: none
         self.grey = ""  # the cameras whose images are grey, in words; empty: none
@@ -149,8 +157,13 @@ class InputHealth:
 
     def add_image(self, transport: str) -> None:
         """Counts an arriving image, valid or not. With several cameras `transport` begins with the camera's name."""
-        self._images[transport] = self._images.get(transport, 0) + 1
-        self._last_image_s = time.monotonic()
+        self._images[transport] += 1
+        if transport in self._leading:
+            self._last_image_s = time.monotonic()
+
+    def add_bad_beside(self) -> None:
+        """Counts a dropped image of a camera that does not lead. No frame ends with it."""
+        self._bad_beside += 1
 
     def add_frame(self, stamp_ns: int, age_s: float) -> None:
         """Records the stamp of a decoded image, and its age at receipt. Of those before a pause none is lost."""
@@ -164,7 +177,9 @@ class InputHealth:
         now_s = time.monotonic()
         elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
         images, self._images = self._images, dict.fromkeys(self._images, 0)
-        arrived = sum(images.values())
+        bad_beside, self._bad_beside = self._bad_beside, 0
+        # Only the leading camera's images become frames: without them the others' are of no use.
+        arrived = sum(count for transport, count in images.items() if transport in self._leading)
         values = {
             "instruction": shortened(instruction.text) or "(none)",
             **{f"{transport}_hz": f"{count / elapsed_s:.1f}" for transport, count in images.items()},
@@ -180,7 +195,7 @@ class InputHealth:
             return make_status(DiagnosticStatus.ERROR, self.several, values)
         worst = drops.worst(_INPUT_FAULTS)
         if worst:
-            lost_all = sum(drops.counts[reason] for reason in _INPUT_FAULTS) >= arrived
+            lost_all = sum(drops.counts[reason] for reason in _INPUT_FAULTS) - bad_beside >= arrived
             return make_status(DiagnosticStatus.ERROR if lost_all else DiagnosticStatus.WARN, worst, values)
         if arrived:
             worse = images_lost(self._stamps_ns) or self.grey
@@ -188,7 +203,8 @@ class InputHealth:
             return make_status(level, worse or "images arrive", values)
         since = "since activation" if self._last_image_s is None else f"for {now_s - self._last_image_s:.1f} s"
         topics = f"; topics: {self.sources}" if self.sources else ""
-        what = f"no image {since}: check the topic's name and the camera{topics}"
+        of = f" of '{self._lead}'" if self._lead else ""
+        what = f"no image{of} {since}: check the topic's name and the camera{topics}"
         return make_status(DiagnosticStatus.STALE, what, values)
 
 

@@ -222,6 +222,7 @@ class ObservationInput:
         on_frames: called with each synchronized set.
         on_bad: called with reason and detail for each image that cannot be decoded, and for each image of the first
             camera that finds no match.
+        on_bad_beside: called in addition if the image is not the first camera's.
     """
 
     def __init__(
@@ -233,10 +234,11 @@ class ObservationInput:
         on_message: Callable[[str], None],
         on_frames: Callable[[Frames], None],
         on_bad: Callable[[DropReason, str], None],
+        on_bad_beside: Callable[[], None],
     ) -> None:
         self._node, self._camera_names = node, policy.cameras
         self._states = state_reader(policy, chosen)
-        self._on_frames, self._on_bad = on_frames, on_bad
+        self._on_frames, self._on_bad, self._on_bad_beside = on_frames, on_bad, on_bad_beside
         lead, *others = policy.cameras
         state = [STATE_TOPIC] if policy.state_dims else []
         self._together = Synchronizer(lead, [*others, *state], chosen.sync_tolerance_s)
@@ -291,6 +293,8 @@ class ObservationInput:
         on_message(transport if len(self._camera_names) == 1 else f"{camera}_{transport}")
 
     def _refuse(self, camera: str, reason: DropReason, detail: str) -> None:
+        if camera != self._camera_names[0]:
+            self._on_bad_beside()
         self._on_bad(reason, detail if len(self._camera_names) == 1 else f"{camera}: {detail}")
 
     def _add_frame(self, camera: str, frame: Frame) -> None:

@@ -214,6 +214,7 @@ class RobotPart:
             on_message=self._input_health.add_image,
             on_frames=self._on_frames,
             on_bad=self._drop,
+            on_bad_beside=self._input_health.add_bad_beside,
         )
         self.active = True
 
@@ -358,7 +359,9 @@ class RobotPart:
 
     def _count_from_zero(self) -> None:
         self._drops = DropLedger()
-        self._input_health, self._inference_health = InputHealth(), InferenceHealth()
+        cameras = [*self._policy.target.cameras] if self._policy is not None else []
+        self._input_health = InputHealth(cameras if len(cameras) > 1 else ())
+        self._inference_health = InferenceHealth()
 
     def _drop(self, reason: DropReason, detail: str = "") -> None:
         message = self._drops.add(reason, detail)

@@ -12,7 +12,7 @@ from rclpy.qos import QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import Image
 from support.ros import Robot, rgb_image, robot
 
-from specvla_ros.engine.outcome import DropCounter
+from specvla_ros.engine.outcome import DropCounter, DropReason
 from specvla_ros.ros.policy.diagnostics import InputHealth, RecentDrops, images_lost
 from specvla_ros.ros.policy.inputs import Instruction
 
@@ -125,6 +125,17 @@ def test_images_before_a_pause_are_not_taken_for_lost_ones() -> None:
             health.add_image("raw")
             health.add_frame(round((1 + begun_s + 0.1 * index) * 1e9), 0.0)
     assert health.status(True, Instruction("lift"), nobody).message == "images arrive"
+
+
+@pytest.mark.parametrize(("lost", "level"), [(1, b"\x01"), (2, b"\x02")])
+def test_another_cameras_bad_images_are_no_lost_frames(lost: int, level: bytes) -> None:
+    health, drops = InputHealth(("front", "wrist")), RecentDrops(DropCounter().counts, {DropReason.BAD_IMAGE: "torn"})
+    for _ in range(2):
+        for transport in ("front_raw", "wrist_raw"):
+            health.add_image(transport)
+        health.add_bad_beside()
+    drops.counts[DropReason.BAD_IMAGE] = 2 + lost
+    assert health.status(True, Instruction("lift"), drops).level == level
 
 
 def test_whatever_a_decoder_raises_costs_one_image(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

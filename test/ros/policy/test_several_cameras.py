@@ -104,6 +104,34 @@ def test_a_camera_that_is_missing_or_late_costs_the_frame_and_is_said(running: t
     assert "wrist_raw_hz" in said and "image_raw_hz" in said
 
 
+@pytest.mark.parametrize("running", [{"diagnostics_period_s": 0.1}], indirect=True)
+def test_the_first_cameras_silence_is_told_though_the_others_send(running: tuple[Robot, Any, Any]) -> None:
+    made, wrist, _ = running
+
+    def told() -> bool:
+        wrist.publish(rgb_image(made.now_ns()))
+        found = made.diagnosis("inputs") if made.diagnostics else None
+        return found is not None and found.level == b"\x03" and "no image of 'image' since" in found.message
+
+    made.until(told)
+    said = {value.key: float(value.value) for value in made.diagnosis("inputs").values if value.key.endswith("_hz")}
+    assert said.keys() == {"image_raw_hz", "image_compressed_hz", "wrist_raw_hz", "wrist_compressed_hz"}
+
+
+@pytest.mark.parametrize("running", [{"diagnostics_period_s": 0.5}], indirect=True)
+def test_frames_that_are_all_lost_are_an_error_with_several_cameras_too(running: tuple[Robot, Any, Any]) -> None:
+    made, wrist, _ = running
+
+    def told() -> bool:
+        wrist.publish(rgb_image(made.now_ns()))
+        made.images.publish(rgb_image(made.now_ns()))
+        made.spin(0.05)
+        found = made.diagnosis("inputs") if made.diagnostics else None
+        return found is not None and found.level == b"\x02" and "no 'state' sample was received" in found.message
+
+    made.until(told)
+
+
 @pytest.mark.parametrize("running", [{"state_names": ["right", *NAMES[:-1]]}], indirect=True)
 def test_the_state_is_read_by_its_names(running: tuple[Robot, Any, Any], engine: Engine) -> None:
     made, wrist, state = running
