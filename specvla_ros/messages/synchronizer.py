@@ -70,6 +70,13 @@ class Synchronizer:
         self._waiting = None
         return [Unmatched(sample, why)]
 
+    def start_over(self) -> list[Matched | Unmatched]:
+        """Ends the waiting sample and forgets all others, as after a clock jump: the same stamps may come again."""
+        ended = self.give_up()
+        for recent in self._recent.values():
+            recent.clear()
+        return ended
+
     def _nearest(self, other: str, stamp_ns: int) -> tuple[int, Any] | None:
         # Among equal stamps the last received wins: merged states of several publishers share a stamp and grow.
         return min(reversed(self._recent[other]), key=lambda found: abs(found[0] - stamp_ns), default=None)

@@ -64,3 +64,13 @@ def test_what_was_missing_is_said() -> None:
 def test_a_single_sensor_waits_for_nobody() -> None:
     made = Synchronizer("image", (), TOLERANCE_S)
     assert made.add("image", 5, "frame") == [Matched("frame", {})] and made.give_up() == []
+
+
+def test_after_starting_over_the_same_stamps_are_other_samples() -> None:
+    made = Synchronizer("lead", ("wrist",), TOLERANCE_S)
+    made.add("wrist", 0, "old")
+    assert made.add("lead", 0, "first") == [Matched("first", {"wrist": "old"})]
+    made.add("lead", 400 * MS, "second")
+    assert [each.lead for each in made.start_over()] == ["second"]
+    assert made.add("lead", 0, "third") == []
+    assert made.add("wrist", 0, "new") == [Matched("third", {"wrist": "new"})]

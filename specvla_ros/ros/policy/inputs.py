@@ -112,6 +112,11 @@ class ImageInput:
             self._node.destroy_subscription(subscription)
         self._subscriptions = {}
 
+    def start_over(self) -> None:
+        """Forgets which images were taken, as after a clock jump: their stamps may come again."""
+        for taken in self._taken.values():
+            taken.clear()
+
     def follow_publishers(self) -> None:
         """Subscribes again where the publishers' reliability has changed; to be called periodically."""
         for transport, subscription in list(self._subscriptions.items()):
@@ -181,8 +186,8 @@ class ImageInput:
         except UserError as error:
             self._on_bad(DropReason.BAD_STAMP, str(error))
             return
-        self._taken[transport].append(message.header.stamp)
         self._on_frame(Frame(rgb, stamp, message.header.frame_id, arrived_ns, received_ns))
+        self._taken[transport].append(message.header.stamp)  # last: the image may show a clock jump, see `start_over`
 
 
 def declared_overrides(node: Node) -> list[str]:
@@ -263,6 +268,12 @@ class ObservationInput:
         if self._state is not None:
             self._node.destroy_subscription(self._state)
         self._end(self._together.give_up())
+
+    def start_over(self) -> None:
+        """Forgets all images and states, as after a clock jump. An image that still waits for the others is dropped."""
+        for camera in self._cameras.values():
+            camera.start_over()
+        self._end(self._together.start_over())
 
     def follow_publishers(self) -> str:
         """Follows the publishers' QoS; returns the cameras that have several publishers, in words; empty: none."""

@@ -318,6 +318,8 @@ class RobotPart:
     def _start_over(self, why: str) -> None:
         epoch = self._begin_epoch(forget_stamps=True)
         self._node.get_logger().warning(f"{why}: everything in flight is void, epoch {epoch} begins")
+        if self._inputs is not None:
+            self._inputs.start_over()
 
     def _begin_epoch(self, *, forget_stamps: bool = False) -> int:
         """Voids everything in flight, and frees its slots."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builtin_interfaces.msg import Time
+from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import Image, JointState
 from support.paths import ORACLES, needs
 from support.ros import Robot, rgb_image, robot
@@ -15,6 +16,7 @@ from support.ros import Robot, rgb_image, robot
 from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.ros.qos import CLOCK
 
 CHECKPOINT = ORACLES / "oft_tiny_a" / "checkpoint"
 INSTRUCTION = "put the bowl on the plate"
@@ -102,6 +104,30 @@ def test_a_camera_that_is_missing_or_late_costs_the_frame_and_is_said(running: t
     made.until(lambda: made.diagnostics and "'wrist'" in made.diagnosis("inputs").message)
     said = {value.key: value.value for value in made.diagnosis("inputs").values}
     assert "wrist_raw_hz" in said and "image_raw_hz" in said
+
+
+@pytest.mark.parametrize("running", [{"use_sim_time": True}], indirect=True)
+def test_nothing_from_before_a_clock_jump_is_matched_after_it(running: tuple[Robot, Any, Any], engine: Engine) -> None:
+    made, wrist, state = running
+    clock = made.user.create_publisher(Clock, "/clock", CLOCK)
+    made.until(clock.get_subscription_count)
+    values, now = [0.1] * 8, 10 * 10**9
+    for seed in (1, 2):  # the second episode has the stamps of the first
+        for seconds in (5, 10):
+
+            def arrived(seconds: int = seconds) -> bool:
+                clock.publish(Clock(clock=Time(sec=seconds)))
+                return made.now_ns() == seconds * 10**9
+
+            made.until(arrived)
+        front, beside = rgb_image(now, seed=seed), rgb_image(now, seed=10 + seed)
+        made.images.publish(front)
+        made.spin(0.2)
+        wrist.publish(beside)
+        state.publish(state_message(now, values))
+        made.until(partial(has_acted, made, seed))
+        found = np.array(made.actions[-1].values).reshape(8, 7)
+        np.testing.assert_allclose(found, answered(engine, front, beside, values), atol=1e-6)
 
 
 @pytest.mark.parametrize("running", [{"diagnostics_period_s": 0.1}], indirect=True)
