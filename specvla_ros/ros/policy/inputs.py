@@ -243,6 +243,7 @@ class ObservationInput:
     ) -> None:
         self._node, self._camera_names = node, policy.cameras
         self._states = state_reader(policy, chosen)
+        self._refused_state = ""  # why the last state was refused; empty: it was not
         self._on_frames, self._on_bad, self._on_bad_beside = on_frames, on_bad, on_bad_beside
         lead, *others = policy.cameras
         state = [STATE_TOPIC] if policy.state_dims else []
@@ -316,8 +317,10 @@ class ObservationInput:
             stamp = stamp_ns(message.header, STAMPED_BY)
             state = self._states.read(message, stamp)
         except UserError as error:
-            self._node.get_logger().warning(f"a state was refused: {error}", throttle_duration_sec=_LOG_PERIOD_S)
+            self._refused_state = f"a state was refused: {error}"
+            self._node.get_logger().warning(self._refused_state, throttle_duration_sec=_LOG_PERIOD_S)
             return
+        self._refused_state = ""
         if state is not None:
             self._end(self._together.add(STATE_TOPIC, self._states.stamp_ns, state))
 
@@ -325,7 +328,7 @@ class ObservationInput:
         for each in ended:
             camera, lead = each.lead
             if isinstance(each, Unmatched):
-                lacking = self._states.lacking
+                lacking = self._refused_state or self._states.lacking
                 self._on_bad(DropReason.INCOMPLETE, f"{each.why}; {lacking}" if lacking else each.why)
                 continue
             others: dict[str, Any] = dict(each.others)

@@ -189,14 +189,17 @@ def test_a_state_of_another_length_or_not_finite_is_no_state(
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("running", [{"diagnostics_period_s": 0.1}], indirect=True)
 def test_a_state_without_a_stamp_is_told_as_such(running: tuple[Robot, Any, Any], capfd: Any) -> None:
-    made, _, state = running
-    state.publish(state_message(0, [0.0] * 8))
+    made, wrist, state = running
     words = "a state was refused: header.stamp is 0; its publisher must fill in the time of the measurement"
-    said: list[str] = []
 
     def told() -> bool:
-        said.append(capfd.readouterr().err)
-        return words in "".join(said)
+        state.publish(state_message(0, [0.0] * 8))
+        wrist.publish(rgb_image(made.now_ns()))
+        made.images.publish(rgb_image(made.now_ns()))
+        made.spin(0.1)
+        return bool(made.diagnostics) and words in made.diagnosis("inputs").message
 
     made.until(told)
+    assert words in capfd.readouterr().err
