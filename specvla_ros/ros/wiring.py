@@ -68,12 +68,13 @@ def sensor_remappings(text: str) -> Remaps:
 
 def refused_images_warning(max_image_age_s: float, max_action_age_s: float) -> str:
     """Warning if a policy computes actions that driver or guard then refuse; empty if it does not."""
-    if max_image_age_s <= max_action_age_s:
+    if 0 < max_image_age_s <= max_action_age_s:
         return ""
+    limit = f"{max_image_age_s:g} s" if max_image_age_s else "0, which sets none"
     return (
-        f"the policy's max_image_age_s is {max_image_age_s:g} s, but max_action_age_s of driver and guard is "
+        f"the policy's max_image_age_s is {limit}, but max_action_age_s of driver and guard is "
         f"{max_action_age_s:g} s: actions from older images are computed and then refused; raise max_action_age_s in "
-        "the robot's file, or lower max_image_age_s"
+        f"the robot's file, or limit max_image_age_s to {max_action_age_s:g} s"
     )
 
 

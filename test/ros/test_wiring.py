@@ -33,3 +33,4 @@ def test_a_policy_that_answers_older_pictures_than_anybody_follows_is_told_with_
     assert refused_images_warning(1.0, 1.0) == ""
     said = refused_images_warning(2.0, 1.0)
     assert "max_image_age_s is 2 s" in said and "max_action_age_s of driver and guard is 1 s" in said
+    assert "max_image_age_s is 0, which sets none, but" in refused_images_warning(0.0, 1.0)
