@@ -24,7 +24,8 @@ async def act(server: Server, request: Request) -> Response:
     try:
         message = await asyncio.wait_for(_body(request, server.settings.max_message_bytes), limit_s)
         twice = "encoded" in (given := parse(message))  # OpenVLA's clients may encode the object twice
-        given = parse(str(given["encoded"]).encode()) if twice else given
+        # As json reads bytes; strict encoding would raise for invalid Unicode.
+        given = parse(str(given["encoded"]).encode(errors="surrogatepass")) if twice else given
         session = server.sessions.open(f"http {client}", lasting=False)
         if "x-robot" not in request.headers and server.engine.settings.ensemble > 1:
             session.begin_episode()  # one machine may serve several robots, whose actions must not be averaged

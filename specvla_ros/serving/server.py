@@ -229,7 +229,8 @@ class Server:
     def problem(self, text: str, status: int) -> Response:
         """Returns an HTTP error response."""
         self.metrics.refused += status != 422
-        return JSONResponse({"error": text}, status)
+        # A client's names in the text may be invalid Unicode, which JSON can escape.
+        return JSONResponse({"error": text.encode(errors="replace").decode()}, status)
 
     async def converse(
         self, socket: WebSocket, answer: Callable[[Session, bytes], Coroutine[Any, Any, None]], greeting: bytes = b""

@@ -124,7 +124,7 @@ def _array(data: Any, dtype: Any, shape: Any) -> np.ndarray:
     name = dtype.decode("ascii", "replace") if isinstance(dtype, bytes) else dtype
     try:
         kind = np.dtype(name) if isinstance(name, str) and len(name) <= 8 else None
-    except TypeError:
+    except Exception:  # NumPy reads a client's text as an expression, and raises arbitrary errors for it
         kind = None
     if kind is None or kind.kind not in _KINDS or kind.hasobject:
         raise UserError(f"an array has dtype {str(name)[:20]!r}; use a numeric one such as |u1 or <f4")
@@ -162,9 +162,11 @@ def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
             raise UserError(f"'{name}' must be text, got {type(text).__name__}")
     instruction = next(filter(None, texts.values()), "")
     key = given.pop("unnorm_key", None)
+    if not isinstance(key, str | None):
+        raise UserError(f"'unnorm_key' must be text, got {type(key).__name__}")
     if key and policy.unnorm_key not in (key, f"{key}_no_noops"):
         raise UserError(
-            f"the message asks for unnorm_key {shortened(str(key))}, but the policy was loaded with "
+            f"the message asks for unnorm_key {shortened(key)}, but the policy was loaded with "
             f"{policy.unnorm_key}: omit it, or serve the checkpoint with --unnorm-key"
         )
     images = {}
@@ -218,5 +220,5 @@ def _picture(value: Any, camera: str) -> np.ndarray:
 def _numbers(value: Any) -> np.ndarray:
     try:
         return np.asarray(value, dtype=np.float64).reshape(-1)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError("'state' must be a list of numbers") from None

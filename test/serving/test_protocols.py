@@ -287,6 +287,20 @@ def test_what_is_not_answered_over_http_has_its_status() -> None:
     assert thread.asked[0].stream == "http left"
 
 
+def test_what_no_reader_expects_is_refused_over_http() -> None:
+    served = Served(Thread())
+    picture = dump(CHUNK)
+    for body, why in (
+        ({"encoded": "\ud800"}, "the message is not valid JSON"),
+        ({"instruction": "go", "\ud800": 1}, "the message has ?"),
+        ({"instruction": "go", "image": picture | {"dtype": ","}}, "an array has dtype ','"),
+        ({"instruction": "go", "image": picture, "unnorm_key": picture}, "'unnorm_key' must be text"),
+    ):
+        status, answer = served.post_body(json.dumps(body).encode())
+        assert status == 400 and why in answer["error"]
+    assert counts(served) == {"sessions": 1, "requests_refused_total": 4}
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_who_leaves_over_http_is_not_waited_for(whole: bool) -> None:
     """In the middle of the body, or of the answer."""

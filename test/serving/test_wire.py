@@ -59,6 +59,8 @@ def test_shapes_and_kinds_at_their_limits() -> None:
         (dict(dtype="no such"), "use a numeric one such as"),
         (dict(dtype="ulonglong"), "use a numeric one such as"),
         (dict(dtype=3), "use a numeric one such as"),
+        (dict(dtype=","), "use a numeric one such as"),
+        (dict(dtype="2}i (O"), "use a numeric one such as"),
     ):
         with pytest.raises(UserError, match=why):
             sent(**fields)
@@ -171,6 +173,8 @@ def test_what_is_missing_or_of_another_kind_is_named() -> None:
         (whole | {"image": [1]}, policy(), r"got list; send it as an array, as JSON does after json_numpy\.patch\(\)"),
         ({"prompt": "lift", "image": PICTURE}, policy(state=3), "send 3 numbers as 'state'"),
         (whole | {"state": "ab"}, policy(state=1), "must be a list of numbers"),
+        (whole | {"state": [10**400]}, policy(state=1), "must be a list of numbers"),
+        (whole | {"unnorm_key": PICTURE}, policy(), "'unnorm_key' must be text, got ndarray"),
         (whole | {"unnorm_key": "other"}, policy(), "unnorm_key other, but the policy was loaded with bridge"),
     ):
         with pytest.raises(UserError, match=why):
