@@ -29,11 +29,12 @@ async def act(server: Server, request: Request) -> Response:
         session = server.sessions.open(f"http {client}", lasting=False)
         if "x-robot" not in request.headers and server.engine.settings.ensemble > 1:
             session.begin_episode()  # one machine may serve several robots, whose actions must not be averaged
-        left = asyncio.ensure_future(_left(request))
-        try:
-            outcome = await unless_gone(server.decode(session, given), left)
-        finally:
-            await cancel(left)
+        with session.claimed():
+            left = asyncio.ensure_future(_left(request))
+            try:
+                outcome = await unless_gone(server.decode(session, given), left)
+            finally:
+                await cancel(left)
     except ClientDisconnect:
         return Response(status_code=_CLIENT_LEFT)
     except asyncio.TimeoutError:

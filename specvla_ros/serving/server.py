@@ -12,7 +12,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -68,6 +69,7 @@ class Session:
         self._thread = thread
         self._min_period_s = min_period_s
         self._lock = asyncio.Lock()
+        self._claims = 0
         self._instruction = ""
         self._epoch = 0
         self._stamp_ns = 0
@@ -75,7 +77,16 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return self._lock.locked()
+        return self._claims > 0 or self._lock.locked()
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keeps the session from being closed for idleness while a request is read that has yet to reach `act`."""
+        self._claims += 1
+        try:
+            yield
+        finally:
+            self._claims -= 1
 
     def begin_episode(self) -> None:
         """Starts an episode: later requests are unrelated to earlier ones."""

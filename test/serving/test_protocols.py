@@ -309,6 +309,22 @@ def test_who_leaves_over_http_is_not_waited_for(whole: bool) -> None:
     assert counts(served) == ({"sessions": 1, "requests_abandoned_total": 1} if whole else {})
 
 
+def test_a_robot_that_was_silent_for_long_keeps_its_session_while_its_request_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thread = Thread()
+    served = Served(thread, idle_s=0.0)
+    sessions, read = served.server.sessions, server.read_observation
+
+    def read_slowly(*given: Any) -> Any:
+        assert len(sessions) == 1 and not thread.closed, "another request looks for idle sessions meanwhile"
+        return read(*given)
+
+    monkeypatch.setattr(server, "read_observation", read_slowly)
+    assert served.post("left") == (422, {"error": "not_an_action"})
+    assert len(sessions) == 0 and thread.closed == ["http left"]
+
+
 def test_a_robot_over_http_is_its_name_or_its_address() -> None:
     thread = Thread()
     served = Served(thread, idle_s=60.0)
