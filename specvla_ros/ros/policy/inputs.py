@@ -104,8 +104,12 @@ class ImageInput:
         transports = tuple(_TRANSPORTS) if transport == "auto" else (transport,)
         self._taken: dict[str, deque[Time]] = {name: deque(maxlen=_REMEMBERED) for name in transports}
         self._subscriptions: dict[str, Subscription] = {}
-        for name in transports:
-            self._subscribe(name, self._wanted(name, ReliabilityPolicy.BEST_EFFORT))
+        try:
+            for name in transports:
+                self._subscribe(name, self._wanted(name, ReliabilityPolicy.BEST_EFFORT))
+        except UserError:
+            self.destroy()  # it would still receive some of the topics
+            raise
 
     def destroy(self) -> None:
         for subscription in self._subscriptions.values():
@@ -248,19 +252,24 @@ class ObservationInput:
         lead, *others = policy.cameras
         state = [STATE_TOPIC] if policy.state_dims else []
         self._together = Synchronizer(lead, [*others, *state], chosen.sync_tolerance_s)
-        self._cameras = {
-            camera: ImageInput(
-                node,
-                chosen.image_transport,
-                chosen.image_reliability,
-                topic=image_topic(camera, policy.cameras),
-                on_message=partial(self._count, on_message, camera),
-                on_frame=partial(self._add_frame, camera),
-                on_bad=partial(self._refuse, camera),
-            )
-            for camera in policy.cameras
-        }
-        self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, qos.STATE) if state else None
+        self._cameras: dict[str, ImageInput] = {}
+        self._state: Subscription | None = None
+        try:
+            for camera in policy.cameras:
+                self._cameras[camera] = ImageInput(
+                    node,
+                    chosen.image_transport,
+                    chosen.image_reliability,
+                    topic=image_topic(camera, policy.cameras),
+                    on_message=partial(self._count, on_message, camera),
+                    on_frame=partial(self._add_frame, camera),
+                    on_bad=partial(self._refuse, camera),
+                )
+        except UserError:
+            self.destroy()
+            raise
+        if state:
+            self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, qos.STATE)
 
     def destroy(self) -> None:
         """Unsubscribes. An image that still waits for the others is dropped."""

@@ -85,12 +85,16 @@ def test_overrides_of_the_qos_are_heeded_and_others_told(checkpoint: Path, capfd
     assert said.count("there is no parameter") == 1
 
 
-def test_an_override_that_is_none_refuses_the_transition(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with robot(checkpoint, **{"qos_overrides./image.subscription.reliability": "often"}) as r:
+@pytest.mark.parametrize("topic", ["/image", "/image/compressed"])
+def test_an_override_that_is_none_refuses_the_transition(
+    checkpoint: Path, topic: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with robot(checkpoint, **{f"qos_overrides.{topic}.subscription.reliability": "often"}) as r:
         assert r.policy.trigger_configure().name == "SUCCESS"
         assert r.policy.trigger_activate().name == "FAILURE"
+        assert not [each.topic_name for each in r.policy.subscriptions if "image" in each.topic_name]
     said = capfd.readouterr().err
-    assert "not activated: invalid QoS for '/image': " in said and "often" in said
+    assert f"not activated: invalid QoS for '{topic}': " in said and "often" in said
     assert "Traceback" not in said
 
 

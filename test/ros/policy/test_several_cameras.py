@@ -106,6 +106,14 @@ def test_a_camera_that_is_missing_or_late_costs_the_frame_and_is_said(running: t
     assert "wrist_raw_hz" in said and "image_raw_hz" in said
 
 
+def test_a_camera_that_cannot_be_subscribed_to_leaves_none_of_the_others() -> None:
+    override = {"qos_overrides./wrist/image.subscription.reliability": "often"}
+    with robot(CHECKPOINT, **override) as made:
+        assert made.policy.trigger_configure().name == "SUCCESS"
+        assert made.policy.trigger_activate().name == "FAILURE"
+        assert not [each.topic_name for each in made.policy.subscriptions if "image" in each.topic_name]
+
+
 @pytest.mark.parametrize("running", [{"use_sim_time": True}], indirect=True)
 def test_nothing_from_before_a_clock_jump_is_matched_after_it(running: tuple[Robot, Any, Any], engine: Engine) -> None:
     made, wrist, state = running
