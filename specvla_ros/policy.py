@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +204,16 @@ class Stream:
     def put(self, image: Images, instruction: str, *, state: Any = None, stamp_ns: int | None = None) -> None:
         """Submits a frame and returns immediately; it replaces a waiting frame. Arguments as in `Policy.act`.
 
+        Arrays are copied: a waiting frame is read later, when a camera may have reused its buffer.
+
         Raises UserError if the image is invalid or the stream is closed.
         """
         if not self._taking or self.closed:
             raise UserError("the stream accepts no more frames: open another one")
-        self._thread.submit(self._policy._observation(image, instruction, state, stamp_ns))
+        seen = self._policy._observation(image, instruction, state, stamp_ns)
+        images = {name: pixels.copy() for name, pixels in seen.cameras.items()}
+        numbers = seen.state.copy() if isinstance(seen.state, np.ndarray) else seen.state
+        self._thread.submit(replace(seen, images=images, state=numbers))
 
     def finish(self) -> None:
         """Ends the input; frames in flight are still decoded."""

@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.draft_heads import policy_with_random_head
+from support.patience import PATIENCE_S
 from support.pipelines import frame, plain_tokens
 
 import specvla_ros
@@ -117,6 +119,35 @@ def test_a_stream_gives_each_frames_own_action_in_order(directory: Path, mode: s
     assert stamps == [1, 2, 3, 4, 5]
     assert [action.tokens for action in actions] == [expected(stamp - 1) for stamp in stamps]
     assert policy.act(shown[0], ASKED).tokens == expected(0)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_frame_that_waits_keeps_its_pixels_though_the_camera_reuses_its_buffer(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    policy = Policy.load(directory, mode="ar", device="cpu")
+    expected = plain_tokens(policy.engine.target)
+    for _ in range(8):  # then the engine knows how long an answer takes, and a waiting image is prepared late
+        policy.act(pictures(1)[0], ASKED)
+    begun, may_go_on, tick = threading.Event(), threading.Event(), policy.engine.tick
+
+    def first_tick_and_then_wait() -> Any:
+        ended = tick()
+        begun.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return ended
+
+    monkeypatch.setattr(policy.engine, "tick", first_tick_and_then_wait)
+    buffer = np.empty_like(pictures(1)[0])
+    with policy.stream() as stream:
+        for picture, image in enumerate(pictures(2)):
+            buffer[:] = image
+            stream.put({ONLY_CAMERA: buffer} if named else buffer, ASKED)
+            assert picture or begun.wait(PATIENCE_S)
+        buffer[:] = 0
+        may_go_on.set()
+        stream.finish()
+        assert [action.tokens for action in stream] == [expected(0), expected(1)]
 
 
 def test_a_stream_says_what_it_dropped_and_ends_when_it_is_closed(directory: Path) -> None:
