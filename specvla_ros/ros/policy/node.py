@@ -118,7 +118,8 @@ class PolicyNode(ManagedNode):
     def _setup(self) -> None:
         self._chosen = read_parameters(self, PolicyParameters)
         self._chosen.check()
-        self._diagnostics.set_period(self._chosen.diagnostics_period_s)
+        for each in (self._diagnostics, *(robot._diagnostics for robot in self.robots)):
+            each.set_period(self._chosen.diagnostics_period_s)
         self._thread = InferenceThread(
             self._load, on_progress=self._on_progress, on_outcome=self._on_outcome, on_fault=self._on_fault
         )

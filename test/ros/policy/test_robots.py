@@ -206,6 +206,14 @@ def test_the_nodes_own_transitions_are_every_robots(checkpoint: Path) -> None:
         f.answer("right", f.send("right", 2))
 
 
+def test_the_diagnostics_of_each_robot_come_as_often_as_was_set_before_it_was_configured(checkpoint: Path) -> None:
+    with fleet(checkpoint, instruction="lift the cube") as f:
+        assert f.node.set_parameters_atomically([Parameter("diagnostics_period_s", value=7.0)]).successful
+        assert f.node.trigger_configure().name == "SUCCESS"
+        periods = [node._diagnostics._timer.timer_period_ns for node in (f.node, *f.node.robots)]
+        assert periods == [7_000_000_000] * 3
+
+
 def test_diagnostics_and_parameters_of_each(checkpoint: Path) -> None:
     with fleet(checkpoint, "-r", "__ns:=/hall", "-p", "unheard_of:=3", instruction="lift the cube") as f:
         names = [node.get_fully_qualified_name() for node in (f.node, *f.node.robots)]
