@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -185,7 +186,7 @@ def _kernels() -> list[Check]:
 
 def _compiler() -> Check:
     """Looks for the compiler of a decoder's layers, for decoding on a CPU."""
-    wanted = os.environ.get("CXX") or "g++"
+    wanted = " ".join(os.environ.get("CXX", "").split()) or "g++"
     if found := shutil.which(wanted.split()[0]):
         return Check("C++ compiler", "ok", found)
     slow = "on a CPU, small policies decode up to twice as slow without it: apt install g++, or set CXX"
@@ -215,6 +216,8 @@ def _ros() -> list[Check]:
         "needed by the nodes and the demo, not in the pip wheel: source /opt/ros/<distro>/setup.bash, or run make "
         "build on a machine without ROS 2"
     )
+    if fault := _rmw_fault():
+        return [fault]
     found = _attempt("rclpy", rclpy, sourced)
     if found.state != "ok":
         return [found]
@@ -237,6 +240,21 @@ def _ros() -> list[Check]:
         Check("ros2 tools", "ok", path) if path else no_tools,
         Check("DDS transports", *(("ok", transports) if transports else ("note", "FastDDS' default", lost))),
     ]
+
+
+def _rmw_fault() -> Check | None:
+    """Imports rclpy in a process of its own: with a wrong RMW_IMPLEMENTATION rcl ends the process that does."""
+    wanted = os.environ.get("RMW_IMPLEMENTATION", "")
+    if not wanted:
+        return None
+    code = "try: import rclpy\nexcept Exception: pass"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace")
+    if not done.returncode:
+        return None
+    last = (done.stderr.strip().splitlines() or [f"rcl ends with code {done.returncode}"])[-1]
+    said = last.split(", at ")[0].rpartition("]: ")[2]  # without the log's time and the position in a C file
+    fix = f"unset RMW_IMPLEMENTATION, or apt install ros-<distro>-{wanted.replace('_', '-')}"
+    return Check("RMW", "missing", f"RMW_IMPLEMENTATION is {wanted}: {said}", fix)
 
 
 def _receive_buffer() -> Check:

@@ -259,6 +259,16 @@ def test_doctor_says_what_to_type_for_each_finding(monkeypatch: pytest.MonkeyPat
     assert [check for check in found if not typed.search(check.fix)] == []
 
 
+def test_doctor_survives_a_middleware_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RMW_IMPLEMENTATION", "rmw_of_nobody_cpp")
+    monkeypatch.setenv("CXX", " ")
+    done = specvla("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 1 and checks["RMW"]["state"] == "missing" and checks["torch"]["state"] == "ok"
+    assert "RMW_IMPLEMENTATION is rmw_of_nobody_cpp: " in checks["RMW"]["found"]
+    assert "apt install ros-<distro>-rmw-of-nobody-cpp" in checks["RMW"]["fix"]
+
+
 @pytest.mark.parametrize("command", ["predict", "replay", "demo", "doctor"])
 def test_every_command_has_help(command: str) -> None:
     done = specvla(command, "--help")
