@@ -81,15 +81,17 @@ def _hello(policy: Target) -> dict[str, Any]:
 def _observation(payload: Mapping[str, Any], policy: Target) -> dict[str, Any]:
     """Renames a benchmark's observation as openpi's clients name it.
 
-    Its cameras have the simulator's names (`agentview`). If these differ from the policy's, cameras are assigned in
-    order, as in vla-eval's own servers.
+    Its cameras have the simulator's names (`agentview`). Those that the policy does not have are assigned in order, as
+    in vla-eval's own servers, to the cameras that are left.
     """
     given = dict(payload)
     images = given.pop("images", None)
     if not isinstance(images, Mapping):  # a single camera's image
         images = {} if images is None else {policy.cameras[0]: images}
-    by_order = not set(policy.cameras) <= set(images)
-    names = [*policy.cameras, *[*images][len(policy.cameras) :]] if by_order else [*images]
+    known = {camera: {camera, f"{camera}_image"} for camera in policy.cameras}
+    left = [camera for camera, names in known.items() if not names & {*images}]
+    unknown = [name for name in images if name not in set().union(*known.values())]
+    renamed = dict(zip(unknown, left, strict=False))
     words = given.pop("task_description", None)
     states = {} if "states" not in given else {"state": given.pop("states")}
-    return {**given, **states, **dict(zip(names, images.values(), strict=False)), "prompt": words}
+    return {**given, **states, **{renamed.get(name, name): each for name, each in images.items()}, "prompt": words}

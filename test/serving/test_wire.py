@@ -211,5 +211,8 @@ def test_a_benchmarks_cameras_by_name_or_in_order() -> None:
         "third": 3,
         "prompt": "lift",
     }
+    for images in ({"wrist": 2, "agentview": 1}, {"wrist_image": 2, "agentview": 1}, {"agentview": 1, "wrist": 2}):
+        found = names(images=images)
+        assert (found["image"], found.get("wrist", found.get("wrist_image"))) == (1, 2), "what has its name keeps it"
     assert names(images=PICTURE[0, 0, 0], states=[1]) == {"image": 0, "state": [1], "prompt": "lift"}
     assert names() == {"prompt": "lift"}
