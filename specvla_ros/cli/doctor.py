@@ -38,6 +38,7 @@ _WITHOUT = {
     "accelerate": "only training needs it: pip install -r requirements/train.txt",
     "torchao": "only int4 on a GPU needs it: pip install torchao (0.18 goes with torch 2.13)",
 }
+_INTERFACES = ("VlaAction", "DecodeStats", "GuardState", "Reasoning", "SimEpisode", "RunTask")
 _COLOURS = {"ok": 32, "missing": 31, "note": 33}  # terminal colour codes
 
 
@@ -209,8 +210,10 @@ def _ros() -> list[Check]:
         return str(import_module("rclpy.utilities").get_rmw_implementation_identifier())
 
     def messages() -> str:
-        import_module("specvla_ros.msg")
-        return "VlaAction, DecodeStats, SimEpisode, RunTask"
+        built = {**vars(import_module("specvla_ros.msg")), **vars(import_module("specvla_ros.action"))}
+        if lacking := [name for name in _INTERFACES if name not in built]:
+            raise ImportError(f"built from another version: {', '.join(lacking)} is missing")
+        return ", ".join(_INTERFACES)
 
     sourced = (
         "needed by the nodes and the demo, not in the pip wheel: source /opt/ros/<distro>/setup.bash, or run make "

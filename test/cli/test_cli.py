@@ -259,6 +259,22 @@ def test_doctor_says_what_to_type_for_each_finding(monkeypatch: pytest.MonkeyPat
     assert [check for check in found if not typed.search(check.fix)] == []
 
 
+def test_doctor_finds_messages_that_were_built_from_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    import specvla_ros.msg
+    from specvla_ros.cli.doctor import examine
+
+    monkeypatch.delattr(specvla_ros.msg, "Reasoning")
+    (found,) = [check for check in examine() if check.name == "messages"]
+    assert found.state == "missing" and "Reasoning is missing" in found.found and "colcon build" in found.fix
+
+
+def test_doctor_knows_every_message_and_action() -> None:
+    from specvla_ros.cli.doctor import _INTERFACES
+
+    root = Path(__file__).parents[2]
+    assert {*_INTERFACES} == {file.stem for folder in ("msg", "action") for file in (root / folder).iterdir()}
+
+
 def test_doctor_survives_a_middleware_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RMW_IMPLEMENTATION", "rmw_of_nobody_cpp")
     monkeypatch.setenv("CXX", " ")
