@@ -360,11 +360,10 @@ class InstructionInput:
     A refused instruction replaces the old one: the policy then follows none, which is safer than following the old one.
 
     Args:
-        initial: instruction in force until a message arrives; empty: none.
         on_new: called with each instruction that differs from the one before.
     """
 
-    def __init__(self, node: Node, initial: str, on_new: Callable[[str], None]) -> None:
+    def __init__(self, node: Node, on_new: Callable[[str], None]) -> None:
         self._node = node
         self._on_new = on_new
         self._lock = threading.Lock()
@@ -374,8 +373,6 @@ class InstructionInput:
             self._subscribe(qos.INSTRUCTION, SubscriptionEventCallbacks()),
             self._subscribe(qos.LATCHED_INSTRUCTION, SubscriptionEventCallbacks(use_default_callbacks=False)),
         ]
-        if initial:
-            self.set(initial)
 
     @property
     def current(self) -> Instruction:

@@ -200,7 +200,9 @@ class RobotPart:
         self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
         state_reader(target, chosen)  # checked here, so that a wrong state unit fails configure
         self._policy = policy
-        self._instruction = InstructionInput(self._node, chosen.instruction, self._on_new_instruction)
+        self._instruction = InstructionInput(self._node, self._on_new_instruction)
+        if chosen.instruction:  # not before: it may be refused at once
+            self._instruction.set(chosen.instruction)
 
     def activate(self, chosen: RobotParameters) -> None:
         """Subscribes to images; raises UserError if a topic does not allow the requested QoS."""

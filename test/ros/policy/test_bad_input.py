@@ -13,6 +13,7 @@ from std_msgs.msg import Header
 from support.ros import Robot, rgb_image, robot
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.ros.policy.inference_thread import InferenceThread
 from specvla_ros.ros.qos import CLOCK
 
 INSTRUCTION = "put carrot on plate"
@@ -99,6 +100,15 @@ def test_a_bad_instruction_stops_the_policy_until_a_good_one_comes(
         assert r.act(rgb_image(r.now_ns())).instruction == "flip pot"
         said = capfd.readouterr().err
         assert said.count("instruction of epoch") == 2 and said.count("refused, nothing is published") == 1
+
+
+def test_a_bad_instruction_of_the_parameters_is_refused_however_soon_it_is_checked(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InferenceThread, "check_instruction", lambda _, text, on_checked: on_checked("too long"))
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        assert r.policy.trigger_configure().name == "SUCCESS"
+        assert r.policy.parts[""].instruction.problem == "too long"
 
 
 def test_a_fault_in_a_tick_drops_its_frame_and_the_node_lives_on(

@@ -387,7 +387,7 @@ def test_an_empty_instruction_is_one_instruction(checkpoint: Path) -> None:
     """A latched one comes by both subscriptions."""
     with robot(checkpoint) as r:
         heard: list[str] = []
-        inputs = InstructionInput(r.policy, "", heard.append)
+        inputs = InstructionInput(r.policy, heard.append)
         for text in ("", "", "lift", "lift", ""):
             inputs.set(text)
         inputs.destroy()
