@@ -106,7 +106,7 @@ class Policy:
     def act(self, image: Images, instruction: str, *, state: Any = None, stamp_ns: int | None = None) -> Action:
         """Decodes the action for one observation.
 
-        Raises UserError if the image or the instruction is invalid, NoActionError if the policy gave no valid action.
+        Raises UserError if image, state or instruction is invalid, NoActionError if the policy gave no valid action.
 
         Args:
             image: uint8 [height, width, 3], RGB, of the only camera; or a dict of these by camera name, of which the
@@ -153,6 +153,7 @@ class Policy:
         observation = Observation(images, instruction, stamp_ns, received_ns=received_ns, state=numbers)
         if several and {*images} != {ONLY_CAMERA}:
             observation.of_cameras(self.engine.target.cameras, by_name=True)
+        observation.state_of(self.engine.target.state_dims)  # in a stream the engine could only drop the frame
         self._stamp_ns = stamp_ns
         return observation
 
@@ -206,7 +207,7 @@ class Stream:
 
         Arrays are copied: a waiting frame is read later, when a camera may have reused its buffer.
 
-        Raises UserError if the image is invalid or the stream is closed.
+        Raises UserError if the image or the state is invalid, or the stream is closed.
         """
         if not self._taking or self.closed:
             raise UserError("the stream accepts no more frames: open another one")

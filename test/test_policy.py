@@ -91,6 +91,19 @@ def test_a_state_of_uneven_parts_and_a_file_that_is_no_path_are_refused(
         seen.state_of(3)
 
 
+def test_a_state_that_the_policy_cannot_read_is_refused_in_a_stream_too() -> None:
+    policy = Policy.load(nano_policy().with_name("wrist"), device="cpu")
+    task = "lift the red cube"
+    images = dict.fromkeys(policy.engine.target.cameras, pictures(1)[0])
+    with policy.stream() as stream:
+        for state in (None, [0.0] * 8, [float("nan")] * 9):
+            with pytest.raises(UserError, match="the policy reads the robot's state, 9 finite numbers"):
+                stream.put(images, task, state=state)
+        stream.put(images, task, state=[0.0] * 9)
+        stream.finish()
+        assert len([*stream]) == 1 and not stream.drops
+
+
 def test_a_callers_autocast_changes_no_answer(directory: Path) -> None:
     image = pictures(1)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -184,6 +184,8 @@ def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
         if "state" not in given:
             raise UserError(f"the policy reads the robot's state: send {policy.state_dims} numbers as 'state'")
         state = _numbers(given.pop("state"))
+        if len(state) != policy.state_dims or not np.isfinite(state).all():
+            raise UserError(f"'state' must be {policy.state_dims} finite numbers, got {shortened(str(state.tolist()))}")
     return Asked(images, state, instruction, _names(given))
 
 

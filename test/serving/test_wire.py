@@ -173,6 +173,8 @@ def test_what_is_missing_or_of_another_kind_is_named() -> None:
         (whole | {"image": [1]}, policy(), r"got list; send it as an array, as JSON does after json_numpy\.patch\(\)"),
         ({"prompt": "lift", "image": PICTURE}, policy(state=3), "send 3 numbers as 'state'"),
         (whole | {"state": "ab"}, policy(state=1), "must be a list of numbers"),
+        (whole | {"state": [1, 2]}, policy(state=3), r"'state' must be 3 finite numbers, got \[1\.0, 2\.0\]"),
+        (whole | {"state": [float("nan")]}, policy(state=1), r"'state' must be 1 finite numbers, got \[nan\]"),
         (whole | {"state": [10**400]}, policy(state=1), "must be a list of numbers"),
         (whole | {"unnorm_key": PICTURE}, policy(), "'unnorm_key' must be text, got ndarray"),
         (whole | {"unnorm_key": "other"}, policy(), "unnorm_key other, but the policy was loaded with bridge"),
