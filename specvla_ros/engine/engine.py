@@ -94,6 +94,11 @@ class Engine:
         return self.mailbox.waiting or bool(self.scheduler.requests)
 
     @property
+    def fault(self) -> str:
+        """The reason why the device has failed and frames are dropped until the process restarts; empty: it works."""
+        return self._device_fault
+
+    @property
     def has_room(self) -> bool:
         """True if the next tick would admit an observation of the unnamed stream ''."""
         return self.scheduler.room_for("")

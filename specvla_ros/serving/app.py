@@ -21,6 +21,8 @@ def make_app(engine: Engine, settings: ServeSettings) -> Starlette:
     server = Server(engine, settings)
 
     async def health(_: Request) -> Response:
+        if fault := engine.fault:
+            return PlainTextResponse(f"{fault}\n", 503)
         return PlainTextResponse("OK\n")
 
     async def metrics(request: Request) -> Response:

@@ -340,6 +340,12 @@ def test_health_needs_no_token_and_counts_do() -> None:
     assert served.get("/metrics")[0] == 401 and served.get("/metrics", TOKEN)[0] == 200
 
 
+def test_a_server_whose_device_has_failed_is_not_healthy() -> None:
+    served = Served(Thread())
+    served.server.engine.fault = "cuda:0 has failed: restart this process"  # type: ignore[misc]
+    assert served.get("/healthz") == (503, "cuda:0 has failed: restart this process\n")
+
+
 def test_the_engine_stops_with_the_application() -> None:
     thread = Thread()
 

@@ -98,6 +98,7 @@ class Served:
         engine: Any = SimpleNamespace(
             target=policy,
             settings=EngineSettings("ar", ensemble=ensemble, chunk_step_s=step_s),
+            fault="",
             describe=lambda: {"checkpoint": "/home/me/policy", "mode": "spec"},
         )
         with mock.patch.object(server, "SharedEngine", lambda _: thread):

@@ -56,6 +56,12 @@ class InferenceThread(EngineThread):
     def loaded(self) -> bool:
         return self._loaded.done()
 
+    @property
+    def device_fault(self) -> str:
+        """The reason why the device has failed and every frame is dropped; empty: it works, or nothing is loaded."""
+        engine = self._engine
+        return engine.fault if engine is not None else ""
+
     def wait_loaded(self) -> dict[str, str]:
         """Waits until the policy is loaded and warm, and returns its description. Raises the errors of `load`."""
         self._loaded.result()

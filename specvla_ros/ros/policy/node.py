@@ -230,7 +230,9 @@ class PolicyNode(ManagedNode):
 
     def _statuses(self) -> dict[str, DiagnosticStatus]:
         own = self._own.statuses() if self._own is not None else {}
-        return {"model": self._model_status, **own}
+        fault = self._thread.device_fault if self._thread is not None else ""
+        model = make_status(DiagnosticStatus.ERROR, fault) if fault else self._model_status
+        return {"model": model, **own}
 
     def _now_ns(self) -> int:
         return int(self.get_clock().now().nanoseconds)

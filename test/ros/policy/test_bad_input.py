@@ -12,6 +12,7 @@ from sensor_msgs.msg import Image
 from std_msgs.msg import Header
 from support.ros import Robot, rgb_image, robot
 
+from specvla_ros.engine import engine
 from specvla_ros.engine.engine import Engine
 from specvla_ros.ros.policy.inference_thread import InferenceThread
 from specvla_ros.ros.qos import CLOCK
@@ -126,6 +127,23 @@ def test_a_fault_in_a_tick_drops_its_frame_and_the_node_lives_on(
             r.until(lambda: r.drops() == {"engine_fault": 1})
         assert r.actions == []
         r.act(rgb_image(r.now_ns()))
+
+
+def test_a_device_that_has_failed_is_told_as_the_models_state(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION, diagnostics_period_s=0.1) as r:
+        r.start()
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("an illegal memory access")
+
+        monkeypatch.setattr(Engine, "_forward", fail)
+        monkeypatch.setattr(engine, "device_fault", lambda _: "cuda:0 has failed: restart this process")
+        r.images.publish(rgb_image(r.now_ns()))
+        r.until(lambda: r.drops() == {"engine_fault": 1})
+        r.until(lambda: r.diagnostics and r.diagnosis("model").level == b"\x02")
+        assert r.diagnosis("model").message == "cuda:0 has failed: restart this process"
 
 
 def test_a_clock_that_jumps_back_begins_a_new_epoch(checkpoint: Path) -> None:
