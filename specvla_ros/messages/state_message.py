@@ -48,6 +48,10 @@ class StateReader:
         """Reason why the last message did not complete a state; empty if it did."""
         return f"{self._parts.lacking}: see state_names" if self._parts.lacking else ""
 
+    def start_over(self) -> None:
+        """Forgets the parts of earlier messages, as after a clock jump: their stamps may come again."""
+        self._parts = JointParts(self.names, self._tolerance_s)
+
     def read(self, message: Any, stamp_ns: int) -> np.ndarray | None:
         """Returns the complete state, float64 [dims], after a message; None if parts are missing, see `lacking`.
 

@@ -44,6 +44,15 @@ def test_parts_of_several_publishers_are_put_together_within_the_tolerance() -> 
     assert reader.read(joints("wheel", 1), 101 * MS) is None
 
 
+def test_parts_from_before_a_clock_jump_complete_no_state_after_it() -> None:
+    reader = StateReader((), 0)
+    assert reader.read(joints("a grip", 1, 2), MS) is not None
+    reader.start_over()
+    assert reader.read(joints("a", 3), MS) is None and "no message has 'grip'" in reader.lacking
+    state = reader.read(joints("grip", 4), MS)
+    assert state is not None and state.tolist() == [3, 4]
+
+
 def test_parts_of_one_moment_belong_to_the_image_of_that_moment() -> None:
     reader, together = StateReader(("a", "grip"), 2, 0.05), Synchronizer("image", ["state"], 0.05)
     for at in range(20, 220, 20):

@@ -283,6 +283,7 @@ class ObservationInput:
         """Forgets all images and states, as after a clock jump. An image that still waits for the others is dropped."""
         for camera in self._cameras.values():
             camera.start_over()
+        self._states.start_over()
         self._end(self._together.start_over())
 
     def follow_publishers(self) -> str:

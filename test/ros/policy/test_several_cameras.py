@@ -114,12 +114,12 @@ def test_a_camera_that_cannot_be_subscribed_to_leaves_none_of_the_others() -> No
         assert not [each.topic_name for each in made.policy.subscriptions if "image" in each.topic_name]
 
 
-@pytest.mark.parametrize("running", [{"use_sim_time": True}], indirect=True)
+@pytest.mark.parametrize("running", [{"use_sim_time": True, "state_names": [*NAMES]}], indirect=True)
 def test_nothing_from_before_a_clock_jump_is_matched_after_it(running: tuple[Robot, Any, Any], engine: Engine) -> None:
     made, wrist, state = running
     clock = made.user.create_publisher(Clock, "/clock", CLOCK)
     made.until(clock.get_subscription_count)
-    values, now = [0.1] * 8, 10 * 10**9
+    now = 10 * 10**9
     for seed in (1, 2):  # the second episode has the stamps of the first
         for seconds in (5, 10):
 
@@ -128,11 +128,13 @@ def test_nothing_from_before_a_clock_jump_is_matched_after_it(running: tuple[Rob
                 return made.now_ns() == seconds * 10**9
 
             made.until(arrived)
-        front, beside = rgb_image(now, seed=seed), rgb_image(now, seed=10 + seed)
+        front, beside, values = rgb_image(now, seed=seed), rgb_image(now, seed=10 + seed), [0.1 * seed] * 8
         made.images.publish(front)
         made.spin(0.2)
         wrist.publish(beside)
-        state.publish(state_message(now, values))
+        for part in (slice(4), slice(4, 8)):  # of two publishers
+            state.publish(state_message(now, values[part], NAMES[part]))
+            made.spin(0.2)
         made.until(partial(has_acted, made, seed))
         found = np.array(made.actions[-1].values).reshape(8, 7)
         np.testing.assert_allclose(found, answered(engine, front, beside, values), atol=1e-6)
