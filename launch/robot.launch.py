@@ -10,7 +10,16 @@ from launch_ros.parameter_descriptions import ParameterValue
 
 from launch import LaunchContext, LaunchDescription
 from specvla_ros.control.guard.settings import GuardParameters
-from specvla_ros.ros.bringup import argument, autostart, bringup, policy_parameters, respawning, switch, text
+from specvla_ros.ros.bringup import (
+    argument,
+    autostart,
+    bringup,
+    clock_parameter,
+    policy_parameters,
+    respawning,
+    switch,
+    text,
+)
 from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
 from specvla_ros.ros.task import TaskParameters
 from specvla_ros.ros.wiring import COMMANDS, RobotTopics, image_remappings, refused_images_warning
@@ -154,8 +163,7 @@ def _parameters(node: str, context: LaunchContext) -> dict:
         for name, value in merged.items()
         if name not in others
     }
-    use_sim_time = argument(context, "use_sim_time")
-    return {**parameters, "use_sim_time": as_bool("use_sim_time", use_sim_time)}
+    return parameters | clock_parameter(context)
 
 
 def _file_parameters(node: str, context: LaunchContext) -> dict:

@@ -55,7 +55,7 @@ def policy_launch(profile: str = "") -> LaunchDescription:
             text("namespace", "", "Namespace of the node and its topics."),
             text("robots", "", "Robots that share the policy, comma-separated. A robot's topics are below its name."),
             switch("policy", "true", "Start the policy node; false if another launch or machine starts it."),
-            switch("use_sim_time", "false", "Follow /clock."),
+            choice("use_sim_time", "", ["", "true", "false"], "Follow /clock; empty: as in the files, else false."),
             switch("autostart", "true", "Configure and activate the node once for each start of its process."),
             switch(
                 "exit_on_failure",
@@ -144,6 +144,12 @@ def policy_parameters(context: LaunchContext, profile: str = "") -> dict[str, Va
     return merge_parameters(files, given, node="policy", namespace=argument(context, "namespace"))
 
 
+def clock_parameter(context: LaunchContext) -> dict[str, Any]:
+    """The launch's `use_sim_time` for a node, which overrides its file's; nothing if it is not given."""
+    given = argument(context, "use_sim_time")
+    return {"use_sim_time": as_bool("use_sim_time", given)} if given else {}
+
+
 def _start(context: LaunchContext, profile: str) -> list[Any]:
     if not as_bool("policy", argument(context, "policy")):
         return []
@@ -153,7 +159,7 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
         name: ParameterValue(value, value_type=str) if isinstance(value, str) else value
         for name, value in merged.items()
     }
-    parameters["use_sim_time"] = as_bool("use_sim_time", argument(context, "use_sim_time"))
+    parameters |= clock_parameter(context)
     robots = [name.strip() for name in argument(context, "robots").split(",") if name.strip()]
     if robots:
         parameters["robots"] = robots

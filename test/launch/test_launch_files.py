@@ -13,6 +13,7 @@ pytest.importorskip("launch_ros", reason="launch and launch_ros come with an apt
 from launch.actions import IncludeLaunchDescription, LogInfo, OpaqueFunction
 from launch.launch_context import LaunchContext
 from launch_ros.actions import Node
+from launch_ros.utilities import evaluate_parameters
 
 from specvla_ros.errors import UserError
 
@@ -76,13 +77,18 @@ def test_a_wrong_robots_file_is_told_before_any_process_starts(tmp_path: Path) -
         of_kind(description("robot").entities, OpaqueFunction).execute(context)
 
 
+def defaults(name: str) -> dict[str, str]:
+    """The defaults of a launch file's arguments."""
+    arguments = description(name).get_launch_arguments()
+    return {each.name: "".join(part.text for part in each.default_value or ()) for each in arguments}
+
+
 def robot_entities(tmp_path: Path, parameters: str, **arguments: str) -> list:
     """What robot.launch.py adds to bringup."""
     robot = tmp_path / "robot.yaml"
     robot.write_text(f"/**: {{ros__parameters: {{{parameters}}}}}\n")
     context = LaunchContext()
-    for argument in description("robot").get_launch_arguments():
-        context.launch_configurations[argument.name] = "".join(part.text for part in argument.default_value or ())
+    context.launch_configurations.update(defaults("robot"))
     context.launch_configurations.update({"robot": str(robot), "autostart": "false", **arguments})
     *_, start = (entity for entity in description("robot").entities if isinstance(entity, OpaqueFunction))
     return start.execute(context)
@@ -92,6 +98,20 @@ def robot_nodes(tmp_path: Path, output: str, **arguments: str) -> dict[str, Node
     """Nodes among them, by executable."""
     entities = robot_entities(tmp_path, f"output: {output}", **arguments)
     return {entity.node_executable: entity for entity in entities if isinstance(entity, Node)}
+
+
+@pytest.mark.parametrize(("given", "followed"), [("", True), ("false", False), ("true", True)])
+def test_the_files_clock_is_followed_unless_the_launch_names_one(tmp_path: Path, given: str, followed: bool) -> None:
+    nodes = robot_nodes(tmp_path, "pose, use_sim_time: true", use_sim_time=given, profile="cpu")
+    context = LaunchContext()
+    context.launch_configurations.update(defaults("bringup"))
+    context.launch_configurations.update(
+        {"params_file": str(tmp_path / "robot.yaml"), "use_sim_time": given, "autostart": "false"}
+    )
+    policy, *_ = of_kind(description("bringup").entities, OpaqueFunction).execute(context)
+    for node in (nodes["driver"], nodes["guard"], policy):
+        *_, last = evaluate_parameters(context, node._Node__parameters)
+        assert last["use_sim_time"] is followed
 
 
 @pytest.mark.parametrize(
