@@ -146,7 +146,6 @@ class ActionFollower(Generic[Place]):
             begun = _Begun(pose, now_s if self._compensation is Compensation.NONE else action.stamp_s, 0)
         goals = self.space.goals(action, begun.pose)
         self._note_pace(self.space.pace(action, goals), now_s)
-        self._last_stamp_s = action.stamp_s
         self._convention = action.convention
         dues_s = [begun.begin_s + (index + 1) * action.convention.dt_s for index in range(len(goals))]
         steps = [*map(_Step, goals, dues_s, self.space.grippers(action))]
@@ -156,7 +155,7 @@ class ActionFollower(Generic[Place]):
             raise ActionRefusedError(
                 RefusalReason.BLOCKED, "no motion to its goal stays within workspace and speed limits"
             )
-        self._steps = remaining
+        self._steps, self._last_stamp_s = remaining, action.stamp_s
         self.changes += 1
         self._begun = replace(begun, rows=len(action.values)) if action.partial else None
 

@@ -203,6 +203,19 @@ def test_only_more_of_the_same_chunk_goes_on_with_it():
         begun(arm, 5, stamp_s, partial=False)
 
 
+def test_what_follows_a_chunk_that_was_blocked_counts_from_its_own_picture(monkeypatch):
+    arm = Arm()
+    begun(arm, 1, arm.now_s, partial=True)
+    arm.run(0.5)
+    stamp_s, here = arm.now_s, arm.target.pose
+    with monkeypatch.context() as blocked, pytest.raises(ActionRefusedError):
+        blocked.setattr(arm.follower._motion, "aim", lambda *goal, **how: False)
+        begun(arm, 1, stamp_s, partial=True)
+    begun(arm, 3, stamp_s, partial=False)
+    arm.run(1.0)
+    assert_at(arm.target.pose, here.displaced(np.array([0.03, 0, 0, 0, 0, 0])))
+
+
 @pytest.mark.parametrize("drop", ["hold", "return_to", "rest_at"])
 def test_what_follows_a_chunk_that_was_dropped_is_refused(drop):
     arm = Arm()
