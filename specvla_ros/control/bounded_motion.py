@@ -209,8 +209,13 @@ class BoundedMotion:
         Returns:
             False if every motion to the goal would leave the workspace; the previous motion then continues.
         """
-        moves = self._move(goal, now_s, move_s, pace[0], onward)
-        return moves and self._rotate(goal, now_s, turn_s, pace[1], onward)
+        before = copy(self._way)
+        if not self._move(goal, now_s, move_s, pace[0], onward):
+            return False
+        if self._rotate(goal, now_s, turn_s, pace[1], onward):
+            return True
+        self._way = before
+        return False
 
     def brake(self, now_s: float) -> None:
         """Brings the tool to rest as soon as the limits allow."""
@@ -250,10 +255,11 @@ class BoundedMotion:
             legs = self._turn.brake(start)
         else:
             wanted = rotation_vector(goal.rotation @ turned_from.T)
-            rate = np.zeros(3)
+            rate = still = np.zeros(3)
             if onward is not None:
                 rate = rotation_vector(onward[0].rotation @ goal.rotation.T) / onward[1]
-            legs = self._turn.to(wanted, start, seconds, rate, pace)
+            # A duration that ruckig does not take, as that of a tiny pace, must not keep the tool from its goal.
+            legs = self._turn.to(wanted, start, seconds, rate, pace) or self._turn.to(wanted, start, 0.0, still, pace)
         if not legs:
             return False
         self._turned_from = turned_from

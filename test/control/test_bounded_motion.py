@@ -186,6 +186,21 @@ def test_a_pace_that_is_nothing_still_gets_there():
     assert peak((0.001, 0, 0, 0, 0, 0), pace=0.0)[0] > 0
 
 
+def test_a_rotation_at_a_pace_of_next_to_nothing_still_begins():
+    """Actions that hardly turn ask for hours where the tool was turned by hand; ruckig takes two at most."""
+    motion = resting()
+    goal = START.displaced(np.array([0.05, 0, 0, 0.3, 0, 0]))
+    assert motion.aim(goal, 0.0, move_s=0.2, turn_s=1e6, pace=(math.inf, 1e-7))
+    assert motion.at(5.0).velocity[3] > 0
+
+
+def test_a_motion_whose_rotation_cannot_be_planned_moves_nothing(monkeypatch):
+    motion = resting()
+    monkeypatch.setattr(motion._turn, "to", lambda *asked: ())
+    assert not motion.aim(START.displaced(np.array([0.05, 0, 0, 0.3, 0, 0])), 0.0, move_s=0.2, turn_s=0.2)
+    np.testing.assert_allclose(motion.at(5.0).pose.position, START.position)
+
+
 @pytest.mark.parametrize("start", [START, Pose(np.array([0.1, -0.05, 0.1]), np.eye(3))])
 def test_a_rotation_turns_at_the_rate_that_it_says(start):
     """Velocities of rotation are the tool's own, however far the plan has turned."""

@@ -403,6 +403,19 @@ def test_a_tool_that_was_put_elsewhere_counts_from_there():
     assert_at(arm.target.pose, elsewhere.displaced(MOVE[:6]))
 
 
+def test_a_tool_that_was_turned_by_hand_follows_actions_that_hardly_turn():
+    arm = Arm()
+    turned = START.displaced(np.array([0, 0, 0, 0, 0.3, 0]))
+    for _ in range(20):
+        arm.follower.step(arm.now_s)
+        arm.history.add(arm.now_s, turned)
+        arm.now_s = round(arm.now_s + CONTROL_S, 4)
+    arm.take(np.array([0.01, 0, 0, 1e-7, 0, 0, 1.0]))
+    arm.run(1.0)
+    np.testing.assert_allclose(arm.target.pose.position, START.position + np.array([0.01, 0, 0]), atol=1e-6)
+    assert arm.target.velocity[4] > 0, "it turns to where it was turned by hand"
+
+
 def test_a_way_that_is_blocked_is_refused_and_the_one_before_goes_on(monkeypatch):
     arm = Arm()
     arm.take()
