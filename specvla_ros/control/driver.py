@@ -119,7 +119,8 @@ class Driver(Generic[Place]):
             return self.target
         newest = self._history.newest
         measured = newest[1] if newest is not None and not self.problem and not self.guarded else None
-        velocity = self._tracking.next(self.target, measured, min(passed_s, MAX_ADVANCE_S), self.speed_scale)
+        # The scale that the target moves with: a new one, in one step, would be a jump that the guard latches.
+        velocity = self._tracking.next(self.target, measured, min(passed_s, MAX_ADVANCE_S), self.follower.scale)
         return replace(self.target, velocity=velocity)
 
     def _return_where_held(self, now_s: float) -> None:

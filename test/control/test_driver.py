@@ -10,6 +10,7 @@ from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
+from specvla_ros.control.guard.tool_gates import JITTER_S
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.errors import UserError
@@ -80,6 +81,25 @@ def test_a_velocity_does_not_jump_when_what_is_missing_is_no_longer_known(lost):
     assert np.linalg.norm(changes[:, :3], axis=1).max() <= LIMITS.linear_acceleration * DT_S * 1.001
     assert np.linalg.norm(changes[:, 3:], axis=1).max() <= LIMITS.angular_acceleration * DT_S * 1.001
     assert np.abs(robot.sent[-1]).max() < 1e-9
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_velocity_does_not_jump_when_the_speed_is_turned_down_and_up(share):
+    robot = Robot()
+    robot.run(0.2)
+    far = np.array([[0.15, 0.0, 0.0, 0.0, 0.0, 0.6, 1.0]])
+    robot.driver.take(StampedAction(robot.now_s, far, ActionConvention(0.4)), robot.now_s)
+    robot.run(0.25)
+    before = len(robot.sent)
+    for scale in (share, 1.0):
+        robot.driver.speed_scale = scale
+        robot.run(0.8)
+        if scale == share:
+            speed, turning = (np.linalg.norm(robot.sent[-1][part]) for part in (slice(3), slice(3, 6)))
+            assert speed <= share * LIMITS.linear_speed + 1e-9 and turning <= share * LIMITS.angular_speed + 1e-9
+    changes = np.diff(robot.sent[before - 1 :], axis=0)
+    assert np.linalg.norm(changes[:, :3], axis=1).max() <= LIMITS.linear_acceleration * (DT_S + JITTER_S)
+    assert np.linalg.norm(changes[:, 3:], axis=1).max() <= LIMITS.angular_acceleration * (DT_S + JITTER_S)
 
 
 @pytest.mark.parametrize("follows_velocity", [True, False])
