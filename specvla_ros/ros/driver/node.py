@@ -184,9 +184,7 @@ class DriverNode(ManagedNode):
     # Inputs
 
     def _on_pose(self, stamp_s: float, pose: Any) -> None:
-        ahead_s = stamp_s - self._now_s()
-        if ahead_s > MAX_FUTURE_S:  # until then no other would be newer, and the robot would count as measured
-            self._on_bad(_POSE, f"the stamp of a measured pose lies {ahead_s:.3f} s ahead of the clock: {SYNCHRONISE}")
+        if self._is_ahead(_POSE, "a measured pose", stamp_s):
             return
         if not stamp_s:
             self._on_bad(_POSE, f"tool pose: {UNSTAMPED}")
@@ -194,7 +192,16 @@ class DriverNode(ManagedNode):
         self._bad_states.pop(_POSE, None)
         self._history.add(stamp_s, pose)
 
+    def _is_ahead(self, kind: str, what: str, stamp_s: float) -> bool:
+        """Refuses a stamp in the future: until then no other would be newer, and the robot would count as measured."""
+        ahead_s = stamp_s - self._now_s()
+        if ahead_s > MAX_FUTURE_S:
+            self._on_bad(kind, f"the stamp of {what} lies {ahead_s:.3f} s ahead of the clock: {SYNCHRONISE}")
+        return ahead_s > MAX_FUTURE_S
+
     def _on_joints(self, stamp_s: float, positions: Mapping[str, float]) -> None:
+        if self._is_ahead(_JOINTS, "joint_states", stamp_s):
+            return
         self._joints, self._joints_s = positions, stamp_s
         self._bad_states.pop(_JOINTS, None)
         if self._chosen.pose_source != "joint_states" or self._solver is None:
@@ -325,10 +332,12 @@ class DriverNode(ManagedNode):
     def _stale_joints(self, now_s: float) -> str:
         """Says that the joints are measured no more; empty if they are. Their errors would grow unseen."""
         age_s, limit_s = now_s - self._joints_s, self._chosen.tool_pose_timeout_s
-        if age_s <= limit_s:
+        if -MAX_FUTURE_S <= age_s <= limit_s:
             return ""
         if not self._joints:
             return "no joint_states received yet"
+        if age_s < 0:
+            return "no joint_states received since the clock went back"
         return f"the newest joint_states are {age_s:.2f} s old, and the limit is {limit_s:g} s"
 
     def _start_output(self) -> None:

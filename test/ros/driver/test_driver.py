@@ -274,6 +274,34 @@ def test_joints_that_are_measured_no_more_bring_velocities_to_rest():
         robot.until(lambda: not robot.core.problem)
 
 
+def test_joints_from_the_future_do_not_count_as_measured():
+    """Else velocities would go on without a measurement until the clock is there."""
+    with arm(output="velocity_array", tool_pose_timeout_s=0.3, **JOINT_OUTPUT | {"tool_pose_source": "topic"}) as robot:
+        velocities = under_way(robot)
+        publisher, ahead_s = robot._joint_states, 60
+
+        def publish(message):
+            message.header.stamp.sec += ahead_s
+            publisher.publish(message)
+
+        robot._joint_states = SimpleNamespace(publish=publish)
+        robot.until(lambda: "the stamp of joint_states lies" in robot.driver._last_refusal)
+        robot.until(lambda: "the newest joint_states are" in robot.core.problem)
+        robot.until(lambda: not velocities().any())
+        robot._joint_states = publisher
+        robot.until(lambda: not robot.core.problem)
+
+
+def test_joints_that_were_measured_before_the_clock_went_back_are_measured_no_more():
+    with arm(output="velocity_array", tool_pose_timeout_s=0.3, **JOINT_OUTPUT | {"tool_pose_source": "topic"}) as robot:
+        velocities = under_way(robot)
+        robot._joint_states = SimpleNamespace(publish=lambda message: None)
+        robot.spin(5)
+        robot.driver._joints_s += 60.0  # as seen from a clock that went back by a minute
+        robot.until(lambda: "no joint_states received since the clock went back" in robot.core.problem)
+        robot.until(lambda: not velocities().any())
+
+
 def test_the_order_of_velocities_is_asked_for_and_not_tried(capfd):
     with arm(output="velocity_array", **{**JOINT_OUTPUT, "joints__check_order": True}) as robot:
         assert robot.driver.trigger_configure().name == "FAILURE"
