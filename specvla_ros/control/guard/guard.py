@@ -14,7 +14,7 @@ from specvla_ros.control.guard.robot_state import Obedience, StateRule
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tool_gates import PoseGate, TwistGate
 from specvla_ros.control.guard.velocity_gate import JointVelocityGate
-from specvla_ros.control.guard.watch import Watch
+from specvla_ros.control.guard.watch import PRESSED, RELEASED, Watch
 from specvla_ros.control.robot_model import ToolKinematics
 
 # Time without failures before motion resumes, so that an intermittent failure does not make the robot stutter.
@@ -63,6 +63,7 @@ class Guard:
         self.tally = Tally()
         self.state = State.HOLDING
         self._failing: list[Refusal] = []
+        self._between: dict[Cause, Refusal] = {}  # since the last tick: they count however soon they end
         self._latched: Refusal | None = None
         self._first: Refusal | None = None  # first failure since motion started to pass
         self._last: Refusal | None = None
@@ -128,6 +129,8 @@ class Guard:
         """Takes the dead-man's heartbeat."""
         if not held or self._watch.accepts(now):
             self._watch.enable(held, now)
+        if not held and self._settings.require_enable:
+            self._between[RELEASED.cause] = RELEASED
 
     def instruction(self, text: str) -> None:
         self._watch.confirmation.ask(text)
@@ -154,10 +157,13 @@ class Guard:
     def stop_button(self, pressed: bool, now: Instant) -> None:
         """Takes the level of a stop button, which must be repeated once it was received."""
         self._watch.stop_button(pressed, now)
+        if pressed:
+            self._between[PRESSED.cause] = PRESSED
 
     def robot_state(self, rule: StateRule, message: object) -> None:
         """Takes a message about the robot's own state."""
-        self._watch.robot.take(rule, message)
+        if (refusal := self._watch.robot.take(rule, message)) is not None:
+            self._between[refusal.cause] = refusal
 
     def robot_gone(self, topics: frozenset[str]) -> None:
         """Voids the robot's states on topics that no longer have a publisher."""
@@ -261,6 +267,9 @@ class Guard:
     def _notice_failures(self, now: Instant) -> None:
         watch, measured = self._watch, self._watch.measured(now)
         failing = watch.problems(now)
+        lasting = {refusal.cause for refusal in failing}
+        failing += [refusal for cause, refusal in self._between.items() if cause not in lasting]
+        self._between.clear()
         silent = watch.command_silent(now)
         if silent is not None:
             self._gate.forget()

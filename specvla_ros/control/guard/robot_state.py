@@ -77,8 +77,10 @@ class RobotStates:
         self._problems: dict[StateRule, str | None] = dict.fromkeys(rules)  # None: nothing received yet
         self._gone: frozenset[str] = frozenset()
 
-    def take(self, rule: StateRule, message: Any) -> None:
-        self._problems[rule] = rule.problem(message)
+    def take(self, rule: StateRule, message: Any) -> Refusal | None:
+        """Takes a message; returns its refusal if it forbids motion."""
+        self._problems[rule] = problem = rule.problem(message)
+        return Refusal(Cause.ROBOT_STOPPED, problem) if problem else None
 
     def gone(self, topics: frozenset[str]) -> None:
         """Voids the states received on topics that no longer have a publisher."""

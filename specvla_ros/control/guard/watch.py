@@ -23,6 +23,7 @@ _JUMP_S = 0.25  # max lead that the node's clock may gain on the steady clock at
 _QUEUE_S = 0.05
 # A measured pose may move between two messages at twice the speed limits, for an arm that overshoots, plus this.
 _LEAP_M, _LEAP_RAD = 0.02, 0.1
+PRESSED, RELEASED = Refusal(Cause.STOP, "~/stop_pressed is true"), Refusal(Cause.NOT_ENABLED, "~/enable is false")
 _SWING_S = 0.1  # window to detect an arm that swings too far without a jump between two messages
 
 
@@ -193,14 +194,14 @@ class Watch:
 
     def enable(self, held: bool, now: Instant) -> None:
         self._enabled_s = now.steady_s if held else -np.inf
-        self._enable_problem = "" if held else "~/enable is false"
+        self._enable_problem = "" if held else RELEASED.detail
 
     def stop_button(self, pressed: bool, now: Instant) -> None:
         self._button_s, self._button_pressed = now.steady_s, pressed
 
     def _button_problem(self, now: Instant) -> Refusal | None:
         if self._button_pressed:
-            return Refusal(Cause.STOP, "~/stop_pressed is true")
+            return PRESSED
         if self._button_s is None:
             if not self._settings.require_stop_button:
                 return None

@@ -741,6 +741,28 @@ def test_a_stop_button_that_is_pressed_latches_and_one_that_falls_silent_holds()
     assert each.guard.clear_stop(each.now) == ""
 
 
+def test_a_press_and_a_release_count_however_soon_they_end() -> None:
+    each = rig("twist")
+    each.until_passing()
+    each.guard.enable(False, each.now)
+    each.run(0.01)
+    assert each.guard.state is State.HOLDING and each.guard.tally.counts[Cause.NOT_ENABLED] == 1
+    each.until_passing()
+    each.guard.stop_button(True, each.now)
+    each.guard.stop_button(False, each.now)
+    each.run(0.1)
+    assert each.guard.state is State.STOPPED and each.guard.tally.counts[Cause.STOP] == 1
+    assert "~/stop_pressed is true" in each.guard.reason
+
+
+def test_a_switch_that_is_not_required_holds_nothing() -> None:
+    each = rig("twist", require_enable=False)
+    each.until_passing()
+    each.guard.enable(False, each.now)
+    each.run(0.1)
+    assert each.guard.state is State.PASSING
+
+
 def test_a_stop_button_that_is_required_must_be_heard_first() -> None:
     each = rig("twist", require_stop_button=True)
     each.run(1.5)

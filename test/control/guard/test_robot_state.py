@@ -82,6 +82,15 @@ def test_a_protective_stop_latches_and_cannot_be_cleared_while_it_lasts() -> Non
     each.until_passing()
 
 
+def test_a_protective_stop_latches_however_soon_it_ends() -> None:
+    each, rule = running("twist")
+    each.guard.robot_state(rule, Message(mode=3))
+    each.guard.robot_state(rule, Message(mode=1))
+    each.run(0.1)
+    assert each.guard.state is State.STOPPED and each.guard.cause == Cause.ROBOT_STOPPED.value
+    assert each.guard.tally.counts[Cause.ROBOT_STOPPED] == 1
+
+
 def test_a_state_that_nobody_publishes_any_more_holds() -> None:
     each, rule = running("twist")
     each.guard.robot_gone(frozenset({rule.topic}))
