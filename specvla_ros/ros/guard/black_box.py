@@ -120,20 +120,21 @@ class Ring:
     """The messages of the last seconds."""
 
     def __init__(self, seconds: float) -> None:
-        self._ns = int(seconds * 1e9)
-        self._messages: deque[tuple[int, int, bytes]] = deque()
+        self._seconds = seconds
+        self._messages: deque[tuple[float, int, int, bytes]] = deque()
         self._bytes = 0
         self.topics: Topics = {}
 
-    def add(self, time_ns: int, channel: int, raw: bytes) -> None:
-        self._messages.append((time_ns, channel, raw))
+    def add(self, steady_s: float, time_ns: int, channel: int, raw: bytes) -> None:
+        """Adds a message. Its age is that by the steady clock: a wall clock that is set must not drop the past."""
+        self._messages.append((steady_s, time_ns, channel, raw))
         self._bytes += len(raw) + HEAD.size
-        while self._bytes > _LARGEST_BYTES or time_ns - self._messages[0][0] > self._ns:
-            self._bytes -= len(self._messages.popleft()[2]) + HEAD.size
+        while self._bytes > _LARGEST_BYTES or steady_s - self._messages[0][0] > self._seconds:
+            self._bytes -= len(self._messages.popleft()[3]) + HEAD.size
 
     def snapshot(self) -> list[tuple[int, int, bytes]]:
         """Copies the kept messages: time in nanoseconds, channel and bytes of each."""
-        return list(self._messages)
+        return [(time_ns, channel, raw) for _, time_ns, channel, raw in self._messages]
 
 
 class Recorder:
@@ -170,7 +171,7 @@ class Recorder:
         kind, channel, time_ns = HEAD.unpack_from(packet)
         data = packet[HEAD.size :]
         if kind == MESSAGE:
-            self._ring.add(time_ns, channel, data)
+            self._ring.add(time.monotonic(), time_ns, channel, data)
         elif kind == TOPIC:
             said = json.loads(data)
             self._ring.topics[channel] = (said["topic"], said["type"])

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,11 +177,23 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
 def test_the_ring_keeps_its_time_and_its_size() -> None:
     ring = Ring(2.0)
     for second in range(10):
-        ring.add(second * 10**9, 0, b"x")
+        ring.add(float(second), second * 10**9, 0, b"x")
     assert [time_ns for time_ns, _, _ in ring.snapshot()] == [7 * 10**9, 8 * 10**9, 9 * 10**9]
     for _ in range(10):
-        ring.add(10 * 10**9, 0, bytes(10 << 20))
+        ring.add(10.0, 10 * 10**9, 0, bytes(10 << 20))
     assert sum(len(raw) for _, _, raw in ring.snapshot()) <= 64 << 20
+
+
+def test_a_wall_clock_that_is_set_drops_nothing_from_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recording(tmp_path) as box:
+        for now_ns in (time.time_ns(), time.time_ns() + 3600 * 10**9, time.time_ns()):
+            with monkeypatch.context() as patched:
+                patched.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
+                box.record("/words", RAW)
+        box.stop("clock", "the clock jumped")
+        wait_until(lambda: written(tmp_path))
+    counts, _ = read_black_box(written(tmp_path)[0])
+    assert counts["/words"] == 3
 
 
 def test_definitions_hold_what_they_need() -> None:
