@@ -3,10 +3,12 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rclpy.action import ActionClient
 from rclpy.node import Node
+from rclpy.task import Future
 from std_srvs.srv import Trigger
 
 from specvla_ros.control.guard.robot_state import StateRule
@@ -32,6 +34,8 @@ def _apt(package: str) -> str:
 class GripperGoals:
     """Sends a gripper's positions as goals of its action, each once: a repeated goal would start the motion again.
 
+    A goal that was refused, or whose server is gone, is sent again with the driver's next message.
+
     Raises UserError if the action's package is not installed.
     """
 
@@ -53,11 +57,17 @@ class GripperGoals:
         self._sent = None
 
     def send(self, position: float) -> None:
-        if position == self._sent or not self._client.server_is_ready():
-            return  # the driver repeats it twice a second
-        self._sent, goal = position, self._goal()
-        goal.command.position = position
-        self._client.send_goal_async(goal)
+        if not self._client.server_is_ready():
+            self._sent = None  # one that starts knows of no goal
+        elif position != self._sent:  # the driver repeats it twice a second
+            self._sent, goal = position, self._goal()
+            goal.command.position = position
+            self._client.send_goal_async(goal).add_done_callback(partial(self._on_answer, position))
+
+    def _on_answer(self, position: float, answer: Future) -> None:
+        handle = answer.result()
+        if self._sent == position and (handle is None or not handle.accepted):
+            self._sent = None
 
 
 class Escalation:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from geometry_msgs.msg import TwistStamped
 from lifecycle_msgs.msg import State as RobotMode
 from mcap.reader import make_reader
 from rclpy.executors import SingleThreadedExecutor
+from rclpy.task import Future
 from rclpy.time import Time
 from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import JointState
@@ -396,14 +398,30 @@ def test_who_outranks_the_driver_is_followed_while_it_speaks() -> None:
         each.until(lambda: not heard[-1].overridden)
 
 
+class Goals(list[float]):
+    """Positions of a gripper's goals, and a server of its action."""
+
+    accepts = ready = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accepted: list[float] = []
+
+    def send(self, goal: Any) -> Future:
+        self.append(goal.command.position)
+        answer, accepts = Future(), self.accepts
+        if accepts:
+            self.accepted.append(goal.command.position)
+        answer.set_result(SimpleNamespace(accepted=accepts))
+        return answer
+
+
 @pytest.fixture
-def goals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Positions of a gripper's goals, in place of control_msgs and a gripper's action."""
-    sent: list[float] = []
+def goals(monkeypatch: pytest.MonkeyPatch) -> Goals:
+    """In place of control_msgs and a gripper's action."""
+    sent = Goals()
     goal = lambda: SimpleNamespace(command=SimpleNamespace(position=None))  # noqa: E731
-    client = SimpleNamespace(
-        server_is_ready=lambda: True, send_goal_async=lambda each: sent.append(each.command.position)
-    )
+    client = SimpleNamespace(server_is_ready=lambda: sent.ready, send_goal_async=sent.send)
     actions = SimpleNamespace(GripperCommand=SimpleNamespace(Goal=goal))
     monkeypatch.setitem(sys.modules, "control_msgs", SimpleNamespace(action=actions))
     monkeypatch.setitem(sys.modules, "control_msgs.action", actions)
@@ -411,7 +429,7 @@ def goals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return sent
 
 
-def test_a_gripper_of_actions_gets_each_position_as_one_goal(goals: list[float]) -> None:
+def test_a_gripper_of_actions_gets_each_position_as_one_goal(goals: Goals) -> None:
     with scene("twist", gripper__output="action") as each:
         each.start()
         for position in (0.03, 0.03, 0.03, 0.0):
@@ -420,7 +438,26 @@ def test_a_gripper_of_actions_gets_each_position_as_one_goal(goals: list[float])
         assert goals == [0.03, 0.0]
 
 
-def test_a_gripper_that_somebody_opened_during_a_hold_is_closed_again_by_the_same_position(goals: list[float]) -> None:
+def test_a_goal_that_is_refused_or_lost_with_its_server_is_sent_again(goals: Goals) -> None:
+    with scene("twist", gripper__output="action") as each:
+        goals.accepts = False  # as of a controller that is not active yet
+        each.start()
+
+        def until(condition: Callable[[], bool]) -> None:
+            """Repeats the position meanwhile, as the driver does."""
+            each.until(lambda: each.grippers.publish(Float64MultiArray(data=[0.03])) or condition())
+
+        until(lambda: len(goals) >= 2)
+        assert not goals.accepted
+        goals.accepts = True
+        until(lambda: goals.accepted == [0.03])
+        goals.ready = False
+        until(lambda: each.guard._goals is not None and each.guard._goals._sent is None)
+        goals.ready = True
+        until(lambda: goals.accepted == [0.03, 0.03])
+
+
+def test_a_gripper_that_somebody_opened_during_a_hold_is_closed_again_by_the_same_position(goals: Goals) -> None:
     with scene("twist", gripper__output="action") as each:
         each.start()
         for count in (1, 2):
