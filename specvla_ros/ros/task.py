@@ -82,13 +82,24 @@ class Progress:
     steady_s: float  # the same moment on the steady clock
     actions: int = 0
     latency_s: float = math.nan
+    _heard_s: float = -math.inf  # last action or part of one, on the steady clock
     _arrivals_s: deque[float] = field(default_factory=deque)
 
     def add_action(self, latency_s: float, steady_s: float) -> None:
         self.actions += 1
         self.latency_s = latency_s
+        self.add_part(steady_s)
         self._arrivals_s.append(steady_s)
         self._forget(steady_s)
+
+    def add_part(self, steady_s: float) -> None:
+        """Takes a part of an action: it moves the robot, but is not counted."""
+        self._heard_s = steady_s
+
+    @property
+    def acted(self) -> bool:
+        """True after the first action, or part of one."""
+        return self._heard_s > -math.inf
 
     def elapsed_s(self, now_s: float) -> float:
         """Time since the start on the node's clock; 0 while that clock is before the start."""
@@ -98,7 +109,7 @@ class Progress:
         return max(0.0, self.time_limit_s - self.elapsed_s(now_s))
 
     def silence_s(self, steady_s: float) -> float:
-        return steady_s - (self._arrivals_s[-1] if self._arrivals_s else self.steady_s)
+        return steady_s - max(self._heard_s, self.steady_s)
 
     def rate_hz(self, steady_s: float) -> float:
         """Actions per second over the last 2 s, or since the start if that is shorter."""
@@ -305,7 +316,7 @@ class TaskNode(Node):
         if not self._pause.settled and (over or steady_s - progress.steady_s > _START_S):
             why = f"the policy does not answer on {self._pause.name}: is it running, under this name?"
             self._end(run, RunTask.Result.FAILED, why)
-        elif over and not progress.actions:
+        elif over and not progress.acted:
             why = f"no action within the time limit of {progress.time_limit_s:g} s; the policy's /diagnostics say why"
             self._end(run, RunTask.Result.FAILED, why)
         elif over:
@@ -324,7 +335,7 @@ class TaskNode(Node):
                 actions=progress.actions,
                 action_rate_hz=progress.rate_hz(steady_s),
                 latency_s=progress.latency_s,
-                activity="waiting" if not progress.actions else "silent" if silent else "acting",
+                activity="waiting" if not progress.acted else "silent" if silent else "acting",
             )
         )
 
@@ -332,11 +343,13 @@ class TaskNode(Node):
         if (run := self._run) is None:
             return
         if message.instruction == run.instruction:
-            if not run.progress.actions:
+            if not run.progress.acted:
                 self._hold.want(False)
-            if not message.partial:
+            if message.partial:
+                run.progress.add_part(time.monotonic())
+            else:
                 run.progress.add_action(message.latency_s, time.monotonic())
-        elif run.progress.actions:  # earlier, it may be a late action of the old instruction
+        elif run.progress.acted:  # earlier, it may be a late action of the old instruction
             other = f"the policy follows '{message.instruction}', which another node has published"
             self._end(run, RunTask.Result.PREEMPTED, other)
 

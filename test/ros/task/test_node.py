@@ -215,6 +215,16 @@ def test_the_parts_of_an_answer_are_one_action_and_the_first_lets_the_driver_go(
         assert s.actions == 1
 
 
+def test_a_policy_whose_first_answer_is_not_complete_at_the_end_has_acted() -> None:
+    with scene() as s:
+        s.policy.answers = False
+        part = VlaAction(instruction=INSTRUCTION, partial=True)
+        s.user.create_timer(0.02, lambda: s.policy._actions.publish(part))
+        answer = s.run(INSTRUCTION, 1.5)
+        assert answer.result.outcome == RunTask.Result.TIMED_OUT, answer.result.message
+        assert answer.result.actions == 0
+
+
 def test_a_task_in_which_the_policy_never_acted_is_failed() -> None:
     with scene() as s:
         s.policy.answers = False

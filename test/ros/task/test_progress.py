@@ -38,3 +38,11 @@ def test_before_the_first_action_there_is_no_latency_and_silence_counts_from_the
     progress = Progress(60.0, 5.0, 7.0)
     assert math.isnan(progress.latency_s) and progress.rate_hz(8.0) == 0.0
     assert progress.silence_s(9.0) == 2.0
+
+
+def test_a_part_of_an_action_ends_silence_and_is_not_counted() -> None:
+    progress = Progress(60.0, 5.0, 7.0)
+    assert not progress.acted
+    progress.add_part(16.0)
+    assert progress.acted and progress.silence_s(17.0) == 1.0
+    assert progress.actions == 0 and progress.rate_hz(17.0) == 0.0
