@@ -120,10 +120,10 @@ class Guard:
             self._watch.joints(message, now)
             self._gate.watch(self._watch.measured(now))
 
-    def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
-        """Takes the policy's heartbeat."""
+    def action(self, stamp: Stamp, instruction: str, now: Instant, rows: int = 1) -> None:
+        """Takes the policy's heartbeat: an action of so many rows."""
         if self._watch.accepts(now):
-            self._watch.action(stamp, instruction, now)
+            self._watch.action(stamp, instruction, now, rows)
 
     def enable(self, held: bool, now: Instant) -> None:
         """Takes the dead-man's heartbeat."""

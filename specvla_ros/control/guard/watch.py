@@ -116,6 +116,7 @@ class Watch:
 
     def _reset_inputs(self) -> None:
         self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
+        self._rows = 0  # of the newest action
         self._enabled_s = -np.inf
         self._poses.clear()
         self._parts = JointParts(self._settings.joints.names)
@@ -168,12 +169,15 @@ class Watch:
         except UserError as error:
             self._joints.problem = str(error)
 
-    def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
-        """Takes an action as the policy's heartbeat."""
+    def action(self, stamp: Stamp, instruction: str, now: Instant, rows: int = 1) -> None:
+        """Takes an action as the policy's heartbeat; more rows with the stamp of a partial one are news too."""
         age_s = (now.clock_ns - (stamp.ns or 0)) * 1e-9
         if age_s > self._settings.max_action_age_s:
             self._action.problem = f"the last action's image was {age_s:.3f} s old"
+        elif stamp.ns == self._action.stamp_ns and rows > self._rows:
+            self._action.at_s, self._action.problem, self._rows = now.steady_s, "", rows
         elif self._newer(self._action, stamp, now):
+            self._rows = rows
             self.confirmation.follow(instruction)
 
     def command(self, stamp: Stamp, now: Instant) -> bool:

@@ -159,7 +159,7 @@ class GuardNode(Node):
                 self._take_pose_of(joints, self._kinematics)
 
         def on_action(message: VlaAction, sent_ns: int | None, now: Instant) -> None:
-            guard.action(messages.stamp_of(message.header), message.instruction, now)
+            guard.action(messages.stamp_of(message.header), message.instruction, now, message.horizon)
 
         if source.pose_source == "topic":
             self._listen(PoseStamped, "tool_pose", STATE, on_tool, alone=True)

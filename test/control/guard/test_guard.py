@@ -381,6 +381,19 @@ def test_measurements_that_are_no_news_count_as_missing(kind: str) -> None:
     assert Cause.STATE_MISSING in {refusal.cause for refusal in each.guard._failing}
 
 
+def test_an_action_that_comes_in_parts_is_a_sign_of_life_with_each_part_and_not_with_a_repeated_one() -> None:
+    each = rig("twist", max_action_age_s=10.0)
+    each.until_passing()
+    stamp = each.stamp
+    for rows in range(1, 6):
+        each.guard.action(stamp, "lift", each.now, rows)
+        each.run(0.7, without=("action",))
+        assert each.guard.state is State.PASSING, each.guard.reason
+    each.guard.action(stamp, "lift", each.now, 5)
+    each.run(0.7, without=("action",))
+    assert each.guard.state is State.HOLDING and each.guard.cause == Cause.POLICY_SILENT.value
+
+
 def test_actions_of_old_pictures_are_no_sign_of_life() -> None:
     each = rig("twist")
     each.until_passing()
