@@ -125,15 +125,20 @@ class Progress:
 
 
 class Switch:
-    """Keeps a SetBool service of another node at a wanted value, also if that node starts later or restarts."""
+    """Keeps a SetBool service of another node at a wanted value, also if that node starts later or restarts.
 
-    def __init__(self, node: Node, service: str) -> None:
+    `reports`: the node reports its value, see `observe`; of another, a service that comes back tells of a restart.
+    """
+
+    def __init__(self, node: Node, service: str, *, reports: bool = False) -> None:
+        self._reports = reports
         self._client: Client = node.create_client(SetBool, service)
         self.name = node.resolve_service_name(service)
         self._wanted = True
         self._wish = 0  # number of values wanted so far
         self._asked: Future | None = None
         self._asked_s = 0.0
+        self._left = False  # the service was there, and is not any more
         self.settled = False
         self.called = False  # at least once: the server may have taken the value even if no answer came
 
@@ -153,7 +158,10 @@ class Switch:
             self.want(self._wanted)
 
     def keep(self) -> None:
-        """Repeats a request that got no answer. Call this often."""
+        """Repeats a request that got no answer, or whose node has gone and come back. Call this often."""
+        if self.settled and self._left and self.present:
+            self.settled, self._asked = False, None
+        self._left = self.settled and not self._reports and not self.present
         lost = self._asked is not None and time.monotonic() - self._asked_s > _LOST_S
         if self.settled or (self._asked is not None and not lost) or not self.present:
             return
@@ -198,7 +206,7 @@ class TaskNode(Node):
             self._chosen = read_parameters(self, TaskParameters)
         self._run: Run | None = None
         self._stopping: list[Run] = []
-        self._pause, self._hold = Switch(self, "policy/pause"), Switch(self, "driver/hold")
+        self._pause, self._hold = Switch(self, "policy/pause", reports=True), Switch(self, "driver/hold")
         self._instruction = self.create_publisher(String, "instruction", LATCHED_INSTRUCTION)
         self.create_subscription(VlaAction, "policy/action", self._on_action, ACTION)
         self.create_subscription(Bool, "policy/paused", lambda said: self._pause.observe(said.data), LATCHED_STATE)

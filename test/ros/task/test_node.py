@@ -78,7 +78,13 @@ class Driver:
     def __init__(self) -> None:
         self.node = rclpy.create_node("driver", enable_rosout=False)
         self.holds: list[bool] = []
-        self.node.create_service(SetBool, "~/hold", self._on_hold)
+        self.offer()
+
+    def offer(self) -> None:
+        self._service = self.node.create_service(SetBool, "~/hold", self._on_hold)
+
+    def withdraw(self) -> None:
+        self.node.destroy_service(self._service)
 
     def _on_hold(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         self.holds.append(request.data)
@@ -349,6 +355,20 @@ def test_a_stop_that_nobody_confirms_is_said_and_asked_for_until_it_is(monkeypat
         assert not s.policy.paused
         s.policy.offer()
         s.until(lambda: s.policy.paused)
+
+
+def test_a_driver_that_starts_anew_between_tasks_holds_again() -> None:
+    with scene() as s:
+        assert s.driver is not None
+        s.until(lambda: s.task._hold.settled)
+        assert s.holds == [True]
+        s.driver.withdraw()
+        s.until(lambda: not s.task._hold.present)
+        looks: list[None] = []
+        s.user.create_timer(0.2, lambda: looks.append(None))
+        s.until(lambda: len(looks) > 2)  # the task node has looked meanwhile, too
+        s.driver.offer()
+        s.until(lambda: s.holds == [True, True] and s.task._hold.settled)
 
 
 def test_a_policy_that_starts_anew_between_tasks_is_paused_again() -> None:
