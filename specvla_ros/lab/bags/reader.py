@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path, PurePath
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import yaml
@@ -36,6 +36,7 @@ _MAX_METADATA_BYTES = 16 << 20
 _MAX_OVERLAP_NS = 1_000_000_000  # of two parts of a recording, from messages in transit when it was split
 _MAX_RATIO = 200  # decompressed to compressed size of a file; more is an attack, or black images
 _SQLITE_MAGIC = b"SQLite format 3\0"
+_OF_URIS = re.compile(r"[#%?]")  # rosbags opens a database by a URI and does not quote them in its path
 
 
 @dataclass(frozen=True)
@@ -289,10 +290,13 @@ def _natural(file: Path) -> list[tuple[int, str]]:
 
 
 class SqliteStorage:
-    """A sqlite3 file, complete or as its recorder left it; damaged bytes raise any exception of the libraries."""
+    """A sqlite3 file, complete or as its recorder left it; damaged bytes raise any exception of the libraries.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._reader = path, Reader(path)
+    `settled` is the file to read in place of `path`, by which messages name it.
+    """
+
+    def __init__(self, path: Path, settled: Path) -> None:
+        self._path, self._reader = path, Reader(settled)
         self._reader.open()
         self.connections = list(self._reader.connections)
         self.start_ns, self.end_ns = self._reader.start_time, self._reader.end_time - 1
@@ -368,7 +372,7 @@ def _open_plain(path: Path, scratch: Path) -> SqliteStorage | McapStorage:
         return McapStorage(path)
     if begin == _SQLITE_MAGIC:
         try:
-            return SqliteStorage(_settled(path, scratch))
+            return SqliteStorage(path, _named_for_uris(_settled(path, scratch), scratch))
         except Exception as error:
             raise UserError(
                 f"bag file {path} is a damaged sqlite3 database ({error}), perhaps cut off; copy it again, or recover "
@@ -399,6 +403,15 @@ def _settled(path: Path, scratch: Path) -> Path:
     connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     connection.close()
     return copy
+
+
+def _named_for_uris(path: Path, scratch: Path) -> Path:
+    """The database by a name that means the same file in a URI."""
+    if not _OF_URIS.search(str(path)):
+        return path
+    link = Path(mkdtemp(dir=scratch)) / "bag.db3"
+    link.symlink_to(path.resolve())
+    return link
 
 
 def _decompressed_file(path: Path, scratch: Path) -> Path:

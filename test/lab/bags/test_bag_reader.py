@@ -100,6 +100,17 @@ def test_real_bags(name: str) -> None:
         assert bag.damage == ""
 
 
+@pytest.mark.parametrize("sqlite", [False, True])
+@pytest.mark.parametrize("compression", [CompressionMode.NONE, CompressionMode.FILE])
+@pytest.mark.parametrize("name", ["take #1", "50%", "what?", "a%20b", "a&b=c", "Übung 1"])
+def test_a_bag_is_read_whatever_its_name(tmp_path: Path, name: str, compression: CompressionMode, sqlite: bool) -> None:
+    bags.write_bag(tmp_path / "a b", bags.episode(1), sqlite=sqlite)
+    entries = bags.episode(3)
+    written = bags.write_bag(tmp_path / "written", entries, sqlite=sqlite, compression=compression)
+    found, damage = read(written.rename(tmp_path / name))
+    assert sorted(found) == sorted(expected(entries)) and damage == ""
+
+
 def test_metadata_may_be_missing_wrong_or_broken(tmp_path: Path) -> None:
     whole = bags.write_bag(tmp_path / "whole", bags.episode())
     want = read(whole)
