@@ -90,7 +90,7 @@ def main(
             )
             into = work / "-".join((robot, device, mode, name.replace(", ", "-")))
             summary = simulate(settings, plan, into, partial(show_progress, f"{robot}, {device}, {mode}, {name}"))
-            done = read_episodes(into)
+            done = read_episodes(into, plan)
             before = before or done
             rows.append(
                 {

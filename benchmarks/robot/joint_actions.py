@@ -42,7 +42,7 @@ def main(
         settings = SimulateSettings(policy, follow=Follow.GUARDED.value, engine=engine)
         into = work / f"{name}-{weights_digest(policy)[:8]}"
         summary = simulate(settings, plan, into, partial(show_progress, name))
-        done = read_episodes(into)
+        done = read_episodes(into, plan)
         before = before or done
         against = compare_episodes(before, done)
         rows[name] = {

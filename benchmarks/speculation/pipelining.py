@@ -256,7 +256,7 @@ def _closed_loop(device: str, subject: Subject, plan: SimulatePlan, work: Path) 
         )
         out = work / mode.replace(", ", "_").replace(" ", "-")
         summary = simulate(base, plan, out, partial(show_progress, f"{device}, {mode}"))
-        plain, own = (read_episodes(path) for path in (work / "ar", out))
+        plain, own = (read_episodes(path, plan) for path in (work / "ar", out))
         rows[mode] = {
             "success": summary.success.as_json(),
             "against_ar": compare_episodes(plain, own).as_json(),

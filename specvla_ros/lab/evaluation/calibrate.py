@@ -266,7 +266,7 @@ def _try_in_simulation(
 
         folder = out / trial.name.replace(", ", "_").replace(" ", "-")
         simulate(replace(base, engine=trial.engine), plan.episodes, folder, report)
-        episodes.append(read_episodes(folder))
+        episodes.append(read_episodes(folder, plan.episodes))
     return candidate.with_success(compare_episodes(*episodes), plan.limits)
 
 

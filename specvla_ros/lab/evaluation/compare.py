@@ -234,11 +234,12 @@ def sweep(
     source = simulation_source(policy, plan.first_seed, world=base.world, tasks=plan.tasks, engine=base.engine)
     runs = time_settings(policy, engines, list(islice(source, _TIMED_FRAMES)))
     first = settings[0].name
+    episodes = {name: read_episodes(out / name, plan) for name in engines}
     rows = [
         SweepRow(
             setting=setting,
             summary=summaries[setting.name],
-            against_first=compare_episodes(read_episodes(out / first), read_episodes(out / setting.name)),
+            against_first=compare_episodes(episodes[first], episodes[setting.name]),
             action_s=runs[setting.name].action_s,
             speed_up=runs[first].action_s / runs[setting.name].action_s,
         )

@@ -236,9 +236,17 @@ def run_episodes(
             yield result
 
 
-def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
-    """The finished episodes of a results directory, by task and seed."""
-    return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, episode_of)}
+def read_episodes(out: Path, plan: SimulatePlan | None = None) -> dict[tuple[str, int], EpisodeResult]:
+    """The finished episodes of a results directory, by task and seed.
+
+    `plan`: only its episodes, since the directory also keeps those of earlier plans.
+    """
+    found = {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, episode_of)}
+    if plan is None:
+        return found
+    seeds = range(plan.first_seed, plan.first_seed + plan.episodes)
+    tasks = plan.tasks or {task for task, _ in found}
+    return {(task, seed): each for (task, seed), each in found.items() if task in tasks and seed in seeds}
 
 
 def episode_of(raw: dict[str, Any]) -> EpisodeResult:

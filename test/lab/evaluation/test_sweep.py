@@ -2,6 +2,7 @@
 """Several settings on the same episodes, with the shipped policy and the previous action as the only draft."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from support.gl import needs_gl
@@ -39,3 +40,14 @@ def test_strict_is_plain_episode_by_episode_and_relaxed_takes_fewer_forwards(tmp
     assert all(f"<td>{name}</td>" in page for name in ("ar", "strict", "r9"))
     again = sweep(base, relaxation_settings(spec, [9]), plan, tmp_path, lambda name, *_: seen.append(name))
     assert len(seen) == 6 and again[2].summary.tasks == relaxed.summary.tasks
+
+
+@needs_gl
+def test_episodes_of_an_earlier_plan_in_the_folder_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "_TIMED_FRAMES", 1)
+    base = SimulateSettings(nano_policy(), time_limit=0.02)
+    spec = EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
+    more = SimulatePlan(tasks=("lift_red", "push_green"), episodes=2, films=0)
+    for plan in (more, replace(more, tasks=("lift_red",)), replace(more, episodes=1)):
+        for row in sweep(base, relaxation_settings(spec, [9]), plan, tmp_path):
+            assert row.summary.success.n == row.against_first.second.n == len(plan.tasks) * plan.episodes
