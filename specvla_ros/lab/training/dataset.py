@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_ros.control.convention import ACTION_NAMES, is_gripper
+from specvla_ros.control.convention import ACTION_NAMES, GRIPPER, is_gripper
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import (
     ACTION_LABELS,
@@ -37,7 +37,7 @@ from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import normalise_instruction
 
 PADDING = -100  # after answers; ignored by PyTorch's cross-entropy
-_VERSION = 5
+_VERSION = 6
 # Steps per action range that digits are trained on; 1 mm at the table. Finer differences in demonstrations are
 # tracking noise of the arm, which a policy can only memorise. The joints' ranges are wider than the tool's.
 _DIGIT_STEPS = 100
@@ -251,13 +251,28 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
 
 
 def _action_names(reader: Bag, topic: Topic) -> tuple[str, ...]:
-    """Names of the actions' values from their dimension's label; empty if it has none, or if they are of a tool."""
+    """Names of the actions' values from their dimension's label; empty if it has none, or if they are of a tool.
+
+    A single word over several values, such as `action`, names the dimension.
+    """
     first = next(iter(reader.messages((topic.name,))), None)
-    if first is not None and topic.msgtype in ANSWERS:
-        names = tuple(first.message().names)
-        return () if names == ACTION_NAMES else names
-    named = [each.label for each in first.message().layout.dim if each.label] if first is not None else []
-    return tuple(named[0].split(ACTION_LABELS)) if named else ()
+    message = first.message() if first is not None else None
+    if message is None:
+        return ()
+    if topic.msgtype in ANSWERS:
+        names = tuple(message.names)
+    else:
+        label = next((each.label for each in message.layout.dim if each.label), "")
+        names = tuple(name.strip() for name in label.split(ACTION_LABELS)) if label else ()
+        names = names if len(names) > 1 or len(message.data) == 1 else ()
+    return () if _of_tool(names) else names
+
+
+def _of_tool(names: Sequence[str]) -> bool:
+    """True for the names of a tool's action, also in the forms of other recorders: dx, delta_x, gripper_open."""
+    *moved, last = [name.lower() for name in names] or [""]
+    plain = tuple(re.sub(r"^(d|delta_)(?=(x|y|z|roll|pitch|yaw)$)", "", name) for name in moved)
+    return (*plain, GRIPPER) == ACTION_NAMES and last.startswith(GRIPPER)
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:

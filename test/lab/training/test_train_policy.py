@@ -436,6 +436,19 @@ def test_joints_without_their_state_or_under_a_tools_name_are_refused(tmp_path) 
         )
 
 
+@pytest.mark.parametrize(
+    "label",
+    ["x,y,z,roll,pitch,yaw,gripper", "dx, dy, dz, droll, dpitch, dyaw, gripper_open", "action"],
+)
+def test_a_label_of_a_tools_action_does_not_make_it_one_of_joints(tmp_path, label: str) -> None:
+    images, actions = [np.zeros((40, 40, 3), np.uint8)] * 2, [np.array([0.01, 0, 0, 0, 0, 0, 1.0])] * 2
+    record = DemonstrationRecord(images, actions, LEFT, [0.0, 0.2], {}, action_names=tuple(label.split(",")))
+    write_demonstration(tmp_path / "bag", record)
+    data = load_demonstrations([tmp_path / "bag"], tmp_path / "cache", 28, TopicChoice())
+    assert data.action_names == () and data.actions.shape == (2, 1, 7)
+    np.testing.assert_array_equal(data.starts, 0.0)
+
+
 def test_other_codecs_are_refused():
     with pytest.raises(UserError, match="--codec 'words' cannot be trained; choose one of bins, digits, fast"):
         training(codec="words")
