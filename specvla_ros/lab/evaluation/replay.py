@@ -65,6 +65,7 @@ class ReplayRun:
 
     A replay resumes from frames.jsonl: its frames are not decoded again, and the bag of actions is rewritten from them.
     Before the first missing frame the engine decodes the newest of them again, to restore the last stamp and action.
+    Where answers follow from earlier ones, it decodes all of them again: its answers are then those of one run.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class ReplayRun:
         self._columns = ReplayColumns(engine.target.codec.names, pictures.start_ns)
         self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
         self._newest: list[Observation] = []  # kept frames: the one of the newest action, and the newest of all
+        # A relaxed answer depends on its drafts; a text or actions may be given, and chunks averaged.
+        self._has_history = not engine.settings.lossless or engine.settings.ensemble > 1
         bag = directory.path / BAG_DIRECTORY
         shutil.rmtree(bag, ignore_errors=True)
         described = {key: str(value) for key, value in engine.target.describe().items()}
@@ -146,7 +149,9 @@ class ReplayRun:
         action = None
         if isinstance(observed, Observation):
             action = _action(record, observed, self._columns.names)
-            if action is not None:
+            if self._has_history:
+                self._engine.act(observed)
+            elif action is not None:
                 self._newest = [observed]
             elif record.drop is None or record.drop["reason"] != DropReason.OUT_OF_ORDER.value:
                 self._newest = [*self._newest[:1], observed]

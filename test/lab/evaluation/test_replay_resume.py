@@ -16,11 +16,15 @@ from support.checkpoints import write_checkpoint
 from support.replays import Meddling, drops_of, read_frames, warm_engine
 
 from specvla_ros.control.convention import ConventionSettings
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
+from specvla_ros.lab.bundled.policies import bundled_policy
 from specvla_ros.lab.evaluation.replay import check_replay, replay
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 
 
@@ -84,6 +88,35 @@ def test_a_killed_replay_goes_on(tmp_path: Path) -> None:
     assert "60 of 60 frames answered" in done.stdout
     assert lines.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
     assert [message.seq for message in messages(out)] == list(range(60))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("reasoning", EngineSettings("ar", max_reasoning_tokens=64, think_every_s=60.0)),
+        ("digits", EngineSettings("ar", ensemble=8)),
+    ],
+)
+def test_answers_that_follow_from_earlier_ones_are_those_of_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: EngineSettings
+) -> None:
+    policy = load_target(bundled_policy(name), device="cpu")
+    topics = TopicChoice(instruction="lift the red cube")
+    path, out = bags.write_bag(tmp_path / "bag", bags.episode(5)), tmp_path / "out"
+    replay(Engine(policy, settings), path, tmp_path / "whole", topics=topics, progress=False)
+    with monkeypatch.context() as patch:
+        Meddling(patch, 2, interrupt)
+        replay(Engine(policy, settings), path, out, topics=topics, progress=False)
+    assert len(read_frames(out)) < 5
+    replay(Engine(policy, settings), path, out, topics=topics, progress=False)
+    once, resumed = read_frames(tmp_path / "whole"), read_frames(out)
+    assert any(frame["values"] for frame in once[-2:])
+    for field in ("values", "tokens"):
+        assert [frame.get(field) for frame in resumed] == [frame.get(field) for frame in once]
+    forwards = [
+        [frame["decode"]["forwards"] for frame in frames if frame["seq"] is not None] for frames in (once, resumed)
+    ]
+    assert forwards[0] == forwards[1]
 
 
 def test_a_line_that_was_cut_off_is_decoded_again(policy: OpenVLATarget, tmp_path: Path) -> None:
