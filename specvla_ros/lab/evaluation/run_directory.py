@@ -93,12 +93,13 @@ class RunDirectory:
             raise UserError(f"{error}; or remove that directory") from None
 
     def resume_lines(self, name: str, parse: Callable[[Any], T]) -> list[T]:
-        """Reads a JSON Lines file and removes a truncated last line from it."""
+        """Reads a JSON Lines file and removes a truncated last line from it, or ends one that lacks its end."""
         path = self.path / name
         found = read_lines(path, parse)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text and not text.endswith("\n"):
-            replace_file(path, "".join(text.splitlines(keepends=True)[: len(found)]))
+            lines = [line for line in text.split("\n") if line]
+            replace_file(path, "".join(f"{line}\n" for line in lines[: len(found)]))
         return found
 
     def append_to(self, name: str) -> TextIO:

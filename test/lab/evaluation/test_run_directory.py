@@ -56,3 +56,12 @@ def test_lines_are_read_back_without_the_one_that_was_cut_off(tmp_path: Path) ->
     with directory.append_to("episodes.jsonl") as lines:
         write_line(lines, "d")
     assert directory.resume_lines("episodes.jsonl", str) == ["a", "b", "d"]
+
+
+def test_a_line_that_lacks_only_its_end_is_kept_and_not_joined_with_the_next(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, "simulate")
+    (tmp_path / "episodes.jsonl").write_text('"a"\n"b"')
+    assert directory.resume_lines("episodes.jsonl", str) == ["a", "b"]
+    with directory.append_to("episodes.jsonl") as lines:
+        write_line(lines, "c")
+    assert directory.resume_lines("episodes.jsonl", str) == ["a", "b", "c"]
