@@ -3,7 +3,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -121,14 +121,16 @@ def replay_bags(
     resumed = directory.begin(settings.as_json() | hashes)
     jobs: list[BagJob] = []
     why: dict[str, str] = {}
+    others: set[str] = set()  # bags whose folder is not known to hold their replay
     for name, bag in bags.items():
         out = directory.path / name
         try:
-            if not _is_replayed(bag, out, hashes):
+            if not _is_replayed(bag, out, hashes, resumed=resumed):
                 jobs.append(BagJob(settings, bag, out, str(out / rerun) if rerun else ""))
                 why[name] = "not replayed: the run ended first"
         except UserError as error:
             why[name] = str(error)
+            others.add(name)
     results = run_jobs(
         replay_bag,
         jobs,
@@ -138,7 +140,7 @@ def replay_bags(
         name=lambda job: job.out.name,
         lost=lambda _, why: why,
     )
-    summarised = partial(_summarise, settings, directory, bags, why, left_out, thresholds or Thresholds())
+    summarised = partial(_summarise, settings, directory, bags, why, others, left_out, thresholds or Thresholds())
     done = len(bags) - len(jobs)
     try:
         for job, reason in results:
@@ -199,8 +201,11 @@ def _engine(
     return engine
 
 
-def _is_replayed(bag: Path, out: Path, hashes: Mapping[str, Any]) -> bool:
-    """True if the folder holds this bag's complete replay; raises UserError if it holds something else."""
+def _is_replayed(bag: Path, out: Path, hashes: Mapping[str, Any], *, resumed: bool) -> bool:
+    """True if the folder holds this bag's complete replay; raises UserError if it holds something else.
+
+    `resumed`: the folder lies in a replay of many bags with the same settings.
+    """
     with open_bag(bag) as opened:
         files = file_hashes(opened.files)
     directory = RunDirectory(out, _COMMAND)
@@ -211,6 +216,8 @@ def _is_replayed(bag: Path, out: Path, hashes: Mapping[str, Any]) -> bool:
     found = directory.read_json(SETTINGS_FILE)
     if found.get("bag", {}).get("sha256") != files or any(found.get(name) != hashes[name] for name in hashes):
         raise UserError(f"{out} holds the replay of another bag or policy; remove it, or give another --out")
+    if not resumed:  # it may have any settings
+        raise UserError(f"{out} holds a replay that was made on its own; remove it, or give another --out")
     return True
 
 
@@ -219,6 +226,7 @@ def _summarise(
     directory: RunDirectory,
     bags: Mapping[str, Path],
     why: Mapping[str, str],
+    others: Set[str],
     left_out: Sequence[str],
     thresholds: Thresholds,
 ) -> BagsSummary:
@@ -228,7 +236,8 @@ def _summarise(
     context: dict[str, Any] = {"settings": settings.as_json(), "policy": {"checkpoint": str(settings.policy)}, **head()}
     in_bags = 0
     for name, bag in bags.items():
-        found = RunDirectory(directory.path / name, _COMMAND).read_json(SUMMARY_FILE)
+        folder = RunDirectory(directory.path / name, _COMMAND)
+        found = folder.read_json(SUMMARY_FILE) if name not in others else None
         if found is None:
             rows.append(BagRow(name, str(bag), why.get(name, "")))
             continue

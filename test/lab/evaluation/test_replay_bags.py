@@ -187,8 +187,25 @@ def test_called_again_it_replays_what_is_missing(settings: ReplaySettings, folde
         replay_bags(ReplaySettings(settings.policy, settings.model, topics=TopicChoice(instruction="go")), found, out)
     shutil.rmtree(folder / "a")
     bags.write_bag(folder / "a", bags.episode(5))
-    (failure,) = replay_bags(settings, found, out).failures
+    summary = replay_bags(settings, found, out)
+    (failure,) = summary.failures
     assert failure.startswith("a: ") and "holds the replay of another bag" in failure
+    assert counts(summary) == {"b": (4, 4), "c": (2, 2)} and summary.total.frames == summary.total.frames_in_bag == 6
+
+
+def test_a_folder_that_holds_something_else_fails_its_bag_and_counts_nowhere(
+    settings: ReplaySettings, policy: OpenVLATarget, folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    replay(warm_engine(policy), folder / "a", out / "a", topics=TopicChoice(instruction="go"), progress=False)
+    (out / "b").mkdir()
+    (out / "b" / "settings.json").write_text(json.dumps({"command": "simulate"}))
+    (out / "b" / "summary.json").write_text(json.dumps({"success": {}}))
+    summary = replay_bags(settings, named_bags(find_bags([folder]).bags), out)
+    alone, other = summary.failures
+    assert alone.startswith("a: ") and "holds a replay that was made on its own; remove it" in alone
+    assert other.startswith("b: ") and "holds results of `specvla simulate`" in other
+    assert counts(summary) == {"c": (2, 2)} and summary.total.frames == 2
 
 
 def test_an_interruption_is_told_and_goes_on(
