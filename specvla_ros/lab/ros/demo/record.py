@@ -56,16 +56,17 @@ class DemoRecord:
     """Collects the topics' messages, for films and a report in `out` that replace those of an earlier demo.
 
     `policy` is a checkpoint's directory; `commanded`: the robot takes motion commands instead of the policy's actions.
+    `unnorm_key`: the policy's statistics; empty: its only ones.
     """
 
-    def __init__(self, out: Path, policy: Path, commanded: bool) -> None:
+    def __init__(self, out: Path, policy: Path, commanded: bool, unnorm_key: str = "") -> None:
         self._directory = RunDirectory(out, "demo")
         self._directory.begin()
         self._out, self._films = self._directory.path, self._directory.path / "films"
         shutil.rmtree(self._films, ignore_errors=True)
         (self._out / RECORDING_FILE).unlink(missing_ok=True)
         self._policy, self._commanded = policy, commanded
-        self._statistics = select_statistics(read_config(policy).norm_stats, "")
+        self._statistics = select_statistics(read_config(policy).norm_stats, unnorm_key)
         self._films.mkdir(parents=True, exist_ok=True)
         self.episodes: list[EpisodeResult] = []
         self.episode: SimEpisode | None = None

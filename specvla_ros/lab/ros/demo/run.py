@@ -148,7 +148,7 @@ def run_demo(
     senses, taught = _senses(policy, config), config.instructions
     # A robot on the network must not receive the simulated policy's actions.
     os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
-    record = DemoRecord(out, policy, robot.commanded)
+    record = DemoRecord(out, policy, robot.commanded, parameters.get("unnorm_key", ""))
     given = {**parameters, "checkpoint": str(policy), "use_sim_time": True}
     write_parameters(out / PARAMETERS_FILE, given, ["Parameters of the policy node in `specvla demo`."])
     console = Console()

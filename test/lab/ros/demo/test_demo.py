@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import av
 import numpy as np
 import pytest
-from support.checkpoints import copy_checkpoint, with_sensors
+from support.checkpoints import copy_checkpoint, edit_json, with_sensors
 from support.gl import needs_gl
 from support.nightly import nightly_but
 from support.patience import PATIENCE_S, wait_until
@@ -24,7 +25,9 @@ from support.typed import specvla
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.ros.demo import run as demo
 from specvla_ros.lab.ros.demo.run import _senses
+from specvla_ros.lab.simulation.arm import TABLE_ARM
 from specvla_ros.models.families.openvla.config import read_config
 
 COMMAND = [sys.executable, "-m", "specvla_ros.cli", "demo", "--episodes", "1"]
@@ -74,6 +77,32 @@ def test_a_policy_of_another_arm_or_interface_is_refused_before_anything_starts(
     run = specvla("demo", "--out", tmp_path / "demo", *options)
     assert run.returncode == 2 and words in " ".join(run.stderr.split()), run.stdout + run.stderr
     assert not (tmp_path / "demo").exists()
+
+
+class BroughtUpError(Exception):
+    """Ends a demo where its nodes would start."""
+
+
+@needs_gl
+def test_a_policy_with_several_statistics_is_shown_with_those_that_were_named(tmp_path, monkeypatch):
+    policy, key = copy_checkpoint(nano_policy(), tmp_path / "policy"), "specvla_table"
+    edit_json(policy / "config.json", lambda config: config["norm_stats"].update(other=config["norm_stats"][key]))
+
+    def begun(_: object) -> None:
+        raise BroughtUpError
+
+    monkeypatch.setattr(demo, "refuse_others", begun)
+    monkeypatch.setattr(demo, "rclpy", SimpleNamespace(init=lambda args: None, try_shutdown=lambda: None))
+    with pytest.raises(BroughtUpError):
+        demo.run_demo(
+            tmp_path / "demo",
+            policy,
+            robot=demo.DemoRobot(TABLE_ARM),
+            tasks=[],
+            episodes=1,
+            seed=0,
+            parameters={"unnorm_key": key, "decode.mode": "ar"},
+        )
 
 
 @pytest.mark.nightly
