@@ -126,6 +126,7 @@ def _write_untrained(out: Path, data: dataset.DemonstrationSet, training: Policy
     if (out / "config.json").exists():
         raise UserError(f"{out} already holds a checkpoint; choose another --out")
     if init is not None:
+        _check_statistics(init, data, training)
         _copy_checkpoint(init, out, data.instructions, seed=training.seed)
         if _continues(init, data, training):
             return
@@ -149,6 +150,16 @@ def _check_joints(data: dataset.DemonstrationSet, training: PolicyTraining) -> N
             "--unnorm-key another name; specvla_joints is that of `specvla collect --joints`"
         )
     _ = data.starts
+
+
+def _check_statistics(init: Path, data: dataset.DemonstrationSet, training: PolicyTraining) -> None:
+    """Raises UserError if a policy of the tool, which keeps its statistics, has none of the chosen name."""
+    names = ", ".join(read_config(init).norm_stats)
+    if not data.action_names and training.unnorm_key not in read_config(init).norm_stats:
+        raise UserError(
+            f"--unnorm-key {training.unnorm_key}: a policy that is trained further keeps its statistics, and those of "
+            f"{init} are named {names}: give that name, or train without --init for statistics of these data"
+        )
 
 
 def _continues(init: Path, data: dataset.DemonstrationSet, training: PolicyTraining) -> bool:
@@ -207,7 +218,7 @@ def _choose_codec(out: Path, data: dataset.DemonstrationSet, training: PolicyTra
     decoder = fields.inner("text_config").raw | {"max_position_embeddings": _POSITIONS}
     changed = {"action_codec": training.codec, "eos_token_id": _END_ID, "text_config": decoder}
     write_json(out / "config.json", fields.raw | changed)
-    statistics = select_statistics(fields.inner("norm_stats").raw, "")
+    statistics = select_statistics(fields.inner("norm_stats").raw, training.unnorm_key)
     shape = _chunk_shape(data, training, statistics.unnorm_key)
     folder = out / CODEC_FOLDER
     if training.codec == "digits":

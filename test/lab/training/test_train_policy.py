@@ -240,6 +240,15 @@ def test_training_goes_on_from_another_checkpoint(bags, tmp_path):
     assert load_openvla(tmp_path / "third").prompt.taught == (LEFT,)
 
 
+def test_statistics_of_another_name_are_refused_where_those_of_the_checkpoint_stay(bags, tmp_path) -> None:
+    write_nano(tmp_path / "first", SHAPE, (LEFT, RIGHT), {"d": action_statistics(np.eye(7))}, seed=0)
+    for codec in ("bins", "digits"):
+        other = training(steps=1, codec=codec, init=str(tmp_path / "first"), unnorm_key="mine")
+        with pytest.raises(UserError, match=r"--unnorm-key mine: .*keeps its statistics, .* are named d: give"):
+            train_policy([bags], tmp_path / codec, other)
+        assert not (tmp_path / codec / "config.json").exists()
+
+
 def test_new_instructions_bring_their_words_and_leave_the_rest_of_the_policy(tmp_path):
     write_nano(tmp_path, SHAPE, (LEFT, RIGHT), {"d": action_statistics(np.eye(7))}, seed=0)
     before = load_openvla(tmp_path)
