@@ -246,6 +246,11 @@ def _try_on_frames(
             on_frame=lambda: on_progress("frames", next(progress), len(groups) * len(frames)),
         )
         exact = runs[_PLAIN]
+        if not exact.tally.actions:
+            raise UserError(
+                f"the policy answered none of the {len(frames)} images with an action, so that no setting can be "
+                f"compared ({exact.dropped}): give images of its own robot and tasks, and its own decoding parameters"
+            )
         for trial in group if candidates else (plain, *group):
             run = runs[trial.name]
             speed_up, off = exact.action_s / run.action_s, deviation(exact.values, run.values, policy.codec.names)

@@ -117,6 +117,7 @@ class FrameRun:
     # actions of the first round, float64 [frames, action_dim]; NaN for frames without one
     values: list[np.ndarray] = field(default_factory=list)
     tally: DecodeTally = field(default_factory=DecodeTally)  # of the first round
+    dropped: str = ""  # why the first frame without an action has none
 
     def keep(self, outcome: Outcome, action_dim: int) -> None:
         if isinstance(outcome, Action):
@@ -124,6 +125,7 @@ class FrameRun:
             self.tally.add(outcome.record)
         else:
             self.values.append(np.full(action_dim, np.nan))
+            self.dropped = self.dropped or f"{outcome.reason.value}: {outcome.detail}"
 
     @property
     def action_s(self) -> float:
@@ -159,7 +161,7 @@ def time_settings(
             for name, answer in answers.items():
                 runs[name].seconds.append(answer.seconds)
                 if not again:
-                    runs[name].keep(answer.outcome, policy.codec.max_tokens)
+                    runs[name].keep(answer.outcome, len(policy.codec.names))
             on_frame()
     return runs
 

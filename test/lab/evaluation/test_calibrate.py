@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import bags
 from support.gl import needs_gl
 from typer.testing import CliRunner
 
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.bundled.policies import bundled_policy, nano_policy
 from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.evaluation import simulate
 from specvla_ros.lab.evaluation.calibrate import (
@@ -33,8 +34,9 @@ from specvla_ros.lab.evaluation.simulate import SimulateSettings
 from specvla_ros.lab.plans import CalibratePlan, Limits, SimulatePlan
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
 from specvla_ros.settings.profiles import merge_parameters
-from specvla_ros.speculation.settings import DraftSettings, Tolerance, adjusted
+from specvla_ros.speculation.settings import NO_HEAD, DraftSettings, Tolerance, adjusted
 
 NONE, NEAR, FAR = map(Tolerance.parse, ("0.0001mm", "2mm,1.1deg", "30mm,20deg"))
 
@@ -138,6 +140,20 @@ def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path
     write_profile(path, Calibration((chosen,), chosen, Limits(), {}, {"policy": {"quantization": quantization}}))
     named = merge_parameters([path], {}, node="policy").get("model.quantization", "none")
     assert named == quantization
+
+
+def test_images_without_an_action_are_lost_and_without_any_nothing_is_chosen(tmp_path: Path):
+    policy = load_target(bundled_policy("digits"), device="cpu")
+    base = SimulateSettings(
+        policy.directory, engine=EngineSettings("spec", draft=adjusted(DraftSettings(head=NO_HEAD), chunk_shift=True))
+    )
+    image, plan = bags.pixels(2), CalibratePlan((), nodes=(8,))
+    seen, unanswered = (Observation(image, text, 1) for text in ("lift the red cube", "word " * 2000))
+    found = calibrate(policy, base, [seen, unanswered], plan, tmp_path / "one")
+    assert [each.deviation.lost_share for each in found.candidates] == [0.5, 0.5]
+    with pytest.raises(UserError, match=r"answered none of the 2 images with an action.*bad_instruction: .*own robot"):
+        calibrate(policy, base, [unanswered] * 2, plan, tmp_path / "none")
+    assert not (tmp_path / "none" / PROFILE_FILE).exists()
 
 
 @needs_gl
