@@ -117,6 +117,8 @@ class DemoRecord:
         if before is not None and (before.episode, before.state) == (episode.episode, episode.state):
             return
         if episode.state == SimEpisode.RUNNING:
+            if before is not None and (before.episode, before.state) == (episode.episode, SimEpisode.ABORTED):
+                self._filmed.discard(self.episodes.pop().task)  # it restarts, and counts once
             self._actions.clear()
             self._tally, self._dropped_before = DecodeTally(), self._dropped
             return

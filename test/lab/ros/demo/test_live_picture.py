@@ -45,6 +45,27 @@ def test_an_answer_that_comes_in_parts_counts_once_by_its_first_part(tmp_path: P
     assert [*record.recent] == [(1.0, 0.2), (2.0, 0.3)]
 
 
+def test_an_episode_that_restarts_counts_once_by_its_last_attempt(tmp_path: Path) -> None:
+    record = DemoRecord(tmp_path / "demo", nano_policy(), commanded=True)
+
+    def tell(index: int, state: int, finished: int) -> None:
+        record.on_episode(
+            SimEpisode(task="lift_red", seed=index, episode=index, state=state, finished_so_far=finished, time_s=1.0)
+        )
+
+    tell(0, SimEpisode.RUNNING, 0)
+    tell(0, SimEpisode.ABORTED, 0)
+    assert [episode.succeeded for episode in record.episodes] == [False]
+    tell(0, SimEpisode.RUNNING, 0)
+    tell(0, SimEpisode.SUCCEEDED, 1)
+    tell(1, SimEpisode.RUNNING, 1)
+    tell(1, SimEpisode.ABORTED, 2)  # the simulation diverged: another one follows
+    tell(2, SimEpisode.RUNNING, 2)
+    tell(2, SimEpisode.FAILED, 3)
+    assert [(each.seed, each.succeeded) for each in record.episodes] == [(0, True), (1, False), (2, False)]
+    assert record.unseen == 0
+
+
 def test_an_episode_says_when_each_action_came_and_how_old_its_image_was(tmp_path: Path) -> None:
     record = DemoRecord(tmp_path / "demo", nano_policy(), commanded=False)
     record.on_episode(SimEpisode(state=SimEpisode.RUNNING, task="lift_red"))
