@@ -292,11 +292,16 @@ def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
     return {texts[name]: actions[found[name]] for name in sorted(texts)}
 
 
-def action_statistics(actions: np.ndarray) -> dict[str, Any]:
-    """Action statistics for OpenVLA's config.json from float64 [..., n]: 1st and 99th percentile, gripper unscaled."""
+def action_statistics(actions: np.ndarray, names: Sequence[str] = ACTION_NAMES) -> dict[str, Any]:
+    """Action statistics for OpenVLA's config.json from float64 [..., n]: 1st and 99th percentile.
+
+    The last value is not scaled if `names` end with a gripper's.
+    """
     low, high = np.quantile(actions.reshape(-1, actions.shape[-1]), (0.01, 0.99), axis=0)
-    low[-1], high[-1] = 0.0, 1.0
-    return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * (len(low) - 1) + [False]}}
+    mask = [True] * len(low)
+    if is_gripper(names[-1]):
+        low[-1], high[-1], mask[-1] = 0.0, 1.0, False
+    return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": mask}}
 
 
 def state_statistics(states: np.ndarray) -> dict[str, Any]:

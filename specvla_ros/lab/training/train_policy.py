@@ -190,7 +190,7 @@ def _choose_actions(out: Path, data: dataset.DemonstrationSet, training: PolicyT
     horizon = 1 if training.codec == "bins" else training.horizon
     everything = np.full(data.actions.shape[-1], np.inf)
     chunks = dataset.action_chunks(data, horizon, (-everything, everything), step_s)
-    statistics = dataset.action_statistics(chunks)
+    statistics = dataset.action_statistics(chunks, data.action_names)
     statistics["action"]["names"] = list(data.action_names)
     write_json(out / "config.json", fields.raw | {"norm_stats": {training.unnorm_key: statistics}})
 

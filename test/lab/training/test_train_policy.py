@@ -377,13 +377,15 @@ JOINTS = ("hip", "knee", "gripper")
 STATE = TopicChoice(state_topic="/joint_states")
 
 
-def write_joint_bags(directory: Path, *, bags: int = 20, steps: int = 6) -> None:
+def write_joint_bags(
+    directory: Path, *, bags: int = 20, steps: int = 6, names: tuple[str, ...] = JOINTS, way: float = 0.1
+) -> None:
     """The joints' goals are ahead of them by what the picture's brightness says."""
     rng = np.random.default_rng(0)
     for i in range(bags):
         at, ahead = rng.uniform(-1, 1, (steps, 2)), rng.uniform(0.2, 1.0, (steps, 2))
         images = [np.full((40, 40, 3), round(200 * each[0]), dtype=np.uint8) for each in ahead]
-        goals = [np.append(here + 0.1 * way, 1.0) for here, way in zip(at, ahead, strict=True)]
+        goals = [np.append(here + way * each, 1.0)[: len(names)] for here, each in zip(at, ahead, strict=True)]
         times = [0.2 * k for k in range(steps)]
         record = DemonstrationRecord(
             images,
@@ -393,7 +395,7 @@ def write_joint_bags(directory: Path, *, bags: int = 20, steps: int = 6) -> None
             {},
             state_names=("knee", "hip"),
             states=[*at[:, ::-1].copy()],
-            action_names=JOINTS,
+            action_names=names,
         )
         write_demonstration(directory / f"bag-{i:02d}", record)
 
@@ -419,6 +421,19 @@ def test_a_policy_of_joints_learns_their_displacements_and_names_them(tmp_path, 
         assert all(number % 4 == 0 for number in numbers) and any(number % 10 for number in numbers)
     low, high = target.codec.action_range
     np.testing.assert_allclose([low[:2], high[:2]], np.quantile(chunks[..., :2].reshape(-1, 2), (0.01, 0.99), axis=0))
+
+
+def test_the_last_joint_of_an_arm_without_a_gripper_is_one_like_the_others(tmp_path) -> None:
+    write_joint_bags(tmp_path / "bags", names=JOINTS[:2], way=-0.1)
+    changes = dict(steps=2, validate_every=2, unnorm_key="specvla_joints", topics=STATE)
+    train_policy([tmp_path / "bags"], tmp_path / "policy", training(**changes))
+    target = load_target(tmp_path / "policy", device="cpu")
+    low, high = target.codec.action_range
+    assert target.codec.names == JOINTS[:2]
+    assert (low < -0.09).all() and (high < -0.015).all(), "displacements between -0.1 and -0.02 of both"
+    data = load_demonstrations(find_bags([tmp_path / "bags"]).bags, tmp_path / "cache", 28, STATE)
+    taught = [target.codec.decode(each[0].tolist())[0] for each in Batches(require_openvla(target), data)._answers]
+    np.testing.assert_allclose(taught, data.actions[:, 0] - data.starts, atol=0.002)
 
 
 def test_a_policy_that_is_trained_further_keeps_its_statistics(tmp_path) -> None:
