@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from specvla_ros.control.convention import ConventionSettings
+from specvla_ros.control.convention import ACTION_NAMES, GRIPPER, ConventionSettings
 from specvla_ros.control.joint_parts import TOLERANCE_S
 from specvla_ros.control.state_units import StateConvention
 from specvla_ros.errors import UserError
@@ -225,6 +226,34 @@ def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
     rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}
     for _, simultaneous in groupby(bag.messages(topics.names), key=lambda message: message.time_ns):
         yield from sorted(simultaneous, key=lambda message: rank[message.topic])
+
+
+def action_names_of(bag: Bag, topic: Topic) -> tuple[str, ...]:
+    """Names of the actions' values from their dimension's label; empty if it has none, or if they are of a tool.
+
+    A single word over several values, such as `action`, names the dimension.
+    """
+    from specvla_ros.lab.bags.demonstrations import ACTION_LABELS
+
+    first = next(iter(bag.messages((topic.name,))), None)
+    message = first.message() if first is not None else None
+    if message is None:
+        return ()
+    if topic.msgtype in ANSWERS:
+        names = tuple(message.names)
+    else:
+        label = next((each.label for each in message.layout.dim if each.label), "")
+        names = tuple(name.strip() for name in label.split(ACTION_LABELS)) if label else ()
+        names = names if len(names) > 1 or len(message.data) == 1 else ()
+    return () if _of_tool(names) else names
+
+
+def _of_tool(names: Sequence[str]) -> bool:
+    """True for the names of a tool's action, also in the forms of other recorders: dx, delta_x, gripper_open."""
+    if len(names) != len(ACTION_NAMES):
+        return False
+    place = tuple(re.sub(r"^(d|delta_)(?=[xyz]$)", "", name.lower()) for name in names[:3])
+    return place == ACTION_NAMES[:3] and names[-1].lower().startswith(GRIPPER)
 
 
 def _typed(bag: Bag, name: str, types: tuple[str, ...]) -> Topic:

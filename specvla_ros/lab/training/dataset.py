@@ -19,16 +19,15 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_ros.control.convention import ACTION_NAMES, GRIPPER, is_gripper
+from specvla_ros.control.convention import ACTION_NAMES, is_gripper
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import (
-    ACTION_LABELS,
     ACTION_TOPIC,
     HINDSIGHT_ACTION_TOPIC,
     HINDSIGHT_INSTRUCTION_TOPIC,
 )
-from specvla_ros.lab.bags.frames import ANSWERS, TopicChoice, bag_frames, choose_topics, rgb_from_message
-from specvla_ros.lab.bags.reader import Bag, Topic, bag_files, open_bag
+from specvla_ros.lab.bags.frames import TopicChoice, action_names_of, bag_frames, choose_topics, rgb_from_message
+from specvla_ros.lab.bags.reader import Bag, bag_files, open_bag
 from specvla_ros.lab.files import write_json
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
@@ -223,7 +222,7 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
         chosen = choose_topics(reader, topics)
         if chosen.action is None:
             raise UserError(f"bag {bag} has no actions on {ACTION_TOPIC}; name their topic with --action-topic")
-        hindsight, action_names = _hindsight(reader), _action_names(reader, chosen.action)
+        hindsight, action_names = _hindsight(reader), action_names_of(reader, chosen.action)
         for frame in bag_frames(reader, chosen, topics.instruction):
             if frame.missing:
                 missing.append(frame.missing)
@@ -248,31 +247,6 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
     left_out = f"{len(missing)} images are skipped, the first: {missing[0]}" if missing else ""
     names, arrays = chosen.states.names, (np.array(images, np.uint8), np.array(states), np.array(actions))
     return _Steps(*arrays, tuple(texts), tuple(times), names, action_names, left_out)
-
-
-def _action_names(reader: Bag, topic: Topic) -> tuple[str, ...]:
-    """Names of the actions' values from their dimension's label; empty if it has none, or if they are of a tool.
-
-    A single word over several values, such as `action`, names the dimension.
-    """
-    first = next(iter(reader.messages((topic.name,))), None)
-    message = first.message() if first is not None else None
-    if message is None:
-        return ()
-    if topic.msgtype in ANSWERS:
-        names = tuple(message.names)
-    else:
-        label = next((each.label for each in message.layout.dim if each.label), "")
-        names = tuple(name.strip() for name in label.split(ACTION_LABELS)) if label else ()
-        names = names if len(names) > 1 or len(message.data) == 1 else ()
-    return () if _of_tool(names) else names
-
-
-def _of_tool(names: Sequence[str]) -> bool:
-    """True for the names of a tool's action, also in the forms of other recorders: dx, delta_x, gripper_open."""
-    *moved, last = [name.lower() for name in names] or [""]
-    plain = tuple(re.sub(r"^(d|delta_)(?=(x|y|z|roll|pitch|yaw)$)", "", name) for name in moved)
-    return (*plain, GRIPPER) == ACTION_NAMES and last.startswith(GRIPPER)
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:

@@ -21,6 +21,8 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.lab.bags.finder import find_bags
 from specvla_ros.lab.bags.frames import TopicChoice
+from specvla_ros.lab.bags.lerobot.export import export
+from specvla_ros.lab.bags.lerobot.export_plan import ExportPlan
 from specvla_ros.lab.plans import NanoShape, PolicyTraining
 from specvla_ros.lab.training.dataset import Batches, action_chunks, action_statistics, load_demonstrations, shuffled
 from specvla_ros.lab.training.nano import teach_instructions, write_nano
@@ -421,6 +423,20 @@ def test_a_policy_of_joints_learns_their_displacements_and_names_them(tmp_path, 
         assert all(number % 4 == 0 for number in numbers) and any(number % 10 for number in numbers)
     low, high = target.codec.action_range
     np.testing.assert_allclose([low[:2], high[:2]], np.quantile(chunks[..., :2].reshape(-1, 2), (0.01, 0.99), axis=0))
+
+
+@pytest.mark.parametrize("tool", [False, True])
+def test_an_exported_datasets_actions_are_of_joints_if_its_bags_are(tmp_path, tool: bool) -> None:
+    state = tuple(f"joint{i}" for i in range(1, 7))
+    names = () if tool else (*state, "gripper")
+    images, actions = [np.zeros((40, 40, 3), np.uint8)] * 3, [np.array([0.1 * i] * 6 + [1.0]) for i in range(3)]
+    states = dict(state_names=state, states=[np.full(6, 0.05)] * 3)
+    record = DemonstrationRecord(images, actions, LEFT, [0.0, 0.2, 0.4], {}, **states, action_names=names)
+    write_demonstration(tmp_path / "bag", record)
+    export([tmp_path / "bag"], tmp_path / "dataset", ExportPlan(), TopicChoice())
+    data = load_demonstrations([*find_bags([tmp_path / "dataset"]).bags], tmp_path / "cache", 28, STATE)
+    assert data.action_names == names and data.state_names == state
+    np.testing.assert_allclose(data.starts[:, :6], 0.0 if tool else 0.05)
 
 
 def test_the_last_joint_of_an_arm_without_a_gripper_is_one_like_the_others(tmp_path) -> None:

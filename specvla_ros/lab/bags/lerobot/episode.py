@@ -18,8 +18,9 @@ import numpy as np
 from rosbags.interfaces import Connection, ConnectionExtRosbag2, MessageDefinition, MessageDefinitionFormat, Qos
 from rosbags.typesys import Stores, get_typestore
 
+from specvla_ros.control.convention import is_gripper
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.demonstrations import ACTION_TOPIC, INSTRUCTION_TOPIC, LATCHED, STATE_TOPIC
+from specvla_ros.lab.bags.demonstrations import ACTION_LABELS, ACTION_TOPIC, INSTRUCTION_TOPIC, LATCHED, STATE_TOPIC
 from specvla_ros.lab.bags.lerobot.dataset import AGAIN, Episode, Feature, LeRobotDataset, check_columns
 
 if TYPE_CHECKING:
@@ -164,8 +165,19 @@ class EpisodeStorage:
             return {"name": self._state_names(key), "position": values, "velocity": empty, "effort": empty}
         if np.isnan(values).all():
             return None
-        layout = self._store.types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
+        dimension, size = self._store.types["std_msgs/msg/MultiArrayDimension"], len(values)
+        label = self._joints_label(key) if topic == ACTION_TOPIC else ""
+        named = [dimension(label=label, size=size, stride=size)] if label else []
+        layout = self._store.types["std_msgs/msg/MultiArrayLayout"](dim=named, data_offset=0)
         return {"layout": layout, "data": values}
+
+    def _joints_label(self, key: str) -> str:
+        """The label of an action that has the names of the state's values, so that it moves these; else empty."""
+        names, count = self._dataset.features[key].names, self._numbers[key].shape[1]
+        state = self._topics.get(STATE_TOPIC)
+        known = self._state_names(state) if state is not None else []
+        of_joints = len(set(names)) == len(names) == count and all(is_gripper(name) or name in known for name in names)
+        return ACTION_LABELS.join(names) if of_joints else ""
 
     def _state_names(self, key: str) -> list[str]:
         """The state's names; state_0, state_1 … if the dataset does not name each value."""

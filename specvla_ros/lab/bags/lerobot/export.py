@@ -23,6 +23,7 @@ from specvla_ros.lab.bags.frames import (
     RAW_IMAGE,
     BagFrame,
     TopicChoice,
+    action_names_of,
     bag_frames,
     choose_topics,
     recorded_ns,
@@ -74,13 +75,15 @@ class _Survey:
     sizes: Mapping[str, tuple[int, int]]  # height and width of the first frame's images, by feature
     state_names: tuple[str, ...]
     action_dims: int  # 0: no recorded actions
+    action_names: tuple[str, ...]  # of the joints that the recorded actions position; empty: not given
     answers: Mapping[int, _Answer]  # the policy's, by stamp
     unread: tuple[str, ...]  # topics of cameras that are not exported
 
     def same(self) -> dict[str, Any]:
         """Properties that all bags of a dataset must have in common."""
         names = {each.names for each in self.answers.values()}
-        return {"images": dict(self.sizes), "state": self.state_names, "action": self.action_dims, "answers": names}
+        action = {"action": self.action_dims, "the actions' names": self.action_names}
+        return {"images": dict(self.sizes), "state": self.state_names, **action, "answers": names}
 
 
 def export(
@@ -157,6 +160,7 @@ def _survey(path: Path, choice: TopicChoice, answers: Path | None, result: Expor
             {key: image.shape[:2] for key, image in images.items()},
             chosen.states.names if chosen.state is not None else (),
             next(iter(dims), 0),
+            action_names_of(bag, chosen.action) if chosen.action is not None else (),
             answered,
             tuple(unread),
         )
@@ -260,7 +264,8 @@ def _layout(surveys: Sequence[_Survey], plan: ExportPlan, result: ExportResult) 
         numbers[STATE] = Numbers("float32", first.state_names)
     names = answer.names if answer is not None else ()
     dims = first.action_dims or len(names)
-    numbers[ACTION] = Numbers("float32", names if len(names) == dims else tuple(f"action_{i}" for i in range(dims)))
+    given = next((each for each in (first.action_names, names) if len(each) == dims), ())
+    numbers[ACTION] = Numbers("float32", given or tuple(f"action_{i}" for i in range(dims)))
     if answer is not None:
         numbers |= {POLICY_ACTION: Numbers("float32", names), POLICY_LATENCY: Numbers("float32")}
         if not first.action_dims:
