@@ -137,6 +137,7 @@ def train_draft(
     from specvla_ros.models.families.openvla.config import OPENVLA_TYPES
     from specvla_ros.models.families.openvla.target import require_openvla
 
+    training.check_output(out)
     check_directory(chosen.checkpoint)
     if model_type_of(chosen.checkpoint) not in OPENVLA_TYPES:
         raise UserError(f"{chosen.checkpoint} is not an OpenVLA checkpoint; draft heads are only trained for OpenVLA")

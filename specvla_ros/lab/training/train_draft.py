@@ -73,6 +73,12 @@ def check_frames(data: Sequence[Path] | None, frames: int, topics: TopicChoice =
     )
 
 
+def check_output(out: Path) -> None:
+    """Raises UserError if a directory holds a finished head, which the training would replace at its end."""
+    if (out / "model.safetensors").exists() and not (out / STATE_DIRECTORY).exists():
+        raise UserError(f"{out} already holds a draft head; choose another --out, or move that head away")
+
+
 def collect_features(
     policy: Target,
     data: Sequence[Path] | None,

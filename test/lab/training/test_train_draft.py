@@ -23,6 +23,7 @@ from support.dying import make_shard_dying_once
 from support.patience import wait_until
 from support.random_checkpoint import write_random_checkpoint
 from support.random_fast import AnyFast, write_fast_policy
+from typer.testing import CliRunner
 
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
@@ -31,6 +32,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.plans import THIS_PROCESS, DraftTraining, Spread
 from specvla_ros.lab.training import draft_features, train_draft
 from specvla_ros.lab.training.draft_features import FeatureStore, answer, read_shard, shuffled_samples
@@ -307,6 +309,19 @@ def test_frames_are_counted_over_all_bags(tmp_path: Path) -> None:
         UserError, match="--frames 256 is too few to train on and to validate with; 257 are the minimum"
     ):
         check_frames([tmp_path], 256)
+
+
+def test_a_finished_head_is_not_written_over(tmp_path: Path) -> None:
+    head, bag = tmp_path / "head", write_bag(tmp_path / "bag", episode(1, actions=False))
+    head.mkdir()
+    (head / "model.safetensors").write_bytes(b"of the robot")
+    command = ["train-draft", "--target", "nano", "--data", str(bag), "--out", str(head)]
+    for interrupted, refused in ((False, "already holds a draft head; choose another --out"), (True, "too few")):
+        if interrupted:
+            (head / STATE_DIRECTORY).mkdir()
+        result = CliRunner().invoke(app, command)
+        assert isinstance(result.exception, UserError) and refused in str(result.exception), result.output
+    assert (head / "model.safetensors").read_bytes() == b"of the robot"
 
 
 @pytest.mark.nightly
