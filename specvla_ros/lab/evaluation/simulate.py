@@ -192,10 +192,11 @@ def simulate(
     directory.begin(settings.as_json() | checkpoint_hashes(settings.policy, settings.engine))
     done = {(each.task, each.seed): each for each in directory.resume_lines(EPISODES_FILE, episode_of)}
     wanted = [(task, plan.first_seed + i) for i in range(plan.episodes) for task in tasks]
+    films = {(task, seed): out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4" for task, seed in wanted}
     jobs = []
     for task, seed in (each for each in wanted if each not in done):
-        film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
-        jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
+        film = films[task, seed] if seed - plan.first_seed < plan.films else None
+        jobs.append(EpisodeJob(settings, task, seed, film))
     before = CpuTimes.now()
     with directory.reporting_errors("; finished episodes are kept, and the same command resumes"):
         (out / FILMS).mkdir(exist_ok=True)
@@ -214,7 +215,7 @@ def simulate(
             }
             summary = summarise_episodes(finished, context=context)
             directory.write_json(SUMMARY_FILE, summary.as_json())
-            write_simulate_report(out / REPORT_FILE, summary, sorted((out / FILMS).glob("*.mp4")))
+            write_simulate_report(out / REPORT_FILE, summary, sorted(filter(Path.exists, films.values())))
     return summary
 
 

@@ -99,6 +99,15 @@ def test_what_is_finished_is_not_run_again(policy, tmp_path):
         simulate(SimulateSettings(policy, clock=Clock.REALTIME, time_limit=SHORT), plan, out)
 
 
+@needs_gl
+def test_a_report_shows_the_films_of_its_own_episodes(policy, tmp_path):
+    settings = SimulateSettings(policy, time_limit=SHORT)
+    simulate(settings, SimulatePlan(tasks=("lift_red", "put_red"), episodes=1, films=1), tmp_path)
+    simulate(settings, SimulatePlan(tasks=("lift_red",), episodes=1, films=0), tmp_path)
+    report = (tmp_path / "report.html").read_text()
+    assert "lift_red-0</figcaption>" in report and "put_red-0" not in report
+
+
 @pytest.mark.nightly
 @needs_gl
 def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
