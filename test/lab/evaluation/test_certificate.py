@@ -63,6 +63,15 @@ def test_strict_settings_change_nothing(policy: OpenVLATarget, recorded: list[Pa
     assert found.content["bags"]["bag_0"]["digest"] != found.content["bags"]["bag_1"]["digest"]
 
 
+def test_a_bag_has_its_name_also_where_it_is_given_as_the_current_directory(
+    policy: OpenVLATarget, recorded: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recorded[0])
+    here = certify(policy, EngineSettings("ar"), [Path()], ALONE)
+    assert [*here.content["bags"]] == ["bag_0"]
+    assert differences(here, certify(policy, EngineSettings("ar"), recorded[:1], ALONE)) == ()
+
+
 def test_the_two_largest_logits_are_the_plain_decoders(policy: OpenVLATarget, recorded: list[Path]) -> None:
     """By its own forwards, one token at a time."""
     (closest,) = (certify(policy, EngineSettings("ar"), recorded[:1], ALONE).content["result"]["closest"],)

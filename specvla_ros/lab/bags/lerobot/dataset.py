@@ -111,7 +111,9 @@ def episode_files(path: Path) -> tuple[Path, ...]:
 
 def name_of(bag: Path) -> str:
     """The name that results give a bag: its own, or that of a dataset's episode after the dataset's."""
-    return bag.name if as_episode(bag) is None else f"{bag.parent.resolve().name}_{bag.name}"
+    if as_episode(bag) is not None:
+        return f"{bag.parent.resolve().name}_{bag.name}"
+    return bag.name if bag.name not in ("", "..") else bag.resolve().name
 
 
 def origin(dataset: Path) -> dict[str, str | None]:
