@@ -197,6 +197,13 @@ def test_what_went_wrong_in_the_middle_leaves_no_dataset(recorded: list[Path], t
         exported(recorded, tmp_path / "set")
 
 
+def test_a_further_camera_does_not_take_the_first_ones_place(recorded: list[Path], tmp_path: Path) -> None:
+    topics = TopicChoice(cameras={"camera": "/wrist/image_raw"})
+    with pytest.raises(UserError, match=r"--camera camera=…: the first camera, /camera/image_raw, has this name"):
+        export(recorded, tmp_path / "out", ExportPlan(), topics)
+    assert not (tmp_path / "out").exists()
+
+
 def test_bags_without_actions_or_answers_are_refused(tmp_path: Path) -> None:
     path = bags.write_bag(tmp_path / "bag", bags.episode(4, actions=False))
     with pytest.raises(UserError, match="has no actions: name their topic with --action-topic, or give a replay"):

@@ -321,5 +321,8 @@ def _numbers(survey: _Survey, frame: BagFrame, stamp: int, answer: _Answer | Non
 def _images(frame: BagFrame, choice: TopicChoice, lead: str) -> dict[str, np.ndarray]:
     """The images of a frame by feature, RGB uint8 [height, width, 3]."""
     parts = [part for part in lead.split("/") if part and part not in _GENERIC]
-    messages = {"_".join(parts) or "camera": frame.image} | {name: frame.others[name] for name in choice.cameras}
+    first = "_".join(parts) or "camera"
+    if first in choice.cameras:
+        raise UserError(f"--camera {first}=…: the first camera, {lead}, has this name; give the further one another")
+    messages = {first: frame.image} | {name: frame.others[name] for name in choice.cameras}
     return {IMAGES.format(name): rgb_from_message(message.message()) for name, message in messages.items()}
