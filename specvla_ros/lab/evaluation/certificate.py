@@ -57,7 +57,7 @@ _COMPARED = {
 }
 _FIELDS = {
     *("certificate", "date", "software", "hardware", "code", "policy", "strict", "instruction", "settings"),
-    *("policy_files", "draft_files", "tie", "ties_looked_at", "bags", "datasets", "details", "result"),
+    *("policy_files", "draft_files", "tie", "ties_looked_at", "bags", "datasets", "details", "result", "not_compared"),
 }
 # The fields whose differences are named, but which another run need not reproduce.
 _NAMED = {"code": "the package's sources", "software": "the software", "hardware": "the hardware"}
@@ -171,13 +171,15 @@ def certify(
             "two bags have the same name, by which the certificate identifies them: rename one of the bag directories"
         )
     comparison, total, of_bags = Comparison(policy), Finding(), {}
+    not_compared: dict[str, list[str]] = {}  # parts of bags that could not be read, by the bag's name
     digest = hashlib.sha256()
     asked = replace(settings, max_image_age_s=0.0, in_order=True)
     plainly = replace(asked.without_prefix(), mode="ar", acceptance=AcceptanceSettings())
     for bag in bags:
         found, of_bag = Finding(), hashlib.sha256()
         engines = {_PLAIN: Engine(policy, plainly), _OWN: Engine(policy, asked)}
-        for observation, answers in compare(engines, frames_in(policy, [bag], topics), in_flight=True):
+        frames = frames_in(policy, [bag], topics, not_compared.setdefault(name_of(bag), []).append)
+        for observation, answers in compare(engines, frames, in_flight=True):
             plain = answers[_PLAIN].outcome
             comparison.add(found, name_of(bag), observation, plain, answers[_OWN].outcome)
             if isinstance(plain, Action):
@@ -208,6 +210,7 @@ def certify(
         "bags": of_bags,
         "datasets": [origin(path) for path in dict.fromkeys(bag.parent for bag in bags if as_episode(bag) is not None)],
         "details": comparison.details,
+        "not_compared": {name: "; ".join(lost) for name, lost in not_compared.items() if lost},
         "result": vars(total) | {"deviation": comparison.deviation(), "differences": comparison.differences},
     }
     return Certificate(json.loads(json.dumps(content)))
@@ -354,7 +357,7 @@ _HEAD = (
     "tokens' SHA-256",
 )
 _DIGITS = 12  # shown of a digest
-_FOUND = ("bags", "result", "settings")
+_FOUND = ("bags", "result", "settings", "not_compared")
 
 
 def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str]) -> None:
@@ -367,6 +370,7 @@ def _write_page(path: Path, content: Mapping[str, Any], failures: Sequence[str])
     of = f"of {result['actions']} answers differ from plain decoding"
     rows = [_row(name, each) for name, each in (*content["bags"].items(), ("all", result))]
     parts = [page.answer(kind, str(result["differing"]), of, f"{text}.", failures)]
+    parts += [page.noticed(f"not compared: {name}: {lost}") for name, lost in content["not_compared"].items()]
     parts += ["<h2>Bags</h2>", page.table(_HEAD, rows)]
     for title, counts in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
         if counts:

@@ -83,10 +83,16 @@ def shuffled(bags: Sequence[Path], seed: int) -> list[Path]:
     return [bags[i] for i in np.random.default_rng(seed).permutation(len(bags))]
 
 
-def frames_in(policy: Target, bags: Sequence[Path], topics: TopicChoice) -> Iterator[Observation]:
+def frames_in(
+    policy: Target,
+    bags: Sequence[Path],
+    topics: TopicChoice,
+    on_lost: Callable[[str], None] = lambda what: None,
+) -> Iterator[Observation]:
     """Yields every image of every bag with its instruction and the policy's other sensors, bag by bag.
 
-    Images without matching samples of the other sensors are skipped and counted in a warning.
+    Images without matching samples of the other sensors are skipped. A warning, and `on_lost`, tell how many, and which
+    part of a bag could not be read.
     """
     lead, *others = policy.cameras
     for path in bags:
@@ -99,9 +105,12 @@ def frames_in(policy: Target, bags: Sequence[Path], topics: TopicChoice) -> Iter
                     seen = {lead: frame.image} | {name: frame.others[name] for name in others}
                     images = {name: rgb_from_message(message.message()) for name, message in seen.items()}
                     yield Observation(images, frame.instruction, frame.index + 1, state=frame.state)
-            bag.warn_of_damage()
+            lost = [bag.damage] if bag.damage else []
         if missing:
-            _log.warning("bag %s: %d images are skipped, the first: %s", path, len(missing), missing[0])
+            lost.append(f"{len(missing)} images are skipped, the first: {missing[0]}")
+        for what in lost:
+            _log.warning("bag %s: %s", path, what)
+            on_lost(what)
 
 
 def count_frames(path: Path, topics: TopicChoice) -> int:

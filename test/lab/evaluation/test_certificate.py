@@ -2,6 +2,7 @@
 """Certificates: what strict settings leave as it is, what relaxed ones change, and what is found in a check."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,19 @@ def test_a_bag_has_its_name_also_where_it_is_given_as_the_current_directory(
     here = certify(policy, EngineSettings("ar"), [Path()], ALONE)
     assert [*here.content["bags"]] == ["bag_0"]
     assert differences(here, certify(policy, EngineSettings("ar"), recorded[:1], ALONE)) == ()
+
+
+def test_what_of_a_bag_was_not_compared_is_said(policy: OpenVLATarget, recorded: list[Path], tmp_path: Path) -> None:
+    cut = Path(shutil.copytree(recorded[0], tmp_path / "cut"))
+    (file,) = cut.glob("*.mcap")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    found = certify(policy, EngineSettings("ar"), [cut, recorded[1]], ALONE)
+    assert 0 < found.content["bags"]["cut"]["frames"] < FRAMES and not found.failures
+    (lost,) = found.content["not_compared"].items()
+    assert lost[0] == "cut" and "is cut off at byte" in lost[1]
+    found.write(tmp_path / "certificate.json")
+    assert "Not compared: cut: " in (tmp_path / "certificate.html").read_text()
+    assert differences(read_certificate(tmp_path / "certificate.json"), found) == ()
 
 
 def test_the_two_largest_logits_are_the_plain_decoders(policy: OpenVLATarget, recorded: list[Path]) -> None:
