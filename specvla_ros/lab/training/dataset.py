@@ -218,6 +218,7 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
     actions: list[np.ndarray] = []
     texts: list[tuple[str, ...]] = []
     times: list[int] = []
+    untaught = 0  # images without an instruction or an action
     with open_bag(bag) as reader:
         chosen = choose_topics(reader, topics)
         if chosen.action is None:
@@ -229,6 +230,7 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
                 continue
             others = [answers.get(frame.image.time_ns) for answers in hindsight.values()]
             if frame.recorded is None or not frame.instruction or any(other is None for other in others):
+                untaught += 1
                 continue
             answers = [frame.recorded, *(other for other in others if other is not None)]
             wanted = len(action_names or ACTION_NAMES)
@@ -244,7 +246,10 @@ def _read_bag(bag: Path, size: int, topics: TopicChoice) -> _Steps:
         reader.warn_of_damage()
     if missing and not images:
         raise UserError(f"bag {bag}: no image has all inputs: {missing[0]}")
-    left_out = f"{len(missing)} images are skipped, the first: {missing[0]}" if missing else ""
+    reasons = [f"{len(missing)} images are skipped, the first: {missing[0]}"] if missing else []
+    if untaught > 1:  # the last image's action is often not recorded
+        reasons.append(f"{untaught} images are skipped: no instruction, or no recorded action before the next image")
+    left_out = "; ".join(reasons)
     names, arrays = chosen.states.names, (np.array(images, np.uint8), np.array(states), np.array(actions))
     return _Steps(*arrays, tuple(texts), tuple(times), names, action_names, left_out)
 

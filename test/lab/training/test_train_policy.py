@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import bags as recordings
 from support.checkpoints import load_openvla
 from support.nightly import nightly_but
 
@@ -109,6 +110,18 @@ def write_bags_of_all_sensors(directory: Path, *, bags: int = 20, steps: int = 6
         names = ("reach", "turn")
         record = DemonstrationRecord(nothing, actions, LEFT, times, {}, {"wrist": wrist}, names, states)
         write_demonstration(directory / f"bag-{i:02d}", record)
+
+
+def test_images_without_an_action_are_skipped_and_counted(tmp_path, caplog):
+    twice = [each for each in recordings.episode(6) if each[1] != recordings.NUMBERS or each[2] // 10**8 % 4]
+    kept = sum(each[1] == recordings.NUMBERS for each in twice)
+    bag = recordings.write_bag(tmp_path / "bag", twice)
+    data = load_demonstrations([bag], tmp_path / "cache", 28, TopicChoice())
+    assert len(data.images) == kept < 5
+    assert f"{6 - kept} images are skipped: no instruction, or no recorded action before the next image" in caplog.text
+    caplog.clear()
+    whole = recordings.write_bag(tmp_path / "whole", recordings.episode(6)[:-1])  # without the last image's action
+    assert len(load_demonstrations([whole], tmp_path / "other", 28, TopicChoice()).images) == 5 and not caplog.text
 
 
 def test_bags_of_two_cameras_with_a_state_become_arrays_in_their_order(tmp_path):
