@@ -18,7 +18,8 @@ from lifecycle_msgs.srv import ChangeState
 from rclpy.client import Client
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
-from support.bags import episode, write_bag, write_mcap
+from rosbags.typesys import get_types_from_msg
+from support.bags import START_NS, STORE, episode, write_bag, write_mcap
 from support.nightly import nightly_but
 from support.paths import BAGS, needs
 from support.patience import PATIENCE_S, wait_until
@@ -192,12 +193,19 @@ def cut_off(directory: Path) -> Path:
 def test_bags_that_cannot_be_played(tmp_path: Path) -> None:
     (tmp_path / "empty.mcap").touch()
     good = write_bag(tmp_path / "good", episode(2))
+    kind = "nowhere_msgs/msg/Plane"
+    STORE.register(get_types_from_msg("float64 height", kind))
+    uninstalled = ("/plane", kind, START_NS, STORE.types[kind](height=1.0))
+    foreign = write_bag(tmp_path / "foreign", [uninstalled])
+    partly = write_bag(tmp_path / "partly", [uninstalled, *episode(1)])
     cases: list[tuple[dict[str, object], str]] = [
         ({}, "parameter 'bag' is empty"),
         (dict(bag=tmp_path / "nope"), "nope does not exist"),
         (dict(bag=tmp_path / "empty.mcap"), "empty.mcap"),
         (dict(bag=good, wait_for_subscriber="/nope"), "no messages on topic '/nope'"),
         (dict(bag=good, rate=0.0), "'rate' is 0.0"),
+        (dict(bag=foreign), "no topic of bag"),
+        (dict(bag=partly, wait_for_subscriber="/plane"), "/plane is not played, so that playback would never start"),
         (dict(bag=cut_off(tmp_path), rate=50.0), "the readable part was played"),
     ]
     for parameters, text in cases:

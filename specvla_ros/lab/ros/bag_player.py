@@ -54,7 +54,8 @@ class BagPlayer(Node):
         with parameters_declared(self, BagPlayerParameters):
             self._chosen = read_parameters(self, BagPlayerParameters)
             self._bag = _open(self._chosen)
-        self._publishers_by_topic = self._make_publishers()
+            self._publishers_by_topic = self._make_publishers()
+            self._check_publishers()
         self._clock_publisher = self.create_publisher(Clock, "/clock", CLOCK)
         self._stop = threading.Event()
         self.failure = ""
@@ -83,6 +84,14 @@ class BagPlayer(Node):
                 continue
             publishers[topic.name] = self.create_publisher(kind, topic.name, _qos(topic.qos))
         return publishers
+
+    def _check_publishers(self) -> None:
+        """Raises UserError if nothing can be played, or not what playback would wait for."""
+        awaited = self._chosen.wait_for_subscriber
+        if not self._publishers_by_topic:
+            raise UserError(f"no topic of bag {self._bag.path} can be played: install the packages of its messages")
+        if awaited and awaited not in self._publishers_by_topic:
+            raise UserError(f"wait_for_subscriber: {awaited} is not played, so that playback would never start")
 
     def _run(self) -> None:
         try:
