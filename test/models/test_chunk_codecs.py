@@ -98,7 +98,8 @@ def test_how_far_a_number_may_be_off() -> None:
 def test_a_gripper_that_the_policy_scales_takes_its_own_tolerance(kind: str) -> None:
     """As VLA-0's, NORA's and others': it is no angle, and strict unless told otherwise."""
     everything = replace(ARM, mask=np.ones(7, bool), switches=())
-    codec: Codec = replace(DIGITS if kind == "digits" else FAST, statistics=everything)
+    own: Any = DIGITS if kind == "digits" else FAST
+    codec: Codec = replace(own, statistics=everything)
     for gripper in (0, 2):
         for bins in (
             codec.bins_within(metres=0.05, radians=0.05, gripper_bins=gripper),
@@ -108,7 +109,7 @@ def test_a_gripper_that_the_policy_scales_takes_its_own_tolerance(kind: str) -> 
             assert (codec.bound(bins)[:, 6] > 0).all() == (gripper > 0)
     names = tuple(f"{arm}_{name}" for arm in ("left", "right") for name in ("joint", "gripper"))
     arms = ActionStatistics("arms", np.zeros(4), np.ones(4), np.ones(4, bool), given_names=names)
-    assert replace(codec, statistics=arms).spread_bins((3,), 1) == 2 * (3, 1, 3, 1)
+    assert replace(own, statistics=arms).spread_bins((3,), 1) == 2 * (3, 1, 3, 1)
     assert codec.spread_bins((1, 2, 3, 4, 5, 6, 7), 0) == 2 * (1, 2, 3, 4, 5, 6, 7), "one each is taken as given"
 
 

@@ -443,8 +443,8 @@ def test_an_exported_datasets_actions_are_of_joints_if_its_bags_are(tmp_path, to
     state = tuple(f"joint{i}" for i in range(1, 7))
     names = () if tool else (*state, "gripper")
     images, actions = [np.zeros((40, 40, 3), np.uint8)] * 3, [np.array([0.1 * i] * 6 + [1.0]) for i in range(3)]
-    states = dict(state_names=state, states=[np.full(6, 0.05)] * 3)
-    record = DemonstrationRecord(images, actions, LEFT, [0.0, 0.2, 0.4], {}, **states, action_names=names)
+    states, times = [np.full(6, 0.05)] * 3, [0.0, 0.2, 0.4]
+    record = DemonstrationRecord(images, actions, LEFT, times, {}, state_names=state, states=states, action_names=names)
     write_demonstration(tmp_path / "bag", record)
     export([tmp_path / "bag"], tmp_path / "dataset", ExportPlan(), TopicChoice())
     data = load_demonstrations([*find_bags([tmp_path / "dataset"]).bags], tmp_path / "cache", 28, STATE)

@@ -409,7 +409,8 @@ class Goals(list[float]):
 
     def send(self, goal: Any) -> Future:
         self.append(goal.command.position)
-        answer, accepts = Future(), self.accepts
+        answer: Future = Future()
+        accepts = self.accepts
         if accepts:
             self.accepted.append(goal.command.position)
         answer.set_result(SimpleNamespace(accepted=accepts))
@@ -445,7 +446,12 @@ def test_a_goal_that_is_refused_or_lost_with_its_server_is_sent_again(goals: Goa
 
         def until(condition: Callable[[], bool]) -> None:
             """Repeats the position meanwhile, as the driver does."""
-            each.until(lambda: each.grippers.publish(Float64MultiArray(data=[0.03])) or condition())
+
+            def met() -> bool:
+                each.grippers.publish(Float64MultiArray(data=[0.03]))
+                return condition()
+
+            each.until(met)
 
         until(lambda: len(goals) >= 2)
         assert not goals.accepted

@@ -210,7 +210,7 @@ def test_the_diagnostics_of_each_robot_come_as_often_as_was_set_before_it_was_co
     with fleet(checkpoint, instruction="lift the cube") as f:
         assert f.node.set_parameters_atomically([Parameter("diagnostics_period_s", value=7.0)]).successful
         assert f.node.trigger_configure().name == "SUCCESS"
-        periods = [node._diagnostics._timer.timer_period_ns for node in (f.node, *f.node.robots)]
+        periods = [vars(each)["_diagnostics"]._timer.timer_period_ns for each in (f.node, *f.node.robots)]
         assert periods == [7_000_000_000] * 3
 
 

@@ -132,8 +132,8 @@ def test_nothing_from_before_a_clock_jump_is_matched_after_it(running: tuple[Rob
         made.images.publish(front)
         made.spin(0.2)
         wrist.publish(beside)
-        for part in (slice(4), slice(4, 8)):  # of two publishers
-            state.publish(state_message(now, values[part], NAMES[part]))
+        for first, end in ((0, 4), (4, 8)):  # of two publishers
+            state.publish(state_message(now, values[first:end], NAMES[first:end]))
             made.spin(0.2)
         made.until(partial(has_acted, made, seed))
         found = np.array(made.actions[-1].values).reshape(8, 7)
