@@ -7,6 +7,7 @@ The follower and the driver's control are the same for both. They ask the space 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -80,9 +81,6 @@ class ActionSpace(Protocol[Place]):
     def check(self, action: StampedAction) -> None:
         """Raises ActionRefusedError for values that no start could make right."""
 
-    def begin(self, convention: ActionConvention) -> Place | None:
-        """The place from which an action counts, if it is none that was measured."""
-
     def goals(self, action: StampedAction, begin: Place) -> list[Place]:
         """The goals of a chunk, in order; raises ActionRefusedError if one is too far from the one before."""
 
@@ -107,7 +105,11 @@ class ActionSpace(Protocol[Place]):
 
 @dataclass(frozen=True)
 class ToolSpace(ActionSpace[Pose]):
-    """Tool poses in the base frame. An action that moves or turns the tool further than `max_step_*` is refused."""
+    """Tool poses in the base frame. An action that moves or turns the tool further than `max_step_*` is refused.
+
+    The first of absolute poses counts from the tool's pose in the image: otherwise the arm would run to the workspace's
+    edge at millimetres that are taken for metres.
+    """
 
     limits: Limits
     max_step_m: float = 0.3
@@ -123,10 +125,9 @@ class ToolSpace(ActionSpace[Pose]):
             detail = f"expected values of shape [horizon, 6 or 7], got {values.shape}"
             raise ActionRefusedError(RefusalReason.WRONG_SHAPE, detail)
         if action.convention.reference is Reference.DELTA and np.isfinite(values).all():
-            self._check_size(values)
+            self._check_size(*_sizes(values))
 
-    def _check_size(self, values: np.ndarray) -> None:
-        way, turn = _sizes(values)
+    def _check_size(self, way: float, turn: float) -> None:
         if way > self.max_step_m:
             detail = f"it moves the tool by {way:.3f} m, and the limit is {self.max_step_m:g} m"
             raise ActionRefusedError(RefusalReason.TOO_LARGE, detail)
@@ -134,14 +135,14 @@ class ToolSpace(ActionSpace[Pose]):
             detail = f"it turns the tool by {turn:.3f} rad, and the limit is {self.max_step_rad:g} rad"
             raise ActionRefusedError(RefusalReason.TOO_LARGE, detail)
 
-    def begin(self, convention: ActionConvention) -> Pose | None:
-        return Pose(np.zeros(3), np.eye(3)) if convention.reference is Reference.ABSOLUTE else None
-
     def goals(self, action: StampedAction, begin: Pose) -> list[Pose]:
         """Displacements add up: each counts from the goal before."""
         goals = [begin]
         for row in action.values:
             goals.append(_goal(row, goals[-1], action.convention))
+        if action.convention.reference is Reference.ABSOLUTE:
+            ways, turns = zip(*(one.distance(other) for one, other in pairwise(goals)), strict=True)
+            self._check_size(max(ways), max(turns))
         return goals[1:]
 
     def grippers(self, action: StampedAction) -> Sequence[float | None]:

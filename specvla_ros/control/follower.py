@@ -224,9 +224,6 @@ class ActionFollower(Generic[Place]):
     def _begin(self, action: StampedAction, now_s: float) -> Place:
         if self._compensation is Compensation.NONE:
             return self._motion.at(self._motion_time(now_s)).pose
-        begin = self.space.begin(action.convention)
-        if begin is not None:
-            return begin
         stamp_s = min(action.stamp_s, now_s)
         measured = self._history.at(stamp_s)
         try:

@@ -18,7 +18,7 @@ from ruckig import Trajectory
 
 from specvla_ros.control.action_space import ActionRefusedError, ActionSpace, RefusalReason
 from specvla_ros.control.bounded_motion import Axes, Legs, Onward, State, Target, sampled
-from specvla_ros.control.convention import GRIPPER, ActionConvention, ActionFrame, Reference, StampedAction
+from specvla_ros.control.convention import GRIPPER, ActionFrame, Reference, StampedAction
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Posture
 from specvla_ros.control.robot_model import JointModel, ToolKinematics
@@ -94,9 +94,6 @@ class JointSpace(ActionSpace[Posture]):
         if problems := [f"{', '.join(which)} {how}" for how, which in found if which]:
             detail = f"it gives {'; '.join(problems)}; its names must be those of joints.names: {', '.join(joints)}"
             raise ActionRefusedError(RefusalReason.WRONG_SHAPE, detail)
-
-    def begin(self, convention: ActionConvention) -> Posture | None:
-        return None
 
     def goals(self, action: StampedAction, begin: Posture) -> list[Posture]:
         """Displacements all count from the posture in the image; goals beyond a joint's range end at it."""

@@ -38,6 +38,7 @@ LIMITS = Limits(
 DT_S = 0.2
 CONTROL_S = 0.01
 BASE = ActionConvention(DT_S)
+ABSOLUTE = ActionConvention(DT_S, reference=Reference.ABSOLUTE)
 START = Pose(np.array([0.1, 0.0, 0.2]), rotation_matrix(np.array([2.0, 0.5, 0.0])))
 MOVE = np.array([0.05, -0.02, 0.01, 0.1, 0.0, -0.2, 1.0])
 
@@ -255,7 +256,7 @@ def test_a_newer_chunk_replaces_what_is_left_of_the_one_before():
             ActionConvention(DT_S, frame=ActionFrame.TOOL),
             Pose(START.position + START.rotation @ MOVE[:3], START.rotation @ rotation_matrix(MOVE[3:6])),
         ),
-        (ActionConvention(DT_S, reference=Reference.ABSOLUTE), Pose(MOVE[:3], rotation_matrix(MOVE[3:6]))),
+        (ABSOLUTE, Pose(MOVE[:3], rotation_matrix(MOVE[3:6]))),
     ],
 )
 def test_each_convention_means_what_it_says(convention, goal):
@@ -318,7 +319,7 @@ def test_what_cannot_be_followed_is_refused_and_moves_nothing(values, how, refus
         (MOVE[:6], {}),
         (np.array([0.299, 0, 0, 0, 0, 0, 0]), {}),
         (np.array([0, 0, 0, 0, 0, 3.1, 0]), {}),
-        (np.array([0.3, 0.3, 0.3, 0, 0, 0, 0]), {"convention": ActionConvention(DT_S, reference=Reference.ABSOLUTE)}),
+        (np.array([0.38, 0.1, 0.2, 0, 0, 0, 0]), {"convention": ABSOLUTE}),
     ],
 )
 def test_what_is_just_within_the_bounds_is_followed(values, how):
@@ -347,6 +348,21 @@ def test_what_is_just_beyond_the_bounds_is_refused(values, refusal):
     with pytest.raises(ActionRefusedError) as why:
         arm.follower.take(StampedAction(arm.now_s, np.array(values, ndmin=2), BASE), arm.now_s)
     assert why.value.refusal is refusal
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0.401, 0, 0.2, 0, 0, 0]],  # START is at 0.1, 0, 0.2
+        [[100.0, 0, 200.0, 0, 0, 0]],  # its place in millimetres
+        [[0.2, 0, 0.2, 0, 0, 0], [0.2, 0.31, 0.2, 0, 0, 0]],
+    ],
+)
+def test_an_absolute_pose_further_than_a_step_from_the_image_or_the_row_before_is_refused(rows):
+    arm = Arm()
+    assert arm.refused(np.array(rows), convention=ABSOLUTE) is RefusalReason.TOO_LARGE
+    arm.run(0.3)
+    assert_at(arm.target.pose, START, 1e-12)
 
 
 def test_other_ages_are_in_force_from_the_next_action_on():

@@ -91,9 +91,14 @@ class InferenceThread(EngineThread):
 
         self.call(check)
 
-    def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Changes the engine's acceptance rule. After UserError the old one stays."""
-        self._ask(lambda engine: engine.set_acceptance(settings))
+    def set_acceptance(self, settings: AcceptanceSettings) -> dict[str, str]:
+        """Changes the engine's acceptance rule, and returns the new description. After UserError the old one stays."""
+
+        def change(engine: Engine) -> dict[str, str]:
+            engine.set_acceptance(settings)
+            return _description(engine)
+
+        return self._ask(change)
 
     def switch(self, settings: EngineSettings) -> dict[str, str]:
         """Changes the engine's settings, drops the frames in flight, and returns the new description.

@@ -198,7 +198,7 @@ class PolicyNode(ManagedNode):
         if any(name.startswith(EngineSettings.ROS_PREFIX) for name in changed):
             self._model_status = loaded_status(thread.switch(chosen.decoding))
         elif any(name.startswith(AcceptanceSettings.ROS_PREFIX) for name in changed):
-            thread.set_acceptance(chosen.engine.acceptance)
+            self._model_status = loaded_status(thread.set_acceptance(chosen.engine.acceptance))
         if "max_image_age_s" in changed:
             thread.call(lambda engine: engine.set_max_image_age(changed["max_image_age_s"]))
 

@@ -124,7 +124,7 @@ def test_only_the_thread_itself_touches_the_engine() -> None:
     engine, checked = ScriptedEngine(), threading.Event()
     with running(engine) as thread:
         assert thread.wait_loaded() == {"acceptance": "strict", "warm_up_s": "0.5"}
-        thread.set_acceptance("near")
+        assert thread.set_acceptance("near") == {"acceptance": "near", "warm_up_s": "0.5"}
         assert thread.switch("nearer") == {"acceptance": "nearer", "warm_up_s": "0.5"}
         thread.call(lambda engine: engine.set_max_image_age(1.0))
         thread.begin_epoch(1)
