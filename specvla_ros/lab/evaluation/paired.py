@@ -69,9 +69,15 @@ class Rate:
         low, high = self.interval
         return {"successes": self.successes, "episodes": self.n, "rate": self.value, "low": low, "high": high}
 
+    @property
+    def percent(self) -> str:
+        """The share in percent. It reads 0 or 100 only if no or every episode succeeded."""
+        near_an_end = 0.0 < self.value < 0.005 or 0.995 <= self.value < 1.0
+        return f"{100 * self.value:.{int(near_an_end)}f} %"
+
     def __str__(self) -> str:
         low, high = self.interval
-        return f"{100 * self.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+        return f"{self.percent} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
     listened = f"; the object moved was the named one in {summary.listened}" if summary.listened else ""
     success = f"Success {summary.success} over {summary.success.n} episodes, with the 95 % Wilson interval{listened}."
     parts = [
-        page.answer("", f"{100 * summary.success.value:.0f} %", f"of {summary.success.n} episodes succeeded", success),
+        page.answer("", summary.success.percent, f"of {summary.success.n} episodes succeeded", success),
         page.emulation(summary.context.get("emulation")),
         page.noticed(summary.context.get("busy")),
         _films(path, films),

@@ -335,6 +335,14 @@ def test_replays_are_compared_by_their_distance_on_the_robot(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("successes", "n", "percent"),
+    [(0, 300, "0 %"), (1, 300, "0.3 %"), (1, 3, "33 %"), (199, 200, "99.5 %"), (200, 200, "100 %"), (0, 0, "0 %")],
+)
+def test_a_rate_reads_100_percent_only_if_every_episode_succeeded(successes, n, percent):
+    assert Rate(successes, n).percent == percent
+
+
+@pytest.mark.parametrize(
     "successes, n, low, high",
     # R's prop.test(x, n, correct = FALSE)
     [(0, 10, 0.0, 0.2775), (8, 10, 0.4902, 0.9433), (81, 100, 0.7222, 0.8749), (10, 10, 0.7225, 1.0)],
