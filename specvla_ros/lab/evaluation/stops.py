@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from glob import glob
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,8 @@ def measure_stops(files: Sequence[Path]) -> Stops:
     measured, left_out, reach_m = [], [], 0.0
     for file in files:
         try:
-            with closing(open_storage(file, file.parent)) as storage:
+            # Beside the file nothing may be written: it is evidence.
+            with TemporaryDirectory() as scratch, closing(open_storage(file, Path(scratch))) as storage:
                 box = BlackBoxFile(file, storage)
                 reach_m = max(reach_m, float(np.linalg.norm(box.tool.positions, axis=1).max(initial=0.0)))
                 measured.append(box.stop())

@@ -2,6 +2,7 @@
 """Stopping times and ways from the guard's black box, held against an arm whose braking is known."""
 
 import json
+import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -141,6 +142,19 @@ def test_files_without_a_stop_are_named_with_the_reason(tmp_path: Path, arm_at: 
     done = CliRunner().invoke(app, ["robot", "stops", str(tmp_path)])
     assert done.exit_code == 1
     assert "0 stops measured, 6 files skipped" in done.stdout and "void.mcap" in done.stdout
+
+
+def test_nothing_is_written_beside_a_recording(tmp_path: Path) -> None:
+    file = tmp_path / "recording#1.db3"
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("CREATE TABLE topics (id INTEGER)")
+        connection.commit()
+        before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+        assert before[f"{file.name}-wal"], "its recorder was killed"
+        (left_out,) = measure_stops([file]).left_out
+        assert str(file) in left_out.why and "same file" not in left_out.why
+        assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
 
 
 def stop_of(**changes: Any) -> Stop:
