@@ -48,7 +48,7 @@ class _Step(Generic[Place]):
     """One goal of the followed action."""
 
     goal: Place  # a tool's in the base frame
-    due_s: float  # time to reach it
+    due_s: float  # time to reach it, of the way
     gripper: float | None  # the action's gripper value; None: it has none
 
 
@@ -57,14 +57,15 @@ class _Begun(Generic[Place]):
     """Start of an incomplete chunk."""
 
     pose: Place
-    begin_s: float
+    begin_s: float  # of the way
     rows: int  # received so far
 
 
 class ActionFollower(Generic[Place]):
     """Moves a robot according to actions. Without a new action it comes to rest at the last goal.
 
-    All times are seconds on the robot's clock. `step` is called at the control rate.
+    All times are seconds on the robot's clock; those *of the way* go by slower with a speed scale below 1, so that slow
+    motion takes the same way, and moves the gripper at the same places. `step` is called at the control rate.
 
     Args:
         space: meaning of the actions' values, and of the poses.
@@ -93,7 +94,8 @@ class ActionFollower(Generic[Place]):
         self._last_stamp_s = -math.inf
         self._begun: _Begun[Place] | None = None  # a chunk that may be extended
         self._pace: deque[tuple[float, float, float]] = deque()  # time, m/s, rad/s
-        self._stepped_s, self._motion_s = -math.inf, 0.0  # last control step: its time, and the motion's
+        # The last control step: its time, that of the way, and that of the motion, which a late step does not advance.
+        self._stepped_s, self._way_s, self._motion_s = -math.inf, 0.0, 0.0
         self._scale = 1.0  # rate of the motion's time
         self.changes = 0  # of the plan, other than the step to a chunk's next row
 
@@ -143,13 +145,14 @@ class ActionFollower(Generic[Place]):
                 pose = self._begin(action, now_s)
             except PoseUnknownError as error:
                 raise ActionRefusedError(RefusalReason.NO_POSE, str(error)) from None
-            begun = _Begun(pose, now_s if self._compensation is Compensation.NONE else action.stamp_s, 0)
+            age_s = 0.0 if self._compensation is Compensation.NONE else now_s - action.stamp_s
+            begun = _Begun(pose, self._way_time(now_s) - age_s * self._scale, 0)
         goals = self.space.goals(action, begun.pose)
         self._note_pace(self.space.pace(action, goals), now_s)
         self._convention = action.convention
         dues_s = [begun.begin_s + (index + 1) * action.convention.dt_s for index in range(len(goals))]
         steps = [*map(_Step, goals, dues_s, self.space.grippers(action))]
-        passed = sum(step.due_s <= now_s for step in steps)
+        passed = sum(step.due_s <= self._way_time(now_s) for step in steps)
         remaining = deque(steps[min(passed, len(steps) - 1) :])
         if not self._aim(remaining, now_s):
             raise ActionRefusedError(
@@ -168,10 +171,10 @@ class ActionFollower(Generic[Place]):
         passed_s = min(max(0.0, now_s - self._stepped_s), MAX_ADVANCE_S)
         change = speed_scale - self._scale
         self._scale += math.copysign(min(abs(change), _SCALE_RATE * passed_s), change)
-        while len(self._steps) > 1 and self._steps[0].due_s <= now_s:
+        while len(self._steps) > 1 and self._steps[0].due_s <= self._way_time(now_s):
             self._steps.popleft()
             self._aim(self._steps, now_s)
-        self._motion_s, self._stepped_s = self._motion_time(now_s), now_s
+        self._motion_s, self._way_s, self._stepped_s = self._motion_time(now_s), self._way_time(now_s), now_s
         target = self._motion.at(self._motion_s)
         target = replace(target, velocity=target.velocity * self._scale, passed_s=passed_s)
         self._sent.add(now_s, target.pose)
@@ -204,6 +207,10 @@ class ActionFollower(Generic[Place]):
     def _motion_time(self, now_s: float) -> float:
         """The motion's time. Its advance is bounded, so that a late control loop does not cause a jump."""
         return self._motion_s + min(max(0.0, now_s - self._stepped_s), MAX_ADVANCE_S) * self._scale
+
+    def _way_time(self, now_s: float) -> float:
+        """The time by which a chunk's rows fall due. After a late control loop, rows that have passed are skipped."""
+        return self._way_s + (max(0.0, now_s - self._stepped_s) * self._scale if self._stepped_s > -math.inf else 0.0)
 
     def _check(self, action: StampedAction, now_s: float) -> None:
         self.space.check(action)
@@ -243,7 +250,7 @@ class ActionFollower(Generic[Place]):
         step = steps[0]
         onward = (steps[1].goal, steps[1].due_s - step.due_s) if len(steps) > 1 else None
         present = self._motion.at(self._motion_time(now_s)).pose
-        left_s = max(0.0, step.due_s - now_s)
+        left_s = max(0.0, step.due_s - self._way_time(now_s))
         way_m, turn_rad = present.distance(step.goal)
         pace_m, pace_rad = (max((each[axis] for each in self._pace), default=0.0) or math.inf for axis in (1, 2))
         aimed = self._motion.aim(
