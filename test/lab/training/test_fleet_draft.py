@@ -76,7 +76,7 @@ def test_a_better_head_is_taken_and_the_same_again_is_refused(policy: OpenVLATar
     assert "forwards per action, in use" in refusal and "+0.0%, but -1.0% or less is required" in refusal
     assert "The new head is refused" in (tmp_path / "again" / REPORT_FILE).read_text()
     assert (used / "model.safetensors").read_bytes() == (tmp_path / "out" / HEAD / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="other settings"):
+    with pytest.raises(UserError, match="holds the verdict of an earlier run"):
         renew(policy, day, tmp_path / "again", FleetPlan(TAUGHT, held_out=0.5))
 
 
