@@ -206,7 +206,7 @@ def test_typed_instruction_is_what_the_arm_is_judged_by_and_a_key_stops_it(tmp_p
         os.write(master, b"push the green cube into the white zone")
         wait_until(lambda: "then Enter: push the green cube into the white zone" in shown())
         # Two seconds on, when all have found each other: who is not yet known to the robot is not heard by it.
-        wait_until(lambda: re.search(r"episode +1, [2-9]\.", shown()))
+        wait_until(lambda: re.search(r"episode +1, \w+, [2-9]\.", shown()))
         os.write(master, b"\n")
         wait_until(lambda: "passing" in shown())
         os.write(master, b"\x1b")
