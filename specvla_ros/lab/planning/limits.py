@@ -89,7 +89,8 @@ def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
 
 _FRAMES, _USUAL_TOKENS = 2000, 7  # longer answers get fewer frames, for about as many ticks
 _FEWEST = 100
-_WARM_UP_TICKS = 50  # until the pipeline is full
+_WARM_UP_TICKS = 50  # minimum until the pipeline is full; it is when the first answer is out
+_LONGEST_ANSWERS = 4  # minimum of counted ticks, in answers of one token per tick: long ones fill a pipeline in bursts
 _LEARNING = 60  # answers until mode auto has settled
 _AUTO_FRAMES = 200  # for mode auto, which runs again for each device
 _SEED = 1
@@ -231,7 +232,8 @@ def drive(
     out: set[tuple[str, int]] = set()  # answers in flight whose first action is out
     dropped = in_flight = counted = answers = warm_ticks = 0
     wanted = frames or max(_FEWEST, _FRAMES * _USUAL_TOKENS // action_tokens)
-    while counted < wanted:
+    fewest_ticks = 0 if frames else _LONGEST_ANSWERS * action_tokens
+    while counted < wanted or len(ticks) - warm_ticks < fewest_ticks:
         number = len(ticks)
         for robot in robots:
             if mailbox.next(partial(eq, robot)) is None:
@@ -257,7 +259,7 @@ def drive(
         outcomes = scheduler.release()
         oldest = {each.observation.stream: each for each in reversed(scheduler.requests)}.values()
         answers += len(outcomes)
-        if not warm_ticks and number >= _WARM_UP_TICKS and (chooser is None or answers >= _LEARNING):
+        if not warm_ticks and number >= _WARM_UP_TICKS and answers >= (1 if chooser is None else _LEARNING):
             warm_ticks = number
         if warm_ticks:
             counted += len(starting)

@@ -154,6 +154,16 @@ def test_acceptance_lengths_are_those_that_were_printed(suite: str, mean: float)
     assert sum(drawn) / 1000 == pytest.approx(lengths.mean, abs=0.01)
 
 
+@pytest.mark.parametrize("robots", [1, 2, 3, 6])
+def test_the_rate_of_long_answers_is_that_of_a_full_pipeline(robots: int) -> None:
+    """An answer of 216 tokens takes longer than the ticks that fill a pipeline of short ones."""
+    never = AcceptanceLengths("never", (1.0,))
+    found = run_loop(Mode("pipeline", "pipeline", robots=robots), 290, 216, never, lambda _: 1.0)
+    assert found.in_flight == min(64 * robots, 216)
+    assert found.action_rate_hz == pytest.approx(found.in_flight / 216 / robots, rel=0.01)
+    assert found.latency_s == 216
+
+
 def test_acceptance_lengths_that_are_none_are_refused() -> None:
     with pytest.raises(UserError, match="known: goal, object, spatial, long"):
         spec_vla_relaxed("moon")
