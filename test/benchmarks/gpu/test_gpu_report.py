@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.report import STEPS
+from specvla_kernels.rounded_linear import Rounded, round_rows
 from specvla_ros.models.settings import QUANTIZATIONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,6 +164,26 @@ def test_a_dry_run_is_a_report(tmp_path: Path) -> None:
     ours = {"bfloat16, fused_linear", "int8, rounded_linear alone", "fp8, rounded_linear alone"}
     assert {products[name] for name in (*ours, "fp8, torch's product alone")} == {1e-3}, "as the fake events say"
     assert "A dry run" in (out / "report.html").read_text()
+
+
+def test_a_format_that_the_gpu_does_not_compute_is_named_and_the_others_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Orin, an A100 and an RTX 3090 have no float8."""
+
+    def rounds(x: torch.Tensor, dtype: torch.dtype) -> Rounded:
+        if dtype == torch.float8_e4m3fn:
+            raise RuntimeError("type fp8e4nv not supported in this architecture")
+        return round_rows(x, dtype)
+
+    monkeypatch.setattr(gpu_steps, "has_kernels", lambda _: True)
+    monkeypatch.setattr(gpu_steps, "round_rows", rounds)
+    job = gpu_steps.Job("cpu", "tiny", torch.float32, True, tmp_path / "gemm.json", {})
+    gpu_steps.gemm(job)
+    assert job.found
+    for row in job.found.values():
+        assert "fp8e4nv not supported" in row["seconds"]["fp8, rounded_linear alone"]
+        assert row["seconds"]["int8, rounded_linear alone"] > 0 and row["seconds"]["float32"] > 0
 
 
 @pytest.fixture(scope="module")
