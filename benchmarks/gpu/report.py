@@ -15,6 +15,7 @@ used up and steps are left, call it again.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -144,7 +145,7 @@ class Report:
         entry["state"] = DONE if code == 0 else CUT if code is None else FAILED
         entry.pop("reason", None)
         if code:
-            entry["failures"] += 1
+            entry["failures"] += code != REFUSED  # tried again however often, once the machine is put right
             entry["reason"] = self._log.read_text(encoding="utf-8", errors="replace")[-2000:].strip().splitlines()[-1:]
         part_of_it = self._file.with_name("report.json.part")
         part_of_it.write_text(json.dumps(self._state | self._head(), indent=1), encoding="utf-8")
@@ -183,13 +184,20 @@ class Report:
             try:
                 code = process.wait(max(1.0, limit_s))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
+                _kill(process)
                 log.write(f"cut off after {limit_s:.0f} s\n".encode())
                 return None
+            except BaseException:  # Ctrl-C does not reach its group: it would go on beside the next call's steps
+                _kill(process)
+                raise
         if code == REFUSED:
             print(self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1], file=sys.stderr)
         return code
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import PATIENCE_S, wait_until
 
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.report import STEPS
+from benchmarks.gpu.report import REFUSED, STEPS, Report
 from specvla_kernels.rounded_linear import Rounded, round_rows
 from specvla_ros.models.settings import QUANTIZATIONS
 
@@ -146,6 +147,29 @@ def test_a_gpu_that_is_not_there_is_told_by_the_exit_code(tmp_path: Path) -> Non
     assert done.returncode == 3
     assert "no CUDA GPU found" in done.stderr
     assert "modes" not in state(tmp_path / "report")
+
+
+def test_a_refused_step_is_done_once_the_machine_is_put_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter([REFUSED, REFUSED, REFUSED, 0])
+    (tmp_path / "log.txt").write_text("gpu_report: references are not timed on a GPU\n")
+    monkeypatch.setattr(Report, "_call", lambda *_: next(codes))
+    options = {"device": "cuda", "sizes": "7b", "dry_run": False}
+    ended = [Report(tmp_path, options).run([STEPS[0]], time.monotonic() + 99) for _ in range(4)]
+    assert ended == [REFUSED, REFUSED, REFUSED, 0]
+    assert state(tmp_path)["environment"]["state"] == "done"
+
+
+def test_ctrl_c_ends_the_step_too(tmp_path: Path) -> None:
+    """Else it would take the device from the next call's steps, and write to the same file."""
+    command = [*REPORT, *TINY, "--out", str(tmp_path), "--steps", "gemm", "--budget-s", "300"]
+    process = subprocess.Popen(command, env=BARE, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
+    children = wait_until(lambda: _children_of_step("gemm", tmp_path))
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(PATIENCE_S) != 0
+    left = _children_of_step("gemm", tmp_path)
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+    assert children and not left
 
 
 def test_a_folder_holds_figures_of_one_kind(tmp_path: Path) -> None:
