@@ -241,10 +241,16 @@ class Engine:
     def warm_up(self, progress: Progress = no_progress) -> None:
         """Decodes one black image and captures CUDA graphs, so that the first real image needs no preparation.
 
+        Kernels that fail here, or compute something else than their references, are not used from then on.
+
         `progress` gets each step; its fraction is that of loading, which is done. Raises UserError with the reason if
         the policy fails on the image.
         """
         started = time.perf_counter()
+        decoder = self.target.decoder
+        progress("warming up: comparing kernels with their references", 1.0)
+        if fault := kernel_fault(decoder, self.cache, self.runner.forwards.sizes):
+            distrust_kernels(decoder.device, fault)
         progress("warming up: decoding a black test image", 1.0)
         with self.mailbox.without_clock():
             outcome = self.act(self.target.blank_observation())
@@ -254,10 +260,6 @@ class Engine:
             raise UserError(
                 f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}{advice}"
             )
-        decoder = self.target.decoder
-        progress("warming up: comparing kernels with their references", 1.0)
-        if fault := kernel_fault(decoder, self.cache, self.runner.forwards.sizes):
-            distrust_kernels(decoder.device, fault)
         self._capture(progress)
         if (chooser := self.scheduler.chooser) is not None and chooser.ahead:
             progress("warming up: comparing vision beside a forward with vision alone", 1.0)

@@ -7,11 +7,14 @@ the same kernels, so only the references can show it.
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from specvla_kernels.accept_tree import NO_NODE
 from specvla_kernels.accept_within import Deferral, Within, accept_within
+from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.compare_drafts import Nodes, PackedTrees
 from specvla_kernels.device import has_kernels, references
 from specvla_kernels.graph_capture import check_rows, randomize
@@ -27,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _NODES = 16
 _TOKENS = 40
+_PATH = (0, 2, 3, 7, NO_NODE)  # rows that are destination and source
 
 # Sources of Triton's known faults, by architecture. test/kernels/test_miscompiles.py asserts that no kernel contains
 # the first one's pattern.
@@ -43,8 +47,8 @@ MISCOMPILES = {"sm_100": f"{_TWO_PRODUCTS}; triton-lang/triton#8695", "sm_103": 
 def kernel_fault(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> str:
     """Compares the kernels with their references and describes the first difference; empty if there is none.
 
-    Runs the first layer and the acceptance on random inputs, with trees and with a prompt. Overwrites the KV cache.
-    Where the references are in use, as on a CPU, nothing runs.
+    Runs the first layer, the acceptance and the commit on random inputs, with trees of every size and with a prompt.
+    Overwrites the KV cache. Where the references are in use, as on a CPU, nothing runs.
     """
     if not has_kernels(cache.keys):
         return ""
@@ -56,10 +60,14 @@ def kernel_fault(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> str:
             found = _first_layer(decoder, segments, cache)
             check_rows(found, expected, what=f"the first layer on {len(expected)} rows")
         _check_acceptance(decoder.device)
+        _check_commit(cache)
     except torch.OutOfMemoryError:  # a RuntimeError too, which says nothing of the kernels
         _log.warning("the kernels were not compared with their references: no memory is left for it")
     except RuntimeError as error:
         return f"a kernel differs from its reference: {(str(error).splitlines() or [''])[0]}{_known(decoder.device)}"
+    except Exception as error:  # Triton's own, of a kernel that does not compile or needs more than the GPU has
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return f"a kernel cannot run on this GPU: {reason}{_known(decoder.device)}"
     return ""
 
 
@@ -72,12 +80,12 @@ def _known(device: torch.device) -> str:
 
 
 def _segments(decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> Iterator[list[Segment]]:
-    """Trees of the smallest size, and the smallest prompt."""
+    """Trees of every size, each of which may have tiles of its own, and the smallest prompt."""
     buckets = sizes.buckets()
-    for prompt in (False, True):
-        fitting = [bucket for bucket in buckets if (bucket.longest > sizes.nodes) == prompt]
-        if fitting:
-            yield check_segments(min(fitting, key=lambda bucket: bucket.rows), sizes, decoder, cache)
+    chosen = [bucket for bucket in buckets if bucket.longest <= sizes.nodes]
+    prompts = [bucket for bucket in buckets if bucket.longest > sizes.nodes]
+    for bucket in chosen + prompts[:1]:
+        yield check_segments(bucket, sizes, decoder, cache)
 
 
 def _first_layer(decoder: Decoder, segments: list[Segment], cache: KVCache) -> Tensor:
@@ -106,3 +114,17 @@ def _check_acceptance(device: torch.device) -> None:
         with references():
             wanted = uncertainty(logits, terms)
         check_rows(uncertainty(logits, terms)[:, None], wanted[:, None], what="the target's uncertainty")
+
+
+def _check_commit(cache: KVCache) -> None:
+    """Moved keys and values must be equal, as nothing is computed; those of one layer, with the store's strides."""
+    slots = torch.arange(cache.slots, device=cache.keys.device)
+    paths = torch.tensor([_PATH], device=slots.device).repeat(cache.slots, 1)
+    moved = []
+    for how in (references(), nullcontext()):
+        stores = cache.keys[:1].clone(), cache.values[:1].clone()
+        with how:
+            commit_kv(*stores, slots, slots % 2, paths)
+        moved.append(stores)
+    if not all(mine.equal(other) for mine, other in zip(*moved, strict=True)):
+        raise RuntimeError("committed keys or values are not equal")

@@ -14,6 +14,7 @@ from support.static_forwards import use_table
 from benchmarks.random_policy import random_decoder
 from specvla_kernels import (
     accept_within,
+    commit_kv,
     device,
     gated_unit,
     greedy_choice,
@@ -27,6 +28,7 @@ from specvla_ros.engine.cuda_graphs import ForwardSizes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kernel_check import kernel_fault
 from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
 
@@ -35,6 +37,7 @@ OPERATORS: dict[str, ModuleType] = {
     "rope_write_kv": rope_write_kv,
     "greedy_choice": greedy_choice,
     "accept_within": accept_within,
+    "commit_kv": commit_kv,
     "uncertainty": uncertainty,
 }
 SHAPE = DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128)
@@ -47,6 +50,8 @@ def kernels_wanted(_: torch.Tensor) -> bool:
 def wrong(run: Callable[..., Any]) -> Callable[..., Any]:
     def computed(*args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
+        if out is None:  # what it writes is wrong
+            return args[0].add_(1)
         return out * 2 if out.is_floating_point() else out + 1
 
     return computed
@@ -64,7 +69,40 @@ def test_a_kernel_that_differs_from_its_reference_is_found(broken: str, monkeypa
     sizes = ForwardSizes(slots=2, nodes=8, prompts=(20,))
     found = kernel_fault(decoder, new_cache(decoder, slots=2, slot_rows=48), sizes)
     assert found.startswith("a kernel differs from its reference: ") == bool(broken), found
-    assert ("first layer" in found) == (broken not in ("", "greedy_choice", "accept_within", "uncertainty"))
+    of_layer = broken in ("packed_attention", "gated_unit", "rope_write_kv")
+    assert ("first layer" in found) == of_layer
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, operator: ModuleType, name: str, kernel: Callable[..., Any]) -> str:
+    """What is found with this kernel, the others being right."""
+    monkeypatch.setattr(kernel_check, "has_kernels", kernels_wanted)
+    monkeypatch.setattr(operator, "has_kernels", kernels_wanted)
+    monkeypatch.setattr(operator, name, kernel)
+    decoder = random_decoder(SHAPE)
+    sizes = ForwardSizes(slots=2, nodes=8, prompts=tuple(range(20, 40)))  # instructions of any length
+    return kernel_fault(decoder, new_cache(decoder, slots=2, slot_rows=48), sizes)
+
+
+def test_a_kernel_that_is_wrong_for_trees_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch)
+    right = packed_attention.packed_attention_triton  # that of the table
+
+    def sees_siblings(q: Any, keys: Any, values: Any, ancestors: torch.Tensor, *others: Any) -> torch.Tensor:
+        return right(q, keys, values, torch.full_like(ancestors, -1), *others)
+
+    found = checked(monkeypatch, packed_attention, "packed_attention_triton", sees_siblings)
+    assert found.startswith("a kernel differs from its reference: the first layer on "), found
+
+
+def test_a_kernel_that_does_not_compile_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfResources(Exception):
+        """Triton's errors are of no class that torch has."""
+
+    def refused(*_: Any) -> torch.Tensor:
+        raise OutOfResources("out of resource: shared memory, Required: 98304, Hardware limit: 65536")
+
+    found = checked(monkeypatch, gated_unit, "gated_unit_triton", refused)
+    assert found.startswith("a kernel cannot run on this GPU: OutOfResources: out of resource: shared memory"), found
 
 
 def test_a_full_card_says_nothing_of_its_kernels(
@@ -97,6 +135,23 @@ def test_an_engine_whose_kernels_fail_decodes_on_references(tmp_path: Path, monk
     monkeypatch.setattr(engines, "distrust_kernels", lambda *fault: said.append(fault))
     Engine(policy, EngineSettings("ar")).warm_up()
     assert said == [(torch.device("cpu"), "it is wrong")]
+
+
+def test_kernels_that_cannot_run_decode_no_test_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the policy would be refused for a fault of the kernels, which it can do without."""
+    policy = load_openvla(write_checkpoint(tmp_path, seed=4), device="cpu")
+    right, distrusted = Runner.run, list[str]()
+
+    def run(*args: Any) -> Any:
+        if not distrusted:
+            raise RuntimeError("PassManager::run failed")
+        return right(*args)
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(engines, "kernel_fault", lambda *_: "a kernel cannot run on this GPU")
+    monkeypatch.setattr(engines, "distrust_kernels", lambda _, fault: distrusted.append(fault))
+    Engine(policy, EngineSettings("ar")).warm_up()
+    assert distrusted == ["a kernel cannot run on this GPU"]
 
 
 def test_no_kernel_runs_on_a_device_whose_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
