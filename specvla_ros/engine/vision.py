@@ -128,10 +128,15 @@ class StageClock:
             self._events[1].record()
 
     def read_s(self) -> float:
-        """Seconds from start to stop, returned once; 0 if nothing was timed since. Call after a read-back."""
+        """Seconds from start to stop, returned once; 0 if nothing was timed since. Call after a read-back.
+
+        0 too for work that nothing has waited for: an image still on the side, whose request was dropped.
+        """
         if not self._measured:
             return 0.0
         self._measured = False
         if self._events is not None:
+            if not self._events[1].query():
+                return 0.0
             return self._events[0].elapsed_time(self._events[1]) * 1e-3
         return self._elapsed_s

@@ -7,6 +7,7 @@ Without a GPU the towers run after that forward, in the same tick.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,9 +23,10 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.pace import Kind, Pace
-from specvla_ros.engine.runner import Forwards
+from specvla_ros.engine.request import Request
+from specvla_ros.engine.runner import Forwards, Runner
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.vision import SideStream
+from specvla_ros.engine.vision import SideStream, StageClock
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ForwardResult
@@ -45,8 +47,10 @@ def frame(stamp_ns: int) -> Observation:
 
 
 @contextmanager
-def ahead(policy: OpenVLATarget, *, warm: bool = False, pace: Pace = AHEAD) -> Iterator[Engine]:
-    engine = Engine(policy, AUTO)
+def ahead(
+    policy: OpenVLATarget, *, warm: bool = False, pace: Pace = AHEAD, settings: EngineSettings = AUTO
+) -> Iterator[Engine]:
+    engine = Engine(policy, settings)
     if warm:
         engine.warm_up()
     assert engine.scheduler.chooser is not None
@@ -122,6 +126,46 @@ def test_a_frame_flushed_while_its_image_is_processed_leaves_nothing_behind(poli
         right = Engine(policy, EngineSettings("ar")).act(frame(3))
         action = engine.act(frame(3))
         assert isinstance(action, Action) and isinstance(right, Action) and action.tokens == right.tokens
+
+
+def test_a_frame_flushed_while_its_image_is_processed_fails_no_other(
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image is still on the side when the next tick has read back; a GPU raises if it is asked for the time."""
+    beside: list[bool] = []
+    embed_ahead = Runner.embed_ahead
+
+    def embed(runner: Runner, request: Request) -> None:
+        beside.append(True)
+        embed_ahead(runner, request)
+        beside.clear()
+
+    class Mark:
+        def __init__(self, enable_timing: bool) -> None:
+            self.passed = False
+
+        def record(self) -> None:
+            self.passed = not beside
+
+        def query(self) -> bool:
+            return self.passed
+
+        def elapsed_time(self, end: "Mark") -> float:
+            if not (self.passed and end.passed):
+                raise RuntimeError("CUDA error: device not ready")
+            return 1.0
+
+    monkeypatch.setattr(Runner, "embed_ahead", embed)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    with ahead(policy, settings=replace(AUTO, streams=2)) as engine:
+        engine.runner._clock = StageClock(torch.device("cuda"))
+        engine.submit(frame(1))
+        engine.tick()
+        engine.submit(replace(frame(2), stream="other"))
+        engine.tick()
+        assert [each.observation.stamp_ns for each in engine.flush(stream="other")] == [2]
+        ended = [outcome for _ in range(20) for outcome in engine.tick()]
+    assert [type(outcome) for outcome in ended] == [Action], ended
 
 
 def test_images_wait_for_no_forward_and_their_prompt_waits_for_them(

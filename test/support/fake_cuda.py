@@ -180,6 +180,9 @@ class _Event:
     def record(self, *_: Any) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, _: "_Event") -> float:
         return 1.0
 
