@@ -231,11 +231,13 @@ class Engine:
 
         If it raises, the engine is unchanged.
         """
-        before, graphs = self.scheduler, self.runner.graphs
+        before, warm = self.scheduler, self.runner.graphs.warm
         self._set_up(settings)
-        if graphs.warm:
+        drops = before.flush(DropReason.MODE_CHANGED)
+        del before  # with the earlier KV cache: captures need the memory
+        if warm:
             self._capture()
-        return before.flush(DropReason.MODE_CHANGED)
+        return drops
 
     @_on_its_device
     def warm_up(self, progress: Progress = no_progress) -> None:

@@ -4,9 +4,11 @@
 There is no GPU here: a capture records the operations and does them again on the same memory.
 """
 
+import gc
 import logging
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
@@ -31,8 +33,8 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import ForwardSizes, StaticForward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.outcome import Action, Drop, Outcome
-from specvla_ros.engine.runner import Forwards
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.runner import Forwards, Graphs
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.vision import StaticVision
 from specvla_ros.models.config import DecoderShape
@@ -172,6 +174,31 @@ def test_a_switch_captures_again(policy: OpenVLATarget, monkeypatch: pytest.Monk
     ended = [each for each in driven(engine, first_ns=99) if isinstance(each[1], tuple)]
     assert len(ended) > 3
     assert all(tokens == plain[3 + stamp_ns % 3] for stamp_ns, tokens, _ in ended)
+
+
+def test_a_switch_captures_after_the_earlier_graphs_are_gone(
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that is filled once cannot hold the graphs and KV caches of both settings."""
+    capture_with(monkeypatch)
+    engine = Engine(policy, SPECPIPE)
+    engine.warm_up()
+    gc.collect()  # a recorded capture, unlike a graph, holds what it belongs to
+    engine.submit(frame(3))
+    engine.tick()
+    earlier = [weakref.ref(each) for each in (engine.cache, engine.runner.forwards, engine.drafter)]
+    alive: list[int] = []
+    warm_up = Graphs.warm_up
+
+    def counted(graphs: Graphs, *args: Any) -> None:
+        gc.collect()
+        alive.append(sum(each() is not None for each in earlier))
+        warm_up(graphs, *args)
+
+    monkeypatch.setattr(Graphs, "warm_up", counted)
+    drops = engine.switch(PLAIN)
+    assert [drop.reason for drop in drops] == [DropReason.MODE_CHANGED]
+    assert alive == [0]
 
 
 def out_of_memory_at_the_third() -> Capture:
