@@ -86,7 +86,8 @@ class Engine:
         self.tick_time: Callable[[TickWork, float], float] = lambda _, measured_s: measured_s
         self._preprocessing = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self._device_fault = ""  # why the device is unusable; empty: it works
-        self._set_up(settings)
+        with on_device(target.decoder.device):
+            self._set_up(settings)
 
     @property
     def busy(self) -> bool:

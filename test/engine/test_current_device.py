@@ -20,6 +20,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.thread import EngineThread
 from specvla_ros.engine.verifier import Verifier
 from specvla_ros.models.observation import Observation
+from specvla_ros.speculation.drafters.eagle import drafter as eagle
 from specvla_ros.speculation.settings import DraftSettings
 
 
@@ -47,8 +48,10 @@ def test_every_launch_is_on_the_policys_device(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(engines, "on_device", entered)
     for owner, name in ((Runner, "run"), (Runner, "embed"), (Verifier, "verify"), (Verifier, "capture")):
         monkeypatch.setattr(owner, name, launching(getattr(owner, name)))
+    monkeypatch.setattr(eagle.TreeGrower, "__init__", launching(eagle.TreeGrower.__init__))
     settings = EngineSettings("spec", draft=DraftSettings(nodes=6, depth=2, top_k=2))
     engine = Engine(policy, settings)
+    assert launches and all(launches), "a draft head is quantised, and its weights are multiplied"
 
     def frame(stamp_ns: int) -> Observation:
         return Observation(np.zeros((32, 32, 3), np.uint8), "put carrot on plate", stamp_ns)
