@@ -10,12 +10,12 @@ from specvla_ros.lab.evaluation.page import answer, context_rows, html, notice, 
 Rows = Sequence[Sequence[str]]
 
 
-def page(state: Mapping[str, Any]) -> str:
-    """Returns the page for the content of report.json."""
+def page(state: Mapping[str, Any], wanted: Sequence[str] = ()) -> str:
+    """Returns the page for the content of report.json; `wanted`: the steps asked for, done or not."""
     options, steps = state["options"], state["steps"]
     found = {name: entry["found"] for name, entry in steps.items()}
     where = found.get("environment", {}).get("environment", {}).get("hardware", options["device"])
-    parts = [_answer(steps)]
+    parts = [_answer(steps, wanted)]
     if options.get("dry_run"):
         parts.append(notice("A dry run without a device: the figures are meaningless."))
     elif options["device"] == "cpu":
@@ -27,17 +27,29 @@ def page(state: Mapping[str, Any]) -> str:
     return html(f"specvla_ros on {where}, {options['sizes']} shapes", parts)
 
 
-def _answer(steps: Mapping[str, Mapping[str, Any]]) -> str:
-    missing = [name for name, entry in steps.items() if entry.get("state") != "done"]
-    done = f"{len(steps) - len(missing)} of {len(steps)} steps are done"
+def _answer(steps: Mapping[str, Mapping[str, Any]], wanted: Sequence[str]) -> str:
+    names = [*dict.fromkeys((*wanted, *steps))]
+    missing = [name for name in names if steps.get(name, {}).get("state") != "done"]
+    done = f"{len(names) - len(missing)} of {len(names)} steps are done"
     done += f", without {', '.join(missing)}" if missing else ""
-    kind = "failed" if missing else "passed"
+    faults = _faults(steps)
+    done += "".join(f"; {fault}" for fault in faults)
+    kind = "failed" if missing or faults else "passed"
     rates = _rates(steps.get("modes", {}).get("found") or {})
     if not rates:
-        return answer(kind, str(len(steps) - len(missing)), "steps done", f"{done}.")
+        return answer(kind, str(len(names) - len(missing)), "steps done", f"{done}.")
     best, plain = max(rates, key=rates.__getitem__), _plain(rates)
     faster = f": {rates[best] / plain:.2f} times as many as plain decoding" if plain else ""
     return answer(kind, f"{rates[best]:.1f}", f"actions per second with {best}{faster}", f"{done}.")
+
+
+def _faults(steps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the steps that ran to their end found wrong on this device."""
+    groups = [row for row in steps.get("tests", {}).get("found", {}).values() if isinstance(row, dict)]
+    failed = sum(row.get("failures", 0) + row.get("errors", 0) + ("error" in row) for row in groups)
+    soaked = steps.get("soak", {}).get("found", {}).get("soak", {})
+    faults = [f"tests failed on this device: {failed}"] if failed else []
+    return faults + (["the soak failed"] if soaked and not soaked["passed"] else [])
 
 
 def _rates(found: Mapping[str, Any]) -> dict[str, float]:

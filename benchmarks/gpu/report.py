@@ -105,6 +105,7 @@ class Report:
         self._folder = folder
         self._options = options
         folder.mkdir(parents=True, exist_ok=True)
+        self._wanted: list[str] = []
         self._file, self._log = folder / "report.json", folder / "log.txt"
         self._state: dict[str, Any] = {"options": options, "steps": {}}
         if self._file.exists():
@@ -114,6 +115,7 @@ class Report:
 
     def run(self, steps: list[Step], deadline: float) -> int:
         """Runs the steps that are not done, previously failed ones last; returns the exit code."""
+        self._wanted = [step.name for step in steps]
         left = [step for step in steps if not self._over(step.name)]
         for step in sorted(left, key=lambda each: self._state["steps"].get(each.name, {}).get("failures", 0)):
             if deadline - time.monotonic() < _LEAST_S:
@@ -152,7 +154,7 @@ class Report:
         os.replace(part_of_it, self._file)
         part.unlink()
         part.with_name(f"{part.name}.part").unlink(missing_ok=True)
-        (self._folder / "report.html").write_text(gpu_page.page(self._state), encoding="utf-8")
+        (self._folder / "report.html").write_text(gpu_page.page(self._state, self._wanted), encoding="utf-8")
         return code or 0
 
     def _head(self) -> dict[str, Any]:

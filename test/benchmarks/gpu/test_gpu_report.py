@@ -10,14 +10,16 @@ import time
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.patience import PATIENCE_S, wait_until
 
+from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.report import REFUSED, STEPS, Report
+from benchmarks.gpu.report import LEFT, REFUSED, STEPS, Report
 from specvla_kernels.rounded_linear import Rounded, round_rows
 from specvla_ros.models.settings import QUANTIZATIONS
 
@@ -170,6 +172,39 @@ def test_ctrl_c_ends_the_step_too(tmp_path: Path) -> None:
     for child in left:
         os.kill(child, signal.SIGKILL)
     assert children and not left
+
+
+def test_the_page_of_a_report_that_is_not_done_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 40))  # the second step finds no time left
+    monkeypatch.setattr(Report, "_call", lambda *_: 0)
+    monkeypatch.setattr("benchmarks.gpu.report.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    report = Report(tmp_path, {"device": "cpu", "sizes": "tiny", "dry_run": False})
+    assert report.run(list(STEPS[:3]), deadline=100.0) == LEFT
+    page = (tmp_path / "report.html").read_text()
+    assert "1 of 3 steps are done, without modes, chunks." in page and "answer failed" in page
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            {"tests": {"kernels": {"failures": 2, "errors": 1}, "engine": {"failures": 0, "errors": 0}}},
+            "failed on this device: 3",
+        ),
+        ({"soak": {"soak": {"passed": False, "phases": {}}}}, "the soak failed"),
+        ({"soak": {"soak": {"passed": True, "phases": {}}}}, ""),
+    ],
+)
+def test_a_page_passes_no_device_on_which_something_failed(found: dict[str, Any], said: str) -> None:
+    """A step is done when it has run to its end, whatever it found."""
+    rest = {"tests": 5, "skipped": 0, "seconds": 1.0, "failed": {}}
+    for group in found.get("tests", {}).values():
+        group.update(rest)
+    steps = {name: {"state": "done", "seconds": 1.0, "found": each} for name, each in found.items()}
+    text = gpu_page.page({"options": {"device": "cuda", "sizes": "7b"}, "steps": steps})
+    assert ("answer failed" in text) == bool(said) and said in text
 
 
 def test_a_folder_holds_figures_of_one_kind(tmp_path: Path) -> None:
