@@ -81,7 +81,8 @@ class CompiledLayers:
         there = slice(span.slot, span.slot + 1)
         kept = [*zip(keys[:, there, :seen].unbind(), values[:, there, :seen].unbind(), strict=True)]
         mask = [each for each in layout.masks if each is not None]
-        return lambda i, x: run([x, *rows, *kept[i], *mask, *self.weights[i]])[0]
+        # Compiled code takes rows as contiguous and checks nothing: those with DeepStack features beside are not.
+        return lambda i, x: run([x.contiguous(), *rows, *kept[i], *mask, *self.weights[i]])[0]
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> CompiledLayers:

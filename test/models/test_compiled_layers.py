@@ -109,6 +109,14 @@ def test_every_variant_of_the_decoder_is_compiled(name: str) -> None:
         check(decoder, made, parents, before=30, slot=1)
 
 
+def test_rows_that_lie_between_others_features_are_compiled(policy: OpenVLATarget, compiled: CompiledLayers) -> None:
+    """Those of Qwen3-VL, each followed by its DeepStack features; compiled layers take every row after the last."""
+    decoder = random_decoder(replace(policy.decoder.config, deepstack=1), dtype=policy.decoder.dtype)
+    made = replace(compile_layers([*decoder.layers]), most_rows=MAX_TREE_NODES)
+    for parents in ([-1], [-1, 0], [-1, 0, 0, 1, 2, 2]):
+        check(decoder, made, parents, before=30, slot=1)
+
+
 def image(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8)
 
