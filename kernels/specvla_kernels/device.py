@@ -210,15 +210,20 @@ def device_fault(device: torch.device) -> str:
     try:
         torch.cuda.synchronize(device)
         torch.zeros(1, device=device).tolist()
-    except torch.OutOfMemoryError:
-        return ""
     except Exception as error:
+        if lacks_memory(error):
+            return ""
         reason = (str(error).strip().splitlines() or [""])[0]
         return (
             f"{device} has failed ({type(error).__name__}: {reason}): restart this process; nvidia-smi and "
             "`dmesg | grep -i xid` show whether the GPU or its driver failed"
         )
     return ""
+
+
+def lacks_memory(error: Exception) -> bool:
+    """True for a device that is full, also a Jetson, whose allocator raises another class than torch's own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def blocks(least: int, most: int) -> list[int]:

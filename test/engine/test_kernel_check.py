@@ -105,11 +105,16 @@ def test_a_kernel_that_does_not_compile_is_named_and_not_used(monkeypatch: pytes
     assert found.startswith("a kernel cannot run on this GPU: OutOfResources: out of resource: shared memory"), found
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
+    ids=["torch", "Jetson"],
+)
 def test_a_full_card_says_nothing_of_its_kernels(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(kernel_check, "has_kernels", kernels_wanted)
     monkeypatch.setattr(kernel_check, "_first_layer", full)

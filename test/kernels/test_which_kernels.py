@@ -116,9 +116,14 @@ def test_a_gpu_that_computes_no_more_is_named_with_what_to_do(monkeypatch: pytes
     )
 
 
-def test_a_gpu_without_memory_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
+    ids=["torch", "Jetson"],
+)
+def test_a_gpu_without_memory_is_not_lost(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(torch.cuda, "synchronize", full)
     assert device_fault(GPU) == ""
