@@ -126,8 +126,10 @@ def environment(job: Job) -> None:
 
 
 def smi() -> dict[str, str] | str:
-    """The driver's current values for the first GPU, or why there are none."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={_SMI}", "--format=csv,noheader"]
+    """The driver's current values for the measured GPU, or why there are none."""
+    # The driver counts in the order of the slots, and all GPUs; torch's first may be another one.
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    command = ["nvidia-smi", f"--id=GPU-{uuid}" if uuid else "--id=0", f"--query-gpu={_SMI}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -225,6 +225,19 @@ def test_a_dry_run_is_a_report(tmp_path: Path) -> None:
     assert "A dry run" in (out / "report.html").read_text()
 
 
+def test_the_driver_is_asked_about_the_gpu_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two GPUs, or CUDA_VISIBLE_DEVICES, the driver's first may be another."""
+    temperatures = {"--id=0": "31", "--id=GPU-8f2c-01": "74"}
+
+    def answers(command: list[str], **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(stdout=", ".join([temperatures[command[1]]] * len(gpu_steps._SMI.split(","))), stderr="")
+
+    monkeypatch.setattr(gpu_steps.subprocess, "run", answers)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="8f2c-01"))
+    found = gpu_steps.smi()
+    assert isinstance(found, dict) and found["temperature.gpu"] == "74"
+
+
 def test_a_format_that_the_gpu_does_not_compute_is_named_and_the_others_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
