@@ -10,7 +10,7 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 BEAM_NODES = 8  # of a beam at once
 _WARPS = 8  # one per node, whose ids it then scans without waiting for others; half where sm_120 would spill
-MAX_COLUMNS = 1 << 10  # of a row in the kernel; of longer rows, the caller chooses the likeliest ids first
+MAX_COLUMNS = 1 << 10  # of a row in the kernel; for longer rows, the reference runs
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,11 @@ def expand_tree(
         level: of the children; 0 right after the root.
         last: makes no next beam and returns None.
     """
-    x = candidates.rows if candidates.chosen is None else candidates.chosen[1]
+    rows = candidates.rows
+    x = rows if candidates.chosen is None else candidates.chosen[1]
     assert x is not None
-    run = expand_tree_triton if has_kernels(x) else expand_tree_reference
+    fits = rows is None or rows.shape[2] <= MAX_COLUMNS
+    run = expand_tree_triton if fits and has_kernels(x) else expand_tree_reference
     return run(candidates, beam, considered, max_depths, k=k, level=level, offset=offset, last=last)
 
 
@@ -201,7 +203,7 @@ def expand_tree_triton(
     """`expand_tree` as one launch, a program per tree; raises ValueError for rows of more than 1024 columns."""
     rows, window, chosen = candidates.rows, candidates.window, candidates.chosen
     if rows is not None and rows.shape[2] > MAX_COLUMNS:
-        raise ValueError(f"rows of {rows.shape[2]} ids exceed the kernel's {MAX_COLUMNS}: choose the likeliest first")
+        raise ValueError(f"rows of {rows.shape[2]} ids exceed the kernel's {MAX_COLUMNS}")
     trees, width, columns = (rows if rows is not None else chosen[0]).shape  # type: ignore[index]
     whole, scores = considered.tokens, considered.scores
     before = 0 if beam is None else beam.ancestors.shape[1]

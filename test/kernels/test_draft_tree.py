@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES, poisoned
 from support.nightly import examples
 
+from specvla_kernels import expand_tree
 from specvla_kernels.draft_rows import (
     DraftRows,
     DraftSlots,
@@ -151,9 +152,20 @@ def test_a_beam_of_64_nodes() -> None:
     same_trees(by_kernel, generator, 64, 2)
 
 
+@pytest.mark.parametrize("kind", ["top k", "window"])
+def test_rows_that_are_too_long_for_the_kernel_grow_the_same_tree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a policy with more than 1024 bins or codes."""
+    monkeypatch.setattr(expand_tree, "has_kernels", lambda _: True)
+    drawn = candidates(torch.Generator().manual_seed(3), kind, (2, 1, 1500), 4)
+    found, expected = memory(2, 5), memory(2, 5)
+    depths = torch.tensor([2, 1], device=DEVICE)
+    beam = expand_tree.expand_tree(drawn, None, found, depths, k=4, level=0, offset=0)
+    same_beam(beam, expand_tree_reference(drawn, None, expected, depths, k=4, level=0, offset=0))  # type: ignore[arg-type]
+
+
 def test_rows_that_are_too_long_are_refused() -> None:
     drawn = Candidates(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 1025))
-    with pytest.raises(ValueError, match="choose the likeliest first"):
+    with pytest.raises(ValueError, match="1025 ids exceed the kernel's 1024"):
         expand_tree_triton(drawn, None, memory(1, 3), torch.ones(1, dtype=torch.int64), k=3, level=0, offset=0)
 
 
