@@ -44,7 +44,7 @@ def _answer(steps: Mapping[str, Mapping[str, Any]], wanted: Sequence[str]) -> st
 
 
 def _faults(steps: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the steps that ran to their end found wrong on this device."""
+    """The faults of this device, found by steps that ran to their end."""
     groups = [row for row in steps.get("tests", {}).get("found", {}).values() if isinstance(row, dict)]
     failed = sum(row.get("failures", 0) + row.get("errors", 0) + ("error" in row) for row in groups)
     soaked = steps.get("soak", {}).get("found", {}).get("soak", {})

@@ -189,7 +189,7 @@ class Report:
                 _kill(process)
                 log.write(f"cut off after {limit_s:.0f} s\n".encode())
                 return None
-            except BaseException:  # Ctrl-C does not reach its group: it would go on beside the next call's steps
+            except BaseException:  # Ctrl-C does not reach its group: it would run beside the next call's steps
                 _kill(process)
                 raise
         if code == REFUSED:
