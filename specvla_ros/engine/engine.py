@@ -237,6 +237,7 @@ class Engine:
         drops = before.flush(DropReason.MODE_CHANGED)
         del before  # with the earlier KV cache: captures need the memory
         if warm:
+            self._check_kernels()  # on trees that the earlier settings may not have had
             self._capture()
         return drops
 
@@ -250,10 +251,8 @@ class Engine:
         the policy fails on the image.
         """
         started = time.perf_counter()
-        decoder = self.target.decoder
         progress("warming up: comparing kernels with their references", 1.0)
-        if fault := kernel_fault(decoder, self.cache, self.runner.forwards.sizes):
-            distrust_kernels(decoder.device, fault)
+        self._check_kernels()
         progress("warming up: decoding a black test image", 1.0)
         with self.mailbox.without_clock():
             outcome = self.act(self.target.blank_observation())
@@ -274,6 +273,11 @@ class Engine:
         self.scheduler.forget_answers()
         self.warm_up_s = time.perf_counter() - started
         _log.info("warmed up in %.1f s", self.warm_up_s)
+
+    def _check_kernels(self) -> None:
+        decoder = self.target.decoder
+        if fault := kernel_fault(decoder, self.cache, self.runner.forwards.sizes):
+            distrust_kernels(decoder.device, fault)
 
     def _capture(self, progress: Progress = no_progress) -> None:
         self.runner.graphs.warm_up(progress)

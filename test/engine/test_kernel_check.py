@@ -27,10 +27,11 @@ from specvla_ros.engine import kernel_check
 from specvla_ros.engine.cuda_graphs import ForwardSizes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kernel_check import kernel_fault
-from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 OPERATORS: dict[str, ModuleType] = {
     "gated_unit": gated_unit,
@@ -40,6 +41,7 @@ OPERATORS: dict[str, ModuleType] = {
     "commit_kv": commit_kv,
     "uncertainty": uncertainty,
 }
+TEMPORAL = adjusted(DraftSettings(nodes=8), temporal=True)
 SHAPE = DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128)
 
 
@@ -157,6 +159,25 @@ def test_kernels_that_cannot_run_decode_no_test_image(tmp_path: Path, monkeypatc
     monkeypatch.setattr(engines, "distrust_kernels", lambda _, fault: distrusted.append(fault))
     Engine(policy, EngineSettings("ar")).warm_up()
     assert distrusted == ["a kernel cannot run on this GPU"]
+
+
+def test_a_switch_checks_the_kernels_on_its_own_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding has trees of one node, on which a wrong mask shows nothing."""
+    policy = load_openvla(write_checkpoint(tmp_path, seed=4), device="cpu")
+    said: list[str] = []
+
+    def fault(_: Any, cache: KVCache, sizes: ForwardSizes) -> str:
+        return f"wrong for {sizes.nodes} nodes" if sizes.nodes > 1 else ""
+
+    monkeypatch.setattr(engines, "kernel_fault", fault)
+    monkeypatch.setattr(engines, "distrust_kernels", lambda _, fault: said.append(fault))
+    engine, spec = Engine(policy, EngineSettings("ar")), EngineSettings("spec", draft=TEMPORAL)
+    engine.switch(spec)
+    assert not said, "nothing is checked that was not warmed up"
+    engine.switch(EngineSettings("ar"))
+    engine.warm_up()
+    engine.switch(spec)
+    assert said == ["wrong for 8 nodes"]
 
 
 def test_no_kernel_runs_on_a_device_whose_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
