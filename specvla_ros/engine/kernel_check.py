@@ -16,10 +16,11 @@ from specvla_kernels.accept_tree import NO_NODE
 from specvla_kernels.accept_within import Deferral, Within, accept_within
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.compare_drafts import Nodes, PackedTrees
-from specvla_kernels.device import has_kernels, lacks_memory, references
+from specvla_kernels.device import has_kernels, lacks_memory, references, to_device
 from specvla_kernels.graph_capture import check_rows, randomize
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
+from specvla_kernels.repetition_penalty import EarlierIds, penalised_choice
 from specvla_kernels.uncertainty import uncertainty
 from specvla_ros.engine.batch import Segment, pack
 from specvla_ros.engine.cuda_graphs import ForwardSizes, check_segments
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _NODES = 16
 _TOKENS = 40
+_PENALTY = 4.0  # large enough to change choices
 _PATH = (0, 2, 3, 7, NO_NODE)  # rows that are destination and source
 
 # Sources of Triton's known faults, by architecture. test/kernels/test_miscompiles.py asserts that no kernel contains
@@ -111,6 +113,15 @@ def _check_acceptance(device: torch.device) -> None:
         found = greedy_choice(logits), accept_within(trees, within, (0, 4, 4), 4, logits)
         if not all(mine.equal(other) for mine, other in zip(found, expected, strict=True)):
             raise RuntimeError("choices or accepted paths are not equal")
+    flat, of_nodes = EarlierIds.numbers([(5, 7, 9)], [_NODES])
+    earlier = EarlierIds(to_device(flat, device), to_device(of_nodes, device).view(3, -1))
+    penalised = []
+    for how in (references(), nullcontext()):
+        changed = logits.clone()
+        with how:
+            penalised.append(penalised_choice(changed, _PENALTY, tokens, ancestry.ancestors, earlier))
+    if not penalised[0].equal(penalised[1]):
+        raise RuntimeError("choices under a repetition penalty are not equal")
     for terms in (0, 3):
         with references():
             wanted = uncertainty(logits, terms)

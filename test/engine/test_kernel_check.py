@@ -19,6 +19,7 @@ from specvla_kernels import (
     gated_unit,
     greedy_choice,
     packed_attention,
+    repetition_penalty,
     rope_write_kv,
     uncertainty,
 )
@@ -39,6 +40,7 @@ OPERATORS: dict[str, ModuleType] = {
     "greedy_choice": greedy_choice,
     "accept_within": accept_within,
     "commit_kv": commit_kv,
+    "penalised_choice": repetition_penalty,
     "uncertainty": uncertainty,
 }
 TEMPORAL = adjusted(DraftSettings(nodes=8), temporal=True)
