@@ -165,7 +165,9 @@ def test_ctrl_c_ends_the_step_too(tmp_path: Path) -> None:
     """Else it would take the device from the next call's steps, and write to the same file."""
     command = [*REPORT, *TINY, "--out", str(tmp_path), "--steps", "gemm", "--budget-s", "300"]
     process = subprocess.Popen(command, env=BARE, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
-    children = wait_until(lambda: _children_of_step("gemm", tmp_path))
+    part = tmp_path / "gemm.json"
+    wait_until(lambda: part.exists() and json.loads(part.read_text() or "{}"))
+    children = _children_of_step("gemm", tmp_path)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(PATIENCE_S) != 0
     left = _children_of_step("gemm", tmp_path)
