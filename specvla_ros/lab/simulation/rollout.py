@@ -212,7 +212,7 @@ class Rollout:
             stamped = max(int(episode.thought_s / control_dt + 1e-9), episode.pictured + 1)
             self._advance(episode, stamped)
             episode.thought_s = max(episode.thought_s, stamped * control_dt)
-            if episode.succeeded:
+            if episode.over:
                 return
         # A camera would send every image, and the engine would take the newest. The others need not be rendered.
         if engine.has_room and episode.passed > episode.pictured:
@@ -258,7 +258,8 @@ class Rollout:
                 self._robot.take(outcome.values, age_s)
 
     def _advance(self, episode: _Episode, until: int) -> None:
-        while episode.passed < until and not episode.succeeded:
+        # The time limit may pass within a tick: what is done after it does not count.
+        while episode.passed < min(until, episode.max_steps) and not episode.succeeded:
             self._robot.advance()
             episode.passed += 1
             episode.succeeded = self._robot.succeeded()

@@ -18,6 +18,7 @@ from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.planning.stage_times import read_stage_times
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.rollout import Clock, Rollout, TickTime
+from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.drafters.registry import DraftWork
 
@@ -70,6 +71,14 @@ def test_the_picture_that_is_followed_ages_until_the_next_action(robot):
     assert len(result.acted_s) == result.steps and np.diff(result.acted_s) == pytest.approx(0.5, abs=0.051)
     (waited,) = run(robot, Clock.LOCKSTEP, 0.5, seeds=1)
     assert waited.picture_age_s is None and waited.acted_s == ()
+
+
+def test_what_is_done_after_the_time_limit_is_no_success(robot, monkeypatch):
+    limit_s = 0.2 * TASKS[0].max_steps
+    monkeypatch.setattr(robot, "succeeded", lambda: robot.world.time_s > limit_s + 0.01)
+    for total_s in (3.0, 5.0, 7.0):  # ticks of a second and more, during which the limit passes
+        (result,) = run(robot, Clock.REALTIME, total_s, TASKS[0].name, seeds=1)
+        assert not result.succeeded and result.time_s == pytest.approx(limit_s)
 
 
 def test_a_fast_policy_does_not_make_the_arm_faster(robot):
