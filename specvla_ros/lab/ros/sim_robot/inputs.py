@@ -15,8 +15,8 @@ from rclpy.node import Node
 from std_msgs.msg import Float64MultiArray, String
 from trajectory_msgs.msg import JointTrajectory as JointTrajectoryMessage
 
-from specvla_ros.control.convention import ActionFrame
-from specvla_ros.control.pose import Pose, quaternion_matrix
+from specvla_ros.control.convention import ActionFrame, GripperSign, Reference, Rotation
+from specvla_ros.control.pose import Pose, quaternion_matrix, rotation_vector, rpy_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers import CommandRefusedError, JointTrajectory, Point, Twist
@@ -71,15 +71,40 @@ def check_relevance(stamp_ns: int, instruction: str, expected: Expected) -> None
         )
 
 
+def check_convention(message: VlaAction) -> None:
+    """Raises ActionRefusedError unless the values are displacements of the tool along the base's axes."""
+    if message.action_frame == ActionFrame.JOINTS.value:
+        raise ActionRefusedError(
+            "its values are joint positions, but this arm takes displacements of its tool: start it with "
+            "command:=joint_trajectory behind a driver with action_space: joints"
+        )
+    if message.reference == Reference.ABSOLUTE.value or message.action_frame == ActionFrame.TOOL.value:
+        given = "poses" if message.reference == Reference.ABSOLUTE.value else "displacements along the tool's axes"
+        raise ActionRefusedError(
+            f"its values are {given}, but this arm takes displacements along the base's axes: start it with "
+            "command:=pose behind a driver, or correct the policy's action.reference and action.frame"
+        )
+
+
 def robot_values(
-    values: Sequence[float], action_dt: float, *, robot_dt: float, largest_translation: float
+    values: Sequence[float],
+    action_dt: float,
+    *,
+    robot_dt: float,
+    largest_translation: float,
+    rotation: str = "",
+    gripper: str = "",
 ) -> np.ndarray:
-    """Scales an action's values to the robot's period at unchanged speed; raises ActionRefusedError if unusable.
+    """An action's values as the robot takes them, scaled to its period at unchanged speed.
 
     Args:
         values: 3 translations, 3 rotations [rad], gripper.
         action_dt, robot_dt: duration in seconds of an action's displacements, for the policy and for the robot.
         largest_translation: maximum of the training data in `robot_dt`; several times that is refused.
+        rotation, gripper: their convention in VlaAction; empty: the robot's own, rotation_vector and open_high.
+
+    Raises:
+        ActionRefusedError: the values are unusable.
     """
     if len(values) != 7:
         raise ActionRefusedError(f"it has {len(values)} values, but this robot takes 7: x y z, roll pitch yaw, gripper")
@@ -97,6 +122,10 @@ def robot_values(
         )
     if not turn <= math.pi:
         raise ActionRefusedError(f"it would turn the hand by {turn:.3f} rad in {robot_dt:g} s, but the limit is pi")
+    if rotation == Rotation.RPY.value:
+        taken[3:6] = rotation_vector(rpy_matrix(np.array(values[3:6]))) * (robot_dt / action_dt)
+    if gripper == GripperSign.CLOSE_HIGH.value:
+        taken[6] = 1.0 - taken[6]
     return taken
 
 
@@ -138,16 +167,14 @@ class ActionInput:
                 return
             self._begun_ns = stamp if message.partial else 0
             check_relevance(stamp, message.instruction, expected)
-            if message.action_frame == ActionFrame.JOINTS.value:
-                raise ActionRefusedError(
-                    "its values are joint positions, but this arm takes displacements of its tool: start it with "
-                    "command:=joint_trajectory behind a driver with action_space: joints"
-                )
+            check_convention(message)
             values = robot_values(
                 message.values[: len(message.values) // max(1, message.horizon)],  # the first action of a chunk
                 message.action_dt,
                 robot_dt=self._robot.action_dt,
                 largest_translation=self._robot.largest_translation,
+                rotation=message.rotation,
+                gripper=message.gripper,
             )
         except ActionIgnoredError as why:
             if isinstance(why, ActionRefusedError):

@@ -22,6 +22,7 @@ from std_msgs.msg import String
 from support.gl import needs_gl
 from support.patience import wait_until
 
+from specvla_ros.control.pose import rotation_vector, rpy_matrix
 from specvla_ros.errors import UserError
 from specvla_ros.lab.ros.sim_robot.episodes import episode_starts, task_of
 from specvla_ros.lab.ros.sim_robot.node import Phase, SimRobot
@@ -41,8 +42,8 @@ SLOWLY = (0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 Answer = Callable[[int, str], "VlaAction | None"]
 
 
-def action(stamp: int, values: Any = SLOWLY, *, dt: float = 0.2, instruction: str = "") -> VlaAction:
-    message = VlaAction(values=[float(value) for value in values], action_dt=dt, instruction=instruction)
+def action(stamp: int, values: Any = SLOWLY, *, dt: float = 0.2, instruction: str = "", **fields: Any) -> VlaAction:
+    message = VlaAction(values=[float(value) for value in values], action_dt=dt, instruction=instruction, **fields)
     message.header.stamp = Time(sec=stamp // 10**9, nanosec=stamp % 10**9)
     return message
 
@@ -205,9 +206,26 @@ BAD = {
     "too far": lambda now: action(now, [0.5] + [0.0] * 6),
     "too fast": lambda now: action(now, [0.05] + [0.0] * 6, dt=0.01),
     "too much of a turn": lambda now: action(now, [0.0] * 3 + [4.0] + [0.0] * 3),
+    "a pose, not a displacement": lambda now: action(now, reference="absolute"),
+    "the tool's axes": lambda now: action(now, action_frame="tool"),
     "no period": lambda now: action(now, dt=0.0),
     "a period that is no number": lambda now: action(now, dt=math.nan),
 }
+
+
+def test_an_action_counts_in_the_convention_that_its_message_names() -> None:
+    values = (0.0, 0.0, 0.0, 0.3, 0.4, 0.5, 0.0)
+    with scene(silent) as s:
+        taken: list[np.ndarray] = []
+        s.sim.robot.take = lambda values, age_s=0.0: taken.append(values)  # type: ignore[method-assign]
+        s.until(lambda: s.images)
+        for fields in ({}, {"rotation": "rpy"}, {"gripper": "close_high"}, {"gripper": "open_high"}):
+            s.actions.publish(action(s.images[-1], values, dt=0.4, **fields))
+            s.until(partial(lambda n: len(taken) > n and s.images[-1] == s.sim._newest_image_ns, len(taken)))
+        plain, rpy, close_high, open_high = taken
+        assert plain == pytest.approx([0.0, 0.0, 0.0, 0.15, 0.2, 0.25, 0.0])
+        assert rpy[3:6] == pytest.approx(rotation_vector(rpy_matrix(np.array(values[3:6]))) / 2)
+        assert (close_high[6], open_high[6]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("clock", ["lockstep", "realtime"])
