@@ -238,6 +238,23 @@ def test_values_that_no_node_reads_are_named(tmp_path: Path) -> None:
     assert code == 1 and "/** has 'gripper' beside ros__parameters" in wrong(output)[0]
 
 
+def test_each_robot_of_a_file_with_namespaces_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "robot.yaml"
+    write_parameters(file, GOOD)
+    shared = file.read_text(encoding="utf-8")
+    left = "/left/driver:\n  ros__parameters:\n    outptu: pose\n"
+    right = "/right/guard:\n  ros__parameters:\n    base_frame: world\n"
+    file.write_text(shared + left + right)
+    code, output = run(file)
+    assert code == 1 and len(wrong(output)) == 2
+    of_left, of_right = output.split("in the namespace left:")[1].split("in the namespace right:")
+    assert "no node has a parameter 'outptu'; did you mean 'output'?" in wrong(of_left)[0]
+    assert "base_frame differs: driver base_link, guard world" in wrong(of_right)[0]
+    file.write_text("".join(f"/left/{node}:" + shared.partition(":")[2] for node in ("driver", "guard")))
+    code, output = run(file)
+    assert code == 0 and "in the namespace left:" in output and "ok    driver     output twist" in output
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -46,9 +46,24 @@ def check(
         str, typer.Option(help=f"Policy profile, {', '.join(PROFILES)} or a file, to also compare its image ages.")
     ] = "",
 ) -> None:
-    """Check a robot's parameter file as driver and guard read it, without motion. Exit code 1: errors were found."""
-    report = Report()
-    driver, guard = _read(report, file, urdf)
+    """Check a robot's parameter file as driver and guard read it, without motion. Exit code 1: errors were found.
+
+    A file with sections such as /left/driver is checked for each of its namespaces.
+    """
+    report, namespaces = Report(), [""]
+    with suppress(UserError):  # reported below
+        for text, surely in robot_mistakes.stray_sections(file):
+            (report.wrong if surely else report.note)("file", text)
+        namespaces = robot_mistakes.namespaces(file)
+    for namespace in namespaces:
+        if namespace:
+            typer.echo(f"\nin the namespace {namespace}:")
+        _check_robot(report, file, urdf, profile, namespace)
+    raise typer.Exit(int(report.failed))
+
+
+def _check_robot(report: "Report", file: Path, urdf: Path | None, profile: str, namespace: str) -> None:
+    driver, guard = _read(report, file, urdf, namespace)
     if driver is None:
         report.note("model", "not checked, nor what follows, until the parameters above are right")
     else:
@@ -58,7 +73,6 @@ def check(
         _check_timeouts(report, driver, guard, profile)
     if driver is not None and not driver.limits.missing:
         _print_first_motions(driver.limits, file, 1.0 if guard is None else guard.guard.speed_scale)
-    raise typer.Exit(int(report.failed))
 
 
 @robot.command()
@@ -130,7 +144,9 @@ class Report:
         typer.echo(typer.style(f"{state:6}", fg=colour) + f"{name:11}{text}")
 
 
-def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParameters | None, GuardParameters | None]":
+def _read(
+    report: Report, file: Path, urdf: Path | None, namespace: str
+) -> "tuple[DriverParameters | None, GuardParameters | None]":
     """The settings of driver and guard; None if they are invalid or no guard runs."""
     from specvla_ros.control.guard.settings import GuardParameters
     from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
@@ -139,17 +155,12 @@ def _read(report: Report, file: Path, urdf: Path | None) -> "tuple[DriverParamet
     known = {each.name for kind in (DriverParameters, GuardParameters, TaskParameters) for each in walk(kind())}
     given: dict[str, dict[str, Value]] = {}
     with report.part("file") as well:
-        given = {node: merge_parameters([file], {}, node=node) for node in ("driver", "guard")}
+        given = {node: merge_parameters([file], {}, node=node, namespace=namespace) for node in ("driver", "guard")}
         well(f"{file} is a valid parameter file")
     if not given:
         return None, None
     for name in sorted({*given["driver"], *given["guard"]} - known - {"use_sim_time"}):
         report.wrong("file", f"no node has a parameter '{name}'; {_likely(name, known)}")
-    stray, notes = robot_mistakes.stray_sections(file)
-    for text in stray:
-        report.wrong("file", text)
-    for text in notes:
-        report.note("file", text)
     driver, guard = None, None
     with report.part("driver") as well:
         driver = _settings(DriverParameters(), given["driver"], urdf)

@@ -23,23 +23,26 @@ _MAX_TURN = 2 * np.pi
 _SAME_RAD = 1e-3  # rounding of a range
 
 
-def stray_sections(file: Path) -> tuple[list[str], list[str]]:
-    """Values that no node reads: those that are surely mistakes, and those that another program may read."""
-    wrong: list[str] = []
-    notes: list[str] = []
+def namespaces(file: Path) -> list[str]:
+    """The namespaces of the file's sections for a driver or a guard, such as left of /left/driver; else only ""."""
+    keys = [str(key).strip("/").rpartition("/") for key in read_parameter_file(file)]
+    found = {namespace for namespace, _, node in keys if node in ("driver", "guard") and "*" not in namespace}
+    return sorted(found - {""}) or [""]
+
+
+def stray_sections(file: Path) -> Iterator[tuple[str, bool]]:
+    """Values that no node reads, in words, and whether they are surely mistakes: another program may read others."""
     for key, section in read_parameter_file(file).items():
         node = str(key).strip("/").rpartition("/")[2]
         if node not in ("**", *_NODES):
             close = difflib.get_close_matches(node, _NODES, n=1)
             text = f"section {key} belongs to no node of this package, so none reads its values"
-            (wrong if close else notes).append(text + (f"; did you mean /{close[0]}?" if close else ""))
+            yield text + (f"; did you mean /{close[0]}?" if close else ""), bool(close)
         elif isinstance(section, dict) and "ros__parameters" in section:
-            wrong += [
-                f"{key} has '{name}' beside ros__parameters, where no node reads it: indent it under ros__parameters"
-                for name in section
-                if name != "ros__parameters"
-            ]
-    return wrong, notes
+            for name in section:
+                if name != "ros__parameters":
+                    text = f"{key} has '{name}' beside ros__parameters, where no node reads it"
+                    yield f"{text}: indent it under ros__parameters", True
 
 
 def too_large(settings: Any) -> Iterator[str]:
