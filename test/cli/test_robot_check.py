@@ -354,6 +354,20 @@ def test_driver_and_guard_that_are_told_different_things_are_told(tmp_path: Path
     assert "limits.workspace_max differs: driver [0.5, 0.2, 0.5], guard [0.4, 0.2, 0.5]" in run(file)[1]
 
 
+def test_driver_and_guard_must_measure_the_same_point(tmp_path: Path) -> None:
+    file = tmp_path / "robot.yaml"
+    write_parameters(file, {**GOOD, "tool_pose_source": "tf", "tool_frame": "tool0"})
+    shared = file.read_text(encoding="utf-8")
+    file.write_text(f"{shared}guard:\n  ros__parameters:\n    tool_frame: flange\n")
+    code, output = run(file)
+    assert code == 1 and "tool_frame differs: driver tool0, guard flange" in output
+    write_parameters(file, joint_output(tmp_path, PANDA))
+    shared = file.read_text(encoding="utf-8")
+    file.write_text(f"{shared}guard:\n  ros__parameters:\n    joints:\n      tool: panda_link5\n")
+    code, output = run(file)
+    assert code == 1 and "joints.tool differs: driver tool0, guard panda_link5" in output
+
+
 def test_a_dry_run_needs_no_guard_and_a_file_that_is_none_is_told(tmp_path: Path) -> None:
     code, output = check(tmp_path, {"output": "none"})
     assert code == 0 and "dry run" in output and "limits:" not in output

@@ -332,6 +332,10 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
             if driver.gripper.output != "none"
         },
     }
+    if driver.tool.pose_source == guard.tool.pose_source == "tf":
+        pairs["tool_frame"] = driver.tool.frame, guard.tool.frame
+    if driver.joints.model and driver.joints.model == settings.joints.model:
+        pairs["joints.tool"] = driver.joints.tool, settings.joints.tool
     with report.part("both") as well:
         for name, (one, other) in pairs.items():
             if one != other:
