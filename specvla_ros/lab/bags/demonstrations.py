@@ -3,6 +3,7 @@
 
 import io
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ HINDSIGHT_ACTION_TOPIC = "/hindsight/{}/action"
 HINDSIGHT_INSTRUCTION_TOPIC = "/hindsight/{}/instruction"
 ACTION_LABELS = ","  # between the names of an action's values, in its dimension's label
 PARTIAL = ".partial"
+_OPTIONS = "specvla_collect"  # in the custom data of a bag's metadata
 _START_NS = 1_700_000_000 * 10**9
 _JPEG_QUALITY = 95
 _FOREVER = QosTime(sec=2**31 - 1, nsec=2**32 - 1)
@@ -63,6 +65,7 @@ class DemonstrationRecord:
     state_names: tuple[str, ...] = ()  # empty: no state is recorded
     states: Sequence[np.ndarray] = ()  # one per image, float64 [state_names]
     action_names: tuple[str, ...] = ()  # of the actions' values; empty: of a tool's displacement
+    options: str = ""  # that it was recorded with, without spaces; for `recorded_options`
 
 
 def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
@@ -78,9 +81,20 @@ def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def recorded_options(directory: Path) -> str:
+    """The options that a demonstration was recorded with; empty if its bag does not tell them."""
+    try:  # a bag has some hundred lines, and a collection thousands of bags: too many to parse
+        found = re.search(rf"^ *{_OPTIONS}:\s+(\S+)$", (directory / "metadata.yaml").read_text("utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return found[1] if found else ""
+
+
 def _write(directory: Path, record: DemonstrationRecord) -> None:
     store = get_typestore(Stores.ROS2_JAZZY)
     with Writer(directory, version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        if record.options:
+            writer.set_custom_data(_OPTIONS, record.options)
 
         def channel(topic: str, msgtype: str, qos: Sequence[Qos] = ()) -> Any:
             return writer.add_connection(topic, msgtype, typestore=store, offered_qos_profiles=qos)

@@ -16,6 +16,7 @@ and the recorded actions are the joints' goals, not their displacements.
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ import numpy as np
 
 from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
+from specvla_ros.lab.bags.demonstrations import (
+    PARTIAL,
+    DemonstrationRecord,
+    Hindsight,
+    recorded_options,
+    write_demonstration,
+)
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.plans import CollectPlan
 from specvla_ros.lab.simulation.arm import TABLE_ARM
@@ -88,7 +95,8 @@ def collect(
 ) -> CollectResult:
     """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; existing bags are kept.
 
-    `on_progress` is called with the number of episodes done and wanted.
+    `on_progress` is called with the number of episodes done and wanted. Raises UserError if an existing bag was
+    recorded with other options.
     """
     robots = [choose_arm(name) for name in plan.robots or (TABLE_ARM.name,)]
     tasks = {arm.name: choose_tasks(plan.tasks, arm.tasks) for arm in robots}
@@ -111,12 +119,27 @@ def collect(
     for partial in out.glob(f".*{PARTIAL}"):  # left by a killed process
         shutil.rmtree(partial, ignore_errors=True)
     jobs = [job for job in wanted if not job.directory.exists()]
+    for job in wanted:
+        if (before := recorded_options(job.directory)) not in ("", options_of(plan)):
+            raise UserError(
+                f"{job.directory} was recorded with other options: {before}, not {options_of(plan)}; choose another "
+                "--out or --seed"
+            )
     kept, new = len(wanted) - len(jobs), 0
     results = run_jobs(demonstrate_and_record, jobs, plan, name=lambda job: job.directory.name)
     for done, (_, succeeded) in enumerate(results, start=1):
         new += succeeded
         on_progress(len(wanted) - len(jobs) + done, len(wanted))
     return CollectResult(len(wanted), kept + new, new, len(jobs) - new)
+
+
+def options_of(plan: CollectPlan) -> str:
+    """The options that decide what an episode's bag holds, as text that YAML does not quote."""
+    words = [f"noise={plan.noise:g}"]
+    words += ["joints"] if plan.joints else []
+    words += ["all_sensors"] if plan.all_sensors else []
+    words += [f"policy={re.sub('[^A-Za-z0-9_.-]', '_', plan.policy.name)}"] if plan.policy is not None else []
+    return ",".join(words)
 
 
 def demonstrate_and_record(job: Demonstration) -> bool:
@@ -176,6 +199,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
             state_names=robot.state_names if plan.all_sensors or plan.joints else (),
             states=states,
             action_names=robot.action_names if plan.joints else (),
+            options=options_of(plan),
         )
         write_demonstration(job.directory, record)
     except OSError as error:

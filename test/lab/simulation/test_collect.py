@@ -4,6 +4,7 @@
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,6 +169,22 @@ def test_killed_collection_goes_on_where_it_stopped(tmp_path):
     assert not list(tmp_path.glob(".*"))
     assert all((tmp_path / name).stat().st_mtime_ns == stamp for name, stamp in kept.items())
     assert all(frames(bag) for bag in tmp_path.iterdir())
+
+
+def test_demonstrations_with_other_options_are_not_taken_for_those_that_are_wanted(tmp_path):
+    lift = CollectPlan(tasks=("lift_red",), episodes=1)
+    assert collect(tmp_path, lift).new == 1
+    for options, words in (
+        ({"joints": True}, "joints"),
+        ({"all_sensors": True}, "all_sensors"),
+        ({"noise": 0.5}, "noise=0.5"),
+        ({"policy": nano_policy()}, "policy=nano"),
+    ):
+        with pytest.raises(UserError, match=f"other options.*{words}.*choose another --out or --seed"):
+            collect(tmp_path, replace(lift, episodes=2, **options))
+    assert len([*tmp_path.iterdir()]) == 1
+    assert collect(tmp_path, replace(lift, joints=True, first_seed=1)).new == 1
+    assert collect(tmp_path, replace(lift, episodes=2, workers=2)).kept == 2
 
 
 def test_full_disk_is_said_and_keeps_what_is_there(tmp_path, monkeypatch):
