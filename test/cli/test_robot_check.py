@@ -337,6 +337,10 @@ def test_a_policy_that_answers_pictures_which_nobody_follows_is_told(tmp_path: P
     profile = tmp_path / "own.yaml"
     write_parameters(profile, {"max_image_age_s": 0.5})
     assert check(tmp_path, GOOD, "--profile", profile)[0] == 0
+    for bad in ("fast", [0.5], 1, float("nan")):
+        write_parameters(profile, {"max_image_age_s": bad})
+        code, output = check(tmp_path, GOOD, "--profile", profile)
+        assert code == 1 and "parameter 'max_image_age_s' is" in wrong(output)[0]
     code, output = check(tmp_path, GOOD, "--profile", "laptop")
     assert code == 1 and "there is no profile 'laptop': give cpu, desktop, orin, or a parameter file" in output
 

@@ -405,8 +405,11 @@ def _max_image_age_s(profile: str) -> float:
     from specvla_ros.policy_parameters import PolicyParameters
 
     merged = merge_parameters(files, {}, node="policy")
-    default = next(each.value for each in walk(PolicyParameters()) if each.name == "max_image_age_s")
-    return float(merged.get("max_image_age_s", default))
+    declared = next(each for each in walk(PolicyParameters()) if each.name == "max_image_age_s")
+    age_s = merged.get(declared.name, declared.value)
+    if problem := declared.problem(age_s):
+        raise UserError(problem)
+    return float(age_s)
 
 
 def _print_first_motions(limits: "Limits", file: Path, speed_scale: float) -> None:
