@@ -147,7 +147,7 @@ def _parse(raw: Any, path: Path) -> Device:
     missing = [name for name in _REQUIRED if name not in raw]
     if missing:
         raise UserError(f"{path} lacks the field '{missing[0]}'; it needs {', '.join(_REQUIRED)}")
-    for field_name, known in (("kind", _KINDS), ("dtype", _BYTES)):
+    for field_name, known in (("kind", _KINDS), ("dtype", tuple(_BYTES))):
         if raw[field_name] not in known:
             raise UserError(f"{path}: {field_name} is '{raw[field_name]}', but it must be one of: {', '.join(known)}")
     by_rows, sources = raw.get("tflops_by_rows") or {}, raw["sources"]

@@ -89,6 +89,7 @@ def captured(**change: Any) -> dict[str, Any]:
         ({"fp8_tflops": True}, "fp8_tflops must be a number"),
         ({"kind": "guessed"}, "assumed, measured"),
         ({"dtype": "int4"}, "bfloat16, float16, float32"),
+        ({"dtype": ["bfloat16"]}, "bfloat16, float16, float32"),
         ({"sources": "a data sheet"}, "with the origin of each figure"),
         ({"tflops_by_rows": [1, 2]}, "rates by rows"),
         ({"tflops_by_rows": {"zero": 1}}, "rates by rows"),
