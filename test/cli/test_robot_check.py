@@ -216,6 +216,16 @@ def test_ranges_wider_than_the_models_are_refused(tmp_path: Path) -> None:
     assert code == 1 and "for panda_joint1, more than a turn to one side: give them in radians" in output
 
 
+def test_speeds_beyond_the_models_are_told(tmp_path: Path) -> None:
+    values = joint_output(tmp_path, PANDA)
+    values |= {"joints.max_acceleration": [200.0], "joints.max_jerk": [1e5]}
+    _, output = check(tmp_path, values | {"joints.max_speed": [2.5]})
+    assert "note  model      joints.max_speed is 2.5 rad/s for panda_joint1, but joints.model has 2.175" in output
+    assert "for panda_joint7, but" not in output, "which has 2.61"
+    for right in ({}, {"joints.max_speed": [2.0]}, {"joints.max_speed": [2.175] * 4 + [2.61] * 3}):
+        assert "joints.max_speed is" not in check(tmp_path, values | right)[1]
+
+
 def test_a_gripper_that_would_move_the_arm_is_refused(tmp_path: Path) -> None:
     gripper = {"gripper.output": "trajectory", "gripper.joint": "joint6", "gripper.closed_value": 0.01}
     code, output = check(tmp_path, joint_output(tmp_path, Z1) | gripper)

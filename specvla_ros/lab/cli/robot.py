@@ -227,6 +227,8 @@ def _check_model(report: Report, driver: "DriverParameters") -> None:
         return
     for text in robot_mistakes.wider_than_model(joints):
         report.wrong("model", text)
+    for text in robot_mistakes.faster_than_model(joints, model.max_speed):
+        report.note("model", text)
     if endless := [name for name in model.in_model if not model.model.joint(name).limited[0]]:
         report.note(
             "model",

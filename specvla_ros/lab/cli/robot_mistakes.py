@@ -21,6 +21,7 @@ _OF_A_PANDA = {"m/s": 1.7, "rad/s": 2.61, "m/s²": 13.0, "rad/s²": 20.0}
 _TIMES = 5  # other arms are faster, but not by this factor
 _MAX_TURN = 2 * np.pi
 _SAME_RAD = 1e-3  # rounding of a range
+_SAME_SPEED = 1.001  # times a speed: its rounding
 
 
 def namespaces(file: Path) -> list[str]:
@@ -84,3 +85,20 @@ def wider_than_model(joints: "Joints") -> Iterator[str]:
             )
         elif joint.type[0] == mujoco.mjtJoint.mjJNT_HINGE and max(-low, high) > _MAX_TURN + _SAME_RAD:
             yield f"{given}, more than a turn to one side: give them in radians"
+
+
+def faster_than_model(joints: "Joints", speeds: np.ndarray) -> Iterator[str]:
+    """Speeds, float64 [joints], that exceed those of a URDF's <limit velocity>."""
+    import mujoco
+
+    from specvla_ros.control.robot_model import load_robot_model
+
+    robot = load_robot_model(Path(joints.model).expanduser())
+    for name, speed in zip(joints.in_model, speeds.tolist(), strict=True):
+        known = robot.max_speed.get(name, 0.0)
+        if 0 < known * _SAME_SPEED < speed:
+            unit = "rad/s" if robot.model.joint(name).type[0] == mujoco.mjtJoint.mjJNT_HINGE else "m/s"
+            yield (
+                f"joints.max_speed is {speed:g} {unit} for {name}, but joints.model has {known:g}: the arm may refuse "
+                "or stop at commands that fast; lower it, or leave it out, and the model's apply"
+            )
