@@ -325,7 +325,8 @@ class SimRobot(Node):
             began_ns=self.episode.began_ns,
             last_taken_ns=self._last_taken_ns,
             newest_ns=self._newest_image_ns,
-            only_newest=self._chosen.lockstep,
+            # A policy that was lost may be slower than the images that seek it.
+            only_newest=self._chosen.lockstep and self.phase is Phase.RUNNING,
             instruction=self._instruction.current,
         )
 

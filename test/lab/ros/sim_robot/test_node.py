@@ -334,6 +334,17 @@ def test_silence_holds_the_robot_then_aborts_and_begins_again() -> None:
         assert s.clocks == sorted(s.clocks)
 
 
+def test_a_lost_policy_that_is_slower_than_the_images_is_found_again() -> None:
+    with scene(silent, action_timeout_s=0.2, policy_lost_after_s=1.0) as s:
+        s.until(lambda: s.sim.phase is Phase.LOST)
+        before = len(s.images)
+        s.until(lambda: len(s.images) >= before + 3)
+        s.actions.publish(action(s.images[-2]))
+        s.until(lambda: s.sim.phase is Phase.RUNNING or s.sim.episode.ignored)
+        assert s.sim.phase is Phase.RUNNING, "an answer to an image since the loss"
+        assert s.sim.episode.actions == 0, "it tells that the policy is back, and moves nothing"
+
+
 def test_time_runs_out() -> None:
     with scene(lambda stamp, told: action(stamp, [0.0] * 6 + [1.0]), exit_when_done=False) as s:
         s.until(lambda: s.sim.phase is Phase.DONE)
