@@ -2,6 +2,7 @@
 """The commands' terminal output: progress, tables, and errors as one line with an exit code."""
 
 import errno
+import io
 import os
 import sys
 import tempfile
@@ -89,6 +90,8 @@ def one_line_endings() -> Iterator[None]:
     A user's error, a full disk or an unreadable file exits with 2. Anything else is a bug of this package: it exits
     with 3 and writes the trace to a file to be reported.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # else a file's name that is not UTF-8 cannot be printed
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except (SystemExit, KeyboardInterrupt):

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the commands print."""
 
+import io
+import sys
+
 import pytest
+import typer
 
 from specvla_ros.lab import terminal
 from specvla_ros.lab.terminal import print_table
@@ -30,3 +34,13 @@ def test_progress_into_a_file_is_written_now_and_then(
     with terminal.progress_bar() as bar:
         bar.advance(bar.add_task("reading", total=3))
     assert "1 of 3" not in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_text_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a file from a system with another encoding."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="utf-8"))
+    with terminal.one_line_endings():
+        typer.echo("ok caf\udce9.yaml, \N{GREEK SMALL LETTER TAU}")
+    sys.stdout.flush()
+    assert raw.getvalue().decode() == "ok caf\\udce9.yaml, \N{GREEK SMALL LETTER TAU}\n"
