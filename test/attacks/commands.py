@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.terminal import BUG, one_line_endings
 
 _LONGEST_S, _REACHED = 60, 44
+_ROBOT = Path(__file__).resolve().parents[2] / "config" / "robots" / "simulated.yaml"
 # Where a command has checked all that it was given, and what takes minutes begins.
 _STUBS = (
     ("specvla_ros.lab.evaluation.simulate", "run_jobs"),
@@ -63,8 +65,8 @@ def attack_commands(scratch: Path, *, limit: int | None = None, seed: int = 0) -
     """
     files = _files(scratch)
     cases = [
-        [command, *_base(command, files, option), *given]
-        for command, option, flag in _options()
+        [*command.split(), *_base(command, files, option), *given]
+        for command, option, flag in options()
         for value in [*_TEXTS, *map(str, files.values())]
         for given in ([flag, value] if flag else [value],)
     ]
@@ -78,13 +80,20 @@ def attack_commands(scratch: Path, *, limit: int | None = None, seed: int = 0) -
     return tally
 
 
-def _options() -> Iterator[tuple[str, str, str]]:
-    """Command, name and flag of every option that takes a value; the flag of an argument is empty."""
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+def options(group: Any = None, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Command, name and flag of every option that takes a value; the flag of an argument is empty.
+
+    `group`: the commands, those of specvla if None; `prefix`: its words, before a command's own.
+    """
+    commands: dict[str, Any] = (group or typer.main.get_command(app)).commands
     for name, command in commands.items():
+        if hasattr(command, "commands"):
+            yield from options(command, f"{prefix}{name} ")
+            continue
         for parameter in command.params:
             if not getattr(parameter, "is_flag", False) and parameter.name != "help":
-                yield name, parameter.name, parameter.opts[-1] if parameter.opts[0].startswith("-") else ""
+                flag = parameter.opts[-1] if parameter.opts[0].startswith("-") else ""
+                yield f"{prefix}{name}", parameter.name, flag
 
 
 def _base(command: str, files: dict[str, Path], option: str) -> list[str]:
@@ -102,6 +111,8 @@ def _base(command: str, files: dict[str, Path], option: str) -> list[str]:
         "robot-model": ["--robot", "panda", "--out", "panda.xml"],
         "plan": ["--device", "orin"],
         "bench": ["--measure"],
+        "robot check": [str(files["robot.yaml"])] if option != "file" else [],
+        "robot stops": [str(files["bag"])] if option != "black_boxes" else [],
     }
     base = needed.get(command, [])
     if command == "replay" and option != "bag":
@@ -117,7 +128,8 @@ def _base(command: str, files: dict[str, Path], option: str) -> list[str]:
 def _files(scratch: Path) -> dict[str, Path]:
     """Files of every kind, right and wrong."""
     scratch.mkdir(parents=True, exist_ok=True)
-    found = {"bag": layouts(scratch / "bags")["zstd"], "policy": nano_policy()}
+    found = {"bag": layouts(scratch / "bags")["zstd"], "policy": scratch / "policy"}
+    shutil.copytree(nano_policy(), found["policy"])  # some commands write results into it
     Image.new("RGB", (64, 48)).save(scratch / "picture.png")
     Image.new("1", (13000, 13000)).save(scratch / "bomb.png")
     found |= {"picture": scratch / "picture.png", "bomb": scratch / "bomb.png"}
@@ -132,6 +144,7 @@ def _files(scratch: Path) -> dict[str, Path]:
         + "/**: {ros__parameters: {draft: {nodes: *i}}}",
         "lfs": "version https://git-lfs.github.com/spec/v1\n",
         "device.json": json.dumps({"name": 7, "kind": "measured", "dtype": [], "bandwidth_gb_s": 1e400, "sources": {}}),
+        "robot.yaml": _ROBOT.read_text(encoding="utf-8"),
         "text.eps": "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
     }
     for name, content in contents.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attacks.bags import attack_bombs, attack_bytes, attack_descriptions, layouts
 from attacks.checkpoints import attack_files, attack_json
-from attacks.commands import attack_commands
+from attacks.commands import attack_commands, options
 from attacks.driver import attack_driver
 from attacks.guard import attack_guard, attack_pairs
 from attacks.images import attack_images
@@ -71,6 +71,11 @@ def test_images() -> None:
     tally = attack_images(limit=300, seed=1)
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.outcomes["refused"] > 100 and tally.outcomes["decoded"] > 5
+
+
+def test_commands_in_a_group_are_attacked_too() -> None:
+    found = {command for command, _, _ in options()}
+    assert {"robot check", "robot stops", "simulate"} <= found and "robot" not in found
 
 
 @pytest.mark.nightly
