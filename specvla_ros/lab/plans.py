@@ -147,7 +147,7 @@ class CollectPlan(Spread):
     noise: float = parameter(1.0, "Scale of the noise injected into the expert's actions (DART); 0: none.", minimum=0.0)
     policy: Path | None = parameter(None, "Checkpoint that acts while the expert labels its states (DAgger).")
     first_seed: int | None = parameter(
-        None, "Seed of the first episode; default: far from the seeds of `simulate`.", name="seed"
+        None, "Seed of the first episode; default: far from the seeds of `simulate`.", minimum=0, name="seed"
     )
     all_sensors: bool = parameter(False, "Also record the wrist camera and the joint states.")
     joints: bool = parameter(False, "Move the arm by its joints, and record their goals as the actions.")

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from support.gl import needs_gl
 from support.patience import wait_until
+from typer.testing import CliRunner
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags import demonstrations as demonstration_bag
 from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.cli.app import app
 from specvla_ros.lab.plans import CollectPlan
 from specvla_ros.lab.simulation.collect import collect, demonstrate
 from specvla_ros.lab.simulation.driven_robot import DrivenRobot
@@ -202,3 +204,9 @@ def test_full_disk_is_said_and_keeps_what_is_there(tmp_path, monkeypatch):
 def test_unknown_task_is_refused(tmp_path):
     with pytest.raises(UserError, match="no task 'dance'"):
         collect(tmp_path / "out", CollectPlan(tasks=("dance",), episodes=1))
+
+
+def test_a_seed_below_0_is_refused(tmp_path):
+    done = CliRunner().invoke(app, ["collect", "--out", str(tmp_path / "out"), "--episodes", "1", "--seed", "-1"])
+    assert done.exit_code == 2 and "greater than or equal to 0" in done.output
+    assert not (tmp_path / "out").exists()
