@@ -85,8 +85,8 @@ def options(group: Any = None, prefix: str = "") -> Iterator[tuple[str, str, str
 
     `group`: the commands, those of specvla if None; `prefix`: its words, before a command's own.
     """
-    commands: dict[str, Any] = (group or typer.main.get_command(app)).commands
-    for name, command in commands.items():
+    whole: Any = group or typer.main.get_command(app)
+    for name, command in whole.commands.items():
         if hasattr(command, "commands"):
             yield from options(command, f"{prefix}{name} ")
             continue
