@@ -108,14 +108,16 @@ def read_parameter_file(file: Path) -> dict[Any, Any]:
 
 
 def _sections(file: Path, node: str, namespace: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Parameters in a file's sections for a node; those for all nodes (`**`) come first, as ROS ranks them."""
+    """Parameters in a file's sections for a node: those for all nodes (`**`) first, its own last."""
     content = read_parameter_file(file)
-    full_name = f"{namespace}/{node}" if namespace else node
-    sections = [key for key in content if str(key).strip("/") in ("**", f"**/{node}", node, full_name)]
+    ranks = {"**": 0, f"**/{node}": 1, node: 2}
+    if namespace:
+        ranks |= {f"{namespace}/**": 3, f"{namespace}/{node}": 4}
+    sections = [key for key in content if str(key).strip("/") in ranks]
     if not sections:
         raise UserError(f"parameter file {file} has nothing for the node '{node}'; begin it with '/**:' or '{node}:'")
     found: list[tuple[str, Mapping[str, Any]]] = []
-    for key in sorted(sections, key=lambda each: str(each).strip("/") != "**"):
+    for key in sorted(sections, key=lambda each: ranks[str(each).strip("/")]):
         section = content[key]
         parameters = section.get("ros__parameters") if isinstance(section, dict) else None
         if not isinstance(parameters, dict):

@@ -31,7 +31,9 @@ def test_the_strongest_wins_wherever_it_stands(tmp_path: Path) -> None:
     assert merged == {"a": 1, "b": 2, "c": 3, "d": "argument", "decode.mode": "ar", "decode.e": 2}
 
 
-@pytest.mark.parametrize("key", ["/**", "policy", "/policy", "/arm/policy", "arm/policy", "/**/policy"])
+@pytest.mark.parametrize(
+    "key", ["/**", "policy", "/policy", "/arm/policy", "arm/policy", "/**/policy", "/arm/**", "arm/**"]
+)
 def test_sections_of_a_namespaced_node(tmp_path: Path, key: str) -> None:
     file = write(tmp_path / "user.yaml", f"{key}: {{ros__parameters: {{a: 1}}}}\nother: {{ros__parameters: {{a: 2}}}}")
     assert merge_parameters([file], {}, node="policy", namespace="/arm/") == {"a": 1}
@@ -40,6 +42,14 @@ def test_sections_of_a_namespaced_node(tmp_path: Path, key: str) -> None:
 def test_within_one_file_the_node_beats_all_nodes(tmp_path: Path) -> None:
     file = write(tmp_path / "user.yaml", "policy: {ros__parameters: {a: 1}}\n/**: {ros__parameters: {a: 2, b: 2}}")
     assert merge_parameters([file], {}, node="policy") == {"a": 1, "b": 2}
+
+
+def test_within_one_file_an_arms_own_section_beats_those_for_both_arms(tmp_path: Path) -> None:
+    sections = ["/left/driver: {a: 4}", "/left/**: {a: 3, b: 3}", "/driver: {a: 2, b: 2, c: 2}", "/**: {a: 1, d: 1}"]
+    text = "\n".join(each.replace(": {", ": {ros__parameters: {", 1) + "}" for each in sections)
+    file = write(tmp_path / "robot.yaml", text)
+    assert merge_parameters([file], {}, node="driver", namespace="left") == {"a": 4, "b": 3, "c": 2, "d": 1}
+    assert merge_parameters([file], {}, node="driver", namespace="right") == {"a": 2, "b": 2, "c": 2, "d": 1}
 
 
 @pytest.mark.parametrize(
