@@ -265,6 +265,25 @@ def test_each_robot_of_a_file_with_namespaces_is_checked(tmp_path: Path) -> None
     assert code == 0 and "in the namespace left:" in output and "ok    driver     output twist" in output
 
 
+def test_each_of_two_arms_is_checked_with_its_own_sections(tmp_path: Path) -> None:
+    file = tmp_path / "robot.yaml"
+    write_parameters(file, GOOD)
+    shared = file.read_text(encoding="utf-8")
+    right = f"{shared}/right/guard:\n  ros__parameters:\n    stop_time_s: 0.15\n"
+    code, output = run(file)
+    assert code == 0 and "in the namespace" not in output and "publish /guard/enable" in output
+    file.write_text(f"{right}/left/driver:\n  ros__parameters:\n    action_prefx: left_\n")
+    code, output = run(file)
+    assert code == 1 and "no node has a parameter 'action_prefx'; did you mean 'action_prefix'?" in wrong(output)[0]
+    left, _, other = output.partition("in the namespace right:")
+    assert "in the namespace left:" in left and not wrong(other)
+    assert "publish /right/guard/enable" in other and "of the 0.15 s promised" in other
+    file.write_text(f"{right}/left/**:\n  ros__parameters:\n    limits:\n      workspace_min: [0.6, -0.2, 0.2]\n")
+    code, output = run(file)
+    assert code == 1 and "workspace_min" in wrong(output)[0]
+    assert not wrong(output.partition("in the namespace right:")[2])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -70,7 +70,7 @@ def _check_robot(report: "Report", file: Path, urdf: Path | None, profile: str, 
         _check_model(report, driver)
     if driver is not None and guard is not None:
         _check_together(report, driver, guard)
-        _check_timeouts(report, driver, guard, profile)
+        _check_timeouts(report, driver, guard, profile, namespace)
     if driver is not None and not driver.limits.missing:
         _print_first_motions(driver.limits, file, 1.0 if guard is None else guard.guard.speed_scale)
 
@@ -147,7 +147,7 @@ class Report:
 def _read(
     report: Report, file: Path, urdf: Path | None, namespace: str
 ) -> "tuple[DriverParameters | None, GuardParameters | None]":
-    """The settings of driver and guard; None if they are invalid or no guard runs."""
+    """The settings of driver and guard in a namespace; None if they are invalid or no guard runs."""
     from specvla_ros.control.guard.settings import GuardParameters
     from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
     from specvla_ros.ros.task import TaskParameters
@@ -370,7 +370,9 @@ def _check_together(report: Report, driver: "DriverParameters", guard: "GuardPar
             report.note(name, f"{what} {missing}: driver and guard do not start without it ({apt})")
 
 
-def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str) -> None:
+def _check_timeouts(
+    report: Report, driver: "DriverParameters", guard: "GuardParameters", profile: str, namespace: str
+) -> None:
     from specvla_ros.ros.wiring import refused_images_warning
 
     settings = guard.guard
@@ -385,7 +387,8 @@ def _check_timeouts(report: Report, driver: "DriverParameters", guard: "GuardPar
                 f"command_timeout_s {settings.command_timeout_s:g} is less than two periods of rate_hz "
                 f"{driver.rate_hz:g}: the guard would stop between two commands; increase either"
             )
-        well(f"publish /guard/enable at {2 / settings.enable_timeout_s:.3g} Hz or more")
+        enable = f"/{namespace}/guard/enable" if namespace else "/guard/enable"
+        well(f"publish {enable} at {2 / settings.enable_timeout_s:.3g} Hz or more")
     if profile:
         with report.part("profile") as well:
             age_s = _max_image_age_s(profile)

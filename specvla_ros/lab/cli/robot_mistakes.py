@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specvla_ros.control.limits import Joints
 
 _NODES = ("policy", "driver", "guard", "task", "sim_robot", "bag_player", "live_view")
+_OF_A_ROBOT = ("driver", "guard", "task")
 _SOURCE = "frankaemika.github.io/docs/control_parameters.html"
 # By unit: a Panda's limit by its data sheet, the highest among its joints or of its tool.
 _OF_A_PANDA = {"m/s": 1.7, "rad/s": 2.61, "m/s²": 13.0, "rad/s²": 20.0}
@@ -25,9 +26,9 @@ _SAME_SPEED = 1.001  # times a speed: its rounding
 
 
 def namespaces(file: Path) -> list[str]:
-    """The namespaces of the file's sections for a driver or a guard, such as left of /left/driver; else only ""."""
+    """The namespaces of the file's sections, such as left of /left/driver or /left/**; else only ""."""
     keys = [str(key).strip("/").rpartition("/") for key in read_parameter_file(file)]
-    found = {namespace for namespace, _, node in keys if node in ("driver", "guard") and "*" not in namespace}
+    found = {namespace for namespace, _, node in keys if node in ("**", *_OF_A_ROBOT) and "*" not in namespace}
     return sorted(found - {""}) or [""]
 
 
