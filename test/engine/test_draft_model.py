@@ -118,7 +118,7 @@ def test_a_tick_counts_the_draft_models_forwards_rows_and_images(actor: OpenVLAT
 
 
 def test_a_preset_of_a_chain_asks_for_a_draft_model(actor: OpenVLATarget) -> None:
-    with pytest.raises(UserError, match=r"has no drafter.*draft\.model"):
+    with pytest.raises(UserError, match=r"has no drafter: draft\.head is none; .*draft\.model"):
         Engine(actor, engine_settings_from(mode="spec", preset="fly-paper"))
     chosen = engine_settings_from(mode="spec", preset="fly-paper", draft_model=str(actor.directory / "model"))
     engine = Engine(actor, chosen)

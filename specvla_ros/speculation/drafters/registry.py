@@ -15,7 +15,7 @@ from functools import cache, cached_property, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specvla_ros.errors import UserError
-from specvla_ros.speculation.settings import DRAFT_FOLDER, DRAFTERS
+from specvla_ros.speculation.settings import DRAFTERS, NO_HEAD
 from specvla_ros.speculation.tree import NO_BRANCHES, Branches, Tree, with_branches
 
 if TYPE_CHECKING:
@@ -240,8 +240,10 @@ def make_drafters(context: DraftContext, *, wanted: bool, needed: bool) -> tuple
         made = {name: entry.make(context) for name, entry in DRAFTERS.entries().items()}
         by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
         if needed and not by_name:
+            head = context.settings.head_directory(context.target.directory)
+            absent = f"{head} does not exist" if head is not None else f"draft.head is {NO_HEAD}"
             raise UserError(
-                f"decode.mode spec has no drafter: {context.target.directory / DRAFT_FOLDER} does not exist; set "
+                f"decode.mode spec has no drafter: {absent}; set "
                 "draft.head to a draft head's directory (specvla train-draft makes one), draft.model to a smaller "
                 "policy's, draft.temporal to true, or draft.chunk_shift to true if answers are chunks of digits or "
                 "FAST tokens; a policy that writes text can also draft for itself (draft.self_tokens)"
