@@ -10,10 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from specvla_ros.lab.files import format_parameters
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.files import format_parameters, format_value
 from specvla_ros.lab.planning.device import Device, Efficiency, Software
 from specvla_ros.lab.planning.plan import AS_GOOD, Plan, make_plan, note
 from specvla_ros.models.settings import WeightFormat
+from specvla_ros.settings.parameter import values_of
 
 _NO_CHANGES = "With captured graphs, the choices of modes, weight format and parameters stay the same."
 _OF_CAPTURED = ("derated", "forwards", "modes", "profile")  # fields of a plan that differ between kinds of software
@@ -49,9 +51,10 @@ class PlanRange:
         formats = {name: (age_s, self.captured.format_ages[name]) for name, age_s in self.eager.format_ages.items()}
         chosen = {"best fixed mode": fixed, "best mode without drafts": plain, "best weight format": formats}
         found = [_change(name, ages) for name, ages in chosen.items()]
-        before, after = self.eager.parameters, self.captured.parameters
-        names = sorted({*before, *after})
-        found += [f"{n} is {after.get(n)}, not {before.get(n)}" for n in names if before.get(n) != after.get(n)]
+        defaults = values_of(EngineSettings())
+        before, after = (defaults | each.parameters for each in (self.eager, self.captured))
+        names = sorted(name for name in before if before[name] != after[name])
+        found += [f"{n} is {_written(after[n])}, not {_written(before[n])}" for n in names]
         return [change for change in found if change]
 
     @property
@@ -102,23 +105,26 @@ def _change(name: str, ages: Mapping[str, tuple[float, float]]) -> str:
     return f"the {name} is `{captured}`, not `{eager}`"
 
 
+def _written(value: Any) -> str:
+    return format_value(value) or "empty"
+
+
 def _milliseconds(eager_s: float, captured_s: float) -> str:
     return f"{_range(f'{eager_s * 1e3:.0f}', f'{captured_s * 1e3:.0f}')} ms"
-
-
-_TABLE_WIDTH = 100  # lines wrap on a narrower terminal, which is better than truncated numbers
 
 
 def print_plan(plans: PlanRange, console: Console) -> None:
     """Prints the verdict, the forwards, the modes and the chosen profile."""
     plan = plans.eager
-    console.width = max(console.width, _TABLE_WIDTH)
+    tables = _forward_table(plans), _mode_table(plans)
+    # Lines wrap on a narrower terminal, which is better than truncated numbers.
+    console.width = max(console.width, *(Console(width=10_000).measure(table).maximum for table in tables))
     console.print(plans.verdict, style="bold", highlight=False, soft_wrap=True)
     console.print(note(plan.device), highlight=False, soft_wrap=True)
     if not plans.single:
         console.print(_changes(plans), highlight=False, soft_wrap=True)
     console.print(_summary(plans), highlight=False, soft_wrap=True)
-    for table in (_forward_table(plans), _mode_table(plans)):
+    for table in tables:
         console.print(table)
     if not all(mode.fits(plan.device) for mode in plan.modes):
         console.print("!: does not fit in the device's memory\n", highlight=False)

@@ -72,3 +72,16 @@ def test_parameters_that_depend_on_the_software_are_said() -> None:
     plans = make_plans(read_device("orin"), WeightFormat.NONE)
     assert "draft.nodes is 16, not 64" in plans.changes
     assert (plans.eager.parameters["draft.nodes"], plans.captured.parameters["draft.nodes"]) == (64, 16)
+
+
+def test_a_parameter_that_only_one_software_needs_is_said_with_its_default() -> None:
+    changes = make_plans(read_device("rtx5090"), WeightFormat.NONE, robots=6).changes
+    assert "acceptance.rule is strict, not bin_distance" in changes
+    assert "acceptance.bins is [0], not [9]" in changes
+    assert "draft.head is none, not empty" in changes
+
+
+def test_no_figure_of_a_long_answer_is_cut_off() -> None:
+    done = CliRunner().invoke(app, ["plan", "--device", "orin", "--tokens", "216"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    assert "…" not in done.output and "specpipe, 3 chunks" in done.output
