@@ -398,6 +398,13 @@ def test_what_is_no_option_is_otherbefore_anything_is_loaded(image: Path) -> Non
     refused(specvla(*command, "--tolerance", "2"), "write it as 2mm,1.1deg")
     unread = specvla(*command, "--mode", "ar", "--tolerance", "5bins", "--unnorm-key", "none")
     assert "--tolerance 5bins has no effect: it applies to drafted tokens, and mode ar does not draft" in unread.stderr
+    strict = ("--mode", "spec", "--tolerance", "5bins", "-p", "acceptance.rule:=strict", "--unnorm-key", "none")
+    assert "--tolerance 5bins has no effect: the rule strict has none" in specvla(*command, *strict).stderr
+    composite = specvla(*command, *strict, "-p", "acceptance.rule:=composite")
+    assert "has no effect" not in composite.stderr
+    refused(
+        specvla(*command, "-p", "action.dt:=0.1"), "'action.dt' is a parameter of the policy node that this command"
+    )
     refused(specvla(*command, "-p", "draft.node:=3"), "did you mean 'draft.nodes'?")
     refused(specvla(*command, "--mode", "fast"), "specpipe")
     refused(specvla(*command, "--params-file", "none.yaml"), "none.yaml does not exist")

@@ -16,15 +16,16 @@ from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_f
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bundled.policies import bundled_names, find_policy
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.policy_parameters import load_complete, model_settings, read_policy_file
+from specvla_ros.policy_parameters import PolicyParameters, load_complete, model_settings, read_policy_file
 from specvla_ros.settings.parameter import Parameter, hint, parameter_of, values_of, walk, with_values
 from specvla_ros.settings.profiles import read_assignments
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, Tolerance
 
 if TYPE_CHECKING:
     from specvla_ros.models.target import Target
 
 
+_WITHOUT_BINS = ("strict", "fly", "lvspec")  # acceptance rules that read no tolerance
 _MODEL = "Model"  # help panel of the loading options; help shows only basic ones
 
 
@@ -198,6 +199,8 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     known = [ModelSettings(), EngineSettings(), *([ConventionSettings()] if publishes else [])]
     names = dict.fromkeys(name for settings in known for name in values_of(settings))
     if unknown := [name for name in assigned if name not in names]:
+        if unknown[0] in values_of(PolicyParameters()):
+            raise UserError(f"'{unknown[0]}' is a parameter of the policy node that this command does not use: omit it")
         raise UserError(f"there is no parameter '{unknown[0]}'; {hint(unknown[0], names)}")
     of_loading = {name: assigned.pop(name) for name in values_of(ModelSettings()) if name in assigned}
     prefix = ConventionSettings.ROS_PREFIX
@@ -205,12 +208,15 @@ def _policy_options(model: Mapping[str, Any], given: Mapping[str, Any], *, publi
     engine = engine_settings_from(
         mode=plain["mode"] or "", tolerance=plain.get("tolerance", ""), values=assigned, params_file=file
     )
-    if plain.get("tolerance") and not engine.drafts:
+    tolerance = plain.get("tolerance")
+    if tolerance and not engine.drafts:
         typer.echo(
-            f"--tolerance {plain['tolerance']} has no effect: it applies to drafted tokens, and mode {engine.mode} "
+            f"--tolerance {tolerance} has no effect: it applies to drafted tokens, and mode {engine.mode} "
             "does not draft; add --mode spec",
             err=True,
         )
+    elif tolerance and Tolerance.parse(tolerance).acceptance.rule != (rule := engine.acceptance.rule) in _WITHOUT_BINS:
+        typer.echo(f"--tolerance {tolerance} has no effect: the rule {rule} has none; omit either", err=True)
     conventions = {name: value for name, value in in_file.items() if name.startswith(prefix)}
     action = with_values(ConventionSettings(), conventions | of_actions)
     ours = frozenset(typed & {*values_of(engine)})
