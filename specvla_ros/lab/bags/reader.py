@@ -4,6 +4,7 @@
 import heapq
 import logging
 import re
+import shlex
 import shutil
 import sqlite3
 from collections import defaultdict
@@ -374,9 +375,11 @@ def _open_plain(path: Path, scratch: Path) -> SqliteStorage | McapStorage:
         try:
             return SqliteStorage(path, _named_for_uris(_settled(path, scratch), scratch))
         except Exception as error:
+            # Not `.recover`: it fails in some distributions' sqlite3 (3.40 of Debian 12), even of an intact file.
+            dump = f"sqlite3 {shlex.quote(str(path))} .dump | sed 's/^ROLLBACK.*/COMMIT;/' | sqlite3 saved.db3"
             raise UserError(
                 f"bag file {path} is a damaged sqlite3 database ({error}), perhaps cut off; copy it again, or recover "
-                f"what is left with: sqlite3 {path.name} .recover | sqlite3 saved.db3"
+                f"what is left, whose last message may be incomplete, with: {dump}"
             ) from error
     size = path.stat().st_size
     raise UserError(

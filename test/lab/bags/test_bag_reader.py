@@ -247,6 +247,24 @@ def test_a_database_that_is_cut_off_is_refused(tmp_path: Path, share: float) -> 
         open_bag(path)
 
 
+@pytest.mark.skipif(shutil.which("sqlite3") is None, reason="the command sqlite3 is not installed")
+def test_what_is_left_of_a_cut_off_database_is_recovered_by_the_commands_shown(tmp_path: Path) -> None:
+    path = bags.write_bag(tmp_path / "a bag", bags.episode(40), sqlite=True)
+    whole = read(path)[0]
+    (file,) = path.glob("*.db3")
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * 0.6)])
+    with pytest.raises(UserError) as refused:
+        open_bag(path)
+    commands = str(refused.value).partition("last message may be incomplete, with: ")[2]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    subprocess.run(commands, shell=True, cwd=elsewhere, check=True)
+    assert [each.name for each in elsewhere.iterdir()] == ["saved.db3"]
+    found = read(elsewhere / "saved.db3")[0]
+    assert len(whole) / 4 < len(found) < len(whole)
+    assert len({*map(str, found)} - {*map(str, whole)}) <= 1, "only the last message may be incomplete"
+
+
 def test_a_database_keeps_what_a_killed_recorder_left_in_its_log(tmp_path: Path) -> None:
     live = bags.write_bag(tmp_path / "live", bags.episode(5), sqlite=True)
     (file,) = live.glob("*.db3")
