@@ -231,6 +231,7 @@ def drive(
     admitted: dict[tuple[str, int], int] = {}  # tick by robot and stamp
     out: set[tuple[str, int]] = set()  # answers in flight whose first action is out
     dropped = in_flight = counted = answers = warm_ticks = 0
+    full = False  # an answer is out, whole
     wanted = frames or max(_FEWEST, _FRAMES * _USUAL_TOKENS // action_tokens)
     fewest_ticks = 0 if frames else _LONGEST_ANSWERS * action_tokens
     while counted < wanted or len(ticks) - warm_ticks < fewest_ticks:
@@ -259,7 +260,8 @@ def drive(
         outcomes = scheduler.release()
         oldest = {each.observation.stream: each for each in reversed(scheduler.requests)}.values()
         answers += len(outcomes)
-        if not warm_ticks and number >= _WARM_UP_TICKS and answers >= (1 if chooser is None else _LEARNING):
+        full = full or any(isinstance(outcome, Action) for outcome in outcomes)
+        if not warm_ticks and number >= _WARM_UP_TICKS and (full if chooser is None else answers >= _LEARNING):
             warm_ticks = number
         if warm_ticks:
             counted += len(starting)

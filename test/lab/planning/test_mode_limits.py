@@ -318,3 +318,20 @@ def test_too_small_a_memory_is_said() -> None:
     small = replace(read_device("rtx5090"), memory_gb=8.0)
     assert "DOES NOT FIT" in make_plan(small, WeightFormat.NONE).profile.reasons["memory"]
     assert "DOES NOT FIT" not in make_plan(small, WeightFormat.INT4).profile.reasons["memory"]
+
+
+@pytest.mark.parametrize("name", ["pipeline", "pipeline, 3 chunks", "specpipe"])
+def test_long_answers_are_counted_once_the_pipeline_is_full(name: str) -> None:
+    """216 tokens, as eight actions in digits; a run that begins with an empty pipeline has too few at its end."""
+    mode = next(each for each in MODES if each.name == name)
+
+    def per_tick(frames: int) -> float:
+        run = drive(mode, 290, 216, GOAL, frames=frames)
+        return len(run.actions) / (len(run.ticks) - run.warm_ticks)
+
+    assert per_tick(0) == pytest.approx(per_tick(2000), rel=0.1)
+
+
+def test_the_longest_answers_can_be_planned() -> None:
+    for mode in MODES[5:]:  # several drafted frames in flight, of which most are overtaken
+        assert run_loop(mode, 290, 1024, GOAL, lambda _: 0.01).action_rate_hz > 0
