@@ -184,10 +184,7 @@ def _fused_linear(  # type: ignore[no-untyped-def]
 
 @jit
 def dot(a, b, sum_, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The product in float32, added to `sum_` unless that is None; widens in Triton's interpreter.
-
-    The interpreter multiplies the bits of bfloat16 as integers.
-    """
+    """Adds the product in float32; widens in Triton's interpreter, which treats bfloat16's bits as integers."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sum_, input_precision="ieee")
     else:  # noqa: RET505 (the compiler must not see both)

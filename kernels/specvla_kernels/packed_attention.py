@@ -9,7 +9,6 @@ from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, attend_chain
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
-from specvla_kernels.fused_linear import dot
 from specvla_kernels.layout import PackedLayout
 
 # Maximum keys per step, and maximum bytes of them, by rows of a tile. With a head of 128 in bf16, 64 rows and 64 keys
@@ -137,7 +136,7 @@ def _packed_attention(  # type: ignore[no-untyped-def]
         else:
             keys = tl.load(k_base + key * k_row_stride, is_d[None, :], other=0.0)
             values = tl.load(v_base + key * v_row_stride, is_d[None, :], other=0.0)
-        scores = dot(queries, tl.trans(keys), None, WIDEN) * scale
+        scores = _dot(queries, tl.trans(keys), WIDEN) * scale
         peak, total, result = _attend(scores, values, peak, total, result, WIDEN)
     for key_begin in range(masked_begin, end, BLOCK_N):
         key = key_begin + n
@@ -145,7 +144,7 @@ def _packed_attention(  # type: ignore[no-untyped-def]
         mask = (key < end)[:, None] & is_d[None, :]
         keys = tl.load(k_base + key.to(tl.int64)[:, None] * k_row_stride, mask, other=0.0)
         values = tl.load(v_base + key.to(tl.int64)[:, None] * v_row_stride, mask, other=0.0)
-        scores = dot(queries, tl.trans(keys), None, WIDEN) * scale
+        scores = _dot(queries, tl.trans(keys), WIDEN) * scale
         key_node = key - prefix_len
         word = tl.where((key_node < 32)[None, :], low[:, None], high[:, None])
         is_ancestor = (word >> (key_node & 31)[None, :]) & 1
@@ -180,8 +179,17 @@ def _attend(scores, values, peak, total, result, WIDEN: tl.constexpr):  # type: 
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing visible yet: 2^-inf, not -inf + inf
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peak - base)
-    weighted = dot(weights.to(values.dtype), values, None, WIDEN)
+    weighted = _dot(weights.to(values.dtype), values, WIDEN)
     return new_peak, total * shrink + tl.sum(weights, 1), result * shrink[:, None] + weighted
+
+
+@jit
+def _dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The product in float32; widens in Triton's interpreter, which multiplies the bits of bfloat16 as integers."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:  # noqa: RET505 (the compiler must not see both)
+        return tl.dot(a, b, input_precision="ieee")
 
 
 @jit
