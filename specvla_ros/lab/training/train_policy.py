@@ -154,11 +154,11 @@ def _check_joints(data: dataset.DemonstrationSet, training: PolicyTraining) -> N
 
 def _check_statistics(init: Path, data: dataset.DemonstrationSet, training: PolicyTraining) -> None:
     """Raises UserError if a policy of the tool, which keeps its statistics, has none of the chosen name."""
-    names = ", ".join(read_config(init).norm_stats)
-    if not data.action_names and training.unnorm_key not in read_config(init).norm_stats:
+    names = read_config(init).norm_stats
+    if not data.action_names and training.unnorm_key not in names:
         raise UserError(
             f"--unnorm-key {training.unnorm_key}: a policy that is trained further keeps its statistics, and those of "
-            f"{init} are named {names}: give that name, or train without --init for statistics of these data"
+            f"{init} are named {', '.join(names)}: give that name, or train without --init for statistics of these data"
         )
 
 
